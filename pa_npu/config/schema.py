@@ -1,0 +1,300 @@
+"""The typed configuration tree: every key, its meaning, default and bounds, and the rules between keys.
+
+One class per section, one sentence per key. Unknown keys are refused. Rules that involve several keys live in
+`Config.check_rules`; rules that need a model or dataset on disk live in `pa_npu.config.preflight`.
+This module imports pydantic only, so that it loads quickly in every process.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = int
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, and no key is accepted and ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class RunConfig(Section):
+    dir: str = Field("runs/default", min_length=1, description="Run directory; everything the run writes goes there.")
+    seed: int = Field(1, ge=0, lt=2**31, description="Seed of data order, sampling and initialisation.")
+    device: Literal["auto", "npu", "cuda", "cpu"] = Field(
+        "auto", description="Device kind of trainers and engines; auto takes npu, then cuda, then cpu."
+    )
+    deterministic: bool = Field(True, description="Use deterministic kernels where the platform has a choice.")
+
+
+class ModelConfig(Section):
+    path: str = Field(..., min_length=1, description="HF model directory (config.json, safetensors, tokenizer).")
+    dtype: Literal["fp32", "bf16"] = Field("bf16", description="Type of weights and activations; master weights are fp32.")
+    head_chunk_tokens: int = Field(
+        2048, ge=1, description="Rows per chunk of the LM head's log-prob, so that full logits never exist at once."
+    )
+
+
+class DataConfig(Section):
+    train: str = Field(..., min_length=1, description="Training prompts: JSONL or parquet (question/answer, prompt/answer or messages).")
+    test: Union[str, None] = Field(None, description="Held-out prompts in the same formats; none disables evaluation.")
+    chat_template: Literal["auto", "always", "never"] = Field(
+        "auto", description="Render prompts with the tokenizer's chat template; auto does where the tokenizer has one."
+    )
+    system_prompt: Union[str, None] = Field(None, description="System message put before each prompt.")
+    instruction: Union[str, None] = Field(None, description="Text appended to each question, on a line of its own.")
+    max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens, template included.")
+    overlong_prompt: Literal["refuse", "truncate", "skip"] = Field(
+        "refuse", description="What happens to longer prompts: refuse the run, keep the last tokens, or skip; counted."
+    )
+    shuffle: bool = Field(True, description="Shuffle the training prompts anew in every epoch, seeded by run.seed.")
+
+
+class RolloutConfig(Section):
+    engines: int = Field(1, ge=1, description="Number of engines (vLLM servers).")
+    tensor_parallel: int = Field(1, ge=1, description="Devices per engine.")
+    python: Union[str, None] = Field(None, description="Interpreter of the engines' own environment; none means this one.")
+    responses_per_prompt: int = Field(8, ge=2, description="G, the number of responses per prompt (one group).")
+    max_response_tokens: int = Field(256, ge=1, description="Longest response in tokens.")
+    temperature: float = Field(1.0, gt=0.0, le=10.0, description="Sampling temperature; the trainer applies the same.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling; only 1.0, which the trainer can match exactly.")
+    top_k: int = Field(-1, description="Top-k sampling; only -1 (off), which the trainer can match exactly.")
+    ignore_eos: bool = Field(False, description="Always generate max_response_tokens (benchmarks with fixed work).")
+    window: Union[Literal["auto"], int] = Field(
+        "auto", description="Sequences in flight per engine; auto finds the smallest that loses no throughput."
+    )
+    max_num_batched_tokens: int = Field(32768, ge=1, description="vLLM's token budget per step; no prompt may be chunked.")
+    max_num_seqs: int = Field(256, ge=1, description="vLLM's limit of sequences in one step.")
+    memory_fraction: float = Field(0.85, gt=0.0, le=1.0, description="Share of device memory an engine may take (npu, cuda).")
+    kv_cache_gib: float = Field(1.0, gt=0.0, description="KV cache of an engine in GiB (cpu).")
+    enforce_eager: bool = Field(True, description="Run the engine without graph capture or compilation.")
+    request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one group's generation.")
+    startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for an engine to become ready.")
+    extra_args: tuple[str, ...] = Field((), description="Further arguments for the vLLM server.")
+    env: dict[str, str] = Field(default_factory=dict, description="Further environment variables for the engines.")
+
+
+class RewardFunction(Section):
+    name: str = Field(..., min_length=1, description="math, format, or module:function of your own.")
+    weight: float = Field(1.0, description="Factor of this reward in the sum.")
+    pattern: Union[str, None] = Field(None, description="Regular expression a response must match (format only).")
+
+
+class RewardConfig(Section):
+    functions: tuple[RewardFunction, ...] = Field(
+        (RewardFunction(name="math"),), min_length=1, description="Reward functions; a response's reward is their weighted sum."
+    )
+    timeout_s: float = Field(10.0, gt=0, description="Time limit for rewarding one group; then its reward is zero, logged.")
+    workers: int = Field(1, ge=1, description="Processes that compute rewards.")
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo"] = Field("grpo", description="Policy-gradient algorithm.")
+    advantage_scale: Literal["group-std", "none", "batch-std"] = Field(
+        "group-std", description="Divide centred rewards by the group's deviation, by nothing, or by the batch's deviation."
+    )
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped from below at 1 - clip_low.")
+    clip_high: float = Field(0.2, gt=0, description="Ratio is clipped from above at 1 + clip_high.")
+    kl_coef: float = Field(0.0, ge=0, description="Coefficient of the k3 KL divergence to the reference; 0 builds no reference.")
+    entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
+    aggregation: Literal["token-mean", "sequence-mean", "dr-grpo"] = Field(
+        "token-mean", description="Token weights and normaliser: 1 over tokens, 1/length over sequences, 1 over B*G*max length."
+    )
+
+
+class OptimizerConfig(Section):
+    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
+    min_learning_rate: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
+    warmup_iterations: int = Field(0, ge=0, description="Iterations of linear warm-up.")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the decay after warm-up.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; norms and biases are exempt.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2.")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
+    clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 never clips.")
+
+
+class TrainerConfig(Section):
+    devices: int = Field(1, ge=1, description="Trainer ranks in all nodes; must be tensor x pipeline x data parallel.")
+    tensor_parallel: int = Field(1, ge=1, description="Tensor-parallel size (TP).")
+    pipeline_parallel: int = Field(1, ge=1, description="Pipeline-parallel size (PP).")
+    sequence_parallel: bool = Field(False, description="Shard norms and residuals over TP along the sequence (SP).")
+    distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
+    wait_timeout_s: float = Field(1800.0, gt=0, description="Deadline of every wait of a trainer (rollouts, publish, collectives).")
+    startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for the trainer ranks to become ready.")
+
+
+class MicrobatchConfig(Section):
+    responses: Union[int, None] = Field(None, description="Responses per microbatch; must divide rollout.responses_per_prompt; none means all.")
+    pad_to_multiple_of: Union[int, None] = Field(
+        None, description="Pad packed lengths to a multiple; none means trainer.tensor_parallel with sequence parallelism, else 1."
+    )
+
+
+class AttentionConfig(Section):
+    shared_prompt: bool = Field(True, description="Compute a group's prompt once; false packs separate sequences (baseline).")
+    implementation: Literal["auto", "dense", "merge", "gather"] = Field("auto", description="Kernel form of shared-prompt attention.")
+
+
+class ScheduleConfig(Section):
+    iterations: int = Field(10, ge=1, description="Iterations of the run (weight updates).")
+    prompts_per_iteration: int = Field(16, ge=1, description="B, the number of groups per iteration.")
+    stream: bool = Field(True, description="Train while engines generate (periodic); false waits for the whole batch (sync).")
+    order: Literal["prompt", "completion"] = Field(
+        "completion", description="Order in which groups are trained; prompt makes the update bit-identical to sync."
+    )
+    evaluate_every: int = Field(0, ge=0, description="Evaluate every n iterations; 0 only before the first and after the last.")
+
+
+class PublishConfig(Section):
+    bucket_mib: float = Field(64.0, gt=0, description="Size of one bucket of the weight broadcast.")
+    timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
+    probe_tokens: int = Field(16, ge=0, description="Tokens per engine of the log-prob probe after each publish; 0 turns it off.")
+    probe_tolerance: float = Field(
+        0.1, gt=0, description="Largest |engine - trainer| log-prob of the probe; beyond it the run stops (I5)."
+    )
+
+
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0, description="Save every n iterations; 0 only after the last one.")
+    load: Union[str, None] = Field(None, description="Checkpoint directory (.../iteration_000010) to continue from.")
+    export_hf: bool = Field(True, description="Write the final weights as an HF directory.")
+
+
+class TelemetryConfig(Section):
+    samples_per_iteration: int = Field(2, ge=0, description="Groups written to samples.jsonl per iteration.")
+    tensorboard: bool = Field(True, description="Write TensorBoard events.")
+    timeline: bool = Field(True, description="Write timeline.json (Chrome trace format).")
+    warmup_iterations: int = Field(1, ge=0, description="Iterations at the start that throughput summaries leave out.")
+
+
+class PlacementConfig(Section):
+    host: str = Field("127.0.0.1", min_length=1, description="Address that store, engines and trainers listen on.")
+    store_port: int = Field(0, ge=0, le=65535, description="Port of the c10d store; 0 takes a free one.")
+    engine_port: int = Field(0, ge=0, le=65535, description="Port of the first engine, the others follow; 0 takes free ones.")
+    engine_devices: Union[tuple[int, ...], None] = Field(None, description="Device indices of the engines; none takes the first ones.")
+    trainer_devices: Union[tuple[int, ...], None] = Field(None, description="Device indices of the trainer ranks; none takes the next ones.")
+    pin_cores: bool = Field(True, description="On cpu, pin each engine and trainer rank to its core where there are enough.")
+
+
+class Config(Section):
+    """The whole tree. Sections in the order of a run's life."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    microbatch: MicrobatchConfig = MicrobatchConfig()
+    attention: AttentionConfig = AttentionConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    publish: PublishConfig = PublishConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    placement: PlacementConfig = PlacementConfig()
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of replicas (DP)."""
+        return self.trainer.devices // (self.trainer.tensor_parallel * self.trainer.pipeline_parallel)
+
+    @property
+    def microbatch_responses(self) -> int:
+        """Responses per microbatch, resolved."""
+        return self.microbatch.responses or self.rollout.responses_per_prompt
+
+    @property
+    def pad_multiple(self) -> int:
+        """Packed lengths are multiples of this, resolved."""
+        default = self.trainer.tensor_parallel if self.trainer.sequence_parallel else 1
+        return self.microbatch.pad_to_multiple_of or default
+
+    @property
+    def groups_per_replica(self) -> int:
+        return self.schedule.prompts_per_iteration // self.data_parallel
+
+    @property
+    def microbatches_per_group(self) -> int:
+        return self.rollout.responses_per_prompt // self.microbatch_responses
+
+    @property
+    def num_devices(self) -> int:
+        """All devices, engines and trainers: the denominator of TPSPD."""
+        return self.trainer.devices + self.rollout.engines * self.rollout.tensor_parallel
+
+    @model_validator(mode="after")
+    def check_rules(self) -> "Config":
+        """Rules between keys. Each message names the keys, their values, the rule and the remedy."""
+        for broken in _broken_rules(self):
+            raise ValueError(broken)
+        return self
+
+
+def _broken_rules(c: Config):
+    t, r, s = c.trainer, c.rollout, c.schedule
+    shard = t.tensor_parallel * t.pipeline_parallel
+    if t.devices % shard:
+        yield (
+            f"trainer.devices: {t.devices} is not a multiple of tensor_parallel x pipeline_parallel = {shard}; "
+            f"set trainer.devices to a multiple of {shard}"
+        )
+        return
+    if s.prompts_per_iteration % c.data_parallel:
+        yield (
+            f"schedule.prompts_per_iteration: {s.prompts_per_iteration} groups cannot be divided evenly among "
+            f"{c.data_parallel} replicas; set it to a multiple of {c.data_parallel}"
+        )
+    if r.responses_per_prompt % c.microbatch_responses or c.microbatch_responses < 1:
+        yield (
+            f"microbatch.responses: {c.microbatch.responses} does not divide rollout.responses_per_prompt = "
+            f"{r.responses_per_prompt}; set it to a divisor"
+        )
+    if c.pad_multiple < 1 or (t.sequence_parallel and c.pad_multiple % t.tensor_parallel):
+        yield (
+            f"microbatch.pad_to_multiple_of: {c.microbatch.pad_to_multiple_of}: sequence parallelism needs lengths that are "
+            f"multiples of trainer.tensor_parallel = {t.tensor_parallel}; remove the key or set it to a multiple"
+        )
+    if t.sequence_parallel and t.tensor_parallel == 1:
+        yield "trainer.sequence_parallel: needs trainer.tensor_parallel > 1; set it to false or raise tensor_parallel"
+    if r.top_p != 1.0:
+        yield f"rollout.top_p: {r.top_p}: the trainer's log-probs would not match a truncated distribution; set it to 1.0"
+    if r.top_k != -1:
+        yield f"rollout.top_k: {r.top_k}: the trainer's log-probs would not match a truncated distribution; set it to -1"
+    if r.window != "auto" and r.window < r.responses_per_prompt:
+        yield (
+            f"rollout.window: {r.window} sequences cannot hold one group of rollout.responses_per_prompt = "
+            f"{r.responses_per_prompt}; set it to at least {r.responses_per_prompt} or to auto"
+        )
+    if c.data.max_prompt_tokens > r.max_num_batched_tokens:
+        yield (
+            f"data.max_prompt_tokens: {c.data.max_prompt_tokens} exceeds rollout.max_num_batched_tokens = "
+            f"{r.max_num_batched_tokens}, so a prompt would be prefilled in chunks, which seeded sampling does not allow; "
+            f"raise rollout.max_num_batched_tokens"
+        )
+    if s.stream and c.algorithm.advantage_scale == "batch-std":
+        yield (
+            "algorithm.advantage_scale: batch-std needs the whole batch before the first update, but schedule.stream=true "
+            "trains while groups arrive; set schedule.stream=false or algorithm.advantage_scale=group-std"
+        )
+    if c.optimizer.min_learning_rate > c.optimizer.learning_rate:
+        yield (
+            f"optimizer.min_learning_rate: {c.optimizer.min_learning_rate} exceeds optimizer.learning_rate = "
+            f"{c.optimizer.learning_rate}; lower it"
+        )
+    for key, devices, wanted in (
+        ("engine_devices", c.placement.engine_devices, r.engines * r.tensor_parallel),
+        ("trainer_devices", c.placement.trainer_devices, t.devices),
+    ):
+        if devices is not None and len(devices) != wanted:
+            yield f"placement.{key}: {len(devices)} indices for {wanted} devices; list exactly {wanted} or remove the key"
+    for function in c.reward.functions:
+        if function.name not in ("math", "format") and ":" not in function.name:
+            yield f"reward.functions: {function.name!r} is not math, format or module:function; use one of these"
+        if function.name == "format" and not function.pattern:
+            yield "reward.functions: format needs a pattern; add pattern=REGEX to it"

@@ -1,0 +1,27 @@
+"""The exceptions that end a run with one clear line; everything a user can cause derives from `UserError`."""
+
+from __future__ import annotations
+
+
+class PaNpuError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class UserError(PaNpuError):
+    """Bad input: the message says what, where, which rule and the remedy, in one line. Programs exit with code 2."""
+
+
+class ConfigError(UserError):
+    """A configuration key is unknown, malformed, out of range or in conflict with another key."""
+
+
+class DataError(UserError):
+    """A dataset, model directory or reward function cannot be used."""
+
+
+class DeadlineExceeded(PaNpuError):
+    """A wait reached its deadline; the message names what was awaited, from whom, and for how long."""
+
+
+class InvariantViolation(PaNpuError):
+    """One of the invariants I1 to I6 of the architecture does not hold; the run must not continue."""
