@@ -11,9 +11,6 @@ from typing import Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-PositiveInt = int
-
-
 class Section(BaseModel):
     """Base of all sections: immutable, and no key is accepted and ignored."""
 
