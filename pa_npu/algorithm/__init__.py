@@ -1,0 +1,1 @@
+"""Advantages, token weights and losses: pure functions of arrays and tensors."""
