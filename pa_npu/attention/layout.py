@@ -1,0 +1,289 @@
+"""PrefixLayout: which tokens of one packed sequence see which others, as a forest of segments with parents.
+
+Packed tokens are cut into segments in depth-first order. A token attends to all tokens of its segment's ancestors and
+causally to its own segment. A shared prompt is a root with one child per response; several groups are several roots;
+separate sequences are roots without children; cutting a segment in two makes a parent with an only child, so splitting,
+path compression and context-parallel sharding never change the mask, the positions or the order of the rows.
+
+    group (P=4, R=[2, 3]):   lengths (4, 2, 3)  parents (-1, 0, 0)
+    rows       0 1 2 3 | 4 5 | 6 7 8
+    positions  0 1 2 3 | 4 5 | 4 5 6
+    predictors - 0 1 2 | 3 4 | 3 6 7      (the prompt's last row predicts the first token of every response)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import index as as_integer
+from typing import TYPE_CHECKING
+
+import torch
+
+from pa_npu.attention import transform
+
+if TYPE_CHECKING:
+    from pa_npu.attention.trie import PackedSequences
+
+
+@dataclass(frozen=True)
+class PrefixLayout:
+    """Immutable host-side description of one packed sequence of `total` tokens.
+
+    lengths: tokens of each segment; zero is allowed.
+    parents: index of each segment's parent, -1 for a root. Segments are in depth-first order (a parent comes before its
+        children, a subtree is contiguous).
+    padding: tokens at the end that stand for nothing (see `pad`); then the last segment is a root of that length.
+
+    Raises ValueError naming the first offending segment. Tensors it returns are cached per device: do not write to them.
+    """
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    padding: int = 0
+    _tensors: dict[tuple[str, torch.device], torch.Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", _integers("length", self.lengths))
+        object.__setattr__(self, "parents", _integers("parent", self.parents))
+        _check(self.lengths, self.parents, self.padding)
+
+    def __reduce__(self) -> tuple[type[PrefixLayout], tuple[tuple[int, ...], tuple[int, ...], int]]:
+        return PrefixLayout, (self.lengths, self.parents, self.padding)  # caches stay behind
+
+    # Constructors
+
+    @classmethod
+    def from_groups(cls, groups: Iterable[tuple[int, Sequence[int]]]) -> PrefixLayout:
+        """Groups of (prompt length, response lengths), packed one after another, each prompt before its responses."""
+        lengths: list[int] = []
+        parents: list[int] = []
+        for prompt, responses in groups:
+            root = len(lengths)
+            lengths += [prompt, *responses]
+            parents += [-1] + [root] * len(responses)
+        return cls(tuple(lengths), tuple(parents))
+
+    @classmethod
+    def from_sequences(cls, lengths: Iterable[int]) -> PrefixLayout:
+        """Separate sequences that see nothing of each other."""
+        lengths = tuple(lengths)
+        return cls(lengths, (-1,) * len(lengths))
+
+    @classmethod
+    def from_tokens(cls, sequences: Sequence[Sequence[int]], min_shared: int = 1) -> PackedSequences:
+        """Trie of token sequences: a prefix of at least `min_shared` tokens common to several sequences is kept once.
+
+        Returns the layout, the packed tokens and, per sequence, the segment it ends in.
+        """
+        from pa_npu.attention.trie import pack
+
+        return pack(sequences, min_shared)
+
+    # Derived structure, one entry per segment
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First row of each segment."""
+        starts, row = [], 0
+        for length in self.lengths:
+            starts.append(row)
+            row += length
+        return tuple(starts)
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Row after the last of each segment."""
+        return tuple(start + length for start, length in zip(self.starts, self.lengths))
+
+    @cached_property
+    def subtree_ends(self) -> tuple[int, ...]:
+        """Row after the last descendant of each segment; rows [end, subtree_end) are exactly its descendants."""
+        ends = list(self.ends)
+        for segment in range(len(ends) - 1, -1, -1):
+            parent = self.parents[segment]
+            if parent >= 0:
+                ends[parent] = max(ends[parent], ends[segment])
+        return tuple(ends)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Position of each segment's first token: the total length of its ancestors."""
+        offsets: list[int] = []
+        for parent in self.parents:
+            offsets.append(offsets[parent] + self.lengths[parent] if parent >= 0 else 0)
+        return tuple(offsets)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Number of ancestors of each segment."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return tuple(depths)
+
+    @cached_property
+    def leaves(self) -> tuple[int, ...]:
+        """Segments without children, padding excluded: one per sequence."""
+        inner = set(self.parents)
+        last = len(self.lengths) - 1 if self.padding else len(self.lengths)
+        return tuple(segment for segment in range(last) if segment not in inner)
+
+    def path(self, segment: int) -> tuple[int, ...]:
+        """The segment and its ancestors, from the root downwards."""
+        path = []
+        while segment >= 0:
+            path.append(segment)
+            segment = self.parents[segment]
+        return tuple(reversed(path))
+
+    # Counts
+
+    @property
+    def total(self) -> int:
+        """Number of rows, padding included."""
+        return self.ends[-1]
+
+    @cached_property
+    def pairs(self) -> int:
+        """(query, key) pairs that attention computes."""
+        return sum(length * (length + 1) // 2 + length * offset for length, offset in zip(self.lengths, self.offsets))
+
+    def flops(self, per_token: float, per_pair: float) -> float:
+        """Work of one pass: `per_token` covers everything linear in tokens, `per_pair` attention (FlopsModel has both)."""
+        return self.total * per_token + self.pairs * per_pair
+
+    # Tensors, one entry per row
+
+    def position_ids(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """int64 [total]: position inside the token's own sequence; it restarts after the parent's last token."""
+
+        def build() -> torch.Tensor:
+            shift = torch.tensor([start - offset for start, offset in zip(self.starts, self.offsets)])
+            return torch.arange(self.total) - shift.repeat_interleave(torch.tensor(self.lengths))
+
+        return self.tensor("position_ids", device, build)
+
+    def predictor_rows(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """int64 [total]: the row whose hidden state predicts this token; -1 for the first token of a root and padding."""
+
+        def build() -> torch.Tensor:
+            rows = torch.arange(-1, self.total - 1)
+            last_row: list[int] = []  # last row of each segment's path
+            for segment, (length, parent) in enumerate(zip(self.lengths, self.parents)):
+                inherited = last_row[parent] if parent >= 0 else -1
+                if length:
+                    rows[self.starts[segment]] = inherited
+                last_row.append(self.ends[segment] - 1 if length else inherited)
+            if self.padding:
+                rows[-self.padding :] = -1
+            return rows
+
+        return self.tensor("predictor_rows", device, build)
+
+    def multiplicity(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """int64 [total]: how many sequences (leaves) contain the token; 0 for padding."""
+
+        def build() -> torch.Tensor:
+            counts = [0] * len(self.lengths)
+            for leaf in self.leaves:
+                counts[leaf] = 1
+            for segment in range(len(counts) - 1, -1, -1):
+                parent = self.parents[segment]
+                if parent >= 0:
+                    counts[parent] += counts[segment]
+            return torch.tensor(counts).repeat_interleave(torch.tensor(self.lengths))
+
+        return self.tensor("multiplicity", device, build)
+
+    def path_rows(self, segment: int) -> torch.Tensor:
+        """int64 [offset + length]: the rows of the sequence that ends in this segment, in order."""
+        return torch.cat([torch.arange(self.starts[s], self.ends[s]) for s in self.path(segment)])
+
+    def dense_mask(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """bool [total, total], True where row attends to column. For tests and the dense reference; not cached."""
+        mask = torch.zeros(self.total, self.total, dtype=torch.bool, device=device)
+        for length, start, end, below in zip(self.lengths, self.starts, self.ends, self.subtree_ends):
+            mask[start:end, start:end] = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+            mask[end:below, start:end] = True
+        return mask
+
+    def tensor(self, name: str, device: torch.device | str | None, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The index tensor `name` on `device`, built on the host once and copied to each device once."""
+        device = torch.device("cpu" if device is None else device)
+        key = (name, device)
+        if key not in self._tensors:
+            host = (name, torch.device("cpu"))
+            if host not in self._tensors:
+                self._tensors[host] = build()
+            self._tensors[key] = self._tensors[host].to(device)
+        return self._tensors[key]
+
+    # Transformations; none changes the order of the rows
+
+    def pad(self, multiple: int) -> PrefixLayout:
+        """A layout whose total is a multiple: pad tokens form a root of their own at the end, seen by no other token."""
+        if multiple < 1:
+            raise ValueError(f"pad: multiple {multiple} must be at least 1")
+        missing = -self.total % multiple
+        if not missing:
+            return self
+        if self.padding:
+            raise ValueError(f"pad: the layout already ends in {self.padding} pad tokens; pad the layout it came from")
+        return PrefixLayout((*self.lengths, missing), (*self.parents, -1), missing)
+
+    def separate(self) -> PrefixLayout:
+        """The same sequences without sharing, in leaf order, without padding: what the layout is measured against."""
+        return PrefixLayout.from_sequences(self.offsets[leaf] + self.lengths[leaf] for leaf in self.leaves)
+
+    def split(self, rows: Iterable[int]) -> PrefixLayout:
+        """Cut segments before the given rows; same mask, positions and row order."""
+        return transform.split(self, rows)
+
+    def compress(self) -> PrefixLayout:
+        """Merge only children into their parents and drop empty inner segments; same mask, positions, row order, leaves."""
+        return transform.compress(self)
+
+    def shard(self, ranks: int, block: int = 128) -> transform.Sharding:
+        """Divide the query rows among `ranks` so that each computes about the same number of pairs (context parallel)."""
+        return transform.shard(self, ranks, block)
+
+
+def _integers(what: str, values: Iterable[int]) -> tuple[int, ...]:
+    checked = []
+    for segment, value in enumerate(values):
+        try:
+            checked.append(as_integer(value))
+        except TypeError:
+            raise ValueError(f"segment {segment}: {what} {value!r} must be an integer") from None
+    return tuple(checked)
+
+
+def _check(lengths: tuple[int, ...], parents: tuple[int, ...], padding: int) -> None:
+    if len(lengths) != len(parents):
+        raise ValueError(
+            f"segment {min(len(lengths), len(parents))}: {len(lengths)} lengths for {len(parents)} parents"
+        )
+    if not lengths:
+        raise ValueError("segment 0: a layout needs at least one segment")
+    for segment, (length, parent) in enumerate(zip(lengths, parents)):
+        if length < 0:
+            raise ValueError(f"segment {segment}: length {length} must not be negative")
+        if not -1 <= parent < segment:
+            raise ValueError(f"segment {segment}: parent {parent} must be -1 or an earlier segment")
+        open_segment = segment - 1  # depth-first order: the parent is on the path that the last segment ended
+        while open_segment > parent:
+            open_segment = parents[open_segment]
+        if open_segment != parent and parent >= 0:
+            raise ValueError(
+                f"segment {segment}: parent {parent} is not an ancestor of segment {segment - 1}; "
+                f"list segments in depth-first order"
+            )
+    if padding and (padding != lengths[-1] or parents[-1] != -1):
+        raise ValueError(
+            f"segment {len(lengths) - 1}: padding {padding} needs a last segment that is a root of that length, "
+            f"not length {lengths[-1]} with parent {parents[-1]}"
+        )

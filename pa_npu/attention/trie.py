@@ -1,0 +1,91 @@
+"""Packing of token sequences into a trie: common prefixes are kept once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pa_npu.attention.layout import PrefixLayout
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """Token sequences packed with shared prefixes.
+
+    layout: one leaf per sequence; a sequence that ends inside another one has an empty leaf of its own.
+    tokens: int64 [layout.total], on the host.
+    leaves: segment that each sequence, in the order given, ends in; `layout.path_rows(leaf)` are its rows.
+    """
+
+    layout: PrefixLayout
+    tokens: torch.Tensor
+    leaves: tuple[int, ...]
+
+
+def pack(sequences: Sequence[Sequence[int]], min_shared: int = 1) -> PackedSequences:
+    """Build the trie; a segment is shared only where it has at least `min_shared` tokens.
+
+    Raises ValueError naming the sequence that is empty, not one-dimensional or not of integers.
+    """
+    if min_shared < 1:
+        raise ValueError(f"min_shared: {min_shared} must be at least 1")
+    arrays = [_as_tokens(number, sequence) for number, sequence in enumerate(sequences)]
+    if not arrays:
+        raise ValueError("sequence 0: at least one sequence is needed")
+
+    lengths: list[int] = []
+    parents: list[int] = []
+    pieces: list[np.ndarray] = []
+    leaves = [-1] * len(arrays)
+
+    def emit(tokens: np.ndarray, parent: int) -> int:
+        lengths.append(len(tokens))
+        parents.append(parent)
+        pieces.append(tokens)
+        return len(lengths) - 1
+
+    # A task is a set of sequences that agree on [0, agreed), of which [0, start) is packed already under `parent`.
+    # The stack keeps depth-first order; it is explicit because tries of many sequences are deeper than Python's stack.
+    tasks = [(list(range(len(arrays))), 0, 0, -1)]
+    while tasks:
+        members, start, agreed, parent = tasks.pop()
+        if len(members) == 1:
+            leaves[members[0]] = emit(arrays[members[0]][start:], parent)
+            continue
+        if agreed - start >= min_shared:
+            parent = emit(arrays[members[0]][start:agreed], parent)
+            start = agreed
+        branches: dict[int, list[int]] = {}
+        ended: list[int] = []
+        for member in members:
+            tokens = arrays[member]
+            if len(tokens) == agreed:
+                ended.append(member)
+            else:
+                branches.setdefault(int(tokens[agreed]), []).append(member)
+        for branch in reversed(branches.values()):
+            tasks.append((branch, start, _agreement([arrays[member] for member in branch], agreed), parent))
+        tasks.extend(([member], start, agreed, parent) for member in reversed(ended))
+    return PackedSequences(
+        PrefixLayout(tuple(lengths), tuple(parents)), torch.from_numpy(np.concatenate(pieces)), tuple(leaves)
+    )
+
+
+def _agreement(arrays: list[np.ndarray], known: int) -> int:
+    """Length of the longest common prefix, at least `known`."""
+    first, end = arrays[0], min(len(tokens) for tokens in arrays)
+    for tokens in arrays[1:]:
+        differs = np.flatnonzero(tokens[known:end] != first[known:end])
+        if len(differs):
+            end = known + int(differs[0])
+    return end
+
+
+def _as_tokens(number: int, sequence: Sequence[int]) -> np.ndarray:
+    tokens = np.asarray(sequence)
+    if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
+        raise ValueError(f"sequence {number}: must be a non-empty list of integers, not {tokens.dtype} {tokens.shape}")
+    return tokens.astype(np.int64)
