@@ -1,0 +1,164 @@
+"""StoreChannel: deadlines, JSON and large values on top of the c10d key-value store that the launcher hosts.
+
+A wait polls `check` instead of calling the store's own blocking `wait`: that one holds the client for its whole
+duration, ignores Python signals, and logs two warnings per expiry. The pause between polls grows with the time
+already waited (1% of it), so a wait ends at most 1% or `_LONGEST_PAUSE_S` late, and a long wait costs the server
+next to nothing. Every operation is short, hence threads may share one channel and none blocks another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pa_npu.errors import DeadlineExceeded, PaNpuError
+
+# TCPStore's server (libuv) drops the connection on values above 8 MiB (measured, torch 2.13: 8 MiB passes, 8.1 fails).
+CHUNK_BYTES = 4 * 2**20
+_SHORTEST_PAUSE_S = 0.0002
+_LONGEST_PAUSE_S = 0.02
+_PAUSE_SHARE = 0.01
+_INLINE, _CHUNKED = b"\x00", b"\x01"
+_CHUNK_HEADER = struct.Struct("<IQ")
+
+
+class StoreError(PaNpuError):
+    """The store cannot be reached any more, or a key that must be there is not."""
+
+
+def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """A new client of the store at host:port. Raises DeadlineExceeded when nothing listens there within timeout_s."""
+    start = time.monotonic()
+    while True:
+        remaining = timeout_s - (time.monotonic() - start)
+        try:
+            # A plain socket first: TCPStore's own retries overrun their timeout and log C++ stack traces.
+            socket.create_connection((host, port), timeout=max(remaining, 0.001)).close()
+            return dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(remaining, 1.0))
+            )
+        except (OSError, dist.DistError) as error:
+            if time.monotonic() - start >= timeout_s:
+                raise DeadlineExceeded(
+                    f"store at {host}:{port}: no connection within {timeout_s:g} s ({_first_line(error)}); "
+                    f"is the launcher that hosts it running and reachable?"
+                ) from error
+        time.sleep(min(0.05, timeout_s))
+
+
+class StoreChannel:
+    """Typed, chunked, deadline-bound access to one c10d store under a key prefix. Safe to share between threads."""
+
+    def __init__(self, store: dist.Store, prefix: str = "pa/") -> None:
+        self._store = store
+        self._prefix = prefix
+        self._address = f"store at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else "store"
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        """Stores data under key; the key becomes visible only when all of it is there. Replaces an earlier value."""
+        if len(data) < CHUNK_BYTES:
+            self._call("set", key, _INLINE + data)
+            return
+        view = memoryview(data)
+        starts = range(0, len(data), CHUNK_BYTES)
+        for number, start in enumerate(starts):
+            self._call("set", _chunk_key(key, number), bytes(view[start : start + CHUNK_BYTES]))
+        self._call("set", key, _CHUNKED + _CHUNK_HEADER.pack(len(starts), len(data)))
+
+    def get_bytes(self, key: str) -> bytes:
+        """The value of a key that is there; raises StoreError at once if it is not (use wait_bytes to wait)."""
+        value = self._get(key)
+        if value[:1] == _INLINE:
+            return value[1:]
+        num_chunks, total = _CHUNK_HEADER.unpack(value[1:])
+        data = b"".join(self._get(_chunk_key(key, number)) for number in range(num_chunks))
+        if len(data) != total:
+            raise StoreError(f"{self._address}: {key} has {len(data)} bytes in its chunks, expected {total}")
+        return data
+
+    def wait_bytes(self, key: str, timeout_s: float, what: str) -> bytes:
+        """Waits for key and returns its value. `what` says in words what is awaited and from whom."""
+        self.wait(key, timeout_s, what)
+        return self.get_bytes(key)
+
+    def put_json(self, key: str, value: Any) -> None:
+        self.put_bytes(key, json.dumps(value).encode())
+
+    def get_json(self, key: str) -> Any:
+        return json.loads(self.get_bytes(key))
+
+    def wait_json(self, key: str, timeout_s: float, what: str) -> Any:
+        return json.loads(self.wait_bytes(key, timeout_s, what))
+
+    async def wait_json_async(self, key: str, timeout_s: float, what: str) -> Any:
+        """`wait_json` for the event loop: cancellable, and nothing but the short polls runs on the loop."""
+        for pause_s in self._polls(key, timeout_s, what):
+            await asyncio.sleep(pause_s)
+        return self.get_json(key)
+
+    def wait(self, key: str, timeout_s: float, what: str) -> float:
+        """Returns the seconds waited until key is there; raises DeadlineExceeded after timeout_s."""
+        start = time.monotonic()
+        for pause_s in self._polls(key, timeout_s, what):
+            time.sleep(pause_s)
+        return time.monotonic() - start
+
+    def exists(self, key: str) -> bool:
+        return bool(self._call("check", key))
+
+    def add(self, key: str, amount: int) -> int:
+        """Atomically adds to a counter (0 at first) and returns the sum. Counters are deleted like any key."""
+        return int(self._call("add", key, amount))
+
+    def delete(self, key: str) -> bool:
+        """Removes a key with its chunks; says whether it was there."""
+        found = bool(self._call("delete_key", key))
+        number = 0
+        while self._call("delete_key", _chunk_key(key, number)):
+            number += 1
+        return found
+
+    def _polls(self, key: str, timeout_s: float, what: str) -> Iterator[float]:
+        """Yields pauses in seconds until key is there."""
+        start = time.monotonic()
+        while not self.exists(key):
+            waited_s = time.monotonic() - start
+            if waited_s >= timeout_s:
+                raise DeadlineExceeded(
+                    f"{what}: not there after {waited_s:.1f} s (deadline {timeout_s:g} s, key {self._prefix}{key}, "
+                    f"{self._address})"
+                )
+            pause_s = min(max(waited_s * _PAUSE_SHARE, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+            yield min(pause_s, timeout_s - waited_s)
+
+    def _get(self, key: str) -> bytes:
+        # The store's own get would block on a missing key until the client's timeout.
+        if not self.exists(key):
+            raise StoreError(f"{self._address}: key {self._prefix}{key} is not there (removed, or never written)")
+        return self._call("get", key)
+
+    def _call(self, operation: str, key: str, *values: Any) -> Any:
+        name = self._prefix + key
+        try:
+            return getattr(self._store, operation)([name] if operation == "check" else name, *values)
+        except dist.DistError as error:
+            raise StoreError(
+                f"{self._address}: {operation} of {name} failed ({_first_line(error)}); the process that hosts the "
+                f"store has probably ended, see the launcher's log"
+            ) from error
+
+
+def _chunk_key(key: str, number: int) -> str:
+    return f"{key}#{number}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,1 @@
+"""Telemetry: iteration metrics, throughput (TPSPD), timeline, progress line, logs and summaries."""

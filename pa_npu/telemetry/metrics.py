@@ -1,0 +1,148 @@
+"""Iteration records: RUN/metrics.jsonl (one object per iteration), RUN/evaluations.jsonl, and TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from pa_npu.errors import DataError
+
+METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+TENSORBOARD = "tensorboard"
+_UNPLOTTED = frozenset({"iteration", "version", "time", "devices", "non_finite"})
+
+
+class MetricsWriter:
+    """Appends records; owner closes it (context manager).
+
+    first_iteration: the iteration a resumed run continues with. Records of it and later ones, which the killed run
+    wrote after its last checkpoint, are removed, so that the file reads like that of a run that was never killed (I6).
+    """
+
+    def __init__(self, run_dir: Path | str, tensorboard: bool, first_iteration: int = 0) -> None:
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        _drop_lines(self.run_dir / METRICS, "iteration", first_iteration)
+        # The evaluation of version v comes before iteration v; the checkpoint that is resumed holds version v.
+        _drop_lines(self.run_dir / EVALUATIONS, "version", first_iteration)
+        self._metrics: TextIO = (self.run_dir / METRICS).open("a", encoding="utf-8", buffering=1)
+        self._evaluations: TextIO = (self.run_dir / EVALUATIONS).open("a", encoding="utf-8", buffering=1)
+        self._board = _open_board(self.run_dir / TENSORBOARD, first_iteration) if tensorboard else None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """One iteration. Numbers that are not finite become null and are named under `non_finite`."""
+        clean = _json_ready(record)
+        self._metrics.write(json.dumps(clean, allow_nan=False) + "\n")
+        self._plot(clean, int(record["iteration"]), "")
+
+    def write_evaluation(self, record: Mapping[str, Any]) -> None:
+        """One evaluation: {version, accuracy, questions, seconds, time}; version v is before iteration v."""
+        clean = _json_ready(record)
+        self._evaluations.write(json.dumps(clean, allow_nan=False) + "\n")
+        self._plot({"accuracy": clean["accuracy"]}, int(record["version"]), "evaluation/")
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._evaluations.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _plot(self, record: Mapping[str, Any], step: int, prefix: str) -> None:
+        if self._board is None:
+            return
+        for name, value in _scalars(record, prefix):
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
+
+
+def read_records(run_dir: Path | str) -> list[dict[str, Any]]:
+    """The iteration records of a run, in order. Raises DataError with file:line if there are none or one is broken."""
+    path = Path(run_dir) / METRICS
+    if not path.is_file():
+        raise DataError(f"{run_dir}: has no {METRICS}, so it is no run directory, or its first iteration has not ended")
+    records = _read_lines(path, "iteration")
+    if not records:
+        raise DataError(f"{path}: is empty, the run ended before its first iteration; see {Path(run_dir) / 'logs'}")
+    return records
+
+
+def read_evaluations(run_dir: Path | str) -> list[dict[str, Any]]:
+    """The evaluations of a run by version; empty where it made none."""
+    path = Path(run_dir) / EVALUATIONS
+    return _read_lines(path, "version") if path.is_file() else []
+
+
+def _read_lines(path: Path, key: str) -> list[dict[str, Any]]:
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: is not JSON ({error}); remove the line") from error
+        if not isinstance(record, dict) or not isinstance(record.get(key), int):
+            raise DataError(f"{path}:{number}: is no object with an integer {key!r}; remove the line")
+        records.append(record)
+    return records
+
+
+def _drop_lines(path: Path, key: str, first: int) -> None:
+    """Keeps the records below `first` and drops a last line cut short by a kill."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record[key] < first:
+            kept.append(line + "\n")
+    path.write_text("".join(kept), encoding="utf-8")
+
+
+def _open_board(directory: Path, first_iteration: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one process writes metrics
+
+    return SummaryWriter(str(directory), purge_step=first_iteration or None)
+
+
+def _json_ready(record: Mapping[str, Any]) -> dict[str, Any]:
+    non_finite: list[str] = []
+    clean = {str(key): _plain(value, str(key), non_finite) for key, value in record.items()}
+    if non_finite:
+        clean["non_finite"] = non_finite
+    return clean
+
+
+def _plain(value: Any, path: str, non_finite: list[str]) -> Any:
+    """Plain JSON types: numpy and torch scalars unpacked, numbers that JSON cannot hold replaced and named."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{path}.{key}", non_finite) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{path}.{number}", non_finite) for number, item in enumerate(value)]
+    if hasattr(value, "item") and not isinstance(value, (str, bytes)):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        non_finite.append(path)
+        return None
+    return value
+
+
+def _scalars(record: Mapping[str, Any], prefix: str) -> list[tuple[str, float]]:
+    scalars: list[tuple[str, float]] = []
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            scalars.extend(_scalars(value, f"{prefix}{key}/"))
+        elif isinstance(value, (int, float)) and not (prefix == "" and key in _UNPLOTTED):
+            scalars.append((prefix + key, float(value)))
+    return scalars
