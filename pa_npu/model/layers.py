@@ -1,0 +1,109 @@
+"""The modules of ours inside Megatron's transformer layer: RMSNorm, core attention, and the layer spec that names them.
+
+Positions and the packed layout travel with the microbatch as an AttentionContext in Megatron's `attention_bias` argument, the
+only one that reaches core attention unchanged under 1F1B and under recomputation. The rotation of queries and keys is applied
+in core attention, so that cos and sin are computed once per microbatch and Megatron's own rotary code stays out of the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from pa_npu.attention import PrefixLayout, shared_prompt_attention
+from pa_npu.platform.base import FusedOps
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """What core attention needs to know about one microbatch. cos, sin: [tokens, 1, head_dim] at the tokens' positions."""
+
+    layout: PrefixLayout
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm whose weight gradient is summed over TP when the sequence is sharded (Megatron's own torch norm refuses that)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, ops: FusedOps, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.ops = ops
+        device = torch.cuda.current_device()  # redirected to the platform's device by prepare_megatron
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+class CoreAttention(MegatronModule):
+    """Rotary positions and shared-prompt attention over one packed sequence; the seat of `shared_prompt_attention`."""
+
+    def __init__(self, config: TransformerConfig, ops: FusedOps, implementation: str, **_: Any) -> None:
+        super().__init__(config=config)
+        self.ops = ops
+        self.implementation = implementation
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        attn_mask_type: Any = None,
+        attention_bias: AttentionContext | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """query [tokens, 1, heads, head_dim], key and value [tokens, 1, kv_heads, head_dim] -> [tokens, 1, heads * head_dim]."""
+        context = attention_bias
+        if context is None:
+            raise ValueError("attention_bias: core attention needs the microbatch's AttentionContext, got None")
+        rotated_query = self.ops.rotary(query.squeeze(1), context.cos, context.sin)
+        rotated_key = self.ops.rotary(key.squeeze(1), context.cos, context.sin)
+        out = shared_prompt_attention(
+            rotated_query, rotated_key, value.squeeze(1), context.layout, impl=self.implementation
+        )
+        return out.reshape(out.shape[0], 1, -1)
+
+
+def block_spec(config: TransformerConfig, ops: FusedOps, implementation: str) -> TransformerBlockSubmodules:
+    """Spec of this pipeline stage's transformer layers and of the final norm, which Megatron builds on the last stage only."""
+    norm = ModuleSpec(module=RMSNorm, params={"ops": ops})
+    head_norm = norm if config.qk_layernorm else None
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=ModuleSpec(module=CoreAttention, params={"ops": ops, "implementation": implementation}),
+        linear_proj=RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(
+                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)

@@ -1,0 +1,143 @@
+"""This rank's place among the trainer ranks: process group, Megatron's parallel state and RNG tracker, and who is who.
+
+    initialise_parallel(config: Config, platform: Platform, store: dist.Store, rank: int, world_size: int, local_index: int = 0)
+        -> Ranks        (platform.prepare_megatron() must have run)
+    ranks() -> Ranks    (afterwards, anywhere)
+    shutdown_parallel()
+
+Rank order is Megatron's default: tensor parallel varies fastest, then data parallel, then pipeline.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from pa_npu.config.schema import Config
+from pa_npu.errors import ConfigError
+from pa_npu.platform.base import Platform
+
+# A stage that waits for rollouts makes its neighbours wait in a collective. Collectives therefore end this much later than our
+# own waits, so that the first error is the one that names what was awaited.
+COLLECTIVE_MARGIN_S = 120.0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this rank sits. A replica is one TP x PP model instance; a stage is one pipeline slice of it."""
+
+    rank: int
+    world_size: int
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    data_rank: int
+    data_size: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        """The stage that embeds tokens."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """The stage that holds the LM head and computes the loss."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def is_tensor_leader(self) -> bool:
+        """The rank of its TP group that reads the buffer for the group."""
+        return self.tensor_rank == 0
+
+    @property
+    def is_stage_leader(self) -> bool:
+        """The rank that publishes its stage's weights: TP leader of data-parallel replica 0."""
+        return self.tensor_rank == 0 and self.data_rank == 0
+
+    @property
+    def tensor_leader_rank(self) -> int:
+        """Global rank of this TP group's leader: the source of broadcasts in `tensor_group()`."""
+        return self.rank - self.tensor_rank
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of the last stage's rank in `pipeline_group()`."""
+        per_stage = self.tensor_size * self.data_size
+        return self.rank % per_stage + per_stage * (self.pipeline_size - 1)
+
+
+def initialise_parallel(
+    config: Config, platform: Platform, store: dist.Store, rank: int, world_size: int, local_index: int = 0
+) -> Ranks:
+    """Join all trainer ranks on `store` (give it a PrefixStore of its own) and build Megatron's groups. A collective.
+
+    local_index: this process's device among its visible ones. Collectives end `trainer.wait_timeout_s` plus a margin after
+    they began. Raises ConfigError when `world_size` is not `trainer.devices`.
+    """
+    trainer = config.trainer
+    if world_size != trainer.devices:
+        raise ConfigError(
+            f"trainer.devices: {trainer.devices}, but {world_size} ranks were started; start one rank per device"
+        )
+    timeout_s = trainer.wait_timeout_s + COLLECTIVE_MARGIN_S
+    platform.set_device(local_index)
+    dist.init_process_group(
+        platform.process_group_backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=trainer.tensor_parallel,
+        pipeline_model_parallel_size=trainer.pipeline_parallel,
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
+    return ranks()
+
+
+def shutdown_parallel() -> None:
+    """Destroy Megatron's groups and the process group."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def ranks() -> Ranks:
+    """This rank's place; `initialise_parallel` must have run."""
+    return Ranks(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def tensor_group() -> dist.ProcessGroup:
+    """Ranks that share one stage of one replica."""
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """Ranks of one replica with the same tensor rank, one per stage."""
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def data_group() -> dist.ProcessGroup:
+    """Ranks that hold the same weights in different replicas."""
+    return parallel_state.get_data_parallel_group()
+
+
+def model_group() -> dist.ProcessGroup:
+    """All ranks of one replica."""
+    return parallel_state.get_model_parallel_group()

@@ -1,0 +1,206 @@
+"""The tri-model pipeline stage: policy, old policy and reference pass through the pipeline together, in one forward.
+
+    stage = build_stage(spec: ModelSpec, config: Config, platform: Platform, *, frozen: tuple[str, ...] = (), initialise: bool = False)
+    stage.policy                      the trained GPT (registered; what DDP, optimizer and checkpoints see)
+    stage.frozen                      {"old" | "reference": GPT}, outside the module tree, never trained
+    stage.gpts()                      {"policy": ..., **stage.frozen}, for loading weights
+    stage.copy_policy_to("old")
+    output = stage(tokens int64 [1, T], layout: PrefixLayout, rows int64 [N], targets int64 [N], temperature, chunk,
+                   entropy_grad=False)
+    output                            ModelOutput on the last stage, hidden states [T, models, hidden] (for Megatron's schedule) before it
+    ddp = data_parallel(stage, distributed_optimizer=...)
+
+`rows` are packed rows whose hidden state predicts `targets` (PrefixLayout.predictor_rows); only they meet the LM head. With
+sequence parallelism T must be a multiple of TP (PrefixLayout.pad). In bf16 the parameters themselves are bf16, so Megatron's
+Float16Module is not needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from pa_npu.attention import PrefixLayout
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.schema import Config
+from pa_npu.model.gpt import GPT
+from pa_npu.model.layers import AttentionContext
+from pa_npu.model.rotary import RotaryTable
+from pa_npu.model.transformer import transformer_config
+from pa_npu.platform.base import Platform
+
+FROZEN = ("old", "reference")
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What the last stage computes for N target tokens, fp32. Gradients flow through `logprobs`, and `entropy` when asked."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    frozen: dict[str, torch.Tensor]
+
+
+class TriModel(MegatronModule):
+    """One pipeline stage of the policy and of up to two frozen models with the same shape.
+
+    Between stages the hidden states travel concatenated on the batch dimension, [tokens, models, hidden], so that one 1F1B
+    pass serves all models and the schedule needs to know nothing of it. The frozen parts carry no gradient.
+    """
+
+    def __init__(self, config: TransformerConfig, policy: GPT, frozen: dict[str, GPT], rotary: RotaryTable) -> None:
+        super().__init__(config)
+        self.policy = policy
+        for model in frozen.values():
+            model.eval().requires_grad_(False)
+        # not a module attribute: DDP, the optimizer and checkpoints must see the policy only
+        object.__setattr__(self, "frozen", dict(frozen))
+        self.rotary = rotary
+        self.input_tensor: torch.Tensor | None = None
+        self.pre_process, self.post_process = policy.pre_process, policy.post_process
+        self.model_type = policy.model_type
+
+    frozen: dict[str, GPT]
+
+    # What Megatron's schedule and gradient finalisation look for on a model
+
+    @property
+    def decoder(self) -> torch.nn.Module:
+        return self.policy.decoder
+
+    @property
+    def share_embeddings_and_output_weights(self) -> bool:
+        return self.policy.share_embeddings_and_output_weights
+
+    def shared_embedding_or_output_weight(self) -> torch.Tensor:
+        return self.policy.shared_embedding_or_output_weight()
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Hidden states from the previous stage, [tokens, models, hidden], or None on the first."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The policy's, under its own names: a checkpoint does not depend on which frozen models a run keeps."""
+        return self.policy.sharded_state_dict(prefix, sharded_offsets, metadata)
+
+    # What the package uses
+
+    def gpts(self) -> dict[str, GPT]:
+        """All models of this stage by name."""
+        return {"policy": self.policy, **self.frozen}
+
+    @torch.no_grad()
+    def copy_policy_to(self, name: str) -> None:
+        """Make the frozen model `name` equal to the policy as it is now."""
+        for target, source in zip(self.frozen[name].parameters(), self.policy.parameters()):
+            target.copy_(source)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        layout: PrefixLayout,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk: int,
+        entropy_grad: bool = False,
+    ) -> ModelOutput | torch.Tensor:
+        """One microbatch through this stage; see the module's docstring for shapes."""
+        self._check(tokens, layout)
+        context = self._context(layout, tokens.device)
+        inputs: list[torch.Tensor | None] = [None] * (1 + len(self.frozen))
+        if self.input_tensor is not None:
+            # views of the received buffer: the policy's gradient flows back into its slice, the others stay zero
+            inputs = list(self.input_tensor.chunk(len(inputs), dim=1))
+
+        frozen_hidden: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for (name, model), received in zip(self.frozen.items(), inputs[1:]):
+                model.set_input_tensor(None if received is None else received.detach())
+                frozen_hidden[name] = model(tokens, context)
+        self.policy.set_input_tensor(inputs[0])
+        hidden = self.policy(tokens, context)
+        if not self.post_process:
+            return torch.cat([hidden, *frozen_hidden.values()], dim=1) if frozen_hidden else hidden
+
+        with torch.no_grad():
+            frozen_logprobs = {
+                name: self.frozen[name].logprobs(
+                    states, rows, targets, temperature=temperature, chunk=chunk, entropy=False, entropy_grad=False
+                )[0]
+                for name, states in frozen_hidden.items()
+            }
+        logprobs, entropy = self.policy.logprobs(
+            hidden, rows, targets, temperature=temperature, chunk=chunk, entropy=True, entropy_grad=entropy_grad
+        )
+        return ModelOutput(logprobs, entropy, frozen_logprobs)
+
+    def _context(self, layout: PrefixLayout, device: torch.device) -> AttentionContext:
+        num_positions = max(offset + length for offset, length in zip(layout.offsets, layout.lengths))
+        cos, sin = self.rotary.rows(layout.position_ids(device), num_positions, self.config.params_dtype)
+        return AttentionContext(layout, cos, sin)
+
+    def _check(self, tokens: torch.Tensor, layout: PrefixLayout) -> None:
+        if tokens.shape != (1, layout.total):
+            raise ValueError(
+                f"tokens: shape {tuple(tokens.shape)} does not match a layout of {layout.total} tokens; "
+                f"it must be (1, {layout.total})"
+            )
+        tensor_parallel = self.config.tensor_model_parallel_size
+        if self.config.sequence_parallel and layout.total % tensor_parallel:
+            raise ValueError(
+                f"layout: {layout.total} tokens are not a multiple of tensor_parallel = {tensor_parallel}, which sequence "
+                f"parallelism needs; use layout.pad({tensor_parallel})"
+            )
+
+
+def build_stage(
+    spec: ModelSpec, config: Config, platform: Platform, *, frozen: tuple[str, ...] = (), initialise: bool = False
+) -> TriModel:
+    """This rank's pipeline stage. `initialise_parallel` must have run.
+
+    frozen: which of "old" and "reference" to build beside the policy.
+    initialise: random weights; otherwise every weight is NaN until it is loaded, so that none can be forgotten unnoticed.
+    Raises ConfigError when the model does not divide by the parallel sizes, DataError for an unsupported rope scaling.
+    """
+    unknown = [name for name in frozen if name not in FROZEN]
+    if unknown or len(set(frozen)) != len(frozen):
+        raise ValueError(f"frozen: {frozen} must be distinct names out of {FROZEN}")
+    megatron_config = transformer_config(spec, config, platform, initialise=initialise)
+
+    def build() -> GPT:
+        model = GPT(megatron_config, spec, platform.ops, config.attention.implementation)
+        if not initialise:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(float("nan"))
+        return model
+
+    return TriModel(megatron_config, build(), {name: build() for name in frozen}, RotaryTable(spec))
+
+
+def data_parallel(stage: TriModel, *, distributed_optimizer: bool) -> DistributedDataParallel:
+    """Megatron's DDP around the stage: contiguous fp32 gradient buffers, reduced once per iteration, as sums.
+
+    Reduction is not overlapped with backward: with the groups arriving one by one nobody knows which backward is the last.
+    """
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        check_for_nan_in_grad=False,
+    )
+    return DistributedDataParallel(stage.config, settings, stage)
+
+
+def is_last_stage() -> bool:
+    """Whether this rank's stage computes log-probs."""
+    return parallel_state.is_pipeline_last_stage()

@@ -1,0 +1,69 @@
+"""Device kinds: npu, cuda and cpu behind one Protocol; the only place that knows which one a run uses.
+
+`get(kind)` gives the Platform (see `pa_npu.platform.base`), `missing(kind)` says in words why it cannot be had.
+Importing this package imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+from pa_npu.errors import UserError
+
+if TYPE_CHECKING:
+    from pa_npu.platform.base import Platform
+
+KINDS = ("npu", "cuda", "cpu")
+
+
+def get(kind: str = "auto") -> Platform:
+    """The platform `kind`; auto takes npu, then cuda, then cpu.
+
+    Raises UserError naming what is missing when a kind was asked for that is not there.
+    """
+    if kind == "auto":
+        kind = next(k for k in KINDS if missing(k) is None)
+    if kind not in KINDS:
+        raise UserError(f"run.device: {kind!r} is not one of auto, {', '.join(KINDS)}; use one of these")
+    reason = missing(kind)
+    if reason is not None:
+        raise UserError(f"run.device: {kind} cannot be used: {reason}, or set run.device=cpu")
+    return _create(kind)
+
+
+def missing(kind: str) -> str | None:
+    """What is missing for `kind` and how to get it, in words; None when it can be used."""
+    return {"npu": _missing_npu, "cuda": _missing_cuda, "cpu": lambda: None}[kind]()
+
+
+@functools.lru_cache(maxsize=None)
+def _create(kind: str) -> Platform:
+    module = importlib.import_module(f"pa_npu.platform.{kind}")
+    platform: Platform = getattr(module, f"{kind.capitalize()}Platform")()
+    return platform
+
+
+def _missing_npu() -> str | None:
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed; install the npu extra in an environment with CANN"
+    try:
+        import torch
+        import torch_npu  # noqa: F401 - registers torch.npu
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"torch_npu does not import ({error}); source CANN's set_env.sh and match torch_npu to torch"
+    if not torch.npu.is_available() or torch.npu.device_count() == 0:
+        return "torch_npu sees no NPU; check npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
+    return None
+
+
+def _missing_cuda() -> str | None:
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; install the cuda extra"
+    if not torch.cuda.is_available() or torch.cuda.device_count() == 0:
+        return "torch sees no CUDA device; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return None

@@ -1,0 +1,80 @@
+"""What a device kind must offer to the rest of the package: the Platform protocol and the pieces its members share."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+Role = Literal["launcher", "engine", "coordinator", "trainer"]
+
+
+class FusedOps(Protocol):
+    """Per-token operations with a better kernel on some platforms; every implementation is differentiable."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMSNorm over the last dimension, computed in fp32 and rounded to `x.dtype` before `weight` is applied."""
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate `x` [tokens, heads, head_dim] by `cos`, `sin` [tokens, 1, head_dim] (both halves equal; half-split pairs)."""
+
+
+class Platform(Protocol):
+    """One device kind (npu, cuda, cpu). Nothing outside this package asks which one it is talking to."""
+
+    name: str
+    comm_backend: str
+    """Backend of collectives on device tensors: hccl, nccl or gloo."""
+    process_group_backend: str
+    """Backend argument of `init_process_group`: also serves CPU tensors, which checkpoints and object collectives use."""
+    visible_devices_env: str | None
+    """Environment variable that restricts a process to some devices; None where there is none."""
+    ops: FusedOps
+
+    def device(self, local_index: int) -> torch.device:
+        """Device `local_index` of this process's visible ones."""
+
+    def set_device(self, local_index: int) -> None:
+        """Make device `local_index` the current one of this process."""
+
+    def device_count(self) -> int:
+        """Number of devices this process may use."""
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """(allocated now, peak) of this process on the current device."""
+
+    def total_memory_bytes(self) -> int:
+        """Memory of one device."""
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on the current device is done."""
+
+    def seed_all(self, seed: int) -> None:
+        """Seed Python, numpy and torch (host and device)."""
+
+    def set_deterministic(self, enabled: bool) -> None:
+        """Choose deterministic kernels, or allow others. Call it before the first collective and the first kernel."""
+
+    def prepare_megatron(self) -> None:
+        """Make `import megatron.core` work here. Must run before anything imports megatron; further calls do nothing."""
+
+    def transformer_overrides(self, deterministic: bool) -> dict[str, Any]:
+        """Fields of Megatron's TransformerConfig that depend on the device kind."""
+
+    def environment(self, role: Role) -> dict[str, str]:
+        """Environment defaults for a child process of this role; variables the user has set are left out."""
+
+
+def seed_host(seed: int) -> None:
+    """Seed the host generators: Python, numpy and torch's CPU generator."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+def use_deterministic_algorithms(enabled: bool) -> None:
+    """torch's switch, without filling every fresh tensor: nothing here reads uninitialised memory."""
+    torch.use_deterministic_algorithms(enabled)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

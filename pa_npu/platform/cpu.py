@@ -1,0 +1,79 @@
+"""The CPU platform: gloo, one device per core, and megatron-core with its CUDA calls redirected."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from typing import Any
+
+import torch
+
+from pa_npu.platform import base
+from pa_npu.platform.ops import TorchOps
+
+
+class CpuPlatform:
+    """Development, tests and the quick start. A device is one core: trainers and engines are pinned by the launcher."""
+
+    name = "cpu"
+    comm_backend = "gloo"
+    process_group_backend = "gloo"
+    visible_devices_env = None
+
+    def __init__(self) -> None:
+        self.ops = TorchOps()
+
+    def device(self, local_index: int) -> torch.device:
+        return torch.device("cpu")
+
+    def set_device(self, local_index: int) -> None:
+        """Nothing to choose: pinning is the launcher's."""
+
+    def device_count(self) -> int:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Resident memory of this process, now and at its peak."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak *= 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+        try:
+            with open("/proc/self/statm", encoding="ascii") as file:
+                now = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:  # no /proc: the peak is the only figure there is
+            now = peak
+        return now, max(now, peak)
+
+    def total_memory_bytes(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def synchronize(self) -> None:
+        """Everything runs in order already."""
+
+    def seed_all(self, seed: int) -> None:
+        base.seed_host(seed)
+
+    def set_deterministic(self, enabled: bool) -> None:
+        base.use_deterministic_algorithms(enabled)
+
+    def prepare_megatron(self) -> None:
+        if getattr(torch.cuda, "pa_npu_redirected", False):
+            return
+        from pa_npu.platform import megatron_fixes
+        from pa_npu.platform.adam import FusedAdamW
+        from pa_npu.platform.cuda_on_cpu import redirect_cuda_to_cpu, redirect_megatron_rng
+
+        megatron_fixes.require_no_megatron("cpu")
+        redirect_cuda_to_cpu()
+        redirect_megatron_rng()
+        megatron_fixes.apply_common_fixes()
+        megatron_fixes.install_adam(FusedAdamW)
+
+    def transformer_overrides(self, deterministic: bool) -> dict[str, Any]:
+        return {"bias_activation_fusion": False, "deterministic_mode": False}  # its kernels are deterministic anyway
+
+    def environment(self, role: base.Role) -> dict[str, str]:
+        defaults = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # an installed torch_npu must not load into a CPU run
+        if role in ("trainer", "coordinator"):
+            defaults["OMP_NUM_THREADS"] = "1"  # a device is one core
+        return {name: value for name, value in defaults.items() if name not in os.environ}

@@ -1,0 +1,90 @@
+"""Repairs to megatron-core 0.12.x that its own pins make necessary on every device kind; applied after its import."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+import torch
+
+from pa_npu.errors import PaNpuError
+
+
+def require_no_megatron(what: str) -> None:
+    """Raise when megatron.core is already imported: what was bound at its import can no longer be redirected."""
+    if "megatron.core" in sys.modules:
+        raise PaNpuError(
+            f"{what}: megatron.core is already imported; call platform.prepare_megatron() before any import of it"
+        )
+
+
+def apply_common_fixes() -> None:
+    """Fix checkpoint writing on torch >= 2.7, checkpoint validation on numpy >= 2, and fp8 code that runs without fp8."""
+    import numpy as np
+
+    if not hasattr(np, "product"):
+        np.product = np.prod  # type: ignore[attr-defined]
+    _fix_write_item()
+    _fix_empty_fp8_shards()
+
+
+def install_adam(adam: type[torch.optim.Optimizer]) -> None:
+    """Make Megatron's optimizers use `adam`, an apex-shaped class, and treat it as apex's."""
+    import megatron.core.optimizer as optimizer
+    import megatron.core.optimizer.distrib_optimizer as distributed
+
+    for module in (optimizer, distributed):
+        _set_if_present(module, "Adam", adam)
+        _set_if_present(module, "HAVE_APEX_OR_TE", True)
+        _set_if_present(module, "USING_PYTORCH_OPTIMIZER", False)
+
+
+def has_fused_adam() -> bool:
+    """True when Megatron found the Adam of TransformerEngine or apex (or MindSpeed's, which takes apex's place)."""
+    import megatron.core.optimizer as optimizer
+
+    return not issubclass(optimizer.Adam, torch.optim.AdamW)
+
+
+def _set_if_present(module: Any, name: str, value: Any) -> None:
+    if hasattr(module, name):
+        setattr(module, name, value)
+
+
+def _fix_write_item() -> None:
+    """torch >= 2.7 added a required `serialization_format` to the private function that Megatron calls to write a shard."""
+    import torch.distributed.checkpoint.filesystem as torch_filesystem
+
+    try:
+        import megatron.core.dist_checkpointing.strategies.filesystem_async as megatron_filesystem
+    except ImportError as error:
+        raise PaNpuError(f"megatron-core's checkpointing cannot be imported ({error}); install psutil") from error
+    original = torch_filesystem._write_item
+    parameters = inspect.signature(original).parameters
+    if "serialization_format" not in parameters or not hasattr(megatron_filesystem, "_write_item"):
+        return
+    position = list(parameters).index("serialization_format")
+
+    @functools.wraps(original)
+    def write_item(*args: Any, **kwargs: Any) -> Any:
+        if len(args) <= position:
+            kwargs.setdefault("serialization_format", torch_filesystem.SerializationFormat.TORCH_SAVE)
+        return original(*args, **kwargs)
+
+    megatron_filesystem._write_item = write_item
+
+
+def _fix_empty_fp8_shards() -> None:
+    """Without TransformerEngine the distributed optimizer's fp8 copy raises even when no parameter is fp8."""
+    import megatron.core.fp8_utils as fp8
+
+    if getattr(fp8, "HAVE_TE", False) or not hasattr(fp8, "_quantize_param_shard_impl"):
+        return
+    original = fp8._quantize_param_shard_impl
+
+    def quantize(model_params: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(model_params, *args, **kwargs) if len(model_params) else None
+
+    fp8._quantize_param_shard_impl = quantize

@@ -1,0 +1,68 @@
+"""FusedOps in plain torch: the implementation of every platform without kernels of its own, and the reference of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class TorchOps:
+    """RMSNorm and rotary as autograd functions with closed-form backwards; they keep fewer tensors than composed ops."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return _RMSNorm.apply(x, weight, eps)
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return _Rotary.apply(x, cos, sin)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = w * n with n = x / rms(x) rounded to x's type first, as HF and vLLM do. Keeps x and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        inverse_rms = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return (wide * inverse_rms).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (grad,) = grads
+        x, weight, inverse_rms = ctx.saved_tensors
+        wide = x if x.dtype == torch.float64 else x.float()
+        normed = wide * inverse_rms
+        grad_wide = grad.to(wide.dtype)
+        grad_weight = (grad_wide * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        # d/dx of x / rms(x): the part of the gradient along n is removed
+        grad_normed = grad_wide * weight.to(wide.dtype)
+        along = torch.linalg.vecdot(grad_normed, normed).div_(x.shape[-1]).unsqueeze(-1)
+        grad_x = grad_normed.addcmul_(normed, along, value=-1).mul_(inverse_rms)
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+class _Rotary(torch.autograd.Function):
+    """(a, b) -> (a cos - b sin, b cos + a sin) on the two halves of the last dimension. Keeps no activations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, sin, -1.0), None, None
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    first, second = x[..., :half], x[..., half:]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.mul(first, cos, out=out[..., :half])
+    torch.mul(second, cos, out=out[..., half:])
+    out[..., :half].addcmul_(second, sin, value=-sign)
+    out[..., half:].addcmul_(first, sin, value=sign)
+    return out
