@@ -1,0 +1,38 @@
+"""The text of --help: every key with its meaning, type and default, grouped by section."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel
+
+from pa_npu.config.keys import all_keys, section_of
+from pa_npu.config.schema import Config, RewardFunction
+
+
+def keys_help() -> str:
+    """All sections and keys, one key per two lines, and the fields of list entries below their key."""
+    lines: list[str] = []
+    for section, field in Config.model_fields.items():
+        model = section_of(field.annotation)
+        if model is None:
+            continue
+        lines += ["", f"{section}:"]
+        for key in all_keys(model, f"{section}."):
+            default = "required" if key.required else f"default {_show(key.default)}"
+            lines += [f"  {key.name}  ({key.type}; {default})", f"      {key.description}"]
+            if key.name == "reward.functions":
+                lines += [
+                    f"        {inner.name}: {inner.description} ({inner.type})" for inner in all_keys(RewardFunction)
+                ]
+    return "\n".join(lines[1:])
+
+
+def _show(value: Any) -> str:
+    """A default as it would be written in YAML."""
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_show(item) for item in value) + "]"
+    if isinstance(value, BaseModel):
+        return "{" + ", ".join(f"{name}: {_show(item)}" for name, item in value if item is not None) + "}"
+    return value if isinstance(value, str) else json.dumps(value)

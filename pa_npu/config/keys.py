@@ -1,0 +1,100 @@
+"""What keys the tree has: dotted names, annotations, defaults, bounds, and the nearest name to a misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from pa_npu.config.schema import Config, Section
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the tree. `name` is dotted; `type` is for people, e.g. "int >= 1" or "auto | int"."""
+
+    name: str
+    type: str
+    default: Any
+    required: bool
+    description: str
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType)
+
+
+def all_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]:
+    """Every leaf key, in the order of the schema. A list of sections is one leaf."""
+    for name, field in section.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from all_keys(inner, f"{prefix}{name}.")
+            continue
+        required = field.is_required()
+        default = None if required else field.get_default(call_default_factory=True)
+        description = " ".join((field.description or "").split())
+        yield Key(f"{prefix}{name}", _type_text(field), default, required, description)
+
+
+def find_annotation(path: tuple[str, ...]) -> Any:
+    """The annotation at a dotted path, looking through dictionaries and lists; None when the path leads nowhere."""
+    annotation: Any = Config
+    for part in path:
+        section, arguments = section_of(annotation), get_args(annotation)
+        if section is not None:
+            if part not in section.model_fields:
+                return None
+            annotation = section.model_fields[part].annotation
+        elif get_origin(annotation) is dict or (get_origin(annotation) is tuple and part.isdigit()):
+            annotation = arguments[1] if get_origin(annotation) is dict else arguments[0]
+        else:
+            return None
+    return annotation
+
+
+def nearest_key(path: tuple[str, ...], siblings: list[str]) -> str | None:
+    """The key that a misspelt `path` was probably meant to be: a sibling nearly alike, or the same name elsewhere."""
+    *parents, last = path
+    alike = difflib.get_close_matches(last, siblings, n=1, cutoff=0.7)
+    if alike:
+        return ".".join([*parents, alike[0]])
+    by_last = {key.name.rpartition(".")[2]: key.name for key in all_keys()}
+    elsewhere = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.7)
+    return by_last[elsewhere[0]] if elsewhere else None
+
+
+def _type_text(field: FieldInfo) -> str:
+    bounds = []
+    for mark in field.metadata:
+        for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
+            limit = getattr(mark, attribute, None)
+            if limit is not None:
+                bounds.append(f"{sign} {limit:g}" if limit < 2**31 else f"{sign} 2^31")
+    return " ".join([_annotation_text(field.annotation), ", ".join(bounds)]).strip()
+
+
+def _annotation_text(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is type(None):
+        return "null"
+    if is_union(annotation):
+        return " | ".join(_annotation_text(argument) for argument in arguments)
+    if origin is Literal:
+        return " | ".join(str(argument) for argument in arguments)
+    if origin is tuple:
+        return f"[{_annotation_text(arguments[0])}, ...]"
+    if origin is dict:
+        return f"{{{_annotation_text(arguments[0])}: {_annotation_text(arguments[1])}}}"
+    section = section_of(annotation)
+    if section is not None:
+        return "{" + ", ".join(section.model_fields) + "}"
+    return {"str": "text", "bool": "true | false", "float": "number"}.get(annotation.__name__, annotation.__name__)

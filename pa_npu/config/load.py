@@ -1,0 +1,182 @@
+"""Load the configuration: YAML files in order, then `a.b=c` overrides, validated into one `Config`.
+
+A mistake ends in one ConfigError line: where it was written, the key, the value, the rule, the remedy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from pa_npu.config.keys import all_keys, find_annotation, is_union, nearest_key, section_of
+from pa_npu.config.schema import Config
+from pa_npu.config.yaml_source import KeyPath, Places, dump_yaml, read_value, read_yaml
+from pa_npu.errors import ConfigError
+
+COMMAND_LINE = "command line"
+
+
+def load_config(paths: Iterable[str], overrides: Sequence[str] = ()) -> Config:
+    """Merge the YAML files (later ones win), apply the overrides and validate. Raises ConfigError with one line."""
+    tree: dict[str, Any] = {}
+    places: Places = {}
+    for path in paths:
+        values, written_at = read_yaml(str(path))
+        _merge(tree, values, places, written_at, ())
+    for override in overrides:
+        _apply_override(tree, places, override)
+    _check_keys(tree, places, ())
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_first_line(error, places)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved tree as YAML, which `load_config` reads back to an equal Config."""
+    return dump_yaml(config.model_dump(mode="json"))
+
+
+def _merge(tree: dict[str, Any], values: dict[str, Any], places: Places, written_at: Places, path: KeyPath) -> None:
+    for name, value in values.items():
+        here = (*path, str(name))
+        if value is None and section_of(find_annotation(here)) is not None:
+            value = {}  # a section whose keys are all commented out
+        old = tree.get(str(name))
+        if isinstance(old, dict) and isinstance(value, dict):
+            places[here] = written_at.get(here, places.get(here, ""))
+            _merge(old, value, places, written_at, here)
+            continue
+        for known in [known for known in places if known[: len(here)] == here]:
+            del places[known]
+        tree[str(name)] = value
+        places.update({known: place for known, place in written_at.items() if known[: len(here)] == here})
+
+
+def _apply_override(tree: dict[str, Any], places: Places, override: str) -> None:
+    name, sign, text = override.partition("=")
+    path = tuple(name.strip().split("."))
+    if not sign or not all(path):
+        raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form section.key=value; write it so")
+    if not text.isprintable() or (not text.isascii() and "\udc80" <= max(text) <= "\udcff"):
+        raise ConfigError(f"{COMMAND_LINE}: {name}: the value is not printable text; remove control characters")
+    value = read_value(text, f"{COMMAND_LINE}: {name.strip()}")
+    if not isinstance(value, str) and _takes_text(find_annotation(path), value):
+        value = text  # `run.dir=2024` means the text
+    node: Any = tree
+    for depth, part in enumerate(path[:-1]):
+        if isinstance(node, list):
+            node = node[_index(node, part, override)]
+        else:
+            if node.get(part) is None:
+                node[part] = {}
+            node = node[part]
+        if not isinstance(node, (dict, list)):
+            prefix = ".".join(path[: depth + 1])
+            raise ConfigError(f"{COMMAND_LINE}: {name}: {prefix} is a value, not a section; see --help for all keys")
+    if isinstance(node, list):
+        node[_index(node, path[-1], override)] = value
+    else:
+        node[path[-1]] = value
+    for known in [known for known in places if known[: len(path)] == path]:
+        del places[known]
+    places[path] = COMMAND_LINE
+
+
+def _index(items: list[Any], part: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(items):
+        raise ConfigError(
+            f"{COMMAND_LINE}: {override!r}: {part!r} is not an index below {len(items)}, the list's length; correct it"
+        )
+    return int(part)
+
+
+def _takes_text(annotation: Any, value: Any) -> bool:
+    """Whether the key holds text, so that a value YAML reads as a number or boolean is meant literally."""
+    if annotation is str:
+        return True
+    return is_union(annotation) and set(get_args(annotation)) == {str, type(None)} and value is not None
+
+
+def _check_keys(values: Any, places: Places, path: KeyPath) -> None:
+    """Refuse unknown keys, and booleans where a number is meant (pydantic would take true for 1)."""
+    if isinstance(values, list):
+        for index, value in enumerate(values):
+            _check_keys(value, places, (*path, str(index)))
+        return
+    if isinstance(values, bool) and bool not in _leaf_types(find_annotation(path)):
+        name, shown = ".".join(path), str(values).lower()
+        raise ConfigError(f"{_where(path, places)}{name}: {shown} is not of this key's type; see --help for its values")
+    if not isinstance(values, dict):
+        return
+    for name, value in values.items():
+        here = (*path, str(name))
+        if find_annotation(here) is None and section_of(find_annotation(path)) is not None:
+            raise ConfigError(_unknown_key(here, places))
+        _check_keys(value, places, here)
+
+
+def _leaf_types(annotation: Any) -> set[Any]:
+    return {annotation} | {inner for argument in get_args(annotation) for inner in _leaf_types(argument)}
+
+
+def _unknown_key(path: KeyPath, places: Places) -> str:
+    siblings = section_of(find_annotation(path[:-1]))
+    nearest = nearest_key(path, list(siblings.model_fields) if siblings else [])
+    remedy = f"did you mean {nearest}?" if nearest else "see --help for all keys"
+    return f"{_where(path, places)}{'.'.join(path)}: unknown key; {remedy}"
+
+
+def _first_line(error: ValidationError, places: Places) -> str:
+    """pydantic's first error as one line of ours, with the number of further keys that have one."""
+    details = error.errors(include_url=False)
+    more = len({_real_path(detail["loc"]) for detail in details}) - 1
+    return _one_line(details[0], places) + (f" (and {more} more error{'s' if more > 1 else ''})" if more else "")
+
+
+def _one_line(detail: ErrorDetails, places: Places) -> str:
+    path = _real_path(detail["loc"])
+    kind = detail["type"]
+    if kind == "value_error" and not path:  # a rule between keys: the message begins with the key
+        message = detail["msg"].removeprefix("Value error, ")
+        return _where(tuple(message.partition(":")[0].split(".")), places) + message
+    types = {key.name: key.type for key in all_keys()}
+    name, where, shown = ".".join(path), _where(path, places), _shown(detail["input"])
+    if kind == "missing":
+        leaf = next((key.name for key in all_keys() if key.required and f"{key.name}.".startswith(f"{name}.")), name)
+        return f"{where}{leaf}: required, but not given; write it in the YAML file or as {leaf}=VALUE"
+    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal") and name in types:
+        return f"{where}{name}: {shown} is out of range; use {types[name]}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{where}{name}: {shown} is not a section; write its keys below it (see --help)"
+    if name in types:
+        return f"{where}{name}: {shown} is not allowed; use {types[name]}"
+    return f"{where}{name}: {shown} is not allowed: {detail['msg']}; see --help for the key's values"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _real_path(loc: tuple[int | str, ...]) -> KeyPath:
+    """pydantic's location without the tags it adds for the members of a union."""
+    path: KeyPath = ()
+    for part in loc:
+        if find_annotation((*path, str(part))) is None:
+            break
+        path = (*path, str(part))
+    return path
+
+
+def _where(path: KeyPath, places: Places) -> str:
+    """ "file:line: " of the key, or of what was written around or below it; empty for defaults."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in places:
+            return f"{places[path[:length]]}: "
+    below = [place for written, place in places.items() if path and written[: len(path)] == path]
+    return f"{below[0]}: " if below else ""

@@ -1,0 +1,120 @@
+"""YAML in and out: values with the place they were written at, and text that reads back to the same values.
+
+Scalars follow YAML 1.2's core schema: `1e-6` is a number, only `true` and `false` are booleans.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pa_npu.errors import ConfigError
+
+KeyPath = tuple[str, ...]
+Places = dict[KeyPath, str]
+
+_RESOLVERS = (
+    ("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF"),
+    ("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$|^0o[0-7]+$|^0x[0-9a-fA-F]+$"), "-+0123456789"),
+    (
+        "tag:yaml.org,2002:float",
+        re.compile(
+            r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+        ),
+        "-+0123456789.",
+    ),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's scalars."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes whatever YAML 1.1 or 1.2 would read as something other than text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in _RESOLVERS:
+    _Loader.add_implicit_resolver(_tag, _pattern, list(_first))
+    _Dumper.add_implicit_resolver(_tag, _pattern, list(_first))
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: _int(str(loader.construct_scalar(node))))  # type: ignore[arg-type]
+
+
+def _int(text: str) -> int:
+    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+
+
+def read_yaml(path: str) -> tuple[dict[str, Any], Places]:
+    """Read a YAML mapping; also return "file:line" of every key. Raises ConfigError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file; give an existing YAML file with --config") from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); give a readable YAML file with --config") from None
+    places: Places = {}
+    value = _parse(text, path, places)
+    if value is None:
+        return {}, {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}:1: the top level is not a mapping of sections; write `run:`, `model:`, ... there")
+    return value, places
+
+
+def read_value(text: str, where: str) -> Any:
+    """The value of one YAML scalar or flow collection, such as `3`, `true`, `[a, b]`. Raises ConfigError."""
+    return _parse(text, where, {})
+
+
+def dump_yaml(value: dict[str, Any]) -> str:
+    """YAML text that `read_yaml` reads back to the same value; keys keep their order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _parse(text: str, where: str, places: Places) -> Any:
+    """The value of the text; fills `places` with "where:line" of every key."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        for key_path, line in _key_lines(node, (), where):
+            if key_path in places:
+                name = ".".join(key_path)
+                raise ConfigError(f"{where}:{line}: {name}: written twice (first at {places[key_path]}); keep one")
+            places[key_path] = f"{where}:{line}"
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{where}:{mark.line + 1}" if mark else where
+        reason = " ".join(str(error.problem or error.context).split())
+        raise ConfigError(f"{where}: not valid YAML: {reason}; correct the syntax") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply, or an alias refers to itself; write plain sections") from None
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # the last four are what PyYAML's constructors raise on a value that contradicts its explicit !!tag
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{where}: not valid YAML: {reason}; correct the syntax") from None
+
+
+def _key_lines(node: yaml.Node, path: KeyPath, file: str) -> Iterator[tuple[KeyPath, int]]:
+    """Every key and list index below `node` with the line it stands on."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{file}:{key.start_mark.line + 1}: a key is not plain text; write `key: value`")
+            yield (*path, key.value), key.start_mark.line + 1
+            yield from _key_lines(value, (*path, key.value), file)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield (*path, str(index)), item.start_mark.line + 1
+            yield from _key_lines(item, (*path, str(index)), file)
