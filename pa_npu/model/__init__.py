@@ -1,4 +1,4 @@
-"""The model side: Megatron GPT from an HF config, log-probs, the tri-model pipeline stage, and the rank's parallel groups.
+"""The model side: Megatron GPT from an HF config, log-probs, tri-model stage, and the rank's parallel groups.
 
 `parallel.initialise_parallel` once per rank, then `stage.build_stage`; both need `platform.prepare_megatron()` first.
 """

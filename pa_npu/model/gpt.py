@@ -33,7 +33,7 @@ class GPT(GPTModel):
         )
 
     def forward(self, tokens: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """tokens int64 [1, tokens] -> hidden states [tokens (/ TP with SP), 1, hidden_size], after the final norm on the last stage."""
+        """tokens int64 [1, T] -> hidden states [T, 1, hidden_size] (T / TP with SP), normed on the last stage."""
         embedded = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
         return self.decoder(hidden_states=embedded, attention_mask=None, attention_bias=context)
 
@@ -48,7 +48,7 @@ class GPT(GPTModel):
         entropy: bool,
         entropy_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-prob [N], entropy [N]) of `targets` predicted from packed `rows` of `hidden`; only these rows meet the LM head."""
+        """(log-prob [N], entropy [N]) of `targets` predicted from `rows` of `hidden`, which alone meet the LM head."""
         is_sharded = self.config.sequence_parallel
         if is_sharded:
             # the gather's backward sums the partial gradients of the TP ranks and scatters them in one collective

@@ -1,8 +1,8 @@
 """The modules of ours inside Megatron's transformer layer: RMSNorm, core attention, and the layer spec that names them.
 
-Positions and the packed layout travel with the microbatch as an AttentionContext in Megatron's `attention_bias` argument, the
-only one that reaches core attention unchanged under 1F1B and under recomputation. The rotation of queries and keys is applied
-in core attention, so that cos and sin are computed once per microbatch and Megatron's own rotary code stays out of the way.
+Positions and the packed layout travel with the microbatch as an AttentionContext in Megatron's `attention_bias`
+argument, the only one that reaches core attention unchanged under 1F1B and under recomputation. Queries and keys are
+rotated in core attention, so that cos and sin are computed once per microbatch and Megatron's rotary code is not used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pa_npu.platform.base import FusedOps
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What core attention needs to know about one microbatch. cos, sin: [tokens, 1, head_dim] at the tokens' positions."""
+    """What core attention must know of one microbatch. cos, sin: [tokens, 1, head_dim] at the tokens' positions."""
 
     layout: PrefixLayout
     cos: torch.Tensor
@@ -36,7 +36,7 @@ class AttentionContext:
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm whose weight gradient is summed over TP when the sequence is sharded (Megatron's own torch norm refuses that)."""
+    """RMSNorm that works on a sharded sequence, which Megatron's torch norm refuses: its gradient is summed over TP."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, ops: FusedOps, **_: Any) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class CoreAttention(MegatronModule):
         attention_bias: AttentionContext | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """query [tokens, 1, heads, head_dim], key and value [tokens, 1, kv_heads, head_dim] -> [tokens, 1, heads * head_dim]."""
+        """query [T, 1, heads, head_dim], key and value [T, 1, kv_heads, head_dim] -> [T, 1, heads * head_dim]."""
         context = attention_bias
         if context is None:
             raise ValueError("attention_bias: core attention needs the microbatch's AttentionContext, got None")
@@ -81,7 +81,7 @@ class CoreAttention(MegatronModule):
 
 
 def block_spec(config: TransformerConfig, ops: FusedOps, implementation: str) -> TransformerBlockSubmodules:
-    """Spec of this pipeline stage's transformer layers and of the final norm, which Megatron builds on the last stage only."""
+    """Spec of this stage's transformer layers and of the final norm, which Megatron builds on the last stage only."""
     norm = ModuleSpec(module=RMSNorm, params={"ops": ops})
     head_norm = norm if config.qk_layernorm else None
     attention = SelfAttentionSubmodules(

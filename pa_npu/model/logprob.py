@@ -1,9 +1,10 @@
 """Log-prob and entropy of target tokens from hidden states, without ever holding the logits of all rows.
 
-The LM head, the temperature, the vocabulary-parallel log-softmax and their backward are one autograd function over chunks of
-rows. Forward costs one MAX and one stacked SUM all-reduce per chunk over the tensor-parallel group; backward recomputes a
-chunk's logits from the hidden states and needs no collective but the sum of the hidden states' gradient. The last chunk's logits
-are kept, because backward starts with them; so at most one chunk exists at a time and a short microbatch recomputes nothing.
+The LM head, the temperature, the vocabulary-parallel log-softmax and their backward are one autograd function over
+chunks of rows. Forward costs one MAX and one stacked SUM all-reduce per chunk over the tensor-parallel group; backward
+recomputes a chunk's logits from the hidden states and needs no collective but the sum of the hidden states' gradient.
+The last chunk's logits are kept, because backward starts with them; so one chunk's logits exist at a time, and a
+microbatch of one chunk recomputes nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ def vocab_parallel_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log p(target) [rows], entropy [rows]) of softmax(hidden @ weight.T / temperature), fp32 (fp64 for fp64 input).
 
-    hidden: [rows, hidden_size], the same on all ranks of `group`. weight: [vocab / group size, hidden_size], this rank's rows of
-    the LM head. targets: int64 [rows], ids in the whole vocabulary. chunk: rows at a time.
+    hidden: [rows, hidden_size], the same on all ranks of `group`.
+    weight: [vocab / group size, hidden_size], this rank's rows of the LM head.
+    targets: int64 [rows], ids in the whole vocabulary. chunk: rows at a time.
     entropy: compute it, else zeros are returned. entropy_grad: whether gradients flow through it.
-    reduce_hidden_grad: sum the gradient of `hidden` over `group` here; False where the caller's backward does (sequence parallel).
+    reduce_hidden_grad: sum the gradient of `hidden` over `group`; False where the caller's backward does (SP).
     """
     if chunk < 1:
         raise ValueError(f"chunk: {chunk} rows; it must be at least 1")
@@ -138,7 +140,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, inverse_temperature: flo
 
 
 class _WeightGradient:
-    """Sum of the chunks' gradients of the LM head; several chunks are summed in fp32, because bf16 would lose small ones."""
+    """Sum of the chunks' gradients of the LM head; several are summed in fp32, because bf16 would lose small ones."""
 
     def __init__(self, weight: torch.Tensor, num_chunks: int) -> None:
         self._dtype = weight.dtype

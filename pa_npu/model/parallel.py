@@ -1,7 +1,7 @@
 """This rank's place among the trainer ranks: process group, Megatron's parallel state and RNG tracker, and who is who.
 
-    initialise_parallel(config: Config, platform: Platform, store: dist.Store, rank: int, world_size: int, local_index: int = 0)
-        -> Ranks        (platform.prepare_megatron() must have run)
+    initialise_parallel(config, platform, store, rank, world_size, local_index=0) -> Ranks
+                        (platform.prepare_megatron() must have run before this module is imported)
     ranks() -> Ranks    (afterwards, anywhere)
     shutdown_parallel()
 
@@ -21,8 +21,8 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.platform.base import Platform
 
-# A stage that waits for rollouts makes its neighbours wait in a collective. Collectives therefore end this much later than our
-# own waits, so that the first error is the one that names what was awaited.
+# A stage that waits for rollouts makes its neighbours wait in a collective. Collectives therefore end this much later
+# than our own waits, so that the first error is the one that names what was awaited.
 COLLECTIVE_MARGIN_S = 120.0
 
 
@@ -76,8 +76,9 @@ def initialise_parallel(
 ) -> Ranks:
     """Join all trainer ranks on `store` (give it a PrefixStore of its own) and build Megatron's groups. A collective.
 
-    local_index: this process's device among its visible ones. Collectives end `trainer.wait_timeout_s` plus a margin after
-    they began. Raises ConfigError when `world_size` is not `trainer.devices`.
+    local_index: this process's device among its visible ones.
+    Collectives fail `trainer.wait_timeout_s` plus a margin after they began.
+    Raises ConfigError when `world_size` is not `trainer.devices`.
     """
     trainer = config.trainer
     if world_size != trainer.devices:

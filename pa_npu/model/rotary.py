@@ -43,7 +43,7 @@ class RotaryTable:
 
 
 def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
-    """fp32 [head_dim / 2]: theta ** (-2i / head_dim), scaled as `spec.rope_scaling` says (transformers' modeling_rope_utils).
+    """fp32 [head_dim / 2]: theta ** (-2i / head_dim), scaled by `rope_scaling` (transformers' modeling_rope_utils).
 
     Raises DataError for a scaling other than default, linear and llama3.
     """

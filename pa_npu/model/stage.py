@@ -1,18 +1,18 @@
 """The tri-model pipeline stage: policy, old policy and reference pass through the pipeline together, in one forward.
 
-    stage = build_stage(spec: ModelSpec, config: Config, platform: Platform, *, frozen: tuple[str, ...] = (), initialise: bool = False)
-    stage.policy                      the trained GPT (registered; what DDP, optimizer and checkpoints see)
-    stage.frozen                      {"old" | "reference": GPT}, outside the module tree, never trained
-    stage.gpts()                      {"policy": ..., **stage.frozen}, for loading weights
+    stage = build_stage(spec, config, platform, frozen=("old", "reference"), initialise=False)
+    stage.policy                   the trained GPT (registered; what DDP, optimizer and checkpoints see)
+    stage.frozen                   {"old" | "reference": GPT}, outside the module tree, never trained
+    stage.gpts()                   {"policy": ..., **stage.frozen}, for loading weights
     stage.copy_policy_to("old")
-    output = stage(tokens int64 [1, T], layout: PrefixLayout, rows int64 [N], targets int64 [N], temperature, chunk,
-                   entropy_grad=False)
-    output                            ModelOutput on the last stage, hidden states [T, models, hidden] (for Megatron's schedule) before it
-    ddp = data_parallel(stage, distributed_optimizer=...)
+    ddp = data_parallel(stage, distributed_optimizer=True)
+    output = ddp(tokens, layout, rows, targets, temperature, chunk, entropy_grad=False)
+        tokens int64 [1, T], layout PrefixLayout of T tokens, rows int64 [N], targets int64 [N]
+        -> ModelOutput on the last stage; before it hidden states [T, models, hidden] for Megatron's schedule to send
 
-`rows` are packed rows whose hidden state predicts `targets` (PrefixLayout.predictor_rows); only they meet the LM head. With
-sequence parallelism T must be a multiple of TP (PrefixLayout.pad). In bf16 the parameters themselves are bf16, so Megatron's
-Float16Module is not needed.
+`rows` are packed rows whose hidden state predicts `targets` (PrefixLayout.predictor_rows); only they meet the LM head.
+With sequence parallelism T must be a multiple of TP (PrefixLayout.pad). In bf16 the parameters themselves are bf16, so
+Megatron's Float16Module is not needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -40,7 +39,7 @@ FROZEN = ("old", "reference")
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What the last stage computes for N target tokens, fp32. Gradients flow through `logprobs`, and `entropy` when asked."""
+    """What the last stage computes for N target tokens, fp32. Gradients flow through `logprobs`; `entropy` if asked."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -50,8 +49,8 @@ class ModelOutput:
 class TriModel(MegatronModule):
     """One pipeline stage of the policy and of up to two frozen models with the same shape.
 
-    Between stages the hidden states travel concatenated on the batch dimension, [tokens, models, hidden], so that one 1F1B
-    pass serves all models and the schedule needs to know nothing of it. The frozen parts carry no gradient.
+    Between stages the hidden states travel concatenated on the batch dimension, [tokens, models, hidden], so that one
+    1F1B pass serves all models and the schedule needs to know nothing of it. The frozen parts carry no gradient.
     """
 
     def __init__(self, config: TransformerConfig, policy: GPT, frozen: dict[str, GPT], rotary: RotaryTable) -> None:
@@ -59,14 +58,12 @@ class TriModel(MegatronModule):
         self.policy = policy
         for model in frozen.values():
             model.eval().requires_grad_(False)
-        # not a module attribute: DDP, the optimizer and checkpoints must see the policy only
-        object.__setattr__(self, "frozen", dict(frozen))
+        # a plain dict keeps them out of the module tree: DDP, optimizer and checkpoints must see the policy only
+        self.frozen = dict(frozen)
         self.rotary = rotary
         self.input_tensor: torch.Tensor | None = None
         self.pre_process, self.post_process = policy.pre_process, policy.post_process
         self.model_type = policy.model_type
-
-    frozen: dict[str, GPT]
 
     # What Megatron's schedule and gradient finalisation look for on a model
 
@@ -100,7 +97,7 @@ class TriModel(MegatronModule):
     @torch.no_grad()
     def copy_policy_to(self, name: str) -> None:
         """Make the frozen model `name` equal to the policy as it is now."""
-        for target, source in zip(self.frozen[name].parameters(), self.policy.parameters()):
+        for target, source in zip(self.frozen[name].parameters(), self.policy.parameters(), strict=True):
             target.copy_(source)
 
     def forward(
@@ -119,11 +116,11 @@ class TriModel(MegatronModule):
         inputs: list[torch.Tensor | None] = [None] * (1 + len(self.frozen))
         if self.input_tensor is not None:
             # views of the received buffer: the policy's gradient flows back into its slice, the others stay zero
-            inputs = list(self.input_tensor.chunk(len(inputs), dim=1))
+            inputs = list(self.input_tensor.chunk(len(inputs), dim=1)) if self.frozen else [self.input_tensor]
 
         frozen_hidden: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for (name, model), received in zip(self.frozen.items(), inputs[1:]):
+            for (name, model), received in zip(self.frozen.items(), inputs[1:], strict=True):
                 model.set_input_tensor(None if received is None else received.detach())
                 frozen_hidden[name] = model(tokens, context)
         self.policy.set_input_tensor(inputs[0])
@@ -144,7 +141,7 @@ class TriModel(MegatronModule):
         return ModelOutput(logprobs, entropy, frozen_logprobs)
 
     def _context(self, layout: PrefixLayout, device: torch.device) -> AttentionContext:
-        num_positions = max(offset + length for offset, length in zip(layout.offsets, layout.lengths))
+        num_positions = max(offset + length for offset, length in zip(layout.offsets, layout.lengths, strict=True))
         cos, sin = self.rotary.rows(layout.position_ids(device), num_positions, self.config.params_dtype)
         return AttentionContext(layout, cos, sin)
 
@@ -157,8 +154,8 @@ class TriModel(MegatronModule):
         tensor_parallel = self.config.tensor_model_parallel_size
         if self.config.sequence_parallel and layout.total % tensor_parallel:
             raise ValueError(
-                f"layout: {layout.total} tokens are not a multiple of tensor_parallel = {tensor_parallel}, which sequence "
-                f"parallelism needs; use layout.pad({tensor_parallel})"
+                f"layout: {layout.total} tokens are not a multiple of tensor_parallel = {tensor_parallel}, which "
+                f"sequence parallelism needs; use layout.pad({tensor_parallel})"
             )
 
 
@@ -168,7 +165,7 @@ def build_stage(
     """This rank's pipeline stage. `initialise_parallel` must have run.
 
     frozen: which of "old" and "reference" to build beside the policy.
-    initialise: random weights; otherwise every weight is NaN until it is loaded, so that none can be forgotten unnoticed.
+    initialise: random weights; otherwise every weight is NaN until loaded, so that none is forgotten unnoticed.
     Raises ConfigError when the model does not divide by the parallel sizes, DataError for an unsupported rope scaling.
     """
     unknown = [name for name in frozen if name not in FROZEN]
@@ -190,7 +187,7 @@ def build_stage(
 def data_parallel(stage: TriModel, *, distributed_optimizer: bool) -> DistributedDataParallel:
     """Megatron's DDP around the stage: contiguous fp32 gradient buffers, reduced once per iteration, as sums.
 
-    Reduction is not overlapped with backward: with the groups arriving one by one nobody knows which backward is the last.
+    Reduction is not overlapped with backward: with the groups arriving one by one, no backward is known as the last.
     """
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed_optimizer,
@@ -199,8 +196,3 @@ def data_parallel(stage: TriModel, *, distributed_optimizer: bool) -> Distribute
         check_for_nan_in_grad=False,
     )
     return DistributedDataParallel(stage.config, settings, stage)
-
-
-def is_last_stage() -> bool:
-    """Whether this rank's stage computes log-probs."""
-    return parallel_state.is_pipeline_last_stage()

@@ -77,7 +77,8 @@ def check_divisible(spec: ModelSpec, config: Config) -> None:
     ):
         if size % tensor:
             raise ConfigError(
-                f"trainer.tensor_parallel: {tensor} does not divide the {what} {size} of {spec.path}; set it to a divisor"
+                f"trainer.tensor_parallel: {tensor} does not divide the {what} {size} of {spec.path}; "
+                f"set it to a divisor"
             )
     if spec.num_layers % pipeline:
         raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pa_npu.errors import UserError
 
@@ -39,7 +39,7 @@ def missing(kind: str) -> str | None:
     return {"npu": _missing_npu, "cuda": _missing_cuda, "cpu": lambda: None}[kind]()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _create(kind: str) -> Platform:
     module = importlib.import_module(f"pa_npu.platform.{kind}")
     platform: Platform = getattr(module, f"{kind.capitalize()}Platform")()
@@ -54,7 +54,8 @@ def _missing_npu() -> str | None:
         import torch_npu  # noqa: F401 - registers torch.npu
     except (ImportError, OSError, RuntimeError) as error:
         return f"torch_npu does not import ({error}); source CANN's set_env.sh and match torch_npu to torch"
-    if not torch.npu.is_available() or torch.npu.device_count() == 0:
+    npu: Any = torch.npu  # type: ignore[attr-defined]
+    if not npu.is_available() or npu.device_count() == 0:
         return "torch_npu sees no NPU; check npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
     return None
 

@@ -18,7 +18,7 @@ class FusedOps(Protocol):
         """RMSNorm over the last dimension, computed in fp32 and rounded to `x.dtype` before `weight` is applied."""
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate `x` [tokens, heads, head_dim] by `cos`, `sin` [tokens, 1, head_dim] (both halves equal; half-split pairs)."""
+        """Rotate `x` [tokens, heads, head_dim] by `cos`, `sin` [tokens, 1, head_dim] (equal halves)."""
 
 
 class Platform(Protocol):
@@ -28,7 +28,7 @@ class Platform(Protocol):
     comm_backend: str
     """Backend of collectives on device tensors: hccl, nccl or gloo."""
     process_group_backend: str
-    """Backend argument of `init_process_group`: also serves CPU tensors, which checkpoints and object collectives use."""
+    """Argument of `init_process_group`: also serves CPU tensors, which checkpoints and object collectives use."""
     visible_devices_env: str | None
     """Environment variable that restricts a process to some devices; None where there is none."""
     ops: FusedOps
@@ -58,7 +58,7 @@ class Platform(Protocol):
         """Choose deterministic kernels, or allow others. Call it before the first collective and the first kernel."""
 
     def prepare_megatron(self) -> None:
-        """Make `import megatron.core` work here. Must run before anything imports megatron; further calls do nothing."""
+        """Make `import megatron.core` work here. Must run before anything imports it; further calls do nothing."""
 
     def transformer_overrides(self, deterministic: bool) -> dict[str, Any]:
         """Fields of Megatron's TransformerConfig that depend on the device kind."""

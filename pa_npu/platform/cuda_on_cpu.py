@@ -1,6 +1,6 @@
 """Redirects torch.cuda and device="cuda" to the CPU, so that code written for CUDA only (megatron-core) runs there.
 
-The counterpart of torch_npu's `transfer_to_npu`. It changes torch for the whole process, hence only for trainer ranks on CPU.
+The counterpart of torch_npu's `transfer_to_npu`. It changes torch for the whole process: trainer ranks only.
 """
 
 from __future__ import annotations
@@ -17,9 +17,20 @@ import torch
 _CPU = torch.device("cpu")
 
 _FACTORIES = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like rand rand_like randint randn "
-    "randperm scalar_tensor tensor zeros zeros_like"
-).split()
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones"),
+    *(
+        "ones_like",
+        "rand",
+        "rand_like",
+        "randint",
+        "randn",
+        "randperm",
+        "scalar_tensor",
+        "tensor",
+        "zeros",
+        "zeros_like",
+    ),
+)
 
 
 def redirect_cuda_to_cpu() -> None:
@@ -34,7 +45,7 @@ def redirect_cuda_to_cpu() -> None:
 
 
 def redirect_megatron_rng() -> None:
-    """Megatron's RNG tracker reaches CUDA generators by private calls; point it at the CPU generator. After its import."""
+    """Point Megatron's RNG tracker, which reaches CUDA generators by private calls, at the CPU generator."""
     import megatron.core.tensor_parallel.random as random
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -83,7 +94,7 @@ def _redirect_tensor_methods() -> None:
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original_type(self, *args, **kwargs)
-        # Megatron's optimizers compare param.type() with the names of CUDA types; answer as they expect, and only to them
+        # Megatron's optimizers compare param.type() with the names of CUDA types; answer them, and only them, so
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if not args and not kwargs and isinstance(result, str) and caller.startswith("megatron."):
             return result.replace("torch.", "torch.cuda.", 1)
@@ -120,7 +131,7 @@ class _Event:
         return 0.0
 
 
-class _Stream(contextlib.nullcontext):  # type: ignore[type-arg]
+class _Stream(contextlib.nullcontext):
     """The only stream of a device that runs everything in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

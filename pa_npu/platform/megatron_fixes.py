@@ -21,7 +21,7 @@ def require_no_megatron(what: str) -> None:
 
 
 def apply_common_fixes() -> None:
-    """Fix checkpoint writing on torch >= 2.7, checkpoint validation on numpy >= 2, and fp8 code that runs without fp8."""
+    """Fix checkpoint writing (torch >= 2.7), checkpoint validation (numpy >= 2) and fp8 code that runs without fp8."""
     import numpy as np
 
     if not hasattr(np, "product"):
@@ -54,7 +54,7 @@ def _set_if_present(module: Any, name: str, value: Any) -> None:
 
 
 def _fix_write_item() -> None:
-    """torch >= 2.7 added a required `serialization_format` to the private function that Megatron calls to write a shard."""
+    """torch >= 2.7 added a required argument to the private function that Megatron calls to write a shard."""
     import torch.distributed.checkpoint.filesystem as torch_filesystem
 
     try:

@@ -1,4 +1,4 @@
-"""FusedOps in plain torch: the implementation of every platform without kernels of its own, and the reference of the others."""
+"""FusedOps in plain torch: for every platform without kernels of its own, and the reference of the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class TorchOps:
-    """RMSNorm and rotary as autograd functions with closed-form backwards; they keep fewer tensors than composed ops."""
+    """RMSNorm and rotary as autograd functions with closed-form backwards: fewer kept tensors than composed ops."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return _RMSNorm.apply(x, weight, eps)
