@@ -1,0 +1,1 @@
+"""Trainer ranks: the entry, the loop, the step, the iteration border, checkpoints."""

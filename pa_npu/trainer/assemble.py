@@ -1,0 +1,124 @@
+"""Assemble one trainer rank: parallel groups, model with weights, publisher, backend, border and rollout iterators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pa_npu.buffer.iterator import MicrobatchIterator
+from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
+from pa_npu.buffer.store import StoreChannel
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.schema import Config
+from pa_npu.model.parallel import Ranks, initialise_parallel, shutdown_parallel, tensor_group
+from pa_npu.model.stage import TriModel, build_stage
+from pa_npu.platform.base import Platform
+from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.border import Border
+from pa_npu.trainer.megatron_backend import MegatronBackend
+from pa_npu.weights.hf_map import load_hf
+from pa_npu.weights.publisher import Publisher
+
+
+@dataclass(frozen=True)
+class RankParts:
+    backend: MegatronBackend
+    border: Border
+    rollouts: Callable[[int], MicrobatchIterator]
+    publisher: Publisher | None
+
+    def close(self) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
+        shutdown_parallel()
+
+
+def assemble_rank(
+    config: Config,
+    spec: ModelSpec,
+    platform: Platform,
+    store: dist.TCPStore,
+    rank: int,
+    local_rank: int,
+    timeline: Timeline,
+) -> RankParts:
+    """Collective over all trainer ranks. `store` is this process's client of the run's store."""
+    platform.seed_all(config.run.seed)
+    platform.set_deterministic(config.run.deterministic)
+    group_store = dist.PrefixStore("trainer", store)
+    ranks = initialise_parallel(config, platform, group_store, rank, config.trainer.devices, local_rank)
+    device = platform.device(local_rank)
+    stage = load_stage(config, spec, platform)
+    channel = StoreChannel(store)
+    publisher = connect_publisher(config, spec, platform, stage, store, channel, ranks, device)
+    backend = MegatronBackend(stage, config, spec, platform, device, publisher, timeline)
+    border = Border(config, backend, channel, timeline, rank)
+    return RankParts(backend, border, rollout_source(config, channel, ranks, device, timeline), publisher)
+
+
+def load_stage(config: Config, spec: ModelSpec, platform: Platform) -> TriModel:
+    """This rank's pipeline stage with the HF weights in the policy and in every frozen model."""
+    frozen = ("reference",) if config.algorithm.kl_coef else ()
+    stage = build_stage(spec, config, platform, frozen=frozen)
+    for model in stage.gpts().values():
+        load_hf(model, spec)
+    return stage
+
+
+def connect_publisher(
+    config: Config,
+    spec: ModelSpec,
+    platform: Platform,
+    stage: TriModel,
+    store: dist.TCPStore,
+    channel: StoreChannel,
+    ranks: Ranks,
+    device: torch.device,
+) -> Publisher | None:
+    """Announce this stage's tensors and wait until all engine workers have joined its group. Replica 0 publishes, no other rank."""
+    if ranks.data_rank:
+        return None
+    publisher = Publisher(
+        stage.policy,
+        spec,
+        store_host=store.host,
+        store_port=store.port,
+        engine_workers=config.rollout.engines * config.rollout.tensor_parallel,
+        bucket_bytes=int(config.publish.bucket_mib * 2**20),
+        timeout_s=config.publish.timeout_s,
+        backend=platform.comm_backend,
+        device=device,
+    )
+    if ranks.is_stage_leader:
+        channel.put_json(f"publish/manifest/{ranks.pipeline_rank}", publisher.manifest())
+    publisher.connect(config.rollout.startup_timeout_s)
+    return publisher
+
+
+def rollout_source(
+    config: Config, channel: StoreChannel, ranks: Ranks, device: torch.device, timeline: Timeline
+) -> Callable[[int], MicrobatchIterator]:
+    """A function from an iteration to this replica's microbatches of it."""
+    buffer = StoreRolloutBuffer(channel, "run", readers=ranks.tensor_size * ranks.pipeline_size)
+
+    def microbatches(iteration: int) -> MicrobatchIterator:
+        return MicrobatchIterator(
+            buffer,
+            replica=ranks.data_rank,
+            num_replicas=ranks.data_size,
+            iteration=iteration,
+            groups=config.groups_per_replica,
+            order=config.schedule.order,
+            responses_per_microbatch=config.microbatch_responses,
+            shared_prompt=config.attention.shared_prompt,
+            pad_multiple=config.pad_multiple,
+            timeout_s=config.trainer.wait_timeout_s,
+            device=device,
+            tensor_group=tensor_group() if ranks.tensor_size > 1 else None,
+            timeline=timeline,
+        )
+
+    return microbatches

@@ -1,0 +1,63 @@
+"""Entry of one trainer rank: `python -m pa_npu.trainer.main --config RUN/config.yaml`, started by the launcher.
+
+The environment gives the rank's place (RANK, LOCAL_RANK, WORLD_SIZE as torchrun sets them) and the store (PA_NPU_STORE=host:port).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from pa_npu import platform as platforms
+from pa_npu.config.load import load_config
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.schema import Config
+from pa_npu.errors import PaNpuError, UserError
+from pa_npu.telemetry.logs import setup_logging
+from pa_npu.telemetry.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True, help="resolved configuration of the run")
+    arguments = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    setup_logging(f"trainer-{rank}")
+    try:
+        run_rank(load_config([arguments.config]), rank)
+    except UserError as error:
+        logger.error("%s", error)
+        return 2
+    except PaNpuError as error:
+        logger.error("%s: %s", type(error).__name__, error)
+        return 1
+    return 0
+
+
+def run_rank(config: Config, rank: int) -> None:
+    """Build this rank's share of the model and run the loop."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    platform = platforms.get(config.run.device)
+    platform.set_device(local_rank)
+    platform.prepare_megatron()
+    # everything below imports megatron, which only works after prepare_megatron
+    from pa_npu.buffer.store import connect
+    from pa_npu.trainer.assemble import assemble_rank
+    from pa_npu.trainer.loop import train
+
+    host, port = os.environ["PA_NPU_STORE"].rsplit(":", 1)
+    store = connect(host, int(port), config.trainer.startup_timeout_s)
+    spec = ModelSpec.read(config.model.path)
+    with Timeline.for_run(Path(config.run.dir), f"trainer-{rank}", enabled=config.telemetry.timeline) as timeline:
+        parts = assemble_rank(config, spec, platform, store, rank, local_rank, timeline)
+        train(config, parts.backend, parts.border, parts.rollouts, timeline)
+        parts.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""TrainBackend on megatron-core: forward and backward under 1F1B, the normaliser at the step, probe, publish, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from pa_npu.algorithm.aggregation import normaliser, token_weights
+from pa_npu.algorithm.losses import TokenBatch, loss_sums
+from pa_npu.buffer.microbatch import Microbatch
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.schema import Config
+from pa_npu.errors import InvariantViolation
+from pa_npu.model.stage import ModelOutput, TriModel, data_parallel
+from pa_npu.platform.base import Platform
+from pa_npu.telemetry.timeline import Timeline, now
+from pa_npu.trainer import checkpoint
+from pa_npu.trainer.optimizer import build_optimizer, build_scheduler
+from pa_npu.trainer.protocol import MicrobatchSource, ProbeResult
+from pa_npu.trainer.statistics import IterationTotals, MetricSums, mean_over_world
+from pa_npu.weights.export import export_hf
+from pa_npu.weights.publisher import Publisher
+
+
+class MegatronBackend:
+    """One rank. `stage` is this rank's TriModel stage with weights loaded; `publisher` is None where no engine is attached."""
+
+    def __init__(
+        self,
+        stage: TriModel,
+        config: Config,
+        spec: ModelSpec,
+        platform: Platform,
+        device: torch.device,
+        publisher: Publisher | None,
+        timeline: Timeline,
+    ) -> None:
+        self._stage = stage
+        self._config = config
+        self._spec = spec
+        self._platform = platform
+        self._device = device
+        self._publisher = publisher
+        self._timeline = timeline
+        self._ddp = data_parallel(stage, distributed_optimizer=config.trainer.distributed_optimizer)
+        self._optimizer = build_optimizer(self._ddp, config)
+        self._scheduler = build_scheduler(self._optimizer, config)
+        stage.config.no_sync_func = self._ddp.no_sync
+        stage.config.finalize_model_grads_func = self._finalize_gradients
+        self._run_schedule = get_forward_backward_func()
+        self._metric_names = ("loss", "policy_loss", "entropy", "clipped", "logprob_diff", "logprob_k3") + (
+            ("kl",) if config.algorithm.kl_coef else ()
+        )
+        self._reset_sums()
+
+    def accumulate(self, microbatches: MicrobatchSource, num_microbatches: int) -> None:
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._reset_sums()
+        start = time.perf_counter()
+        self._schedule(microbatches, num_microbatches, self._training_loss, forward_only=False)
+        self._platform.synchronize()
+        self._wait_s = microbatches.waited_s
+        self._train_s = time.perf_counter() - start - self._wait_s
+
+    def step(self) -> dict[str, float]:
+        start = time.perf_counter()
+        with self._timeline.span("step"):
+            self._scheduler.step(increment=1)
+            learning_rate = self._optimizer.param_groups[0]["lr"]
+            succeeded, grad_norm, _ = self._optimizer.step()
+            self._platform.synchronize()
+        if not succeeded or grad_norm is None or not math.isfinite(grad_norm):
+            raise InvariantViolation(
+                f"gradient norm is {grad_norm}: the update would destroy the weights; lower optimizer.learning_rate, or look at "
+                f"the rewards and log-prob differences of the last iterations in metrics.jsonl"
+            )
+        return self._report(float(grad_norm), float(learning_rate), time.perf_counter() - start)
+
+    def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
+        self._reset_sums()
+        self._schedule(iter(microbatches), len(microbatches), self._probe_loss, forward_only=True)
+        sums, largest = self._metrics.over_ranks(self._device)
+        totals = self._totals.over_replicas(self._device)
+        return ProbeResult(largest, sums["logprob_diff"] / max(1, totals.tokens_response))
+
+    def publish(self, version: int) -> float:
+        if self._publisher is None:
+            return 0.0
+        return self._publisher.publish(version).seconds
+
+    def save(self, directory: Path, version: int) -> None:
+        position = version * self._config.schedule.prompts_per_iteration
+        checkpoint.save(directory, version, position, self._config, self._stage, self._optimizer)
+
+    def load(self, directory: Path) -> int:
+        version = checkpoint.load(directory, self._config, self._stage, self._optimizer)
+        self._scheduler.num_steps = 0
+        self._scheduler.step(increment=version)
+        return version
+
+    def export(self, directory: Path) -> None:
+        export_hf(self._stage.policy, self._spec, directory)
+
+    def _reset_sums(self) -> None:
+        self._totals = IterationTotals()
+        self._metrics = MetricSums(self._metric_names)
+
+    def _schedule(
+        self,
+        microbatches: Iterator[Microbatch],
+        num_microbatches: int,
+        loss: Callable[[Microbatch, ModelOutput], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]],
+        forward_only: bool,
+    ) -> None:
+        spans = MicrobatchSpans(self._timeline)
+
+        def forward_step(iterator: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
+            spans.end()
+            microbatch = next(iterator)
+            spans.begin(microbatch)
+            self._totals.add(microbatch)
+            output = model(
+                microbatch.tokens[None],
+                microbatch.layout,
+                microbatch.rows,
+                microbatch.targets,
+                temperature=self._config.rollout.temperature,
+                chunk=self._config.model.head_chunk_tokens,
+                entropy_grad=self._config.algorithm.entropy_coef > 0,
+            )
+            return output, partial(loss, microbatch)
+
+        # lengths vary, so the schedule exchanges shapes (variable_seq_lengths) and its seq_length is unused
+        self._run_schedule(
+            forward_step_func=forward_step,
+            data_iterator=microbatches,
+            model=[self._ddp],
+            num_microbatches=num_microbatches,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        spans.end()
+
+    def _training_loss(self, microbatch: Microbatch, output: ModelOutput) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        # One update per iteration on rollouts of the current version: the old policy is the policy, and the ratio is 1 by construction.
+        batch = TokenBatch(
+            logprobs=output.logprobs,
+            entropy=output.entropy,
+            old_logprobs=output.logprobs.detach(),
+            reference_logprobs=output.frozen.get("reference"),
+            engine_logprobs=microbatch.engine_logprobs,
+            advantages=microbatch.advantages,
+            weights=token_weights(microbatch.response_lengths, self._config.algorithm.aggregation, self._device),
+            response_index=microbatch.response_index,
+        )
+        sums = loss_sums(batch, self._config.algorithm)
+        self._metrics.add(sums.metrics, (output.logprobs.detach() - microbatch.engine_logprobs).abs().max())
+        return sums.loss, self._num_tokens(microbatch), sums.metrics
+
+    def _probe_loss(self, microbatch: Microbatch, output: ModelOutput) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        difference = (output.logprobs - microbatch.engine_logprobs).abs()
+        zero = torch.zeros((), device=self._device)
+        metrics = {name: zero for name in self._metric_names} | {"logprob_diff": difference.sum()}
+        self._metrics.add(metrics, difference.max())
+        return zero, self._num_tokens(microbatch), metrics
+
+    def _num_tokens(self, microbatch: Microbatch) -> torch.Tensor:
+        return torch.tensor(microbatch.targets.numel(), dtype=torch.int, device=self._device)
+
+    def _finalize_gradients(self, models: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+        """Reduce the summed gradients over replicas and divide them, once, by the iteration's normaliser (invariant I3)."""
+        finalize_model_grads(models, None, **kwargs)
+        self._totals = self._totals.over_replicas(self._device)
+        self._normaliser = normaliser(
+            self._config.algorithm.aggregation,
+            self._totals.tokens_response,
+            self._totals.num_responses,
+            self._config.rollout.max_response_tokens,
+        )
+        for model in models:
+            model.scale_gradients(1.0 / self._normaliser)
+
+    def _report(self, grad_norm: float, learning_rate: float, step_s: float) -> dict[str, float]:
+        sums, difference_max = self._metrics.over_ranks(self._device)
+        tokens = max(1, self._totals.tokens_response)
+        seconds = mean_over_world({"wait_s": self._wait_s, "train_s": self._train_s + step_s, "step_s": step_s}, self._device)
+        return {
+            "loss": sums["loss"] / self._normaliser,
+            "policy_loss": sums["policy_loss"] / self._normaliser,
+            "kl": sums.get("kl", 0.0) / tokens,
+            "entropy": sums["entropy"] / tokens,
+            "clip_ratio": sums["clipped"] / tokens,
+            "logprob_diff_mean": sums["logprob_diff"] / tokens,
+            "logprob_diff_max": difference_max,
+            "logprob_k3": sums["logprob_k3"] / tokens,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "tokens_response": self._totals.tokens_response,
+            "tokens_computed": self._totals.tokens_computed,
+            "memory_peak_bytes": self._platform.memory_bytes()[1],
+            **seconds,
+        }
+
+
+class MicrobatchSpans:
+    """Timeline spans of microbatches: from the moment one is at hand until the schedule asks for the next."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._open: tuple[str, float] | None = None
+
+    def begin(self, microbatch: Microbatch) -> None:
+        self._open = (f"group {microbatch.group_index}", now())
+
+    def end(self) -> None:
+        if self._open is not None:
+            name, start = self._open
+            self._timeline.complete(name, start, now(), lane="microbatches")
+            self._open = None

@@ -1,0 +1,52 @@
+"""Megatron's mixed-precision (distributed) AdamW and the learning-rate schedule around a model stage."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pa_npu.config.schema import Config
+
+
+def build_optimizer(ddp: Any, config: Config) -> Any:
+    """AdamW with fp32 master weights. The gradient norm is computed always; clip_grad=0 only never scales by it."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    bf16 = config.model.dtype == "bf16"
+    options = config.optimizer
+    megatron_config = OptimizerConfig(
+        optimizer="adam",
+        lr=options.learning_rate,
+        min_lr=options.min_learning_rate,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.beta1,
+        adam_beta2=options.beta2,
+        adam_eps=options.epsilon,
+        clip_grad=options.clip_grad or math.inf,
+        bf16=bf16,
+        use_distributed_optimizer=config.trainer.distributed_optimizer,
+    )
+    return get_megatron_optimizer(megatron_config, [ddp])
+
+
+def build_scheduler(optimizer: Any, config: Config) -> Any:
+    """Linear warm-up, then decay to the last iteration. Also applies weight decay only where it belongs (not on norms and biases).
+
+    Step it before the optimizer: iteration 1 of a warm-up of n then has 1/n of the peak, and no iteration has rate 0.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    options = config.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=options.learning_rate,
+        min_lr=options.min_learning_rate,
+        lr_warmup_steps=options.warmup_iterations,
+        lr_decay_steps=max(config.schedule.iterations, options.warmup_iterations + 1),
+        lr_decay_style=options.decay,
+        start_wd=options.weight_decay,
+        end_wd=options.weight_decay,
+        wd_incr_steps=config.schedule.iterations,
+        wd_incr_style="constant",
+    )

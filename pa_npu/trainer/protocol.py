@@ -1,0 +1,53 @@
+"""What the loop needs from a training backend; Megatron is the first, another is one more file like megatron_backend.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pa_npu.buffer.microbatch import Microbatch
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Largest and mean |engine - trainer| log-prob over the probe's tokens (invariant I5)."""
+
+    difference_max: float
+    difference_mean: float
+
+
+class MicrobatchSource(Protocol):
+    """An iteration's microbatches as they arrive; `waited_s` counts the seconds spent waiting for them."""
+
+    waited_s: float
+
+    def __iter__(self) -> Iterator[Microbatch]: ...
+
+    def __next__(self) -> Microbatch: ...
+
+
+class TrainBackend(Protocol):
+    """One rank's share of the policy. Every method is collective: all trainer ranks call it in the same order."""
+
+    def accumulate(self, microbatches: MicrobatchSource, num_microbatches: int) -> None:
+        """Forward and backward over an iteration's microbatches as they arrive; gradients stay unnormalised sums."""
+
+    def step(self) -> dict[str, float]:
+        """Divide by the iteration's normaliser, reduce, clip, apply. Returns the iteration's numbers, equal on all ranks."""
+
+    def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
+        """Log-probs of the current policy against the engines' for the same tokens; changes nothing."""
+
+    def publish(self, version: int) -> float:
+        """Send the weights to all engines; returns this rank's seconds."""
+
+    def save(self, directory: Path, version: int) -> None:
+        """Write a complete checkpoint of weight version `version`; it appears under `directory` only when complete."""
+
+    def load(self, directory: Path) -> int:
+        """Restore a checkpoint and return its weight version."""
+
+    def export(self, directory: Path) -> None:
+        """Write the policy as an HF directory."""

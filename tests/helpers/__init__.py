@@ -1,0 +1,1 @@
+"""Programs and makers shared by the tests."""

@@ -1,0 +1,44 @@
+"""Tiny random HF models, written with transformers, one per supported family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+}
+
+
+def make_model(directory: Path, family: str = "qwen2", *, tied: bool = False, layers: int = 2, seed: int = 0) -> Path:
+    """Write a random model (hidden 64, 4 heads, 2 kv heads, vocabulary 128, fp32) and return its directory."""
+    config_class, model_class, extra = FAMILIES[family]
+    config = config_class(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+        **extra,
+    )
+    torch.manual_seed(seed)
+    model = model_class(config).to(torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # biases and norms start at constants, which would hide a mistake in their mapping
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif "weight" in name:
+                parameter.mul_(3.0)
+    model.save_pretrained(directory)
+    return directory

@@ -1,0 +1,168 @@
+"""One trainer rank on prepared groups, without engines: the real assembly, buffer, schedule, step and checkpoints.
+
+    python -m tests.helpers.trainer_rank JOB.json      with RANK, LOCAL_RANK, WORLD_SIZE and PA_NPU_STORE set
+
+JOB.json: {"config": resolved config file, "groups": file of run_job, "load": checkpoint or null, "first": iteration, "last": iteration,
+"save_at": versions, "export": directory or null, "out": file}. Rank 0 puts the groups and writes the reports to "out".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from pa_npu.buffer.group import Group
+from pa_npu.config.load import dump_config
+from pa_npu.config.schema import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_groups(iteration: int, count: int, responses: int, seed: int, vocab: int = 128) -> list[Group]:
+    """Random groups with ragged responses and nonzero advantages."""
+    rng = np.random.default_rng((seed, iteration))
+    groups = []
+    for index in range(count):
+        lengths = rng.integers(1, 9, responses).astype(np.int32)
+        total = int(lengths.sum())
+        groups.append(
+            Group(
+                iteration=iteration,
+                version=iteration,
+                index=index,
+                prompt_id=index,
+                prompt_tokens=rng.integers(3, vocab, int(rng.integers(2, 9))).astype(np.int32),
+                response_tokens=rng.integers(3, vocab, total).astype(np.int32),
+                response_lengths=lengths,
+                logprobs=-rng.random(total).astype(np.float32),
+                rewards=rng.random(responses).astype(np.float32),
+                advantages=rng.standard_normal(responses).astype(np.float32),
+                finished=np.ones(responses, np.uint8),
+            )
+        )
+    return groups
+
+
+@dataclass
+class Job:
+    config: Config
+    directory: Path
+    first: int = 0
+    last: int = 1
+    load: str | None = None
+    save_at: tuple[int, ...] = ()
+    export: str | None = None
+    order: list[int] | None = None  # arrival order of the groups, by index; only with schedule.order=completion
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def run_job(job: Job, timeout_s: float = 240) -> list[dict[str, float]]:
+    """Start all ranks, wait, and return the reports of the iterations. Raises AssertionError with the logs on failure."""
+    job.directory.mkdir(parents=True, exist_ok=True)
+    config_file, job_file, out = (job.directory / name for name in ("config.yaml", "job.json", "reports.json"))
+    config_file.write_text(dump_config(job.config))
+    job_file.write_text(
+        json.dumps(
+            {
+                "config": str(config_file),
+                "first": job.first,
+                "last": job.last,
+                "load": job.load,
+                "save_at": job.save_at,
+                "export": job.export,
+                "order": job.order,
+                "out": str(out),
+            }
+        )
+    )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = job.config.trainer.devices
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world), "PA_NPU_STORE": f"127.0.0.1:{store.port}", **job.environment}
+    ranks = []
+    for rank in range(world):
+        with open(job.directory / f"rank{rank}.log", "w") as log:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.helpers.trainer_rank", str(job_file)],
+                    env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        codes = [process.wait(timeout_s) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    logs = "\n".join(f"--- rank {r}\n{(job.directory / f'rank{r}.log').read_text()[-3000:]}" for r in range(world))
+    assert codes == [0] * world, f"exit codes {codes}\n{logs}"
+    reports: list[dict[str, float]] = json.loads(out.read_text())
+    return reports
+
+
+def main(job_file: str) -> None:
+    from pa_npu import platform as platforms
+    from pa_npu.config.load import load_config
+    from pa_npu.config.model_spec import ModelSpec
+
+    job: dict[str, Any] = json.loads(Path(job_file).read_text())
+    config = load_config([job["config"]])
+    platform = platforms.get(config.run.device)
+    platform.prepare_megatron()
+
+    from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
+    from pa_npu.buffer.store import StoreChannel, connect
+    from pa_npu.model.parallel import initialise_parallel, shutdown_parallel
+    from pa_npu.telemetry.timeline import Timeline
+    from pa_npu.trainer.assemble import load_stage, rollout_source
+    from pa_npu.trainer.megatron_backend import MegatronBackend
+
+    rank = int(os.environ["RANK"])
+    host, port = os.environ["PA_NPU_STORE"].rsplit(":", 1)
+    store = connect(host, int(port), 60)
+    timeline = Timeline(None, "")
+    platform.seed_all(config.run.seed)
+    platform.set_deterministic(True)
+    ranks = initialise_parallel(config, platform, dist.PrefixStore("trainer", store), rank, config.trainer.devices, 0)
+    device = platform.device(0)
+    spec = ModelSpec.read(config.model.path)
+    backend = MegatronBackend(load_stage(config, spec, platform), config, spec, platform, device, None, timeline)
+    channel = StoreChannel(store)
+    rollouts = rollout_source(config, channel, ranks, device, timeline)
+    if job["load"]:
+        assert backend.load(Path(job["load"])) == job["first"]
+    reports = []
+    for iteration in range(job["first"], job["last"]):
+        if rank == 0:
+            put_groups(config, StoreRolloutBuffer(channel, "run", readers=1), iteration, job["order"])
+        microbatches = rollouts(iteration)
+        backend.accumulate(microbatches, config.groups_per_replica * config.microbatches_per_group)
+        microbatches.finish()
+        reports.append(backend.step())
+        if iteration + 1 in job["save_at"]:
+            backend.save(Path(config.run.dir) / "checkpoints", iteration + 1)
+    if job["export"]:
+        backend.export(Path(job["export"]))
+    if rank == 0:
+        Path(job["out"]).write_text(json.dumps(reports))
+    shutdown_parallel()
+
+
+def put_groups(config: Config, buffer: Any, iteration: int, order: list[int] | None) -> None:
+    """Slots as the coordinator assigns them with order=prompt, or in the given arrival order."""
+    groups = make_groups(iteration, config.schedule.prompts_per_iteration, config.rollout.responses_per_prompt, config.run.seed)
+    for place, index in enumerate(order or range(len(groups))):
+        buffer.put(groups[index], place % config.data_parallel, place // config.data_parallel)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

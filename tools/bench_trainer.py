@@ -1,0 +1,253 @@
+#!/usr/bin/env python
+"""Time one iteration's forward, backward and step against plain HF transformers + torch AdamW, same model, same tokens.
+
+One process, TP1. Rows alternate inside one invocation, so that noise hits all of them alike; medians are printed:
+  HF           transformers model on right-padded batches of a group's responses, torch.optim.AdamW, same loss
+  separate     this trainer with attention.shared_prompt=false (each response with its own copy of the prompt)
+  shared       this trainer with attention.shared_prompt=true
+Before timing, loss and gradient norm of all rows are compared. Afterwards a profile names where the time goes.
+
+    python tools/bench_trainer.py [--model DIR] [--prompt 64] [--response 64] [--responses 8] [--groups 4] [--repetitions 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pa_npu import platform as platforms
+from pa_npu.buffer.group import Group
+from pa_npu.buffer.microbatch import Microbatch, build_microbatches
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.schema import Config
+
+PROFILE_GROUPS = {
+    "linear layers": ("aten::mm", "aten::addmm", "aten::linear", "aten::bmm", "mkldnn"),
+    "attention": ("attention", "SharedPrompt", "flash"),
+    "optimizer": ("lerp", "addcdiv", "addcmul", "_fused_adam", "Optimizer", "sqrt", "_foreach"),
+    "log-prob and softmax": ("softmax", "exp", "gather", "amax", "aten::max", "log"),
+    "norm, rotary, activation": ("rsqrt", "silu", "mean", "pow", "aten::mul", "aten::add", "native_layer_norm"),
+    "copies and layout": ("copy_", "cat", "index", "clone", "contiguous", "fill_", "zero_", "slice", "narrow"),
+}
+
+
+class FixedMicrobatches:
+    """A MicrobatchSource over microbatches that are all there."""
+
+    waited_s = 0.0
+
+    def __init__(self, microbatches: list[Microbatch]) -> None:
+        self._iterator = iter(microbatches)
+
+    def __iter__(self) -> FixedMicrobatches:
+        return self
+
+    def __next__(self) -> Microbatch:
+        return next(self._iterator)
+
+
+class TransformersTrainer:
+    """What a straightforward script does: padded batches, log_softmax, AdamW."""
+
+    def __init__(self, config: Config) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train()
+        o = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon, weight_decay=0.0
+        )
+
+    def iteration(self, groups: list[Group]) -> tuple[float, float]:
+        self.optimizer.zero_grad()
+        num_tokens = sum(group.num_response_tokens for group in groups)
+        total = 0.0
+        for group in groups:
+            loss = self._group_loss(group) / num_tokens
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return total, float(norm)
+
+    def _group_loss(self, group: Group) -> torch.Tensor:
+        prompt, lengths = len(group.prompt_tokens), group.response_lengths
+        longest = int(lengths.max())
+        tokens = np.zeros((len(lengths), prompt + longest), np.int64)
+        mask = np.zeros((len(lengths), prompt + longest), np.int64)
+        offsets = group.response_offsets()
+        for i, length in enumerate(lengths):
+            tokens[i, :prompt] = group.prompt_tokens
+            tokens[i, prompt : prompt + length] = group.response_tokens[offsets[i] : offsets[i + 1]]
+            mask[i, : prompt + length] = 1
+        ids, mask_t = torch.from_numpy(tokens), torch.from_numpy(mask)
+        logits = self.model(input_ids=ids, attention_mask=mask_t, use_cache=False).logits[:, prompt - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(-1, ids[:, prompt:, None]).squeeze(-1)
+        ratio = (logprobs - logprobs.detach()).exp()
+        advantages = torch.from_numpy(group.advantages)[:, None]
+        losses = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
+        return (losses * mask_t[:, prompt:]).sum()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="HF model directory; none writes a random Qwen2 (hidden 256, 4 layers)")
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--response", type=int, default=64, help="longest response; lengths are drawn between half of it and it")
+    parser.add_argument("--responses", type=int, default=8, help="responses per group")
+    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = args.model or make_random_model(Path(scratch) / "model")
+        result = compare(model, args)
+    print(json.dumps(result) if args.json else render(result))
+    return 0
+
+
+def make_random_model(directory: Path) -> str:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=True,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).float().save_pretrained(directory)
+    return str(directory)
+
+
+def compare(model: str, args: argparse.Namespace) -> dict[str, object]:
+    spec = ModelSpec.read(model)
+    groups = make_groups(args, spec.vocab_size)
+    config = make_config(model, args)
+    rows: dict[str, Callable[[], tuple[float, float]]] = {}
+    hf = TransformersTrainer(config)
+    rows["HF"] = lambda: hf.iteration(groups)
+    backend = make_backend(config, spec)
+    for name, shared in (("separate", False), ("shared", True)):
+        rows[name] = lambda shared=shared: megatron_iteration(backend, groups, config, shared)
+
+    first = {name: row() for name, row in rows.items()}  # also the warm-up; rows share the first weights only for HF and separate
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
+    for _ in range(args.repetitions):
+        for name, row in rows.items():
+            start = time.perf_counter()
+            row()
+            seconds[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "model": f"{spec.family}, hidden {spec.hidden_size}, {spec.num_layers} layers, {spec.num_parameters / 1e6:.1f}M parameters",
+        "tokens": {
+            "separate": sum(len(g.prompt_tokens) * g.num_responses + g.num_response_tokens for g in groups),
+            "shared": sum(len(g.prompt_tokens) + g.num_response_tokens for g in groups),
+        },
+        "agreement": {"HF": first["HF"], "separate": first["separate"]},
+        "seconds": medians,
+        "spread": {name: (min(v), max(v)) for name, v in seconds.items()},
+        "speedup": {name: medians["HF"] / value for name, value in medians.items()},
+        "profile": {name: profile(row) for name, row in rows.items()},
+    }
+
+
+def make_config(model: str, args: argparse.Namespace) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"device": "cpu"},
+            "model": {"path": model, "dtype": "fp32"},
+            "data": {"train": "unused", "max_prompt_tokens": args.prompt},
+            "rollout": {"responses_per_prompt": args.responses, "max_response_tokens": args.response},
+            "optimizer": {"learning_rate": 1e-5},
+            "schedule": {"prompts_per_iteration": args.groups, "iterations": 1000},
+        }
+    )
+
+
+def make_groups(args: argparse.Namespace, vocab_size: int) -> list[Group]:
+    rng = np.random.default_rng(0)
+    groups = []
+    for index in range(args.groups):
+        lengths = rng.integers(max(1, args.response // 2), args.response + 1, args.responses).astype(np.int32)
+        total = int(lengths.sum())
+        groups.append(
+            Group(
+                iteration=0, version=0, index=index, prompt_id=index,
+                prompt_tokens=rng.integers(0, vocab_size, args.prompt).astype(np.int32),
+                response_tokens=rng.integers(0, vocab_size, total).astype(np.int32),
+                response_lengths=lengths,
+                logprobs=np.full(total, -7.0, np.float32),
+                rewards=np.zeros(args.responses, np.float32),
+                advantages=rng.standard_normal(args.responses).astype(np.float32),
+                finished=np.ones(args.responses, np.uint8),
+            )  # fmt: skip
+        )
+    return groups
+
+
+def make_backend(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-def]
+    platform = platforms.get("cpu")
+    platform.prepare_megatron()
+    from pa_npu.model.parallel import initialise_parallel
+    from pa_npu.telemetry.timeline import Timeline
+    from pa_npu.trainer.assemble import load_stage
+    from pa_npu.trainer.megatron_backend import MegatronBackend
+
+    initialise_parallel(config, platform, dist.HashStore(), 0, 1)
+    device = platform.device(0)
+    return MegatronBackend(load_stage(config, spec, platform), config, spec, platform, device, None, Timeline(None, ""))
+
+
+def megatron_iteration(backend, groups: list[Group], config: Config, shared: bool) -> tuple[float, float]:  # type: ignore[no-untyped-def]
+    microbatches = [m for g in groups for m in build_microbatches(g, config.rollout.responses_per_prompt, shared, 1)]
+    backend.accumulate(FixedMicrobatches(microbatches), len(microbatches))
+    report = backend.step()
+    return report["loss"], report["grad_norm"]
+
+
+def profile(row: Callable[[], object]) -> dict[str, float]:
+    """Share of self CPU time per kind of work, over one iteration."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    with torch_profile(activities=[ProfilerActivity.CPU]) as recorded:
+        row()
+    shares: dict[str, float] = dict.fromkeys([*PROFILE_GROUPS, "other"], 0.0)
+    for event in recorded.key_averages():
+        kind = next((k for k, needles in PROFILE_GROUPS.items() if any(n in event.key for n in needles)), "other")
+        shares[kind] += event.self_cpu_time_total
+    total = sum(shares.values())
+    return {kind: value / total for kind, value in shares.items()}
+
+
+def render(result: dict) -> str:  # type: ignore[type-arg]
+    lines = [f"{result['model']}; one thread; tokens per iteration: {result['tokens']}"]
+    agreement = result["agreement"]
+    lines.append("first iteration, (loss, gradient norm): " + ", ".join(f"{k} ({a:.7f}, {b:.7f})" for k, (a, b) in agreement.items()))
+    lines.append(f"\n{'row':<10} {'median s':>9} {'min':>7} {'max':>7} {'speed against HF':>17}")
+    for name, median in result["seconds"].items():
+        low, high = result["spread"][name]
+        lines.append(f"{name:<10} {median:>9.3f} {low:>7.3f} {high:>7.3f} {result['speedup'][name]:>16.2f}x")
+    lines.append(f"\n{'where the time goes':<28}" + "".join(f"{name:>10}" for name in result["profile"]))
+    for kind in next(iter(result["profile"].values())):
+        lines.append(f"{kind:<28}" + "".join(f"{shares[kind]:>10.1%}" for shares in result["profile"].values()))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
