@@ -94,7 +94,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         if len(self._indices) != self._groups or self._pending:
             raise InvariantViolation(
                 f"I2 exactly once: replica {self._replica} trained {len(self._indices)} of {self._groups} groups of "
-                f"iteration {self._iteration}, {len(self._pending)} microbatches of the last one are left; the schedule "
+                f"iteration {self._iteration}, {len(self._pending)} microbatches of the last are left; the schedule "
                 f"must ask for groups x microbatches per group"
             )
 

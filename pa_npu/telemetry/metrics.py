@@ -83,8 +83,12 @@ def read_evaluations(run_dir: Path | str) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path, key: str) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             record = json.loads(line)
         except ValueError as error:

@@ -1,0 +1,62 @@
+"""The progress line: one aligned line per iteration, and the estimate of the time that is left."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# The launcher relays the coordinator's lines that start with this to the console.
+PREFIX = "| "
+# The median of a few iterations follows growing response lengths and ignores a checkpoint or evaluation in between.
+_RECENT_ITERATIONS = 8
+
+
+def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float | None) -> str:
+    """One line from an iteration record; every field keeps its width, what a run does not have shows as `-`.
+
+    | iteration  3/20 | reward  0.512 acc 0.481 | loss  0.0123 KL  0.00012 entropy  1.234 grad   0.451 | ...
+    """
+    width = len(str(total_iterations))
+
+    def show(key: str, layout: str, scale: float = 1.0) -> str:
+        value = record.get(key)
+        if value is None:
+            return "-".rjust(int(layout.partition(".")[0]))
+        return f"{value * scale:{layout}}"
+
+    fields = [
+        f"iteration {record['iteration'] + 1:{width}d}/{total_iterations}",
+        f"reward {show('reward_mean', '6.3f')} acc {show('accuracy', '5.3f')}",
+        f"loss {show('loss', '8.4f')} KL {show('kl', '8.5f')} entropy {show('entropy', '6.3f')} "
+        f"grad {show('grad_norm', '7.3f')}",
+        f"length {show('response_length_mean', '6.1f')}",
+        f"TPSPD {show('tpspd', '8.1f')}",
+        f"idle trainer {show('trainer_idle', '3.0f', 100)}% engine {show('engine_idle', '3.0f', 100)}%",
+        f"publish {show('publish_s', '6.2f')} s",
+        f"ETA {format_duration(eta_s):>7}",
+    ]
+    return PREFIX + " | ".join(fields)
+
+
+def remaining_s(iteration_seconds: Sequence[float], total_iterations: int) -> float | None:
+    """Seconds left, given the seconds of the iterations done so far; None before the first."""
+    if not iteration_seconds:
+        return None
+    recent = statistics.median(iteration_seconds[-_RECENT_ITERATIONS:])
+    return recent * (total_iterations - len(iteration_seconds))
+
+
+def format_duration(seconds: float | None) -> str:
+    """`42s`, `5m07s`, `3h05m`, `2d04h`; `-` for None."""
+    if seconds is None:
+        return "-"
+    whole = max(0, round(seconds))
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days}d{hours % 24:02d}h"
+    if hours:
+        return f"{hours}h{minutes % 60:02d}m"
+    if minutes:
+        return f"{minutes}m{whole % 60:02d}s"
+    return f"{whole}s"

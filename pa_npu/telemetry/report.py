@@ -1,0 +1,144 @@
+"""Throughput reports: runs side by side as a table (text or markdown) and as JSON."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pa_npu.errors import DataError
+from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.tpspd import RunThroughput, run_throughput
+
+_DEVICE_UNITS = {"npu": "one NPU die", "cuda": "one GPU", "cpu": "one CPU core"}
+_DEFAULT_WARMUP = 1
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Throughput of one run. `device` is the configured kind (npu, cuda, cpu), None if the run has no config.yaml."""
+
+    name: str
+    device: str | None
+    result: RunThroughput
+
+
+def load_report(run_dir: Path | str, warmup_iterations: int | None = None) -> RunReport:
+    """The report of a run directory; warm-up from its config.yaml unless given. DataError names the directory."""
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise DataError(f"{run_dir}: is not a directory; give run directories, as in runs/grpo_tiny")
+    records = read_records(run_dir)
+    config = _read_config(run_dir)
+    if warmup_iterations is None:
+        warmup_iterations = config.get("telemetry", {}).get("warmup_iterations", _DEFAULT_WARMUP)
+    if not isinstance(warmup_iterations, int) or warmup_iterations < 0:
+        raise DataError(f"{run_dir}: telemetry.warmup_iterations is {warmup_iterations!r}, expected a count")
+    try:
+        result = run_throughput(records, warmup_iterations)
+    except DataError as error:
+        raise DataError(f"{run_dir}: {error}") from error
+    return RunReport(run_dir.name or str(run_dir), config.get("run", {}).get("device"), result)
+
+
+def render_text(reports: Sequence[RunReport]) -> str:
+    """A rich table, one column per run, followed by what the numbers mean."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Throughput")
+    table.add_column("")
+    for label in _labels(reports):
+        table.add_column(label, justify="right", overflow="fold")
+    for title, cells in _rows(reports):
+        table.add_row(title, *cells)
+    # Not a terminal: the width must fit the table, whoever reads it.
+    console = Console(file=io.StringIO(), width=40 + 24 * len(reports), color_system=None)
+    console.print(table)
+    for note in notes(reports):
+        console.print(note, highlight=False, soft_wrap=True)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().rstrip("\n")
+
+
+def render_markdown(reports: Sequence[RunReport]) -> str:
+    """The same as a markdown table."""
+    lines = ["| |" + "".join(f" {label} |" for label in _labels(reports)), "|---|" + "---:|" * len(reports)]
+    lines += [f"| {title} |" + "".join(f" {cell} |" for cell in cells) for title, cells in _rows(reports)]
+    return "\n".join([*lines, "", *notes(reports)])
+
+
+def as_json(reports: Sequence[RunReport]) -> dict[str, Any]:
+    """Plain numbers: one object per run, `ratio` to the first run."""
+    runs = []
+    for label, report in zip(_labels(reports), reports, strict=True):
+        values = asdict(report.result)
+        rates = values.pop("throughput")
+        runs.append({"run": label, "device": report.device, **rates, **values, "ratio": _ratio(report, reports[0])})
+    return {"runs": runs, "notes": notes(reports)}
+
+
+def notes(reports: Sequence[RunReport]) -> list[str]:
+    """What a reader must know beside the numbers: definition, device unit, what was dropped."""
+    units = sorted({_DEVICE_UNITS.get(report.device or "", "one device of the run") for report in reports})
+    labelled = zip(_labels(reports), reports, strict=True)
+    dropped = [f"{label} {report.result.dropped_iterations}" for label, report in labelled]
+    return [
+        f"TPSPD: trained prompt + response tokens (prompt once per sample) / seconds between publishes / all devices, "
+        f"trainers and engines; a device is {' or '.join(units)}.",
+        f"Warm-up iterations dropped: {', '.join(dropped)}. Seconds are means per iteration; evaluation and "
+        f"checkpoint are part of the iteration.",
+    ]
+
+
+def _rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
+    results = [report.result for report in reports]
+
+    def row(title: str, values: Sequence[float], layout: str) -> tuple[str, list[str]]:
+        return title, [format(value, layout) for value in values]
+
+    return [
+        row("TPSPD", [r.throughput.tpspd for r in results], ",.1f"),
+        row("  response tokens only", [r.throughput.tpspd_response for r in results], ",.1f"),
+        row("  tokens computed", [r.throughput.tpspd_computed for r in results], ",.1f"),
+        row("ratio to the first run", [_ratio(report, reports[0]) for report in reports], ".3f"),
+        row("iteration s", [r.iteration_s for r in results], ".3f"),
+        row("  generation Tg s", [r.generate_s for r in results], ".3f"),
+        row("  training Tt s", [r.train_s for r in results], ".3f"),
+        row("  publish s", [r.publish_s for r in results], ".3f"),
+        row("  evaluation s", [r.evaluation_s for r in results], ".3f"),
+        row("  checkpoint s", [r.checkpoint_s for r in results], ".3f"),
+        row("trainer idle", [r.trainer_idle for r in results], ".1%"),
+        row("engine idle", [r.engine_idle for r in results], ".1%"),
+        row("devices", [r.devices for r in results], "d"),
+        row("iterations", [r.iterations for r in results], "d"),
+        row("warm-up iterations dropped", [r.dropped_iterations for r in results], "d"),
+    ]
+
+
+def _ratio(report: RunReport, first: RunReport) -> float:
+    return report.result.throughput.tpspd / first.result.throughput.tpspd if first.result.throughput.tpspd else 0.0
+
+
+def _labels(reports: Sequence[RunReport]) -> list[str]:
+    """Directory names, numbered where two runs share one."""
+    names = [report.name for report in reports]
+    return [f"{name} #{number}" if names.count(name) > 1 else name for number, name in enumerate(names, start=1)]
+
+
+def _read_config(run_dir: Path) -> dict[str, Any]:
+    """The run's resolved configuration as plain values, not validated: a report must read runs of older versions."""
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DataError(f"{path}: cannot be read ({str(error).partition(chr(10))[0]})") from error
+    if not isinstance(config, dict) or not all(isinstance(config.get(key, {}), dict) for key in ("run", "telemetry")):
+        raise DataError(f"{path}: is no run configuration; give a run directory")
+    return config

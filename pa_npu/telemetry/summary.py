@@ -1,0 +1,57 @@
+"""The text a run ends with: accuracy before and after, throughput, and the paths of what it wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pa_npu.errors import DataError
+from pa_npu.telemetry.metrics import EVALUATIONS, METRICS, TENSORBOARD, read_evaluations, read_records
+from pa_npu.telemetry.report import load_report, render_text
+from pa_npu.telemetry.timeline import MERGED
+
+# What a run directory may hold, in the order of the listing.
+_WRITTEN = (
+    ("config.yaml", "resolved configuration"),
+    (METRICS, "one object per iteration"),
+    (EVALUATIONS, "one object per evaluation"),
+    ("samples.jsonl", "prompts, responses and rewards"),
+    (TENSORBOARD, "TensorBoard events"),
+    (MERGED, "timeline for https://ui.perfetto.dev"),
+    ("logs", "one log per process"),
+    ("checkpoints", "checkpoints"),
+    ("hf", "final weights, HF format"),
+)
+
+
+def summarise(run_dir: Path | str) -> str:
+    """The summary of a run directory. Raises DataError where it holds no iteration."""
+    run_dir = Path(run_dir)
+    records = read_records(run_dir)
+    parts = [_accuracy_line(_evaluations(run_dir, records), len(records))]
+    try:
+        parts.append(render_text([load_report(run_dir)]))
+    except DataError as error:
+        parts.append(f"Throughput: none ({error})")
+    listing = [f"  {run_dir / name!s:<40} {meaning}" for name, meaning in _WRITTEN if (run_dir / name).exists()]
+    parts.append("\n".join(["Written:", *listing]))
+    return "\n\n".join(parts)
+
+
+def _evaluations(run_dir: Path, records: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """(weight version, accuracy), by version; from evaluations.jsonl, completed by the records' eval_accuracy."""
+    found = {
+        record["version"]: record["eval_accuracy"] for record in records if record.get("eval_accuracy") is not None
+    }
+    found.update({entry["version"]: entry["accuracy"] for entry in read_evaluations(run_dir)})
+    return sorted(found.items())
+
+
+def _accuracy_line(evaluations: list[tuple[int, float]], iterations: int) -> str:
+    if not evaluations:
+        return f"{iterations} iterations; no evaluation (data.test is not set)"
+    (first_version, first), (last_version, last) = evaluations[0], evaluations[-1]
+    label = "Greedy accuracy on the held-out questions:"
+    if first_version == last_version:
+        return f"{label} {first:.3f} at version {first_version}; {iterations} iterations"
+    return f"{label} {first:.3f} before (version {first_version}), {last:.3f} after (version {last_version})"

@@ -1,0 +1,113 @@
+"""tpspd_report and the final summary show the numbers of metrics.jsonl, and refuse what is no run in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pa_npu.telemetry.metrics import MetricsWriter
+from pa_npu.telemetry.report import load_report, render_text
+from pa_npu.telemetry.summary import summarise
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_run(run_dir: Path, seconds: float, iterations: int = 4, warmup: int | None = 1) -> Path:
+    with MetricsWriter(run_dir, tensorboard=False) as writer:
+        for iteration in range(iterations):
+            writer.write(
+                {
+                    "iteration": iteration,
+                    "version": iteration,
+                    "tokens_prompt": 1000,
+                    "tokens_response": 3000,
+                    "tokens_computed": 3200,
+                    "iteration_s": seconds * (10 if iteration == 0 else 1),
+                    "devices": 2,
+                    "generate_s": 0.75 * seconds,
+                    "train_s": 0.5 * seconds,
+                    "publish_s": 0.125,
+                    "evaluation_s": 0.0,
+                    "checkpoint_s": 0.25,
+                    "trainer_idle": 0.5,
+                    "engine_idle": 0.25,
+                }
+            )
+    if warmup is not None:
+        (run_dir / "config.yaml").write_text(f"run: {{device: cpu}}\ntelemetry: {{warmup_iterations: {warmup}}}\n")
+    return run_dir
+
+
+def report(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "tpspd_report.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, env={"PYTHONPATH": str(ROOT)})
+
+
+def test_json_holds_the_definition_with_warm_up_dropped(tmp_path: Path) -> None:
+    done = report(make_run(tmp_path / "sync", 8.0), make_run(tmp_path / "periodic", 5.0), "--json")
+    assert done.returncode == 0, done.stderr
+    sync, periodic = json.loads(done.stdout)["runs"]
+    assert sync["run"] == "sync" and periodic["run"] == "periodic"
+    assert sync["tpspd"] == pytest.approx(4000 / 8.0 / 2)
+    assert sync["tpspd_response"] == pytest.approx(3000 / 8.0 / 2)
+    assert sync["tpspd_computed"] == pytest.approx(3200 / 8.0 / 2)
+    assert (sync["ratio"], periodic["ratio"]) == (1.0, pytest.approx(8.0 / 5.0))
+    assert (sync["iterations"], sync["dropped_iterations"], sync["device"]) == (3, 1, "cpu")
+    assert (sync["generate_s"], sync["train_s"], sync["checkpoint_s"]) == (6.0, 4.0, 0.25)
+
+
+def test_markdown_and_text_show_the_same_cells_and_say_what_was_dropped(tmp_path: Path) -> None:
+    runs = make_run(tmp_path / "sync", 8.0), make_run(tmp_path / "a-rather-long-run-directory-name", 5.0, warmup=2)
+    markdown = report(*runs, "--markdown").stdout
+    assert "| ratio to the first run | 1.000 | 1.600 |" in markdown.splitlines()
+    assert "| trainer idle | 50.0% | 50.0% |" in markdown.splitlines()
+    text = render_text([load_report(run) for run in runs])
+    for line in (markdown, text):
+        assert "Warm-up iterations dropped: sync 1, a-rather-long-run-directory-name 2." in line
+        assert "a device is one CPU core" in line
+    (row,) = [line for line in text.splitlines() if "TPSPD " in line and "250.0" in line]
+    assert "400.0" in row
+
+
+def test_warm_up_can_be_overridden_and_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    runs = make_run(tmp_path / "a" / "run", 8.0), make_run(tmp_path / "b" / "run", 8.0, warmup=None)
+    result = json.loads(report(*runs, "--warmup", 0, "--json").stdout)["runs"]
+    assert [entry["run"] for entry in result] == ["run #1", "run #2"]
+    assert result[0]["tpspd"] == pytest.approx(4 * 4000 / (13 * 8.0) / 2)
+
+
+def test_a_bad_run_directory_gives_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    good = make_run(tmp_path / "good", 8.0)
+    (tmp_path / "empty").mkdir()
+    short = make_run(tmp_path / "short", 8.0, iterations=1)
+    broken = make_run(tmp_path / "broken", 8.0)
+    (broken / "config.yaml").write_text("run: [\n")
+    for run, message in (
+        (tmp_path / "missing", "is not a directory"),
+        (tmp_path / "empty", "has no metrics.jsonl"),
+        (short, "all within the warm-up of 1"),
+        (broken, "config.yaml: cannot be read"),
+    ):
+        done = report(good, run)
+        assert done.returncode == 2 and done.stdout == "", done
+        assert len(done.stderr.splitlines()) == 1 and message in done.stderr and str(run) in done.stderr
+
+
+def test_the_summary_names_accuracy_throughput_and_what_was_written(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "tiny", 8.0)
+    with MetricsWriter(run, tensorboard=False, first_iteration=4) as writer:
+        for version, accuracy in ((0, 0.412), (2, 0.7), (4, 0.903)):
+            writer.write_evaluation({"version": version, "accuracy": accuracy})
+    text = summarise(run)
+    assert "0.412 before (version 0), 0.903 after (version 4)" in text
+    assert "250.0" in text and str(run / "metrics.jsonl") in text
+    assert "checkpoints" not in text.partition("Written:")[2]
+
+
+def test_the_summary_of_a_run_too_short_for_throughput_still_names_its_files(tmp_path: Path) -> None:
+    text = summarise(make_run(tmp_path / "short", 8.0, iterations=1))
+    assert "no evaluation" in text and "Throughput: none" in text and "metrics.jsonl" in text
