@@ -1,0 +1,130 @@
+"""The processes of a run: started with a log file each, polled, and stopped together, with nothing left behind.
+
+Every command runs under a keeper (`pa_npu.launcher.keeper`), which ends all its descendants whatever happens to the
+command, to the keeper or to this process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from pa_npu.launcher import keeper
+from pa_npu.launcher.log_tail import last_lines
+
+_KILL_MARGIN_S = 2.0
+"""How much longer than the grace a keeper gets to kill and reap before it is killed itself."""
+
+
+@dataclass(eq=False)
+class Process:
+    """One command of the run. `name` is also its log's name."""
+
+    name: str
+    log: Path
+    popen: subprocess.Popen[bytes]
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self.popen.poll()
+
+    def describe_end(self) -> str:
+        """For example "exit code 1" or "killed by SIGKILL"."""
+        code = self.popen.returncode
+        if code >= 0:
+            return f"exit code {code}"
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
+
+    def last_lines(self, count: int) -> list[str]:
+        return last_lines(self.log, count)
+
+
+class ProcessTree:
+    """Owner of all processes of a run. Use it as a context manager: leaving it stops what still runs."""
+
+    def __init__(self, log_dir: Path, grace_s: float) -> None:
+        self.processes: list[Process] = []
+        self._log_dir = log_dir
+        self._grace_s = grace_s
+        self._lifeline, self._lifeline_writer = os.pipe()
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self._not_ours = frozenset(keeper.descendants(os.getpid()))
+        keeper.become_reaper()
+
+    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], cores: Sequence[int] = ()) -> Process:
+        """Start a command with stdout and stderr in LOG_DIR/<name>.log, on the given cores only, if any."""
+        log = self._log_dir / f"{name}.log"
+        numbers = [str(self._lifeline), str(self._grace_s), ",".join(map(str, cores))]
+        # -I -S: the keeper needs the standard library only, and starts in 15 ms this way
+        command = [sys.executable, "-I", "-S", keeper.__file__, *numbers, "--", *argv]
+        with log.open("ab") as file:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                pass_fds=[self._lifeline],
+                start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
+            )
+        process = Process(name, log, popen)
+        self.processes.append(process)
+        return process
+
+    def ended(self) -> list[Process]:
+        """Processes that ended, those killed by a signal first: the others often only lost contact with these."""
+        ended = [process for process in self.processes if process.exit_code is not None]
+        return sorted(ended, key=lambda process: process.popen.returncode >= 0)
+
+    def stop(self, processes: Sequence[Process] | None = None) -> None:
+        """SIGTERM to all at once, SIGKILL after the grace; returns when they and all their descendants are gone."""
+        chosen = self.processes if processes is None else processes
+        running = [process for process in chosen if process.exit_code is None]
+        for process in running:
+            process.popen.terminate()
+        deadline = time.monotonic() + self._grace_s + _KILL_MARGIN_S
+        for process in running:
+            try:
+                process.popen.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.popen.kill()
+                process.popen.wait()
+        self.kill_strays()
+
+    def kill(self) -> None:
+        """SIGKILL everything at once."""
+        for process in self.processes:
+            if process.exit_code is None:
+                process.popen.kill()
+                process.popen.wait()
+        self.kill_strays()
+
+    def kill_strays(self) -> list[int]:
+        """Kill what a killed keeper left behind."""
+        keepers = frozenset(process.popen.pid for process in self.processes if process.exit_code is None)
+        return keeper.kill_descendants(self._not_ours | keepers)
+
+    def __enter__(self) -> ProcessTree:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.stop()
+        finally:
+            self.kill()
+            os.close(self._lifeline)
+            os.close(self._lifeline_writer)

@@ -1,0 +1,184 @@
+"""The process tree: exit codes pass through, nothing outlives its command, the keeper or the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pa_npu.launcher.log_tail import MarkedLines
+from pa_npu.launcher.process_tree import Process, ProcessTree
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals and reapers are Linux calls")
+
+# A command with a child in the same group and a grandchild in a session of its own; each writes its pid, then sleeps.
+FAMILY = """
+import os, signal, sys, time
+for depth in range(2):
+    if os.fork() == 0:
+        if depth:
+            os.setsid()
+        break
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Iterator[ProcessTree]:
+    with ProcessTree(tmp_path / "logs", grace_s=1.0) as tree:
+        yield tree
+    assert tree.kill_strays() == [], "a process survived the tree"
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.01)
+
+
+def start_family(tree: ProcessTree, directory: Path, *arguments: str) -> tuple[Process, list[int]]:
+    directory.mkdir()
+    process = tree.start("family", [sys.executable, "-S", "-c", FAMILY, str(directory), *arguments], os.environ)
+    wait_until(lambda: len(list(directory.iterdir())) == 3, "three members")
+    return process, [int(file.name) for file in directory.iterdir()]
+
+
+def alive(pids: list[int]) -> list[int]:
+    def running(pid: int) -> bool:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state != "Z"
+
+    return [pid for pid in pids if running(pid)]
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-S", "-c", code]
+
+
+def test_exit_codes_and_signals_pass_through(tree: ProcessTree) -> None:
+    commands = {
+        "fine": python("pass"),
+        "three": python("raise SystemExit(3)"),
+        "killed": python("import os; os.kill(os.getpid(), 9)"),
+        "crash": python("import os; os.kill(os.getpid(), 11)"),
+        "absent": ["/nowhere/command"],
+    }
+    processes = {name: tree.start(name, argv, os.environ) for name, argv in commands.items()}
+    for process in processes.values():
+        process.popen.wait(10)
+    ends = {name: process.describe_end() for name, process in processes.items()}
+    assert ends == {
+        "fine": "exit code 0",
+        "three": "exit code 3",
+        "killed": "killed by SIGKILL",
+        "crash": "killed by SIGSEGV",
+        "absent": "exit code 127",
+    }
+    assert "No such file" in processes["absent"].last_lines(1)[0]
+    assert {process.name for process in tree.ended()[:2]} == {"killed", "crash"}, "signals come first"
+
+
+def test_output_goes_to_the_log_and_marked_lines_are_found(tree: ProcessTree) -> None:
+    code = "import sys; print('| one'); print('two'); sys.stderr.write('three\\n'); print('| four', end='')"
+    process = tree.start("talker", python(code), os.environ)
+    marked = MarkedLines(process.log, "| ")
+    process.popen.wait(10)
+    assert process.last_lines(2) == ["two", "| four"] or "three" in process.last_lines(2)
+    assert marked.new() == ["one"], "an incomplete line must wait for its end"
+    with process.log.open("a") as file:
+        file.write("!\n| five\n")
+    assert marked.new() == ["four!", "five"]
+
+
+def test_cores_are_pinned(tree: ProcessTree) -> None:
+    core = max(os.sched_getaffinity(0))
+    process = tree.start("pinned", python("import os; print(os.sched_getaffinity(0))"), os.environ, cores=[core])
+    process.popen.wait(10)
+    assert process.last_lines(1) == [f"{{{core}}}"]
+
+
+def test_stop_ends_a_family_that_ignores_sigterm_after_the_grace(tree: ProcessTree, tmp_path: Path) -> None:
+    process, pids = start_family(tree, tmp_path / "pids", "deaf")
+    start = time.monotonic()
+    tree.stop()
+    assert alive(pids) == []
+    assert 0.9 < time.monotonic() - start < 3.0
+    assert process.describe_end() == "killed by SIGKILL"
+
+
+def test_stop_lets_a_command_clean_up(tree: ProcessTree, tmp_path: Path) -> None:
+    marker = tmp_path / "cleaned"
+    code = f"""
+        import signal, sys, time
+        def leave(*_):
+            open({str(marker)!r}, "w").close()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, leave)
+        print("up", flush=True)
+        time.sleep(60)
+    """
+    process = tree.start("polite", python(textwrap.dedent(code)), os.environ)
+    wait_until(lambda: process.last_lines(1) == ["up"], "the handler is there")
+    tree.stop()
+    assert marker.exists()
+    assert process.describe_end() == "exit code 0"
+
+
+def test_a_dead_command_takes_its_children_and_their_sessions_along(tree: ProcessTree, tmp_path: Path) -> None:
+    process, pids = start_family(tree, tmp_path / "pids")
+    command = min(pids)
+    os.kill(command, signal.SIGKILL)
+    process.popen.wait(10)
+    assert process.describe_end() == "killed by SIGKILL"
+    assert alive(pids) == []
+
+
+def test_a_killed_keeper_leaves_nothing(tree: ProcessTree, tmp_path: Path) -> None:
+    process, pids = start_family(tree, tmp_path / "pids")
+    process.popen.kill()
+    process.popen.wait(10)
+    wait_until(lambda: min(pids) not in alive(pids), "the kernel kills the command with its keeper")
+    tree.kill_strays()
+    assert alive(pids) == []
+
+
+def test_other_children_of_this_process_are_left_alone(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as other:
+        with ProcessTree(tmp_path, grace_s=0.1) as tree:
+            tree.start("sleeper", python("import time; time.sleep(60)"), os.environ)
+        assert other.poll() is None
+        other.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_launcher_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "pids").mkdir()
+    code = f"""
+        import os, sys, time
+        from pathlib import Path
+        from pa_npu.launcher.process_tree import ProcessTree
+        tree = ProcessTree(Path({str(tmp_path)!r}), 1.0)
+        tree.start("family", [sys.executable, "-S", "-c", {FAMILY!r}, {str(tmp_path / "pids")!r}, "deaf"], os.environ)
+        time.sleep(60)
+    """
+    launcher = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
+    wait_until(lambda: len(list((tmp_path / "pids").iterdir())) == 3, "three members")
+    pids = [int(file.name) for file in (tmp_path / "pids").iterdir()]
+    assert len(alive(pids)) == 3
+    launcher.send_signal(number)
+    launcher.wait(10)
+    wait_until(lambda: not alive(pids), "the keeper ends the family")
