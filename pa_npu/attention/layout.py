@@ -13,11 +13,11 @@ path compression and context-parallel sharding never change the mask, the positi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index as as_integer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from pa_npu.attention import transform
 
 if TYPE_CHECKING:
     from pa_npu.attention.trie import PackedSequences
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,13 @@ class PrefixLayout:
         children, a subtree is contiguous).
     padding: tokens at the end that stand for nothing (see `pad`); then the last segment is a root of that length.
 
-    Raises ValueError naming the first offending segment. Tensors it returns are cached per device: do not write to them.
+    Raises ValueError naming the first offending segment. Returned tensors are cached per device: do not write to them.
     """
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     padding: int = 0
-    _tensors: dict[tuple[str, torch.device], torch.Tensor] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", _integers("length", self.lengths))
@@ -97,7 +97,7 @@ class PrefixLayout:
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """Row after the last of each segment."""
-        return tuple(start + length for start, length in zip(self.starts, self.lengths))
+        return tuple(start + length for start, length in zip(self.starts, self.lengths, strict=True))
 
     @cached_property
     def subtree_ends(self) -> tuple[int, ...]:
@@ -150,10 +150,13 @@ class PrefixLayout:
     @cached_property
     def pairs(self) -> int:
         """(query, key) pairs that attention computes."""
-        return sum(length * (length + 1) // 2 + length * offset for length, offset in zip(self.lengths, self.offsets))
+        return sum(
+            length * (length + 1) // 2 + length * offset
+            for length, offset in zip(self.lengths, self.offsets, strict=True)
+        )
 
     def flops(self, per_token: float, per_pair: float) -> float:
-        """Work of one pass: `per_token` covers everything linear in tokens, `per_pair` attention (FlopsModel has both)."""
+        """Work of one pass: `per_token` for what is linear in tokens, `per_pair` for attention (see FlopsModel)."""
         return self.total * per_token + self.pairs * per_pair
 
     # Tensors, one entry per row
@@ -162,18 +165,18 @@ class PrefixLayout:
         """int64 [total]: position inside the token's own sequence; it restarts after the parent's last token."""
 
         def build() -> torch.Tensor:
-            shift = torch.tensor([start - offset for start, offset in zip(self.starts, self.offsets)])
+            shift = torch.tensor([start - offset for start, offset in zip(self.starts, self.offsets, strict=True)])
             return torch.arange(self.total) - shift.repeat_interleave(torch.tensor(self.lengths))
 
         return self.tensor("position_ids", device, build)
 
     def predictor_rows(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """int64 [total]: the row whose hidden state predicts this token; -1 for the first token of a root and padding."""
+        """int64 [total]: the row whose hidden state predicts the token; -1 for a root's first token and for padding."""
 
         def build() -> torch.Tensor:
             rows = torch.arange(-1, self.total - 1)
             last_row: list[int] = []  # last row of each segment's path
-            for segment, (length, parent) in enumerate(zip(self.lengths, self.parents)):
+            for segment, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
                 inherited = last_row[parent] if parent >= 0 else -1
                 if length:
                     rows[self.starts[segment]] = inherited
@@ -206,26 +209,27 @@ class PrefixLayout:
     def dense_mask(self, device: torch.device | str | None = None) -> torch.Tensor:
         """bool [total, total], True where row attends to column. For tests and the dense reference; not cached."""
         mask = torch.zeros(self.total, self.total, dtype=torch.bool, device=device)
-        for length, start, end, below in zip(self.lengths, self.starts, self.ends, self.subtree_ends):
+        for length, start, end, below in zip(self.lengths, self.starts, self.ends, self.subtree_ends, strict=True):
             mask[start:end, start:end] = torch.ones(length, length, dtype=torch.bool, device=device).tril()
             mask[end:below, start:end] = True
         return mask
 
     def tensor(self, name: str, device: torch.device | str | None, build: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The index tensor `name` on `device`, built on the host once and copied to each device once."""
+        """The tensor `name` on `device`, built on the host once and copied to each device once."""
+        host = self.cached(name, build)
         device = torch.device("cpu" if device is None else device)
-        key = (name, device)
-        if key not in self._tensors:
-            host = (name, torch.device("cpu"))
-            if host not in self._tensors:
-                self._tensors[host] = build()
-            self._tensors[key] = self._tensors[host].to(device)
-        return self._tensors[key]
+        return host if device.type == "cpu" else self.cached((name, device), lambda: host.to(device))
+
+    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
+        """What `build` returns, kept as long as the layout; attention keeps its plans here."""
+        if key not in self._cache:
+            self._cache[key] = build()
+        return self._cache[key]
 
     # Transformations; none changes the order of the rows
 
     def pad(self, multiple: int) -> PrefixLayout:
-        """A layout whose total is a multiple: pad tokens form a root of their own at the end, seen by no other token."""
+        """A layout whose total is a multiple: pad tokens form a root of their own at the end, seen by nobody else."""
         if multiple < 1:
             raise ValueError(f"pad: multiple {multiple} must be at least 1")
         missing = -self.total % multiple
@@ -244,11 +248,11 @@ class PrefixLayout:
         return transform.split(self, rows)
 
     def compress(self) -> PrefixLayout:
-        """Merge only children into their parents and drop empty inner segments; same mask, positions, row order, leaves."""
+        """Merge only children into their parents, drop empty inner segments; same mask, positions, rows and leaves."""
         return transform.compress(self)
 
     def shard(self, ranks: int, block: int = 128) -> transform.Sharding:
-        """Divide the query rows among `ranks` so that each computes about the same number of pairs (context parallel)."""
+        """Divide the query rows among `ranks`, each computing about as many pairs (context parallel)."""
         return transform.shard(self, ranks, block)
 
 
@@ -269,7 +273,7 @@ def _check(lengths: tuple[int, ...], parents: tuple[int, ...], padding: int) -> 
         )
     if not lengths:
         raise ValueError("segment 0: a layout needs at least one segment")
-    for segment, (length, parent) in enumerate(zip(lengths, parents)):
+    for segment, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
         if length < 0:
             raise ValueError(f"segment {segment}: length {length} must not be negative")
         if not -1 <= parent < segment:

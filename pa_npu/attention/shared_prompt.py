@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 
 from pa_npu.attention.dense import dense_attention
+from pa_npu.attention.gather import gather_attention
+from pa_npu.attention.kernels.registry import kernel_for
 from pa_npu.attention.layout import PrefixLayout
+from pa_npu.attention.merge import merge_attention
 
-IMPLEMENTATIONS = ("auto", "dense")
+IMPLEMENTATIONS = ("auto", "dense", "merge", "gather")
 
 
 def shared_prompt_attention(
@@ -23,21 +26,28 @@ def shared_prompt_attention(
 
     q [total, heads, head_dim]; k, v [total, kv_heads, head_dim] with kv_heads dividing heads (GQA).
     scale: factor of the scores, head_dim ** -0.5 by default.
-    Returns [total, heads, head_dim] in q's dtype, differentiable in q, k and v. Raises ValueError on input it cannot take.
+    Returns [total, heads, head_dim] in q's dtype, differentiable in q, k and v.
+    Raises ValueError naming what it cannot take.
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: {impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     _check(q, k, v, layout)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return dense_attention(q, k, v, layout, scale)
+    if impl == "dense":
+        return dense_attention(q, k, v, layout, scale)
+    if layout.total == 0:
+        return q * 1.0
+    kernel = kernel_for(q)
+    form = merge_attention if impl in ("auto", "merge") else gather_attention
+    return form(q, k, v, layout, scale, kernel)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3 or tensor.shape[0] != layout.total:
             raise ValueError(
-                f"{name}: shape {tuple(tensor.shape)} must be [tokens, heads, head_dim] with the layout's {layout.total} "
-                f"tokens (segments 0 to {len(layout.lengths) - 1})"
+                f"{name}: shape {tuple(tensor.shape)} must be [tokens, heads, head_dim] with {layout.total} tokens, "
+                f"the sum of the layout's segments 0 to {len(layout.lengths) - 1}"
             )
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(

@@ -49,11 +49,11 @@ def split(layout: PrefixLayout, rows: Iterable[int]) -> PrefixLayout:
     lengths: list[int] = []
     parents: list[int] = []
     last_piece: list[int] = []  # of each old segment, in new numbering
-    for segment, (start, end) in enumerate(zip(layout.starts, layout.ends)):
+    for segment, (start, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
         is_padding = layout.padding > 0 and segment == len(layout.lengths) - 1
         inside = [] if is_padding else cuts[bisect.bisect_right(cuts, start) : bisect.bisect_left(cuts, end)]
         parent = last_piece[layout.parents[segment]] if layout.parents[segment] >= 0 else -1
-        for first, stop in zip([start, *inside], [*inside, end]):
+        for first, stop in zip([start, *inside], [*inside, end], strict=True):
             lengths.append(stop - first)
             parents.append(parent)
             parent = len(lengths) - 1
@@ -73,7 +73,7 @@ def compress(layout: PrefixLayout) -> PrefixLayout:
         while parent >= 0 and layout.lengths[parent] == 0:
             parent = effective_parent[parent]
         effective_parent.append(parent)
-    kept = [length > 0 or not children for length, children in zip(layout.lengths, num_children)]
+    kept = [length > 0 or not children for length, children in zip(layout.lengths, num_children, strict=True)]
     children_kept = [0] * len(layout.lengths)
     for segment, parent in enumerate(effective_parent):
         if parent >= 0 and kept[segment]:
@@ -97,12 +97,14 @@ def compress(layout: PrefixLayout) -> PrefixLayout:
 
 
 def shard(layout: PrefixLayout, ranks: int, block: int) -> Sharding:
-    """Cut segments into blocks of about `block` rows and give the most expensive block left to the least loaded rank."""
+    """Cut segments into blocks of at most `block` rows; the dearest block left goes to the least loaded rank."""
     if ranks < 1 or block < 1:
         raise ValueError(f"shard: ranks {ranks} and block {block} must be at least 1")
-    cuts = [row for start, end in zip(layout.starts, layout.ends) for row in range(start + block, end, block)]
+    cuts = [
+        row for start, end in zip(layout.starts, layout.ends, strict=True) for row in range(start + block, end, block)
+    ]
     pieces = split(layout, cuts)
-    costs = [_pairs(length, offset) for length, offset in zip(pieces.lengths, pieces.offsets)]
+    costs = [_pairs(length, offset) for length, offset in zip(pieces.lengths, pieces.offsets, strict=True)]
     loads = [(0, rank) for rank in range(ranks)]
     owners = [0] * len(costs)
     for segment in sorted(range(len(costs)), key=lambda s: (-costs[s], s)):

@@ -1,0 +1,1 @@
+"""Varlen attention kernels, one file per platform; `registry.kernel_for` chooses."""

@@ -1,0 +1,148 @@
+"""CPU kernel: torch's blocked flash attention, one call per run of equally long sequences."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from pa_npu.attention.kernels.base import Stats
+from pa_npu.attention.plan import Rows, Run, VarlenCall
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class CpuFlash:
+    """Stats are (log-sum-exp [rows, heads],).
+
+    Two traps of the operator: its causal mask is aligned top-left, so unequal lengths need an explicit mask; an empty
+    query kills the process with SIGFPE, which is why a VarlenCall has no empty sequences.
+    """
+
+    name = "cpu-flash"
+    per_depth = False  # a cross call per segment works on views, without gathering rows
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float
+    ) -> tuple[torch.Tensor, Stats]:
+        k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
+        outs, stats = [], []
+        for run in call.runs:
+            mask, causal = _mask(run, call.causal, q)
+            out, lse = _forward(
+                _batch_q(q, run), _batch_k(k, run), _batch_k(v, run), 0.0, causal, attn_mask=mask, scale=scale
+            )
+            outs.append(_unbatch(out))
+            stats.append(lse.transpose(1, 2).flatten(0, 1))
+        return _join(outs), (_join(stats),)
+
+    def take(self, stats: Stats, rows: Rows) -> Stats:
+        return (rows.take(stats[0]),)
+
+    def merge(self, out: torch.Tensor, stats: Stats, part: torch.Tensor, part_stats: Stats, rows: Rows) -> None:
+        merge_lse(out, stats[0], part, part_stats[0], rows)
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        stats: Stats,
+        call: VarlenCall,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        kv_heads = k.shape[1]
+        k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
+        grads = []
+        for run in call.runs:
+            mask, causal = _mask(run, call.causal, q)
+            parts = _backward(
+                _batch_q(grad, run),
+                _batch_q(q, run),
+                _batch_k(k, run),
+                _batch_k(v, run),
+                _batch_q(out, run),
+                _batch_q(stats[0], run),
+                0.0,
+                causal,
+                attn_mask=mask,
+                scale=scale,
+            )
+            grads.append([_unbatch(part) for part in parts])
+        dq, dk, dv = (_join([parts[side] for parts in grads]) for side in range(3))
+        return dq, _sum_heads(dk, kv_heads), _sum_heads(dv, kv_heads)
+
+
+def merge_lse(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, rows: Rows) -> None:
+    """Merge by log-sum-exp in plain torch: out [T, H, D], lse [T, H] are updated in place at `rows`.
+
+    The weights of the two sides are sigmoids of the difference of their log-sum-exps, so one interpolation does it.
+    """
+    old_lse = rows.take(lse)
+    weight = torch.sigmoid(part_lse - old_lse).unsqueeze(-1)
+    old = rows.take(out)
+    if out.dtype == weight.dtype:
+        merged = old.lerp_(part, weight) if rows.span is not None else old.lerp(part, weight)
+    else:
+        merged = torch.lerp(old.to(weight.dtype), part.to(weight.dtype), weight).to(out.dtype)
+    if merged is not old:
+        rows.put_(out, merged)
+    rows.put_(lse, torch.logaddexp(old_lse, part_lse))
+
+
+def _batch_q(x: torch.Tensor, run: Run) -> torch.Tensor:
+    """[rows, heads(, head_dim)] -> [count, heads, length(, head_dim)], a view."""
+    x = x.narrow(0, run.q_start, run.count * run.q_length)
+    return x.unflatten(0, (run.count, run.q_length)).transpose(1, 2)
+
+
+def _batch_k(x: torch.Tensor, run: Run) -> torch.Tensor:
+    x = x.narrow(0, run.k_start, run.count * run.k_length)
+    return x.unflatten(0, (run.count, run.k_length)).transpose(1, 2)
+
+
+def _unbatch(x: torch.Tensor) -> torch.Tensor:
+    """[count, heads, length, head_dim] -> [rows, heads, head_dim]; a view, since the operator's memory is row-major."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _mask(run: Run, causal: bool, like: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
+    """The operator's mask and causal flag for a bottom-right causal run."""
+    if not causal or run.q_length == run.k_length:
+        return None, causal
+    blocked = torch.ones(run.q_length, run.k_length, dtype=torch.bool).triu(run.k_length - run.q_length + 1)
+    return torch.zeros(blocked.shape, dtype=like.dtype).masked_fill_(blocked, float("-inf")), False
+
+
+@cache
+def _has_gqa() -> bool:
+    """Whether the operator takes fewer key/value heads than query heads: newer torch does, older reads out of bounds or
+    raises. One tiny call decides; it stays in bounds because the spare heads exist in memory."""
+    q = torch.arange(8.0).view(1, 4, 1, 2)
+    v = torch.arange(16.0).view(1, 4, 2, 2)
+    try:
+        out, _ = _forward(q, v[:, :2], v[:, :2])
+    except RuntimeError:
+        return False
+    expected, _ = _forward(q, v[:, [0, 0, 1, 1]], v[:, [0, 0, 1, 1]])
+    return torch.equal(out, expected)
+
+
+def _expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeat key/value heads for the queries that share them, only where the operator cannot do it itself."""
+    if x.shape[1] == heads or _has_gqa():
+        return x
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _sum_heads(grad: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    if grad.shape[1] == kv_heads:
+        return grad
+    return grad.unflatten(1, (kv_heads, -1)).sum(2)
