@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.model.layers import AttentionContext, block_spec
 from pa_npu.model.logprob import vocab_parallel_logprobs
+from pa_npu.model.transformer import padded_vocab
 from pa_npu.platform.base import FusedOps
 
 
@@ -24,13 +25,14 @@ class GPT(GPTModel):
         super().__init__(
             config,
             block_spec(config, ops, implementation),
-            vocab_size=spec.vocab_size,
+            vocab_size=padded_vocab(spec, config.tensor_model_parallel_size),
             max_sequence_length=spec.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=spec.tied,
             position_embedding_type="none",
         )
+        self.vocab_size_unpadded = spec.vocab_size
 
     def forward(self, tokens: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """tokens int64 [1, T] -> hidden states [T, 1, hidden_size] (T / TP with SP), normed on the last stage."""
@@ -58,6 +60,7 @@ class GPT(GPTModel):
             picked,
             self.head_weight(),
             targets,
+            vocab_size=self.vocab_size_unpadded,
             temperature=temperature,
             chunk=chunk,
             group=parallel_state.get_tensor_model_parallel_group(),

@@ -20,6 +20,7 @@ def vocab_parallel_logprobs(
     weight: torch.Tensor,
     targets: torch.Tensor,
     *,
+    vocab_size: int,
     temperature: float = 1.0,
     chunk: int = 2048,
     group: dist.ProcessGroup | None = None,
@@ -30,7 +31,8 @@ def vocab_parallel_logprobs(
     """(log p(target) [rows], entropy [rows]) of softmax(hidden @ weight.T / temperature), fp32 (fp64 for fp64 input).
 
     hidden: [rows, hidden_size], the same on all ranks of `group`.
-    weight: [vocab / group size, hidden_size], this rank's rows of the LM head.
+    weight: [rows of the LM head on this rank, hidden_size]; equally many on every rank, in rank order.
+    vocab_size: rows over all ranks that are tokens; those beyond are padding and no part of the softmax.
     targets: int64 [rows], ids in the whole vocabulary. chunk: rows at a time.
     entropy: compute it, else zeros are returned. entropy_grad: whether gradients flow through it.
     reduce_hidden_grad: sum the gradient of `hidden` over `group`; False where the caller's backward does (SP).
@@ -41,7 +43,10 @@ def vocab_parallel_logprobs(
         raise ValueError(f"targets: {targets.shape[0]} for {hidden.shape[0]} rows of hidden states; give one per row")
     if group is not None and dist.get_world_size(group) == 1:
         group = None
-    settings = (1.0 / temperature, chunk, group, entropy, entropy and entropy_grad, reduce_hidden_grad)
+    first_token = 0 if group is None else dist.get_rank(group) * weight.shape[0]
+    if vocab_size - first_token < weight.shape[0]:
+        weight = weight[: vocab_size - first_token]
+    settings = (1.0 / temperature, chunk, group, first_token, entropy, entropy and entropy_grad, reduce_hidden_grad)
     result: tuple[torch.Tensor, torch.Tensor] = _ChunkedLogprob.apply(hidden, weight, targets, settings)
     return result
 
@@ -51,10 +56,10 @@ class _ChunkedLogprob(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, settings: tuple[Any, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        inverse_temperature, chunk, group, want_entropy, entropy_grad, _ = settings
+        inverse_temperature, chunk, group, first_token, want_entropy, entropy_grad, _ = settings
         num_rows = hidden.shape[0]
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        local_targets, is_local = _localise(targets, weight.shape[0], group)
+        local_targets, is_local = _localise(targets, first_token, weight.shape[0])
         logprobs = torch.empty(num_rows, dtype=wide, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
         maxima, log_sums = torch.empty_like(logprobs), torch.empty_like(logprobs)
@@ -90,7 +95,7 @@ class _ChunkedLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         hidden, weight, local_targets, is_local, maxima, log_sums, entropy = ctx.saved_tensors
-        inverse_temperature, chunk, group, _, entropy_grad, reduce_hidden_grad = ctx.settings
+        inverse_temperature, chunk, group, _, _, entropy_grad, reduce_hidden_grad = ctx.settings
         grad_logprobs, grad_entropy = grads
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         num_rows = hidden.shape[0]
@@ -123,13 +128,10 @@ class _ChunkedLogprob(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.result(), None, None
 
 
-def _localise(
-    targets: torch.Tensor, vocab_rows: int, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Target ids relative to this rank's vocabulary rows (0 where foreign), and whether they are its own."""
-    first = 0 if group is None else dist.get_rank(group) * vocab_rows
-    local = targets - first
-    is_local = (local >= 0) & (local < vocab_rows)
+def _localise(targets: torch.Tensor, first_token: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Target ids relative to this rank's tokens (0 where foreign), and whether they are its own."""
+    local = targets - first_token
+    is_local = (local >= 0) & (local < num_tokens)
     return local.masked_fill(~is_local, 0), is_local
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -63,7 +64,15 @@ def transformer_config(
         **_recompute(trainer.recompute),
         **platform.transformer_overrides(config.run.deterministic),
     }
-    return TransformerConfig(**fields)
+    with warnings.catch_warnings():
+        # advice about TransformerEngine's fused attention, which is not used
+        warnings.filterwarnings("ignore", message=".*core_attn recompute is really needed.*")
+        return TransformerConfig(**fields)
+
+
+def padded_vocab(spec: ModelSpec, tensor_parallel: int) -> int:
+    """Rows of embedding and LM head over all TP ranks: the vocabulary rounded up to a multiple of TP."""
+    return -(-spec.vocab_size // tensor_parallel) * tensor_parallel
 
 
 def check_divisible(spec: ModelSpec, config: Config) -> None:
@@ -73,13 +82,18 @@ def check_divisible(spec: ModelSpec, config: Config) -> None:
         ("attention heads", spec.num_heads),
         ("key/value heads", spec.num_kv_heads),
         ("feed-forward size", spec.ffn_size),
-        ("vocabulary size", spec.vocab_size),
     ):
         if size % tensor:
             raise ConfigError(
                 f"trainer.tensor_parallel: {tensor} does not divide the {what} {size} of {spec.path}; "
                 f"set it to a divisor"
             )
+    rows = padded_vocab(spec, tensor) // tensor
+    if (tensor - 1) * rows >= spec.vocab_size:
+        raise ConfigError(
+            f"trainer.tensor_parallel: {tensor} leaves a rank without any of the {spec.vocab_size} tokens of "
+            f"{spec.path}; set it to a smaller number"
+        )
     if spec.num_layers % pipeline:
         raise ConfigError(
             f"trainer.pipeline_parallel: {pipeline} does not divide the {spec.num_layers} layers of {spec.path}; "

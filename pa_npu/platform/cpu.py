@@ -65,6 +65,7 @@ class CpuPlatform:
 
         megatron_fixes.require_no_megatron("cpu")
         redirect_cuda_to_cpu()
+        megatron_fixes.import_megatron()
         redirect_megatron_rng()
         megatron_fixes.apply_common_fixes()
         megatron_fixes.install_adam(FusedAdamW)
@@ -76,4 +77,6 @@ class CpuPlatform:
         defaults = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # an installed torch_npu must not load into a CPU run
         if role in ("trainer", "coordinator"):
             defaults["OMP_NUM_THREADS"] = "1"  # a device is one core
+        if role == "trainer":
+            defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron warns without it, whatever the device
         return {name: value for name, value in defaults.items() if name not in os.environ}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -18,6 +19,14 @@ def require_no_megatron(what: str) -> None:
         raise PaNpuError(
             f"{what}: megatron.core is already imported; call platform.prepare_megatron() before any import of it"
         )
+
+
+def import_megatron() -> None:
+    """Import what the trainer uses of megatron-core, without its advice to install apex and TransformerEngine."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
+        import megatron.core.models.gpt
+        import megatron.core.optimizer  # noqa: F401 - imported for its effect
 
 
 def apply_common_fixes() -> None:

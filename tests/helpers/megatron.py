@@ -1,0 +1,64 @@
+"""Megatron prepared for the test process: a world of one rank, loaded stages, gradients compared with an HF model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pa_npu import platform as platforms
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.schema import Config
+
+PLATFORM = platforms.get("cpu")
+PLATFORM.prepare_megatron()
+
+# these import megatron, which must come after its preparation: tests take them from here
+from pa_npu.model.parallel import initialise_parallel, shutdown_parallel  # noqa: E402
+from pa_npu.model.stage import TriModel, build_stage  # noqa: E402
+from pa_npu.weights.hf_map import load_hf, part_view, sources  # noqa: E402
+
+
+def model_config(model: Path, /, **sections: dict[str, Any]) -> Config:
+    """A Config for `model` in fp32 with the given sections on top."""
+    tree: dict[str, Any] = {"model": {"path": str(model), "dtype": "fp32"}, "data": {"train": "unused.jsonl"}}
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return Config.model_validate(tree)
+
+
+@contextmanager
+def single_process(config: Config) -> Iterator[None]:
+    """Parallel state of a world of one rank, undone afterwards."""
+    initialise_parallel(config, PLATFORM, dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        shutdown_parallel()
+
+
+def loaded_stage(model: Path, frozen: dict[str, Path] | None = None, /, **sections: dict[str, Any]) -> TriModel:
+    """A stage with the weights of `model`, and each frozen model with those of its own directory."""
+    frozen = frozen or {}
+    stage = build_stage(ModelSpec.read(str(model)), model_config(model, **sections), PLATFORM, frozen=tuple(frozen))
+    load_hf(stage.policy, ModelSpec.read(str(model)))
+    for name, directory in frozen.items():
+        load_hf(stage.frozen[name], ModelSpec.read(str(directory)))
+    return stage
+
+
+def relative_gradient_errors(stage: TriModel, hf_model: torch.nn.Module, spec: ModelSpec) -> dict[str, float]:
+    """Per HF parameter: largest difference of the two gradients over the largest HF gradient."""
+    expected = {name: parameter.grad for name, parameter in hf_model.named_parameters()}
+    errors = {}
+    for name, parameter in stage.policy.named_parameters():
+        for tensor in sources(name, spec, 0):
+            ours = part_view(parameter.grad, tensor.part, spec).reshape(tensor.shape)
+            theirs = expected.pop(tensor.name)
+            errors[tensor.name] = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    assert not expected, f"HF parameters without a counterpart: {sorted(expected)}"
+    return errors
