@@ -107,7 +107,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="HF model directory; none writes a random Qwen2 (hidden 256, 4 layers)")
     parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--response", type=int, default=64, help="longest response; lengths are drawn between half of it and it")
+    parser.add_argument(
+        "--response", type=int, default=64, help="longest response; lengths are drawn between half of it and it"
+    )
     parser.add_argument("--responses", type=int, default=8, help="responses per group")
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--repetitions", type=int, default=7)
@@ -144,7 +146,9 @@ def compare(model: str, args: argparse.Namespace) -> dict[str, object]:
     for name, shared in (("separate", False), ("shared", True)):
         rows[name] = lambda shared=shared: megatron_iteration(backend, groups, config, shared)
 
-    first = {name: row() for name, row in rows.items()}  # also the warm-up; rows share the first weights only for HF and separate
+    first = {
+        name: row() for name, row in rows.items()
+    }  # also the warm-up; rows share the first weights only for HF and separate
     seconds: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(args.repetitions):
         for name, row in rows.items():
@@ -187,7 +191,10 @@ def make_groups(args: argparse.Namespace, vocab_size: int) -> list[Group]:
         total = int(lengths.sum())
         groups.append(
             Group(
-                iteration=0, version=0, index=index, prompt_id=index,
+                iteration=0,
+                version=0,
+                index=index,
+                prompt_id=index,
                 prompt_tokens=rng.integers(0, vocab_size, args.prompt).astype(np.int32),
                 response_tokens=rng.integers(0, vocab_size, total).astype(np.int32),
                 response_lengths=lengths,
@@ -195,7 +202,7 @@ def make_groups(args: argparse.Namespace, vocab_size: int) -> list[Group]:
                 rewards=np.zeros(args.responses, np.float32),
                 advantages=rng.standard_normal(args.responses).astype(np.float32),
                 finished=np.ones(args.responses, np.uint8),
-            )  # fmt: skip
+            )
         )
     return groups
 
@@ -238,7 +245,10 @@ def profile(row: Callable[[], object]) -> dict[str, float]:
 def render(result: dict) -> str:  # type: ignore[type-arg]
     lines = [f"{result['model']}; one thread; tokens per iteration: {result['tokens']}"]
     agreement = result["agreement"]
-    lines.append("first iteration, (loss, gradient norm): " + ", ".join(f"{k} ({a:.7f}, {b:.7f})" for k, (a, b) in agreement.items()))
+    lines.append(
+        "first iteration, (loss, gradient norm): "
+        + ", ".join(f"{k} ({a:.7f}, {b:.7f})" for k, (a, b) in agreement.items())
+    )
     lines.append(f"\n{'row':<10} {'median s':>9} {'min':>7} {'max':>7} {'speed against HF':>17}")
     for name, median in result["seconds"].items():
         low, high = result["spread"][name]

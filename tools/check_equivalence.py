@@ -65,7 +65,8 @@ def main() -> int:
         ok, verdict = judge(variant, difference)
         failed |= not ok
         print(
-            f"{variant.name:<30} {difference.tensors:>8} {difference.changed:>8} {difference.relative:>20.3e}  {verdict}", flush=True
+            f"{variant.name:<30} {difference.tensors:>8} {difference.changed:>8} {difference.relative:>20.3e}  {verdict}",
+            flush=True,
         )
     return int(failed)
 
@@ -85,7 +86,9 @@ def run(args: argparse.Namespace, variant: Variant) -> dict[str, torch.Tensor]:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
     if code:
         tail = "".join(Path(log.name).read_text().splitlines(keepends=True)[-15:])
-        raise SystemExit(f"check_equivalence: the run '{variant.name}' ended with exit code {code}; its last lines:\n{tail}")
+        raise SystemExit(
+            f"check_equivalence: the run '{variant.name}' ended with exit code {code}; its last lines:\n{tail}"
+        )
     weights: dict[str, torch.Tensor] = {}
     for file in sorted((directory / "hf").glob("*.safetensors")):
         weights |= load_file(file)
@@ -94,7 +97,9 @@ def run(args: argparse.Namespace, variant: Variant) -> dict[str, torch.Tensor]:
 
 def compare(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> Difference:
     if reference.keys() != other.keys():
-        raise SystemExit(f"check_equivalence: exports hold different tensors: {sorted(reference.keys() ^ other.keys())[:5]}")
+        raise SystemExit(
+            f"check_equivalence: exports hold different tensors: {sorted(reference.keys() ^ other.keys())[:5]}"
+        )
     changed, relative = 0, 0.0
     for name, a in reference.items():
         b = other[name]

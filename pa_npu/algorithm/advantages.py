@@ -17,7 +17,8 @@ STD_EPSILON = 1e-4
 def group_advantages(rewards: Rewards, scale: Literal["group-std", "none"]) -> Rewards:
     """Centre `rewards` [G] by the group's mean and, with `group-std`, divide by its sample deviation.
 
-    GRPO (arXiv 2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / std(r). `none` is Dr.GRPO (arXiv 2503.20783): A_i = r_i - mean(r).
+    GRPO (arXiv 2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / std(r).
+    `none` is Dr.GRPO (arXiv 2503.20783): A_i = r_i - mean(r).
     A group whose rewards are all equal has zero advantages. Depends on one group only, hence usable while streaming.
     """
     centred = _centre(rewards)

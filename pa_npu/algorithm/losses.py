@@ -1,81 +1,56 @@
-"""Per-token losses of the policy-gradient algorithms: plain functions of a dataclass of tensors.
-
-An algorithm is one function `(TokenBatch, AlgorithmConfig) -> PolicyTerms`, registered in POLICY_LOSSES under its config value.
-All tensors are [tokens]: the response tokens of one microbatch, in packed order.
-"""
+"""The loss of one microbatch: policy loss, KL and entropy terms, weighted and summed but never normalised."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from pa_npu.algorithm.batch import TokenBatch
+from pa_npu.algorithm.corrections import KL_ESTIMATORS, engine_weights, k3
+from pa_npu.algorithm.policy_losses import PolicyLoss
 from pa_npu.config.schema import AlgorithmConfig
 
 
 @dataclass(frozen=True)
-class TokenBatch:
-    """The response tokens of one microbatch; every field is [tokens] fp32 unless stated."""
-
-    logprobs: torch.Tensor  # of the policy, with gradient
-    entropy: torch.Tensor  # of the policy's next-token distribution, in nats
-    old_logprobs: torch.Tensor  # of the policy that the ratio is taken against, no gradient
-    reference_logprobs: torch.Tensor | None  # of the reference, no gradient; None when kl_coef is 0
-    engine_logprobs: torch.Tensor  # what the engine reported when it sampled the token
-    advantages: torch.Tensor
-    weights: torch.Tensor  # of aggregation.token_weights
-    response_index: torch.Tensor  # int64, which response a token belongs to
-
-
-@dataclass(frozen=True)
-class PolicyTerms:
-    loss: torch.Tensor  # [tokens], to be weighted and summed
-    clipped: torch.Tensor  # [tokens] bool, where the clip is active
-
-
-@dataclass(frozen=True)
 class LossSums:
-    """Sums over one microbatch. `loss` carries the gradient; `metrics` holds detached unweighted sums, by name."""
+    """Sums over one microbatch. `loss` carries the gradient; `metrics` holds detached sums, by name (see metric_names)."""
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor]
 
 
-def grpo(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(logp - logp_old). GRPO, arXiv 2402.03300, eq. 3."""
-    ratio = (batch.logprobs - batch.old_logprobs).exp()
-    clamped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    unclipped_loss, clipped_loss = -ratio * batch.advantages, -clamped * batch.advantages
-    return PolicyTerms(torch.maximum(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss)
+def metric_names(config: AlgorithmConfig) -> tuple[str, ...]:
+    """Names in LossSums.metrics: loss and policy_loss are weighted sums, the others sums over tokens."""
+    names: tuple[str, ...] = ("loss", "policy_loss", "entropy", "clipped", "logprob_diff", "logprob_k3")
+    if config.kl_coef:
+        names += ("kl",)
+    if config.importance_sampling != "none":
+        names += ("importance_weight", "importance_truncated")
+    return names
 
 
-POLICY_LOSSES: dict[str, Callable[[TokenBatch, AlgorithmConfig], PolicyTerms]] = {"grpo": grpo}
-
-
-def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """k3 estimate of KL(policy || other) per token: exp(d) - 1 - d with d = other - policy. Schulman, "Approximating KL Divergence"."""
-    difference = other - logprobs
-    return difference.exp() - 1.0 - difference
-
-
-def loss_sums(batch: TokenBatch, config: AlgorithmConfig) -> LossSums:
-    """The weighted, unnormalised sum over a microbatch of policy loss + kl_coef * k3 - entropy_coef * entropy."""
-    terms = POLICY_LOSSES[config.name](batch, config)
+def loss_sums(batch: TokenBatch, config: AlgorithmConfig, policy_loss: PolicyLoss) -> LossSums:
+    """The weighted sum of w (policy loss + kl_coef * KL - entropy_coef * entropy); w: engine importance weights, if asked for."""
+    terms = policy_loss(batch, config)
     token_loss = terms.loss
-    mismatch = (batch.logprobs - batch.engine_logprobs).detach()
+    mismatch = (batch.old_logprobs - batch.engine_logprobs).detach()
     metrics = {
-        "policy_loss": (terms.loss.detach() * batch.weights).sum(),
         "entropy": batch.entropy.detach().sum(),
         "clipped": terms.clipped.float().sum(),
         "logprob_diff": mismatch.abs().sum(),
-        "logprob_k3": k3(batch.logprobs.detach(), batch.engine_logprobs).sum(),
+        "logprob_k3": k3(batch.old_logprobs, batch.engine_logprobs).sum(),
     }
+    if config.importance_sampling != "none":
+        importance, truncated = engine_weights(batch, config.importance_sampling, config.importance_cap)
+        token_loss = token_loss * importance
+        metrics |= {"importance_weight": importance.sum(), "importance_truncated": truncated.float().sum()}
+    metrics["policy_loss"] = (token_loss.detach() * batch.weights).sum()
     if batch.reference_logprobs is not None:
-        kl = k3(batch.logprobs, batch.reference_logprobs)
+        kl = KL_ESTIMATORS[config.kl_estimator](batch.logprobs, batch.reference_logprobs)
+        metrics["kl"] = k3(batch.logprobs.detach(), batch.reference_logprobs).sum()
         token_loss = token_loss + config.kl_coef * kl
-        metrics["kl"] = kl.detach().sum()
     if config.entropy_coef:
         token_loss = token_loss - config.entropy_coef * batch.entropy
     loss = (token_loss * batch.weights).sum()
-    return LossSums(loss, {**metrics, "loss": loss.detach()})
+    return LossSums(loss, metrics | {"loss": loss.detach()})

@@ -69,16 +69,25 @@ class ModelSpec:
                 eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
             )
         except KeyError as error:
-            raise DataError(f"model.path: {path}/config.json has no {error.args[0]!r}; use a complete HF model directory") from None
+            raise DataError(
+                f"model.path: {path}/config.json has no {error.args[0]!r}; use a complete HF model directory"
+            ) from None
         except (TypeError, ValueError) as error:
-            raise DataError(f"model.path: {path}/config.json has a malformed value ({error}); use an unmodified HF config") from None
+            raise DataError(
+                f"model.path: {path}/config.json has a malformed value ({error}); use an unmodified HF config"
+            ) from None
 
     @property
     def num_parameters(self) -> int:
         """Number of parameters, tied weights counted once."""
         h, d = self.hidden_size, self.head_dim
         qkv_width = (self.num_heads + 2 * self.num_kv_heads) * d
-        attention = h * qkv_width + self.num_heads * d * h + (qkv_width if self.qkv_bias else 0) + (2 * d if self.qk_norm else 0)
+        attention = (
+            h * qkv_width
+            + self.num_heads * d * h
+            + (qkv_width if self.qkv_bias else 0)
+            + (2 * d if self.qk_norm else 0)
+        )
         layer = attention + 3 * h * self.ffn_size + 2 * h
         return self.num_layers * layer + h + self.vocab_size * h * (1 if self.tied else 2)
 
@@ -101,10 +110,14 @@ def _read_json(directory: Path) -> dict[str, Any]:
 def _refuse_unsupported(path: str, raw: dict[str, Any], family: str) -> None:
     """Features that would silently change the model if they were ignored."""
     if raw.get("use_sliding_window"):
-        raise DataError(f"model.path: {path}: sliding-window attention is not supported; use a model without use_sliding_window")
+        raise DataError(
+            f"model.path: {path}: sliding-window attention is not supported; use a model without use_sliding_window"
+        )
     if family == "llama" and raw.get("mlp_bias"):
         raise DataError(f"model.path: {path}: mlp_bias is not supported; use a model without it")
     if raw.get("hidden_act", "silu") != "silu":
         raise DataError(f"model.path: {path}: activation {raw['hidden_act']!r} is not supported; use a model with silu")
     if family != "qwen2" and raw.get("attention_bias"):
-        raise DataError(f"model.path: {path}: attention_bias=true also biases the output projection, which is not supported")
+        raise DataError(
+            f"model.path: {path}: attention_bias=true also biases the output projection, which is not supported"
+        )

@@ -7,9 +7,10 @@ This module imports pydantic only, so that it loads quickly in every process.
 
 from __future__ import annotations
 
-from typing import Literal, Union
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
 
 class Section(BaseModel):
     """Base of all sections: immutable, and no key is accepted and ignored."""
@@ -28,20 +29,26 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: str = Field(..., min_length=1, description="HF model directory (config.json, safetensors, tokenizer).")
-    dtype: Literal["fp32", "bf16"] = Field("bf16", description="Type of weights and activations; master weights are fp32.")
+    dtype: Literal["fp32", "bf16"] = Field(
+        "bf16", description="Type of weights and activations; master weights are fp32."
+    )
     head_chunk_tokens: int = Field(
         2048, ge=1, description="Rows per chunk of the LM head's log-prob, so that full logits never exist at once."
     )
 
 
 class DataConfig(Section):
-    train: str = Field(..., min_length=1, description="Training prompts: JSONL or parquet (question/answer, prompt/answer or messages).")
-    test: Union[str, None] = Field(None, description="Held-out prompts in the same formats; none disables evaluation.")
+    train: str = Field(
+        ...,
+        min_length=1,
+        description="Training prompts: JSONL or parquet (question/answer, prompt/answer or messages).",
+    )
+    test: str | None = Field(None, description="Held-out prompts in the same formats; none disables evaluation.")
     chat_template: Literal["auto", "always", "never"] = Field(
         "auto", description="Render prompts with the tokenizer's chat template; auto does where the tokenizer has one."
     )
-    system_prompt: Union[str, None] = Field(None, description="System message put before each prompt.")
-    instruction: Union[str, None] = Field(None, description="Text appended to each question, on a line of its own.")
+    system_prompt: str | None = Field(None, description="System message put before each prompt.")
+    instruction: str | None = Field(None, description="Text appended to each question, on a line of its own.")
     max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens, template included.")
     overlong_prompt: Literal["refuse", "truncate", "skip"] = Field(
         "refuse", description="What happens to longer prompts: refuse the run, keep the last tokens, or skip; counted."
@@ -52,19 +59,25 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     engines: int = Field(1, ge=1, description="Number of engines (vLLM servers).")
     tensor_parallel: int = Field(1, ge=1, description="Devices per engine.")
-    python: Union[str, None] = Field(None, description="Interpreter of the engines' own environment; none means this one.")
+    python: str | None = Field(None, description="Interpreter of the engines' own environment; none means this one.")
     responses_per_prompt: int = Field(8, ge=2, description="G, the number of responses per prompt (one group).")
     max_response_tokens: int = Field(256, ge=1, description="Longest response in tokens.")
     temperature: float = Field(1.0, gt=0.0, le=10.0, description="Sampling temperature; the trainer applies the same.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling; only 1.0, which the trainer can match exactly.")
+    top_p: float = Field(
+        1.0, gt=0.0, le=1.0, description="Nucleus sampling; only 1.0, which the trainer can match exactly."
+    )
     top_k: int = Field(-1, description="Top-k sampling; only -1 (off), which the trainer can match exactly.")
     ignore_eos: bool = Field(False, description="Always generate max_response_tokens (benchmarks with fixed work).")
-    window: Union[Literal["auto"], int] = Field(
+    window: Literal["auto"] | int = Field(
         "auto", description="Sequences in flight per engine; auto finds the smallest that loses no throughput."
     )
-    max_num_batched_tokens: int = Field(32768, ge=1, description="vLLM's token budget per step; no prompt may be chunked.")
+    max_num_batched_tokens: int = Field(
+        32768, ge=1, description="vLLM's token budget per step; no prompt may be chunked."
+    )
     max_num_seqs: int = Field(256, ge=1, description="vLLM's limit of sequences in one step.")
-    memory_fraction: float = Field(0.85, gt=0.0, le=1.0, description="Share of device memory an engine may take (npu, cuda).")
+    memory_fraction: float = Field(
+        0.85, gt=0.0, le=1.0, description="Share of device memory an engine may take (npu, cuda)."
+    )
     kv_cache_gib: float = Field(1.0, gt=0.0, description="KV cache of an engine in GiB (cpu).")
     enforce_eager: bool = Field(True, description="Run the engine without graph capture or compilation.")
     request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one group's generation.")
@@ -76,28 +89,41 @@ class RolloutConfig(Section):
 class RewardFunction(Section):
     name: str = Field(..., min_length=1, description="math, format, or module:function of your own.")
     weight: float = Field(1.0, description="Factor of this reward in the sum.")
-    pattern: Union[str, None] = Field(None, description="Regular expression a response must match (format only).")
+    pattern: str | None = Field(None, description="Regular expression a response must match (format only).")
 
 
 class RewardConfig(Section):
     functions: tuple[RewardFunction, ...] = Field(
-        (RewardFunction(name="math"),), min_length=1, description="Reward functions; a response's reward is their weighted sum."
+        (RewardFunction(name="math"),),
+        min_length=1,
+        description="Reward functions; a response's reward is their weighted sum.",
     )
-    timeout_s: float = Field(10.0, gt=0, description="Time limit for rewarding one group; then its reward is zero, logged.")
+    timeout_s: float = Field(
+        10.0, gt=0, description="Time limit for rewarding one group; then its reward is zero, logged."
+    )
     workers: int = Field(1, ge=1, description="Processes that compute rewards.")
 
 
 class AlgorithmConfig(Section):
-    name: Literal["grpo"] = Field("grpo", description="Policy-gradient algorithm.")
+    loss: str = Field("clip", description="Policy loss: clip, gspo, cispo, reinforce, or module:function of your own.")
     advantage_scale: Literal["group-std", "none", "batch-std"] = Field(
-        "group-std", description="Divide centred rewards by the group's deviation, by nothing, or by the batch's deviation."
+        "group-std",
+        description="Divide centred rewards by the group's deviation, by nothing, or by the batch's deviation.",
     )
     clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped from below at 1 - clip_low.")
     clip_high: float = Field(0.2, gt=0, description="Ratio is clipped from above at 1 + clip_high.")
-    kl_coef: float = Field(0.0, ge=0, description="Coefficient of the k3 KL divergence to the reference; 0 builds no reference.")
+    kl_coef: float = Field(
+        0.0, ge=0, description="Coefficient of the KL divergence to the reference; 0 builds no reference."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL term.")
+    importance_sampling: Literal["none", "token", "sequence"] = Field(
+        "none", description="Truncated importance weights between the engine's and the trainer's log-probs."
+    )
+    importance_cap: float = Field(2.0, ge=1, description="Importance weights are truncated here.")
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     aggregation: Literal["token-mean", "sequence-mean", "dr-grpo"] = Field(
-        "token-mean", description="Token weights and normaliser: 1 over tokens, 1/length over sequences, 1 over B*G*max length."
+        "token-mean",
+        description="Token weights and normaliser: 1 over tokens, 1/length over sequences, 1 over B*G*max length.",
     )
 
 
@@ -120,36 +146,51 @@ class TrainerConfig(Section):
     sequence_parallel: bool = Field(False, description="Shard norms and residuals over TP along the sequence (SP).")
     distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
-    wait_timeout_s: float = Field(1800.0, gt=0, description="Deadline of every wait of a trainer (rollouts, publish, collectives).")
+    wait_timeout_s: float = Field(
+        1800.0, gt=0, description="Deadline of every wait of a trainer (rollouts, publish, collectives)."
+    )
     startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for the trainer ranks to become ready.")
 
 
 class MicrobatchConfig(Section):
-    responses: Union[int, None] = Field(None, description="Responses per microbatch; must divide rollout.responses_per_prompt; none means all.")
-    pad_to_multiple_of: Union[int, None] = Field(
-        None, description="Pad packed lengths to a multiple; none means trainer.tensor_parallel with sequence parallelism, else 1."
+    responses: int | None = Field(
+        None, description="Responses per microbatch; must divide rollout.responses_per_prompt; none means all."
+    )
+    pad_to_multiple_of: int | None = Field(
+        None,
+        description="Pad packed lengths to a multiple; none means trainer.tensor_parallel with sequence parallelism, else 1.",
     )
 
 
 class AttentionConfig(Section):
-    shared_prompt: bool = Field(True, description="Compute a group's prompt once; false packs separate sequences (baseline).")
-    implementation: Literal["auto", "dense", "merge", "gather"] = Field("auto", description="Kernel form of shared-prompt attention.")
+    shared_prompt: bool = Field(
+        True, description="Compute a group's prompt once; false packs separate sequences (baseline)."
+    )
+    implementation: Literal["auto", "dense", "merge", "gather"] = Field(
+        "auto", description="Kernel form of shared-prompt attention."
+    )
 
 
 class ScheduleConfig(Section):
     iterations: int = Field(10, ge=1, description="Iterations of the run (weight updates).")
     prompts_per_iteration: int = Field(16, ge=1, description="B, the number of groups per iteration.")
-    stream: bool = Field(True, description="Train while engines generate (periodic); false waits for the whole batch (sync).")
+    stream: bool = Field(
+        True, description="Train while engines generate (periodic); false waits for the whole batch (sync)."
+    )
     order: Literal["prompt", "completion"] = Field(
         "completion", description="Order in which groups are trained; prompt makes the update bit-identical to sync."
     )
-    evaluate_every: int = Field(0, ge=0, description="Evaluate every n iterations; 0 only before the first and after the last.")
+    evaluate_every: int = Field(
+        0, ge=0, description="Evaluate every n iterations; 0 only before the first and after the last."
+    )
 
 
 class PublishConfig(Section):
     bucket_mib: float = Field(64.0, gt=0, description="Size of one bucket of the weight broadcast.")
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
-    probe_tokens: int = Field(16, ge=0, description="Tokens per engine of the log-prob probe after each publish; 0 turns it off.")
+    probe_tokens: int = Field(
+        16, ge=0, description="Tokens per engine of the log-prob probe after each publish; 0 turns it off."
+    )
     probe_tolerance: float = Field(
         0.1, gt=0, description="Largest |engine - trainer| log-prob of the probe; beyond it the run stops (I5)."
     )
@@ -157,7 +198,7 @@ class PublishConfig(Section):
 
 class CheckpointConfig(Section):
     every: int = Field(0, ge=0, description="Save every n iterations; 0 only after the last one.")
-    load: Union[str, None] = Field(None, description="Checkpoint directory (.../iteration_000010) to continue from.")
+    load: str | None = Field(None, description="Checkpoint directory (.../iteration_000010) to continue from.")
     export_hf: bool = Field(True, description="Write the final weights as an HF directory.")
 
 
@@ -171,10 +212,18 @@ class TelemetryConfig(Section):
 class PlacementConfig(Section):
     host: str = Field("127.0.0.1", min_length=1, description="Address that store, engines and trainers listen on.")
     store_port: int = Field(0, ge=0, le=65535, description="Port of the c10d store; 0 takes a free one.")
-    engine_port: int = Field(0, ge=0, le=65535, description="Port of the first engine, the others follow; 0 takes free ones.")
-    engine_devices: Union[tuple[int, ...], None] = Field(None, description="Device indices of the engines; none takes the first ones.")
-    trainer_devices: Union[tuple[int, ...], None] = Field(None, description="Device indices of the trainer ranks; none takes the next ones.")
-    pin_cores: bool = Field(True, description="On cpu, pin each engine and trainer rank to its core where there are enough.")
+    engine_port: int = Field(
+        0, ge=0, le=65535, description="Port of the first engine, the others follow; 0 takes free ones."
+    )
+    engine_devices: tuple[int, ...] | None = Field(
+        None, description="Device indices of the engines; none takes the first ones."
+    )
+    trainer_devices: tuple[int, ...] | None = Field(
+        None, description="Device indices of the trainer ranks; none takes the next ones."
+    )
+    pin_cores: bool = Field(
+        True, description="On cpu, pin each engine and trainer rank to its core where there are enough."
+    )
 
 
 class Config(Section):
@@ -226,7 +275,7 @@ class Config(Section):
         return self.trainer.devices + self.rollout.engines * self.rollout.tensor_parallel
 
     @model_validator(mode="after")
-    def check_rules(self) -> "Config":
+    def check_rules(self) -> Config:
         """Rules between keys. Each message names the keys, their values, the rule and the remedy."""
         for broken in _broken_rules(self):
             raise ValueError(broken)

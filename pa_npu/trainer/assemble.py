@@ -78,7 +78,7 @@ def connect_publisher(
     ranks: Ranks,
     device: torch.device,
 ) -> Publisher | None:
-    """Announce this stage's tensors and wait until all engine workers have joined its group. Replica 0 publishes, no other rank."""
+    """Announce this stage's tensors and wait until all engine workers have joined; replica 0 publishes, no other rank."""
     if ranks.data_rank:
         return None
     publisher = Publisher(
@@ -94,7 +94,7 @@ def connect_publisher(
     )
     if ranks.is_stage_leader:
         channel.put_json(f"publish/manifest/{ranks.pipeline_rank}", publisher.manifest())
-    publisher.connect(config.rollout.startup_timeout_s)
+    publisher.connect()
     return publisher
 
 

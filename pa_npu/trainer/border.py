@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 class Border:
-    def __init__(self, config: Config, backend: TrainBackend, channel: StoreChannel, timeline: Timeline, rank: int) -> None:
+    def __init__(
+        self, config: Config, backend: TrainBackend, channel: StoreChannel, timeline: Timeline, rank: int
+    ) -> None:
         self._config = config
         self._backend = backend
         self._channel = channel
@@ -43,7 +45,9 @@ class Border:
             seconds = self._backend.publish(version)
         with self._timeline.span("wait for engines", version=version):
             done = self._channel.wait_json(
-                f"publish/{version}/done", self._config.publish.timeout_s, f"the engines to load weight version {version}"
+                f"publish/{version}/done",
+                self._config.publish.timeout_s,
+                f"the engines to load weight version {version}",
             )
         logger.info("published version %d in %.2f s", version, seconds)
         if done.get("probe") is None:

@@ -57,7 +57,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
         meta = json.loads((directory / META_FILE).read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(
-            f"checkpoint.load: {directory} is not a complete checkpoint ({error}); give the path of a directory named iteration_NNNNNN"
+            f"checkpoint.load: {directory} is not a complete checkpoint ({error}); give the path of an iteration_NNNNNN directory"
         ) from None
     return dict(meta)
 

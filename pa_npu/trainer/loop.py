@@ -10,6 +10,7 @@ Sync and periodic runs differ only in when the coordinator hands groups over; th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from pa_npu.buffer.iterator import MicrobatchIterator
@@ -41,7 +42,7 @@ def train(
             report = backend.step()
         report |= probe
         if config.checkpoint.every and (version + 1) % config.checkpoint.every == 0:
-            report |= border.timed("checkpoint", lambda at=version + 1: backend.save(run_dir / "checkpoints", at))
+            report |= border.timed("checkpoint", partial(backend.save, run_dir / "checkpoints", version + 1))
 
     border.cross(config.schedule.iterations, report)
     if not config.checkpoint.every or config.schedule.iterations % config.checkpoint.every:

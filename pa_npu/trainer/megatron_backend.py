@@ -14,7 +14,9 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from pa_npu.algorithm.aggregation import normaliser, token_weights
-from pa_npu.algorithm.losses import TokenBatch, loss_sums
+from pa_npu.algorithm.batch import TokenBatch
+from pa_npu.algorithm.losses import loss_sums, metric_names
+from pa_npu.algorithm.policy_losses import find_policy_loss
 from pa_npu.buffer.microbatch import Microbatch
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
@@ -56,9 +58,8 @@ class MegatronBackend:
         stage.config.no_sync_func = self._ddp.no_sync
         stage.config.finalize_model_grads_func = self._finalize_gradients
         self._run_schedule = get_forward_backward_func()
-        self._metric_names = ("loss", "policy_loss", "entropy", "clipped", "logprob_diff", "logprob_k3") + (
-            ("kl",) if config.algorithm.kl_coef else ()
-        )
+        self._policy_loss = find_policy_loss(config.algorithm.loss)
+        self._metric_names = metric_names(config.algorithm)
         self._reset_sums()
 
     def accumulate(self, microbatches: MicrobatchSource, num_microbatches: int) -> None:
@@ -151,8 +152,10 @@ class MegatronBackend:
         )
         spans.end()
 
-    def _training_loss(self, microbatch: Microbatch, output: ModelOutput) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        # One update per iteration on rollouts of the current version: the old policy is the policy, and the ratio is 1 by construction.
+    def _training_loss(
+        self, microbatch: Microbatch, output: ModelOutput
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        # One update per iteration on rollouts of the current version: the old policy is the policy, the ratio is 1.
         batch = TokenBatch(
             logprobs=output.logprobs,
             entropy=output.entropy,
@@ -161,13 +164,16 @@ class MegatronBackend:
             engine_logprobs=microbatch.engine_logprobs,
             advantages=microbatch.advantages,
             weights=token_weights(microbatch.response_lengths, self._config.algorithm.aggregation, self._device),
-            response_index=microbatch.response_index,
+            response_index=microbatch.response_index - microbatch.response_index[0],
+            num_responses=microbatch.num_sequences,
         )
-        sums = loss_sums(batch, self._config.algorithm)
+        sums = loss_sums(batch, self._config.algorithm, self._policy_loss)
         self._metrics.add(sums.metrics, (output.logprobs.detach() - microbatch.engine_logprobs).abs().max())
         return sums.loss, self._num_tokens(microbatch), sums.metrics
 
-    def _probe_loss(self, microbatch: Microbatch, output: ModelOutput) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def _probe_loss(
+        self, microbatch: Microbatch, output: ModelOutput
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         difference = (output.logprobs - microbatch.engine_logprobs).abs()
         zero = torch.zeros((), device=self._device)
         metrics = {name: zero for name in self._metric_names} | {"logprob_diff": difference.sum()}
@@ -193,7 +199,9 @@ class MegatronBackend:
     def _report(self, grad_norm: float, learning_rate: float, step_s: float) -> dict[str, float]:
         sums, difference_max = self._metrics.over_ranks(self._device)
         tokens = max(1, self._totals.tokens_response)
-        seconds = mean_over_world({"wait_s": self._wait_s, "train_s": self._train_s + step_s, "step_s": step_s}, self._device)
+        seconds = mean_over_world(
+            {"wait_s": self._wait_s, "train_s": self._train_s + step_s, "step_s": step_s}, self._device
+        )
         return {
             "loss": sums["loss"] / self._normaliser,
             "policy_loss": sums["policy_loss"] / self._normaliser,

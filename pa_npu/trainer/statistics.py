@@ -26,7 +26,9 @@ class IterationTotals:
 
     def over_replicas(self, device: torch.device) -> IterationTotals:
         """The totals of all replicas (collective over the data-parallel group)."""
-        values = torch.tensor([self.tokens_response, self.tokens_computed, self.num_responses], dtype=torch.int64, device=device)
+        values = torch.tensor(
+            [self.tokens_response, self.tokens_computed, self.num_responses], dtype=torch.int64, device=device
+        )
         dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
         return IterationTotals(*(int(v) for v in values.tolist()))
 

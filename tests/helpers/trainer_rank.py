@@ -2,8 +2,7 @@
 
     python -m tests.helpers.trainer_rank JOB.json      with RANK, LOCAL_RANK, WORLD_SIZE and PA_NPU_STORE set
 
-JOB.json: {"config": resolved config file, "groups": file of run_job, "load": checkpoint or null, "first": iteration, "last": iteration,
-"save_at": versions, "export": directory or null, "out": file}. Rank 0 puts the groups and writes the reports to "out".
+JOB.json is written by run_job. Rank 0 puts the groups and writes the reports.
 """
 
 from __future__ import annotations
@@ -85,7 +84,13 @@ def run_job(job: Job, timeout_s: float = 240) -> list[dict[str, float]]:
     )
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = job.config.trainer.devices
-    base = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world), "PA_NPU_STORE": f"127.0.0.1:{store.port}", **job.environment}
+    base = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(world),
+        "PA_NPU_STORE": f"127.0.0.1:{store.port}",
+        **job.environment,
+    }
     ranks = []
     for rank in range(world):
         with open(job.directory / f"rank{rank}.log", "w") as log:
@@ -159,7 +164,9 @@ def main(job_file: str) -> None:
 
 def put_groups(config: Config, buffer: Any, iteration: int, order: list[int] | None) -> None:
     """Slots as the coordinator assigns them with order=prompt, or in the given arrival order."""
-    groups = make_groups(iteration, config.schedule.prompts_per_iteration, config.rollout.responses_per_prompt, config.run.seed)
+    groups = make_groups(
+        iteration, config.schedule.prompts_per_iteration, config.rollout.responses_per_prompt, config.run.seed
+    )
     for place, index in enumerate(order or range(len(groups))):
         buffer.put(groups[index], place % config.data_parallel, place // config.data_parallel)
 

@@ -52,13 +52,17 @@ def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_grad_norm_do_not_depend_on_the_parallel_layout(layout: str, model: Path, single: dict[str, Any], tmp_path: Path) -> None:
+def test_loss_and_grad_norm_do_not_depend_on_the_parallel_layout(
+    layout: str, model: Path, single: dict[str, Any], tmp_path: Path
+) -> None:
     """The second iteration also shows that the update itself was the same."""
     config = make_config(model, tmp_path, trainer=LAYOUTS[layout])
     reports = run_job(Job(config, tmp_path, last=2))
     for iteration, (ours, expected) in enumerate(zip(reports, single["reports"], strict=False)):
         for name in ("loss", "grad_norm", "kl", "entropy", "logprob_diff_max", "tokens_response"):
-            assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7), f"{layout}, iteration {iteration}, {name}"
+            assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7), (
+                f"{layout}, iteration {iteration}, {name}"
+            )
     assert single["reports"][1]["kl"] > 0, "without an update in between the second iteration would show nothing"
 
 
@@ -84,7 +88,9 @@ def test_resume_continues_bit_identically(model: Path, single: dict[str, Any], t
     assert weights.keys() == single["weights"].keys() and not different, f"not bit-identical after resume: {different}"
 
 
-def test_completion_order_changes_the_update_only_by_rounding(model: Path, single: dict[str, Any], tmp_path: Path) -> None:
+def test_completion_order_changes_the_update_only_by_rounding(
+    model: Path, single: dict[str, Any], tmp_path: Path
+) -> None:
     """I4: another arrival order gives the same sums up to fp32 rounding, and another batch does not."""
     config = make_config(model, tmp_path, schedule={"order": "completion"})
     reports = run_job(Job(config, tmp_path, last=1, order=[2, 0, 3, 1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -10,8 +11,12 @@ import torch
 
 from pa_npu.algorithm.advantages import STD_EPSILON, batch_advantages, group_advantages
 from pa_npu.algorithm.aggregation import normaliser, token_weights
-from pa_npu.algorithm.losses import TokenBatch, k3, loss_sums
+from pa_npu.algorithm.batch import TokenBatch
+from pa_npu.algorithm.corrections import engine_weights, k1, k2, k3
+from pa_npu.algorithm.losses import loss_sums, metric_names
+from pa_npu.algorithm.policy_losses import cispo, clip, find_policy_loss, gspo, reinforce
 from pa_npu.config.schema import AlgorithmConfig
+from pa_npu.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -58,14 +63,16 @@ def make_batch(lengths: list[int], seed: int = 0, reference: bool = True, ratio_
         advantages=draw(),
         weights=torch.ones(sum(lengths), dtype=torch.float64),
         response_index=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        num_responses=len(lengths),
     )
 
 
-def test_grpo_loss_and_gradient_equal_the_formula_token_by_token() -> None:
+def test_clip_loss_and_gradient_equal_the_formula_token_by_token() -> None:
     config = AlgorithmConfig(clip_low=0.2, clip_high=0.3, kl_coef=0.05, entropy_coef=0.01)
     batch = make_batch([3, 5, 2])
-    sums = loss_sums(batch, config)
+    sums = loss_sums(batch, config, clip)
     sums.loss.backward()
+    assert set(sums.metrics) == set(metric_names(config))
 
     total, clipped = 0.0, 0
     gradient = []
@@ -92,16 +99,97 @@ def test_grpo_loss_and_gradient_equal_the_formula_token_by_token() -> None:
 
 def test_on_policy_gradient_is_advantage_times_score() -> None:
     batch = make_batch([4, 4], ratio_spread=0.0, reference=False)
-    loss_sums(batch, AlgorithmConfig()).loss.backward()
+    loss_sums(batch, AlgorithmConfig(), clip).loss.backward()
     torch.testing.assert_close(batch.logprobs.grad, -batch.advantages)
 
 
-def test_k3_is_nonnegative_and_estimates_kl() -> None:
+def test_kl_estimators_against_the_exact_kl_of_a_categorical() -> None:
+    """k1 and k3 are unbiased, k3 is never negative, and k2's expected gradient is the KL's."""
     generator = torch.Generator().manual_seed(1)
-    p, q = (torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    logits, other = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2))
+    p = logits.requires_grad_().log_softmax(0)
+    q = other.log_softmax(0)
     exact = (p.exp() * (p - q)).sum()
-    assert (k3(p, q) >= 0).all()
-    assert (p.exp() * k3(p, q)).sum().item() == pytest.approx(exact.item(), rel=1e-12)
+    samples = p.detach()
+    assert (k3(samples, q) >= 0).all()
+    for estimator in (k1, k3):
+        assert (samples.exp() * estimator(samples, q)).sum().item() == pytest.approx(exact.item(), rel=1e-12)
+    (gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((samples.exp() * k2(p, q)).sum(), logits)
+    torch.testing.assert_close(expected, gradient)
+
+
+def test_gspo_clips_the_geometric_mean_ratio_of_each_response() -> None:
+    lengths = [3, 5, 2, 4]
+    batch = make_batch(lengths, seed=4, ratio_spread=0.6)
+    advantages = batch.per_token(torch.tensor([1.0, -0.5, 2.0, -1.0], dtype=torch.float64))
+    batch = TokenBatch(**{**vars(batch), "advantages": advantages})
+    terms = gspo(batch, AlgorithmConfig(clip_low=0.1, clip_high=0.1))
+    terms.loss.sum().backward()
+
+    logprobs = batch.logprobs.detach().clone().requires_grad_()
+    total, clipped, start = torch.zeros((), dtype=torch.float64), [], 0
+    for length in lengths:
+        span = slice(start, start + length)
+        ratio = ((logprobs[span] - batch.old_logprobs[span]).sum() / length).exp()
+        advantage = advantages[start]
+        surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage)
+        total = total - length * surrogate
+        clipped.append(bool(surrogate != ratio * advantage))
+        start += length
+    total.backward()
+    assert True in clipped and False in clipped, "the case must contain clipped and unclipped responses"
+    assert terms.loss.sum().item() == pytest.approx(total.item(), rel=1e-12)
+    torch.testing.assert_close(batch.logprobs.grad, logprobs.grad)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    batch = make_batch([6, 6], seed=5)
+    terms = cispo(batch, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
+    terms.loss.sum().backward()
+    ratio = (batch.logprobs.detach() - batch.old_logprobs).exp()
+    expected = -ratio.clamp(0.8, 1.3) * batch.advantages
+    assert terms.clipped.any() and not terms.clipped.all()
+    torch.testing.assert_close(batch.logprobs.grad, expected)
+    assert (batch.logprobs.grad[terms.clipped] != 0).all(), "unlike PPO's clip, CISPO drops no token's gradient"
+
+
+def test_reinforce_and_clip_have_the_same_gradient_on_policy() -> None:
+    batch = make_batch([4, 3], ratio_spread=0.0)
+    gradients = []
+    for loss in (reinforce, clip, cispo):
+        (gradient,) = torch.autograd.grad(loss(batch, AlgorithmConfig()).loss.sum(), batch.logprobs)
+        gradients.append(gradient)
+    torch.testing.assert_close(gradients[0], gradients[1])
+    torch.testing.assert_close(gradients[0], gradients[2])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_engine_importance_weights_are_truncated_ratios(level: str) -> None:
+    batch = make_batch([3, 2], seed=6)
+    batch = TokenBatch(**{**vars(batch), "engine_logprobs": batch.engine_logprobs * 1.5})
+    weights, truncated = engine_weights(batch, level, cap=1.4)
+    difference = (batch.old_logprobs - batch.engine_logprobs).tolist()
+    if level == "sequence":
+        difference = [sum(difference[:3])] * 3 + [sum(difference[3:])] * 2
+    expected = [min(math.exp(d), 1.4) for d in difference]
+    assert weights.tolist() == pytest.approx(expected, rel=1e-12)
+    assert truncated.tolist() == [math.exp(d) > 1.4 for d in difference]
+    plain = loss_sums(batch, AlgorithmConfig(), reinforce).loss
+    config = AlgorithmConfig(importance_sampling=level, importance_cap=1.4)
+    corrected = loss_sums(batch, config, reinforce)
+    assert corrected.loss.item() == pytest.approx(
+        (weights * -batch.advantages * batch.logprobs.detach()).sum().item(), rel=1e-12
+    )
+    assert corrected.loss.item() != pytest.approx(plain.item(), rel=1e-3)
+
+
+def test_an_unknown_loss_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm.loss: 'nope' is none of clip, gspo"):
+        find_policy_loss("nope")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        find_policy_loss("pa_npu.algorithm.batch:missing")
+    assert find_policy_loss("pa_npu.algorithm.policy_losses:clip") is clip
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "dr-grpo"])
@@ -117,6 +205,7 @@ def test_loss_does_not_depend_on_the_cut_into_microbatches(aggregation: str) -> 
     n = normaliser(aggregation, sum(lengths), len(lengths), 8)
     for cut in ([0, 4], [0, 1, 4], [0, 2, 3, 4]):
         total = sum(
-            (torch.cat(losses[a:b]) * token_weights(lengths[a:b], aggregation, CPU)).sum() for a, b in zip(cut, cut[1:], strict=False)
+            (torch.cat(losses[a:b]) * token_weights(lengths[a:b], aggregation, CPU)).sum()
+            for a, b in itertools.pairwise(cut)
         )
         assert (total / n).item() == pytest.approx(direct.item(), rel=1e-6)

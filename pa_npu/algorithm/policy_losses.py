@@ -1,0 +1,88 @@
+"""Policy-gradient losses per token: one function per algorithm, registered under the config value that selects it.
+
+A loss is `(TokenBatch, AlgorithmConfig) -> PolicyTerms`. r is the ratio to the old policy, A the advantage; the old policy is the
+policy itself (ratio 1) when an iteration makes one update. How tokens are weighted is aggregation's business, not the loss's.
+A loss of your own: write such a function anywhere importable and set algorithm.loss=module:function.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pa_npu.algorithm.batch import TokenBatch
+from pa_npu.config.schema import AlgorithmConfig
+from pa_npu.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    loss: torch.Tensor  # [tokens], to be weighted and summed
+    clipped: torch.Tensor  # [tokens] bool, where the clip changes the gradient
+
+
+PolicyLoss = Callable[[TokenBatch, AlgorithmConfig], PolicyTerms]
+
+
+def clip(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+
+    PPO, arXiv 1707.06347, eq. 7; per token in GRPO, arXiv 2402.03300, eq. 3; with clip_high > clip_low in DAPO,
+    arXiv 2503.14476, eq. 8.
+    """
+    ratio = (batch.logprobs - batch.old_logprobs).exp()
+    return _clipped(ratio, batch.advantages, config)
+
+
+def gspo(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
+    """The clip on the sequence ratio s_i = (pi(o_i) / pi_old(o_i))^(1/|o_i|), which all tokens of a response share.
+
+    GSPO, arXiv 2507.18071, eq. 5 to 7.
+    """
+    sequence_ratio = batch.response_mean(batch.logprobs - batch.old_logprobs).exp()
+    return _clipped(batch.per_token(sequence_ratio), batch.advantages, config)
+
+
+def cispo(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: clips the weight and keeps every token's gradient.
+
+    MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
+    """
+    ratio = (batch.logprobs.detach() - batch.old_logprobs).exp()
+    weight = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    return PolicyTerms(-weight * batch.advantages * batch.logprobs, weight != ratio)
+
+
+def reinforce(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
+    """-A log pi, no ratio and no clip: exact on-policy REINFORCE, as RLOO uses it, arXiv 2402.14740, eq. 6."""
+    return PolicyTerms(-batch.advantages * batch.logprobs, torch.zeros_like(batch.logprobs, dtype=torch.bool))
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {"clip": clip, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
+
+
+def find_policy_loss(name: str) -> PolicyLoss:
+    """The registered loss, or the function that `module:function` names. Raises ConfigError when there is none."""
+    if name in POLICY_LOSSES:
+        return POLICY_LOSSES[name]
+    module, separator, function = name.partition(":")
+    if not separator:
+        raise ConfigError(
+            f"algorithm.loss: {name!r} is none of {', '.join(POLICY_LOSSES)} and not module:function; use one of these"
+        )
+    try:
+        loss = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"algorithm.loss: {name!r} cannot be imported ({error}); check PYTHONPATH and the function's name"
+        ) from error
+    return loss
+
+
+def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig) -> PolicyTerms:
+    clamped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    free, bounded = -ratio * advantages, -clamped * advantages
+    return PolicyTerms(torch.maximum(free, bounded), bounded > free)
