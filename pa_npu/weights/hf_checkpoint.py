@@ -1,0 +1,111 @@
+"""Reading slices of named tensors from an HF model directory (model.safetensors, or its index and several files)."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pa_npu.errors import DataError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class HfCheckpoint:
+    """The tensors of one HF directory; a context manager that closes the files. Reads only the slices asked for."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._directory = Path(path)
+        self._file_of = _weight_map(self._directory)
+        self._open_files: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> HfCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open_files.clear()
+        self._stack.close()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def check_names(self, expected: set[str], optional: set[str]) -> None:
+        """Raises DataError unless the checkpoint holds exactly `expected`, apart from `optional` and rotary buffers."""
+        missing = sorted(expected - self.names)
+        if missing:
+            raise DataError(
+                f"model.path: {self._directory} lacks {len(missing)} tensor(s) of the model, the first is "
+                f"{missing[0]!r}; "
+                f"use a complete checkpoint whose config.json belongs to it"
+            )
+        # old conversions store the rotary frequencies, which follow from config.json
+        unknown = sorted(name for name in self.names - expected - optional if not name.endswith("rotary_emb.inv_freq"))
+        if unknown:
+            raise DataError(
+                f"model.path: {self._directory} has {len(unknown)} tensor(s) this model does not use, the first is "
+                f"{unknown[0]!r}; use a checkpoint whose config.json belongs to it"
+            )
+
+    def read(
+        self, name: str, shape: tuple[int, ...], dim: int | None = None, start: int = 0, stop: int | None = None
+    ) -> torch.Tensor:
+        """Tensor `name`, or its [start, stop) along `dim` (0 or 1), on the CPU. `shape` is the full one, checked."""
+        file = self._file_of[name]
+        try:
+            if file not in self._open_files:
+                self._open_files[file] = self._stack.enter_context(safe_open(self._directory / file, framework="pt"))
+            piece = self._open_files[file].get_slice(name)
+            found = tuple(piece.get_shape())
+            if found != shape:
+                raise DataError(
+                    f"model.path: {self._directory / file}: tensor {name} has shape {found}, but config.json says "
+                    f"{shape}; "
+                    f"use a checkpoint whose config.json belongs to it"
+                )
+            if dim is None:
+                return piece[:]
+            return piece[start:stop] if dim == 0 else piece[:, start:stop]
+        except (SafetensorError, OSError) as error:
+            raise DataError(
+                f"model.path: {self._directory / file}: cannot read tensor {name} ({error}); restore the file from its "
+                "source"
+            ) from error
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    index = directory / INDEX_FILE
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"model.path: {index} is not a safetensors index ({error!r}); restore it from its source"
+            ) from None
+        absent = sorted({file for file in weight_map.values() if not (directory / file).is_file()})
+        if absent:
+            raise DataError(f"model.path: {directory} lacks {absent[0]}, which its index names; complete the download")
+        return dict(weight_map)
+    single = directory / SINGLE_FILE
+    if not single.is_file():
+        raise DataError(
+            f"model.path: {directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; give an HF model directory with "
+            "safetensors weights"
+        )
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE_FILE)
+    except (SafetensorError, OSError) as error:
+        raise DataError(
+            f"model.path: {single} is not a safetensors file ({error}); restore it from its source"
+        ) from error

@@ -1,0 +1,163 @@
+"""The trainer's end of a weight publish: one Publisher per rank, of which each stage's tensor-parallel leader sends.
+
+    every rank                Publisher(...)        knows its place; replicas other than the first do nothing below
+    stage leader              manifest() -> store   what will be sent, for the coordinator to hand to the engines
+    stage leader              connect()             one group with all engine workers, blocks until they are there
+    TP ranks of replica 0     publish(version)      collective over TP; gathers bucket i+1 while bucket i is on the wire
+
+The stages publish independently of each other; the engines read them in stage order.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.weights import wire
+from pa_npu.weights.gather import Position, StageTensors
+
+
+@dataclass(frozen=True)
+class PublishStats:
+    """One publish as this rank saw it. `bytes` is what a leader sent (0 elsewhere); `wire_wait_s` the part of `seconds`
+    that a leader waited for the engines."""
+
+    seconds: float = 0.0
+    bytes: int = 0
+    buckets: int = 0
+    wire_wait_s: float = 0.0
+
+
+class Publisher:
+    """Sends a stage's weights to all engine workers. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        stage_module: torch.nn.Module,
+        spec: ModelSpec,
+        *,
+        store_host: str,
+        store_port: int,
+        engine_workers: int,
+        bucket_bytes: int,
+        timeout_s: float,
+        backend: str,
+        device: torch.device,
+        position: Position | None = None,
+    ) -> None:
+        """`stage_module` holds one GPT stage (wrappers are fine); its weights are read at each publish.
+
+        The store is any c10d TCPStore that engines reach too. `position` is Megatron's unless given.
+        """
+        self._position = position or Position.from_megatron()
+        self._store = (store_host, store_port)
+        self._engine_workers = engine_workers
+        self._timeout_s = timeout_s
+        self._backend = backend
+        self._device = device
+        self._group: dist.ProcessGroup | None = None
+        # A group's name serves once, in the store and in every member: a publisher that starts again must not meet its
+        # own past.
+        self._name = f"publish-{self._position.stage}-{uuid.uuid4().hex[:12]}"
+        self._tensors = (
+            StageTensors(stage_module, spec, self._position, bucket_bytes) if self._position.replica == 0 else None
+        )
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank sends its stage's weights: it is the one that must put manifest() into the store."""
+        return self._position.is_leader
+
+    def manifest(self) -> dict[str, Any]:
+        """What an engine needs to join and read this stage: one element of pa_connect's `stages`. JSON."""
+        assert self._tensors is not None, "only replica 0 publishes"
+        return {"name": self._name, "manifest": self._tensors.manifest.to_json()}
+
+    def connect(self) -> None:
+        """Form the group with all engine workers; ranks that do not send return at once. Raises DeadlineExceeded."""
+        if not self.is_leader:
+            return
+        self.close()
+        self._group = wire.join_group(
+            *self._store,
+            self._name,
+            rank=0,
+            size=1 + self._engine_workers,
+            backend=self._backend,
+            timeout_s=self._timeout_s,
+            describe=f"stage {self._position.stage} publishes to {self._workers}",
+        )
+
+    def publish(self, version: int) -> PublishStats:
+        """Send all weights as `version`. Collective over the TP ranks of replica 0; other ranks return at once.
+
+        Raises DeadlineExceeded or WeightSyncError, after which group and engines are in an undefined state: start them
+        again.
+        """
+        if self._tensors is None:
+            return PublishStats()
+        start = time.perf_counter()
+        deadline = wire.Deadline(self._timeout_s)
+        if self.is_leader:
+            wire_wait_s = self._send(version, deadline)
+        else:
+            wire_wait_s = 0.0
+            for _ in self._tensors.buckets(deadline):
+                pass
+        manifest = self._tensors.manifest
+        sent = manifest.num_bytes if self.is_leader else 0
+        return PublishStats(time.perf_counter() - start, sent, len(manifest.buckets), wire_wait_s)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            wire.leave_group(self._group)
+            self._group = None
+
+    def _send(self, version: int, deadline: wire.Deadline) -> float:
+        """Broadcast header and buckets; returns the seconds spent waiting for the wire."""
+        assert self._tensors is not None
+        if self._group is None:
+            raise wire.WeightSyncError(
+                f"stage {self._position.stage} has no connection to the engines; call connect() before publish()"
+            )
+        buckets = self._tensors.manifest.buckets
+        header = torch.tensor([version, self._tensors.manifest.digest], dtype=torch.int64, device=self._device)
+        on_the_wire, sending = wire.broadcast(self._group, header), "the header"
+        waited = 0.0
+        for index, buffer in enumerate(self._tensors.buckets(deadline)):
+            assert buffer is not None
+            work = wire.broadcast(self._group, buffer)
+            # Bucket i-1 must have left before the next step of the loop packs bucket i+1 into its buffer.
+            waited += self._wait(on_the_wire, deadline, version, sending)
+            on_the_wire, sending = work, f"bucket {index + 1} of {len(buckets)} ({buckets[index].summary})"
+        return waited + self._wait(on_the_wire, deadline, version, sending)
+
+    def _wait(self, work: dist.Work, deadline: wire.Deadline, version: int, sending: str) -> float:
+        start = time.perf_counter()
+        wire.wait(
+            work,
+            deadline,
+            lambda: (
+                f"publish of version {version}, stage {self._position.stage}, {sending}: broadcast to {self._workers}"
+            ),
+            "check in the engines' logs that each is alive and in pa_receive of this version, or raise "
+            "publish.timeout_s",
+        )
+        return time.perf_counter() - start
+
+    @property
+    def _workers(self) -> str:
+        return f"engine workers (ranks 1 to {self._engine_workers} of group {self._name})"

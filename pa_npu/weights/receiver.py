@@ -1,0 +1,228 @@
+"""The engine's end of a weight publish: a vLLM worker extension for collective_rpc. Imports torch and vllm only.
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve ... --worker-extension-cls pa_npu.weights.receiver.WorkerExtension
+
+    pa_connect    once: join one group per pipeline stage, check that the trainer's model is the engine's
+    pa_receive    per version: receive and load everything in one call between engine steps, then stamp the version
+    pa_version    the version all of whose weights are loaded; None before the first and after a failed receive
+    pa_close      leave the groups
+
+Call them without collective_rpc's own `timeout`: once one fires, vLLM hands every later reply to the wrong caller. The
+deadline is `timeout_s` here and the client's own. The caller must have no request in flight during pa_receive and must
+reset the prefix cache after it, which still holds keys and values of the old weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pa_npu.weights import wire
+
+# Broadcasts posted ahead of the one being loaded, so that the wire does not wait for the loader.
+_AHEAD = 2
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class. All names start with `pa_`: vLLM refuses names that its worker already has."""
+
+    def pa_connect(
+        self,
+        host: str,
+        port: int,
+        rank_offset: int,
+        world_size: int,
+        stages: list[dict[str, Any]],
+        backend: str,
+        timeout_s: float,
+    ) -> dict[str, Any]:
+        """Join the groups of `stages` (from Publisher.manifest) as rank_offset + own worker rank."""
+        self.pa_close()
+        worker: Any = self
+        rank = int(rank_offset) + int(worker.rank)
+        manifests = [wire.Manifest.from_json(stage["manifest"]) for stage in stages]
+        check_model(manifests, worker.model_config.hf_config.get_text_config())
+        groups = [
+            wire.join_group(
+                host,
+                int(port),
+                stage["name"],
+                rank=rank,
+                size=int(world_size),
+                backend=backend,
+                timeout_s=float(timeout_s),
+                describe=f"engine worker {rank} receives from trainer stage {manifest.stage}",
+            )
+            for stage, manifest in zip(stages, manifests, strict=True)
+        ]
+        self._pa_receiver = Receiver(manifests, groups, rank, torch.device(worker.device), float(timeout_s))
+        return {"rank": rank, "stages": len(groups)}
+
+    def pa_receive(self, version: int) -> dict[str, Any]:
+        """Load weight version `version`. On any error the version is unset and the engine must be started again."""
+        receiver = self._pa_get()
+        start = time.perf_counter()
+        worker: Any = self
+        self._pa_version = None
+        with _reloading(worker) as model, torch.no_grad():
+            wanted = {name for name, _ in model.named_parameters()}
+            loaded: set[str] | None = model.load_weights(receiver.receive(int(version)))
+            missing = sorted(wanted - loaded) if loaded is not None else []
+        if missing:
+            raise wire.WeightSyncError(
+                f"weight version {version}: the trainer sent no weights for {len(missing)} parameter(s) of the engine, "
+                "the first is "
+                f"{missing[0]!r}; engine and trainer must be given the same model directory"
+            )
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self._pa_version = int(version)
+        return {"version": int(version), "bytes": receiver.num_bytes, "seconds": time.perf_counter() - start}
+
+    def pa_version(self) -> dict[str, Any]:
+        """{"version": None} also means: do not generate."""
+        return {"version": self.__dict__.get("_pa_version")}
+
+    def pa_close(self) -> dict[str, Any]:
+        """Leave the groups, if any."""
+        receiver: Receiver | None = self.__dict__.pop("_pa_receiver", None)
+        if receiver is not None:
+            receiver.close()
+        return {}
+
+    def _pa_get(self) -> Receiver:
+        receiver: Receiver | None = self.__dict__.get("_pa_receiver")
+        if receiver is None:
+            raise wire.WeightSyncError(
+                "this engine has no connection to the trainer; call pa_connect before pa_receive"
+            )
+        return receiver
+
+
+class Receiver:
+    """Reads the buckets of all stages, in stage order, and puts the HF tensors together. Knows nothing of vLLM."""
+
+    def __init__(
+        self,
+        manifests: list[wire.Manifest],
+        groups: list[dist.ProcessGroup],
+        rank: int,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        self._manifests = manifests
+        self._groups = groups
+        self._rank = rank
+        self._device = device
+        self._timeout_s = timeout_s
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(manifest.num_bytes for manifest in self._manifests)
+
+    def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, tensor) of all weights. Each tensor may be kept: buffers are not used again."""
+        deadline = wire.Deadline(self._timeout_s)
+        messages = self._messages(version, deadline)
+        for manifest in self._manifests:
+            self._check_header(next(messages), manifest, version)
+            yield from wire.assemble(manifest, messages)
+
+    def close(self) -> None:
+        for group in self._groups:
+            wire.leave_group(group)
+        self._groups = []
+
+    def _messages(self, version: int, deadline: wire.Deadline) -> Iterator[torch.Tensor]:
+        """Header and buckets of each stage, in the order they are sent, always with the next ones already posted."""
+        pending: deque[tuple[dist.Work, torch.Tensor, str]] = deque()
+        for group, manifest in zip(self._groups, self._manifests, strict=True):
+            sizes = [(2, torch.int64, "header")]
+            total = len(manifest.buckets)
+            sizes += [
+                (b.num_elements, b.torch_dtype, f"bucket {i + 1} of {total} ({b.summary})")
+                for i, b in enumerate(manifest.buckets)
+            ]
+            for size, dtype, what in sizes:
+                buffer = torch.empty(size, dtype=dtype, device=self._device)
+                pending.append((wire.broadcast(group, buffer), buffer, f"stage {manifest.stage}, {what}"))
+                if len(pending) > _AHEAD:
+                    yield self._arrived(*pending.popleft(), version, deadline)
+        while pending:
+            yield self._arrived(*pending.popleft(), version, deadline)
+
+    def _arrived(
+        self, work: dist.Work, buffer: torch.Tensor, what: str, version: int, deadline: wire.Deadline
+    ) -> torch.Tensor:
+        wire.wait(
+            work,
+            deadline,
+            lambda: f"engine worker {self._rank} waits for weight version {version}, {what}",
+            "check in the trainer's logs that the leader of this stage is alive and publishing, or raise "
+            "publish.timeout_s",
+        )
+        return buffer
+
+    def _check_header(self, header: torch.Tensor, manifest: wire.Manifest, version: int) -> None:
+        sent_version, digest = header.tolist()
+        if sent_version != version:
+            raise wire.WeightSyncError(
+                f"trainer stage {manifest.stage} sent weight version {sent_version} to engine worker {self._rank}, "
+                "which was asked to "
+                f"load version {version}; publishes and pa_receive calls must come in the same order"
+            )
+        if digest != manifest.digest:
+            raise wire.WeightSyncError(
+                f"trainer stage {manifest.stage} sends other buckets than the manifest that engine worker {self._rank} "
+                "was given; "
+                f"call pa_connect with the manifest of this run"
+            )
+
+
+def check_model(manifests: list[wire.Manifest], hf_config: Any) -> None:
+    """Raises WeightSyncError unless trainer and engine hold the same model and no tensor comes from two stages."""
+    names = [name for manifest in manifests for name in manifest.shapes]
+    if len(names) != len(set(names)):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise wire.WeightSyncError(
+            f"weight tensor {twice} is announced by two trainer stages; give each stage's manifest once"
+        )
+    for manifest in manifests:
+        for key, value in manifest.model.items():
+            if int(getattr(hf_config, key, value)) != value:
+                raise wire.WeightSyncError(
+                    f"trainer stage {manifest.stage} has {key}={value}, the engine's model {getattr(hf_config, key)}; "
+                    f"engine and trainer must be given the same model directory"
+                )
+
+
+@contextmanager
+def _reloading(worker: Any) -> Iterator[Any]:
+    """The worker's model in a state in which load_weights takes HF tensors.
+
+    vLLM packs weights for its kernels after loading (on CPU always), after which only its layerwise reload can load
+    again: it puts each layer back to its HF form, loads it once complete, packs it anew and copies the result into the
+    old memory. vLLM versions without it (0.18) load in place. It is finished also on failure, else the engine would
+    keep tensors without memory.
+    """
+    from vllm.config import set_current_vllm_config
+
+    model = worker.model_runner.model
+    try:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    except ImportError:
+        yield model
+        return
+    with set_current_vllm_config(worker.vllm_config):
+        with torch.device(worker.device):
+            initialize_layerwise_reload(model)
+        try:
+            yield model
+        finally:
+            finalize_layerwise_reload(model, worker.model_config)

@@ -1,0 +1,248 @@
+"""What both ends of a weight publish share: manifest, communication group, waits with a deadline. Imports torch only.
+
+One group per pipeline stage: rank 0 is the stage's tensor-parallel leader, ranks 1.. are the workers of all engines.
+Everything flows from rank 0 by broadcast. A publish is, in each stage's group and in this order on every rank:
+
+    header       int64 [2]: weight version, digest of the manifest
+    bucket 0..n  one flat tensor each; its segments, laid out one after another, are pieces of flattened HF tensors
+
+The manifest (sent beforehand, as JSON) says which segments a bucket has, so nothing but data crosses the wire.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from pa_npu.errors import DeadlineExceeded, PaNpuError
+
+# The pause between polls grows with the time waited, so that a short wait ends promptly and a long one costs nothing.
+_SHORTEST_POLL_S, _LONGEST_POLL_S, _POLL_SHARE = 0.0001, 0.005, 0.002
+
+
+class WeightSyncError(PaNpuError):
+    """Trainer and engine disagree about the weights to exchange, or their connection broke; the message names both."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, start + size) of the flattened HF tensor `name`."""
+
+    name: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One broadcast: segments of one dtype (torch name without prefix, e.g. bfloat16), one after another."""
+
+    dtype: str
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(segment.size for segment in self.segments)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.torch_dtype.itemsize
+
+    @property
+    def summary(self) -> str:
+        """First and last tensor, for messages."""
+        first, last = self.segments[0].name, self.segments[-1].name
+        return first if first == last else f"{first} to {last}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one stage sends: shapes of its HF tensors, and its buckets in order. `model`: sizes that engines compare."""
+
+    stage: int
+    model: dict[str, int]
+    shapes: dict[str, tuple[int, ...]]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def digest(self) -> int:
+        text = json.dumps(self.to_json(), sort_keys=True).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "model": self.model,
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "buckets": [
+                [bucket.dtype, [[s.name, s.start, s.size] for s in bucket.segments]] for bucket in self.buckets
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Manifest:
+        """Raises WeightSyncError unless the segments of each tensor cover it exactly once."""
+        try:
+            manifest = cls(
+                stage=int(raw["stage"]),
+                model={key: int(value) for key, value in raw["model"].items()},
+                shapes={name: tuple(int(size) for size in shape) for name, shape in raw["shapes"].items()},
+                buckets=tuple(
+                    Bucket(
+                        str(dtype), tuple(Segment(str(name), int(start), int(size)) for name, start, size in segments)
+                    )
+                    for dtype, segments in raw["buckets"]
+                ),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise WeightSyncError(
+                f"weight manifest is malformed ({error!r}); trainer and engine must run the same pa_npu"
+            ) from None
+        manifest._check()
+        return manifest
+
+    def _check(self) -> None:
+        covered: dict[str, list[tuple[int, int]]] = {name: [] for name in self.shapes}
+        for bucket in self.buckets:
+            if not isinstance(getattr(torch, bucket.dtype, None), torch.dtype):
+                raise WeightSyncError(
+                    f"weight manifest of stage {self.stage}: unknown dtype {bucket.dtype!r}; update torch in the engine"
+                )
+            for segment in bucket.segments:
+                covered.setdefault(segment.name, []).append((segment.start, segment.start + segment.size))
+        for name, ranges in covered.items():
+            end = 0
+            for start, stop in sorted(ranges):
+                if start != end:
+                    break
+                end = stop
+            if name not in self.shapes or end != math.prod(self.shapes[name]):
+                raise WeightSyncError(
+                    f"weight manifest of stage {self.stage}: the segments of {name} do not cover shape "
+                    f"{self.shapes.get(name)} exactly once"
+                )
+
+
+def assemble(manifest: Manifest, buffers: Iterator[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Complete HF tensors out of a stage's buckets, in order.
+
+    A tensor that came in one piece is a view of its buffer, so whoever yields the buffers must not reuse them while
+    tensors are in use; one that was cut over buckets is assembled in memory of its own.
+    """
+    open_tensors: dict[str, torch.Tensor] = {}
+    remaining: dict[str, int] = {}
+    for bucket in manifest.buckets:
+        buffer, offset = next(buffers), 0
+        for segment in bucket.segments:
+            data = buffer[offset : offset + segment.size]
+            offset += segment.size
+            shape = manifest.shapes[segment.name]
+            size = math.prod(shape)
+            if segment.size == size:
+                yield segment.name, data.view(shape)
+                continue
+            if segment.name not in open_tensors:
+                open_tensors[segment.name] = torch.empty(size, dtype=buffer.dtype, device=buffer.device)
+                remaining[segment.name] = size
+            open_tensors[segment.name][segment.start : segment.start + segment.size].copy_(data)
+            remaining[segment.name] -= segment.size
+            if remaining[segment.name] == 0:
+                yield segment.name, open_tensors.pop(segment.name).view(shape)
+
+
+class Deadline:
+    """A point in time that several waits share."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._start = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start
+
+    @property
+    def remaining_s(self) -> float:
+        return self.seconds - self.elapsed_s
+
+
+def wait(work: dist.Work, deadline: Deadline, describe: Callable[[], str], remedy: str) -> None:
+    """Wait for a collective of any backend. `describe` and `remedy` are for the message.
+
+    Raises DeadlineExceeded past the deadline and WeightSyncError when the connection broke. Polls, because the timeout
+    of Work.wait means different things per backend (gloo: give up; NCCL, HCCL: none unless in blocking mode).
+    """
+    while not work.is_completed():
+        if deadline.remaining_s <= 0:
+            raise DeadlineExceeded(f"{describe()}: not done within {deadline.seconds:g} s; {remedy}")
+        time.sleep(min(_LONGEST_POLL_S, _SHORTEST_POLL_S + deadline.elapsed_s * _POLL_SHARE))
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"{describe()}: the connection broke after {deadline.elapsed_s:.1f} s ({str(error).splitlines()[0]}); "
+            f"{remedy}"
+        ) from error
+
+
+def join_group(
+    host: str, port: int, name: str, rank: int, size: int, backend: str, timeout_s: float, describe: str
+) -> dist.ProcessGroup:
+    """Join the group `name` beside whatever default group this process has. A name serves once.
+
+    `host:port` is any c10d TCPStore that all members reach; each uses a client of its own. Blocks (gloo: until all
+    members are there), at most timeout_s, which is also the group's timeout for each operation. Raises
+    DeadlineExceeded.
+    """
+    deadline = Deadline(timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+    remedy = (
+        f"check that all {size} members are alive, were given the same store ({host}:{port}) and world size, and reach "
+        "each other, "
+        f"or raise publish.timeout_s"
+    )
+    try:
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        # torch's public API makes groups only inside the default group; this helper makes one beside it, for any
+        # backend.
+        helper = c10d._new_process_group_helper
+        options = "backend_options" if "backend_options" in inspect.signature(helper).parameters else "pg_options"
+        arguments: dict[str, Any] = {"group_name": name, "timeout": timeout, options: None}
+        group, _ = helper(size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store), **arguments)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        kind = DeadlineExceeded if deadline.remaining_s < 0.1 * timeout_s else WeightSyncError
+        raise kind(
+            f"{describe}: could not join the group after {deadline.elapsed_s:.1f} s ({reason}); {remedy}"
+        ) from error
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
+    return group
+
+
+def leave_group(group: dist.ProcessGroup) -> None:
+    """Free a group made by join_group."""
+    dist.destroy_process_group(group)
+
+
+def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
+    """Start a broadcast from rank 0."""
+    return group.broadcast(tensor, 0)

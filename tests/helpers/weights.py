@@ -1,0 +1,145 @@
+"""Stand-ins for the weight tests: HF directories of random tensors, Megatron-named stages, gloo groups between threads."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.weights import hf_map
+
+T = TypeVar("T")
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+def make_checkpoint(
+    directory: Path, family: str, *, tied: bool, vocab: int = 64, dtype: torch.dtype = torch.float32
+) -> ModelSpec:
+    """An HF directory (4 layers, 8 heads, 4 kv heads) whose tensors follow the HF names written out here by hand."""
+    hidden, ffn, heads, kv_heads, head_dim, layers = 32, 48, 8, 4, 8, 4
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "model_type": family,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text("{}")
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not tied:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        for name, rows in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):
+            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, hidden)
+            if family == "qwen2":
+                shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
+            if family == "qwen3" and name != "v":
+                shapes[f"{prefix}self_attn.{name}_norm.weight"] = (head_dim,)
+        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, heads * head_dim)
+        shapes[f"{prefix}mlp.gate_proj.weight"] = (ffn, hidden)
+        shapes[f"{prefix}mlp.up_proj.weight"] = (ffn, hidden)
+        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, ffn)
+        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+    generator = torch.Generator().manual_seed(vocab)
+    save_file(
+        {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}, directory / "model.safetensors"
+    )
+    return ModelSpec.read(str(directory))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Which share of the model a stand-in stage holds."""
+
+    tp_size: int = 1
+    stage: int = 0
+    num_stages: int = 1
+
+    def parameter_names(self, spec: ModelSpec) -> list[str]:
+        per_stage = spec.num_layers // self.num_stages
+        rests = ["input_layernorm.weight", "self_attention.linear_proj.weight", "self_attention.linear_qkv.weight"]
+        rests += ["self_attention.linear_qkv.bias"] * spec.qkv_bias
+        rests += ["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"] * spec.qk_norm
+        rests += ["pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
+        names = [f"decoder.layers.{layer}.{rest}" for layer in range(per_stage) for rest in rests]
+        if self.stage == 0:
+            names.insert(0, hf_map.EMBEDDING)
+        if self.stage == self.num_stages - 1:
+            names.append(hf_map.FINAL_NORM)
+            # as in Megatron: a tied model has its own copy only where the embedding is on another stage
+            if not spec.tied or self.num_stages > 1:
+                names.append(hf_map.OUTPUT)
+        return names
+
+    def build(self, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+        """A module tree with Megatron's parameter names and this layout's shapes, filled with NaN."""
+        module = torch.nn.Module()
+        for name in self.parameter_names(spec):
+            shapes = [tensor.local_shape(self.tp_size) for tensor in hf_map.sources(name, spec, 0)]
+            shape = (sum(s[0] for s in shapes), *shapes[0][1:])
+            owner = module
+            *path, leaf = name.split(".")
+            for child in path:
+                if not hasattr(owner, child):
+                    owner.add_module(child, torch.nn.Module())
+                owner = getattr(owner, child)
+            owner.register_parameter(leaf, torch.nn.Parameter(torch.full(shape, float("nan"), dtype=dtype)))
+        offset = spec.num_layers // self.num_stages * self.stage
+        for layer, child in module.decoder.layers.named_children():
+            child.layer_number = offset + int(layer) + 1
+        return module
+
+    def load(self, spec: ModelSpec, tp_rank: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+        module = self.build(spec, dtype)
+        hf_map.load_hf(module, spec, tp_rank=tp_rank, tp_size=self.tp_size)
+        return module
+
+
+def gloo_group(store: dist.Store, name: str, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+    """A gloo group of threads of one process, outside torch's registry of groups."""
+    prefixed = dist.PrefixStore(name, store)
+    group = dist.ProcessGroup(prefixed, rank, size)
+    backend = dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=timeout_s))
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def run_threads(*functions: Callable[[], T]) -> list[T | Exception]:
+    """Run all at the same time; each result, or the exception that ended it."""
+    results: list[Any] = [None] * len(functions)
+
+    def call(index: int, function: Callable[[], T]) -> None:
+        try:
+            results[index] = function()
+        except Exception as error:  # handed to the test, which asserts on it
+            results[index] = error
+
+    threads = [threading.Thread(target=call, args=item, name=f"member-{item[0]}") for item in enumerate(functions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a member of the group hangs past every deadline"
+    return results
