@@ -22,6 +22,12 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -176,12 +182,22 @@ def build_stage(
     def build() -> GPT:
         model = GPT(megatron_config, spec, platform.ops, config.attention.implementation)
         if not initialise:
+            _mark_tensor_parallel(model)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(float("nan"))
         return model
 
     return TriModel(megatron_config, build(), {name: build() for name in frozen}, RotaryTable(spec))
+
+
+def _mark_tensor_parallel(model: GPT) -> None:
+    """Say which weights are sharded over TP: Megatron does so while initialising them, and its gradient norm counts by it."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
+            partition_dim = 1 if isinstance(module, RowParallelLinear) else 0
+            if module.weight is not None and not getattr(module.weight, "tensor_model_parallel", False):
+                set_tensor_model_parallel_attributes(module.weight, True, partition_dim, 1)
 
 
 def data_parallel(stage: TriModel, *, distributed_optimizer: bool) -> DistributedDataParallel:
