@@ -77,7 +77,7 @@ class StoreRolloutBuffer:
         return self._channel.wait(
             self._key(iteration, replica, slot),
             timeout_s,
-            f"iteration {iteration}: group for slot {slot} of replica {replica}, from the coordinator",
+            f"the group of slot {slot}, replica {replica}, iteration {iteration}, from the coordinator",
         )
 
     def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:

@@ -85,7 +85,7 @@ class StoreChannel:
         return data
 
     def wait_bytes(self, key: str, timeout_s: float, what: str) -> bytes:
-        """Waits for key and returns its value. `what` says in words what is awaited and from whom."""
+        """Waits for key and returns its value. `what` completes "waited 3 s for ...", sender included."""
         self.wait(key, timeout_s, what)
         return self.get_bytes(key)
 
@@ -133,8 +133,8 @@ class StoreChannel:
             waited_s = time.monotonic() - start
             if waited_s >= timeout_s:
                 raise DeadlineExceeded(
-                    f"{what}: not there after {waited_s:.1f} s (deadline {timeout_s:g} s, key {self._prefix}{key}, "
-                    f"{self._address})"
+                    f"waited {waited_s:.2f} s for {what}: deadline of {timeout_s:g} s reached "
+                    f"(key {self._prefix}{key}, {self._address})"
                 )
             pause_s = min(max(waited_s * _PAUSE_SHARE, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
             yield min(pause_s, timeout_s - waited_s)

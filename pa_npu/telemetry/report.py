@@ -47,10 +47,11 @@ def load_report(run_dir: Path | str, warmup_iterations: int | None = None) -> Ru
 
 def render_text(reports: Sequence[RunReport]) -> str:
     """A rich table, one column per run, followed by what the numbers mean."""
+    from rich.box import ASCII2  # logs and terminals of any locale can show it
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Throughput")
+    table = Table(title="Throughput", box=ASCII2)
     table.add_column("")
     for label in _labels(reports):
         table.add_column(label, justify="right", overflow="fold")
