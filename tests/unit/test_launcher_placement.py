@@ -1,0 +1,221 @@
+"""Placement, ports, run directory and memory arithmetic."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pa_npu.config import Config
+from pa_npu.config.derive import derived_lines, engine_memory, trainer_memory, work
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.preflight import check_model
+from pa_npu.errors import ConfigError, UserError
+from pa_npu.launcher.checks import check_ports
+from pa_npu.launcher.placement import engine_ports, place, port_problem, visible_devices
+from pa_npu.launcher.run_directory import check_run_directory, own_run_directory
+
+
+def make_config(**sections: dict[str, Any]) -> Config:
+    tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}}
+    for name, values in sections.items():
+        tree.setdefault(name, {}).update(values)
+    return Config.model_validate(tree)
+
+
+QWEN_7B = ModelSpec(
+    path="qwen",
+    family="qwen2",
+    num_layers=28,
+    hidden_size=3584,
+    ffn_size=18944,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=152064,
+    rope_theta=1e6,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qkv_bias=True,
+    qk_norm=False,
+    tied=False,
+    max_positions=32768,
+    eos_token_ids=(151645,),
+)
+
+
+def test_engines_take_the_first_devices_and_trainers_the_next() -> None:
+    config = make_config(rollout={"engines": 2, "tensor_parallel": 2}, trainer={"devices": 4})
+    placement = place(config, num_devices=8, cores=range(64))
+    assert placement.engine_devices == ((0, 1), (2, 3))
+    assert placement.trainer_devices == (4, 5, 6, 7)
+    assert placement.trainer_cores == ((),) * 4, "only cpu runs are pinned"
+
+
+def test_listed_devices_are_kept_and_the_rest_filled_around_them() -> None:
+    config = make_config(placement={"engine_devices": [3]}, trainer={"devices": 2})
+    assert place(config, 8, []).trainer_devices == (0, 1)
+    assert place(config, 8, []).engine_devices == ((3,),)
+
+
+def test_cores_are_pinned_where_there_are_enough_and_shared_otherwise() -> None:
+    config = make_config()
+    assert place(config, None, [4, 7]).engine_cores == ((4,),)
+    assert place(config, None, [4, 7]).trainer_cores == ((7,),)
+    assert place(config, None, [4]).trainer_cores == ((),)
+    assert place(make_config(placement={"pin_cores": False}), None, [4, 7]).engine_cores == ((),)
+
+
+@pytest.mark.parametrize(
+    ("sections", "devices", "expected"),
+    [
+        ({"trainer": {"devices": 8}}, 8, "needs 9 devices"),
+        ({"placement": {"trainer_devices": [8]}}, 8, "highest index is 8"),
+        ({"placement": {"trainer_devices": [1], "engine_devices": [1]}}, 8, "share a device"),
+        ({"placement": {"trainer_devices": [2]}}, None, "2 cores are here"),
+    ],
+)
+def test_devices_that_are_not_there_or_shared_are_refused(sections: Any, devices: int | None, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        place(make_config(**sections), devices, [0, 1])
+
+
+def test_visible_devices_count_within_what_the_user_made_visible() -> None:
+    assert visible_devices("CUDA_VISIBLE_DEVICES", [1, 2], {}) == {"CUDA_VISIBLE_DEVICES": "1,2"}
+    outer = {"CUDA_VISIBLE_DEVICES": "4,5, 6"}
+    assert visible_devices("CUDA_VISIBLE_DEVICES", [1, 2], outer) == {"CUDA_VISIBLE_DEVICES": "5,6"}
+    assert visible_devices(None, [1], outer) == {}
+
+
+def test_free_ports_are_free_and_outside_of_outgoing_connections() -> None:
+    ports = engine_ports(make_config(rollout={"engines": 3}))
+    assert len(set(ports)) == 3
+    assert all(20000 <= port < 32000 and port_problem("127.0.0.1", port) is None for port in ports)
+    assert engine_ports(make_config(rollout={"engines": 2}, placement={"engine_port": 8000})) == [8000, 8001]
+
+
+@pytest.mark.parametrize("key", ["store_port", "engine_port"])
+def test_a_taken_port_is_refused_with_its_key(key: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"placement.{key}: port {port} .* choose another"):
+            check_ports(make_config(placement={key: port}))
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"placement.host: cannot listen on 203\.0\.113\.1"):
+        check_ports(make_config(placement={"host": "203.0.113.1"}))
+
+
+def test_a_run_directory_belongs_to_one_configuration(tmp_path: Path) -> None:
+    run = {"dir": str(tmp_path / "run")}
+    config = make_config(run=run)
+    check_run_directory(config)
+    with own_run_directory(config) as directory:
+        (directory / "metrics.jsonl").write_text("{}\n")
+    check_run_directory(config)
+    with pytest.raises(ConfigError, match=r"another configuration \(different: run.seed, schedule.iterations\)"):
+        check_run_directory(make_config(run=run | {"seed": 9}, schedule={"iterations": 3}))
+
+
+def test_the_same_run_again_sets_the_earlier_files_aside_and_a_continued_one_keeps_them(tmp_path: Path) -> None:
+    run = {"dir": str(tmp_path)}
+    for number in (1, 2):
+        with own_run_directory(make_config(run=run)) as directory:
+            assert not (directory / "metrics.jsonl").exists()
+            (directory / "metrics.jsonl").write_text(f"{number}")
+    assert (tmp_path / "earlier" / "1" / "metrics.jsonl").read_text() == "1"
+    continued = make_config(run=run, checkpoint={"load": str(tmp_path / "checkpoints" / "iteration_000001")})
+    check_run_directory(continued)
+    with own_run_directory(continued) as directory:
+        assert (directory / "metrics.jsonl").read_text() == "2"
+
+
+def test_a_directory_in_use_or_not_a_directory_is_refused(tmp_path: Path) -> None:
+    config = make_config(run={"dir": str(tmp_path / "run")})
+    with own_run_directory(config), pytest.raises(UserError, match="another run is at work"), own_run_directory(config):
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file, not a directory"):
+        check_run_directory(make_config(run={"dir": str(tmp_path / "file" / "run")}))
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is the directory nobody can write to")
+def test_an_unwritable_directory_is_refused() -> None:
+    with pytest.raises(UserError, match="is not writable"):
+        check_run_directory(make_config(run={"dir": "/proc/pa_npu_run"}))
+
+
+def test_work_of_an_iteration_counts_the_prompt_once_when_it_is_shared() -> None:
+    config = make_config(data={"max_prompt_tokens": 512}, rollout={"max_response_tokens": 64})  # G = 8, B = 16
+    shared = work(config)
+    assert (shared.sequences, shared.microbatches_per_replica, shared.microbatch_tokens) == (128, 16, 512 + 8 * 64)
+    assert (shared.prompt_tokens, shared.response_tokens) == (128 * 512, 128 * 64)
+    separate = work(
+        config.model_copy(update={"attention": config.attention.model_copy(update={"shared_prompt": False})})
+    )
+    assert separate.computed_tokens == 128 * (512 + 64)
+
+
+def test_trainer_memory_of_a_known_model() -> None:
+    """Qwen2.5-7B has 7.616 billion parameters; mixed precision costs 2 + 4 + 12 bytes per parameter without sharding."""
+    assert QWEN_7B.num_parameters == 7_615_616_512
+    parts = dict(trainer_memory(make_config(), QWEN_7B).parts)
+    assert parts["weights"] == pytest.approx(2 * 7.6156e9, rel=1e-3)
+    assert parts["gradients"] == 2 * parts["weights"]
+    assert parts["optimizer"] == 6 * parts["weights"]
+    assert parts["frozen models"] == 0
+    split = make_config(
+        trainer={"devices": 8, "tensor_parallel": 4, "sequence_parallel": True}, algorithm={"kl_coef": 0.1}
+    )
+    sharded = dict(trainer_memory(split, QWEN_7B).parts)
+    assert sharded["weights"] == pytest.approx(parts["weights"] / 4, rel=1e-6)
+    assert sharded["optimizer"] == pytest.approx(parts["optimizer"] / 8, rel=1e-6)
+    assert sharded["frozen models"] == sharded["weights"]
+    assert sharded["activations"] == pytest.approx(parts["activations"] / 4, rel=1e-3)
+
+
+def test_recompute_and_pipeline_lower_what_a_rank_holds() -> None:
+    plain = trainer_memory(make_config(), QWEN_7B)
+    full = trainer_memory(make_config(trainer={"recompute": "full"}), QWEN_7B)
+    staged = trainer_memory(make_config(trainer={"devices": 4, "pipeline_parallel": 4}), QWEN_7B)
+    assert dict(full.parts)["activations"] < dict(plain.parts)["activations"] / 5
+    assert plain.total / 4 < staged.total < plain.total / 2, "the last stage holds the head beside its layers"
+
+
+def test_engine_memory_is_weights_and_the_cache_that_is_left() -> None:
+    parts = dict(engine_memory(make_config(rollout={"memory_fraction": 0.5}), QWEN_7B, 64 * 2**30).parts)
+    assert sum(parts.values()) == 32 * 2**30
+    assert dict(engine_memory(make_config(rollout={"kv_cache_gib": 2}), QWEN_7B, None).parts)["KV cache"] == 2 * 2**30
+
+
+@pytest.mark.parametrize("own_memory", [True, False])
+@pytest.mark.parametrize("device_bytes", [None, 64 * 2**30])
+def test_the_derived_arithmetic_can_be_printed_for_every_device(own_memory: bool, device_bytes: int | None) -> None:
+    text = "\n".join(derived_lines(make_config(), QWEN_7B, device_bytes, own_memory))
+    assert "2 = 1 engines x 1 + 1 trainer ranks" in text
+    assert "trainer memory" in text and "engine memory" in text
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        (
+            {"trainer": {"devices": 3, "tensor_parallel": 3}},
+            r"tensor_parallel: 3 does not divide the 28 attention heads",
+        ),
+        ({"trainer": {"devices": 7, "tensor_parallel": 7}}, r"7 does not divide the 4 key/value heads .* \[1, 2, 4\]"),
+        ({"trainer": {"devices": 3, "pipeline_parallel": 3}}, r"pipeline_parallel: 3 does not divide the 28 layers"),
+        ({"rollout": {"tensor_parallel": 3}}, r"rollout.tensor_parallel: 3 does not divide the 28 attention heads"),
+        ({"rollout": {"max_response_tokens": 32768}}, r"exceeds the 32768 positions"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused(sections: Any, expected: str) -> None:
+    tree = {"schedule": {"prompts_per_iteration": 84}, **sections}
+    with pytest.raises(ConfigError, match=expected):
+        check_model(make_config(**tree), QWEN_7B)
+    check_model(make_config(), QWEN_7B)

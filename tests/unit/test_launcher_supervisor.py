@@ -1,0 +1,136 @@
+"""The supervisor with small fake commands: readiness, relayed progress, failing fast, stopping on signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pa_npu.config import Config
+from pa_npu.launcher.commands import Command
+from pa_npu.launcher.console import Console
+from pa_npu.launcher.process_tree import ProcessTree
+from pa_npu.launcher.readiness import Awaited
+from pa_npu.launcher.run import Supervisor, stop_signals
+from pa_npu.telemetry.timeline import Timeline
+
+
+@pytest.fixture(autouse=True)
+def short_aftermath(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pa_npu.launcher.run._AFTERMATH_S", 0.05)
+
+
+SLEEP = "import time; time.sleep(60)"
+
+
+def supervise(
+    directory: Path, codes: dict[str, str], awaited: list[Awaited] | None = None, meanwhile: Callable[[], None] = int
+) -> int:
+    """Run fake commands under the real supervisor; returns its exit code."""
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
+    commands = [
+        Command(name, (sys.executable, "-S", "-u", "-c", code), dict(os.environ)) for name, code in codes.items()
+    ]
+    logs = directory / "logs"
+    with (
+        Console(logs / "launcher.log") as console,
+        stop_signals() as signals,
+        ProcessTree(logs, 1.0, signals.insisted) as tree,
+    ):
+        supervisor = Supervisor(config, tree, console, Timeline(None, "launcher"), signals)
+        thread = threading.Thread(target=meanwhile, name="meanwhile")
+        thread.start()
+        code = supervisor.run(commands, awaited or [])
+        thread.join(10)
+        assert all(process.exit_code is not None for process in tree.processes)
+    return code
+
+
+def test_a_good_run_relays_progress_and_ends_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    coordinator = "print('log line'); print('| iteration 1/2'); print('| iteration 2/2')"
+    assert supervise(tmp_path, {"engine-0": SLEEP, "coordinator": coordinator, "trainer-0": "pass"}) == 0
+    out = capsys.readouterr().out
+    assert "iteration 1/2\n" in out and "iteration 2/2\n" in out
+    assert "log line" not in out
+    assert "iteration 2/2" in (tmp_path / "logs" / "launcher.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "end", "expected"),
+    [
+        ("trainer-1", "raise SystemExit(7)", "exit code 7", 1),
+        ("coordinator", "raise SystemExit(2)", "exit code 2", 2),
+        ("engine-0", "import os; os.kill(os.getpid(), 9)", "killed by SIGKILL", 1),
+    ],
+)
+def test_a_dead_process_ends_the_run_at_once_with_its_name_end_and_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, code: str, end: str, expected: int
+) -> None:
+    codes = dict.fromkeys(("engine-0", "coordinator", "trainer-0", "trainer-1"), SLEEP) | {
+        name: f"print('cause of death'); {code}"
+    }
+    start = time.monotonic()
+    assert supervise(tmp_path, codes) == expected
+    assert time.monotonic() - start < 10
+    error = capsys.readouterr().err
+    assert f"failed: {name} ended: {end}" in error
+    assert "    cause of death" in error
+
+
+def test_an_engine_that_ends_well_but_early_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert supervise(tmp_path, {"engine-0": "pass", "coordinator": SLEEP}) == 1
+    assert "engine-0 ended: exit code 0" in capsys.readouterr().err
+
+
+def test_a_process_that_never_becomes_ready_ends_the_run_by_its_deadline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    awaited = [Awaited("engine-0", lambda: False, 0.5, "rollout", "engine-0")]
+    codes = {"engine-0": "print('still loading'); " + SLEEP, "coordinator": SLEEP}
+    assert supervise(tmp_path, codes, awaited) == 1
+    error = capsys.readouterr().err
+    assert "engine-0 not ready after" in error and "rollout.startup_timeout_s" in error and "still loading" in error
+
+
+def test_ready_processes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    polls = iter([True])
+    awaited = [Awaited("trainers", lambda: next(polls), 30.0, "trainer", "trainer-0")]
+    assert supervise(tmp_path, {"engine-0": SLEEP, "trainer-0": "import time; time.sleep(0.3)"}, awaited) == 0
+    assert "trainers ready after" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_stop_the_run_cleanly(tmp_path: Path, number: signal.Signals) -> None:
+    def interrupt() -> None:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    code = f"open({str(tmp_path / 'up')!r}, 'w').close(); {SLEEP}"
+    start = time.monotonic()
+    assert supervise(tmp_path, {"engine-0": SLEEP, "coordinator": code}, meanwhile=interrupt) == 128 + number
+    assert time.monotonic() - start < 10
+
+
+def test_a_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
+    def interrupt_twice() -> None:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    deaf = f"import signal; signal.signal(15, signal.SIG_IGN); open({str(tmp_path / 'up')!r}, 'w').close(); {SLEEP}"
+    start = time.monotonic()
+    assert supervise(tmp_path, {"engine-0": deaf}, [_never()], interrupt_twice) == 128 + signal.SIGINT
+    assert time.monotonic() - start < 1.0
+
+
+def _never() -> Awaited:
+    return Awaited("engine-0", lambda: False, 60.0, "rollout", "engine-0")
