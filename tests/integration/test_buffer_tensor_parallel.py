@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TENSOR_PARALLEL, PIPELINE_PARALLEL = 2, 2
 RANKS = TENSOR_PARALLEL * PIPELINE_PARALLEL
 GROUPS, RESPONSES, MICROBATCH_RESPONSES, PAD = 3, 4, 2, 4
-COLLECTIVE_TIMEOUT_S, PRODUCER_DELAY_S, MISSING_TIMEOUT_S = 2.0, 3.0, 0.5
+COLLECTIVE_TIMEOUT_S, PRODUCER_DELAY_S, MISSING_TIMEOUT_S = 4.0, 5.0, 0.5
 
 
 def make_group(index: int) -> Group:
@@ -124,7 +124,7 @@ def test_all_ranks_of_a_replica_get_the_same_microbatches_from_a_late_producer()
         for rank in range(RANKS)
     ]
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while channel.add("ready", 0) < RANKS:
             assert time.monotonic() < deadline and all(process.poll() is None for process in ranks)
             time.sleep(0.05)
@@ -135,8 +135,10 @@ def test_all_ranks_of_a_replica_get_the_same_microbatches_from_a_late_producer()
         time.sleep(PRODUCER_DELAY_S)
         for slot in (2, 1):  # out of order, as groups complete
             buffer.put(groups[slot], 0, slot)
-        results = [channel.wait_json(f"result/{rank}", 60.0, f"the result of rank {rank}") for rank in range(RANKS)]
-        assert [process.wait(30) for process in ranks] == [0] * RANKS
+        while any(process.poll() is None for process in ranks):
+            assert time.monotonic() < deadline and not any(process.poll() for process in ranks), "a rank hangs or died"
+            time.sleep(0.05)
+        results = [channel.wait_json(f"result/{rank}", 1.0, f"the result of rank {rank}") for rank in range(RANKS)]
     finally:
         for process in ranks:
             process.kill()
