@@ -58,6 +58,11 @@ class DataConfig(Section):
 
 class RolloutConfig(Section):
     engines: int = Field(1, ge=1, description="Number of engines (vLLM servers).")
+    attach: tuple[str, ...] = Field(
+        (),
+        description="URLs of running engines (see `pa_npu.launcher engines`) to use instead of starting any; they must serve "
+        "this model.path, one for each of rollout.engines.",
+    )
     tensor_parallel: int = Field(1, ge=1, description="Devices per engine.")
     python: str | None = Field(None, description="Interpreter of the engines' own environment; none means this one.")
     responses_per_prompt: int = Field(8, ge=2, description="G, the number of responses per prompt (one group).")
@@ -174,8 +179,10 @@ class AttentionConfig(Section):
 class ScheduleConfig(Section):
     iterations: int = Field(10, ge=1, description="Iterations of the run (weight updates).")
     prompts_per_iteration: int = Field(16, ge=1, description="B, the number of groups per iteration.")
-    stream: bool = Field(
-        True, description="Train while engines generate (periodic); false waits for the whole batch (sync)."
+    stream: bool | Literal["alternate"] = Field(
+        True,
+        description="Train while engines generate (periodic); false waits for the whole batch (sync); alternate does one "
+        "and the other in turn, sync first, to measure them against each other.",
     )
     order: Literal["prompt", "completion"] = Field(
         "completion", description="Order in which groups are trained; prompt makes the update bit-identical to sync."
@@ -269,6 +276,12 @@ class Config(Section):
     def microbatches_per_group(self) -> int:
         return self.rollout.responses_per_prompt // self.microbatch_responses
 
+    def streams(self, iteration: int) -> bool:
+        """Whether the groups of this iteration are handed over as they finish."""
+        if self.schedule.stream == "alternate":
+            return iteration % 2 == 1
+        return self.schedule.stream
+
     @property
     def num_devices(self) -> int:
         """All devices, engines and trainers: the denominator of TPSPD."""
@@ -312,6 +325,8 @@ def _broken_rules(c: Config):
         yield f"rollout.top_p: {r.top_p}: the trainer's log-probs would not match a truncated distribution; set it to 1.0"
     if r.top_k != -1:
         yield f"rollout.top_k: {r.top_k}: the trainer's log-probs would not match a truncated distribution; set it to -1"
+    if r.attach and len(r.attach) != r.engines:
+        yield f"rollout.attach: {len(r.attach)} URLs for rollout.engines = {r.engines}; list one URL per engine"
     if r.window != "auto" and r.window < r.responses_per_prompt:
         yield (
             f"rollout.window: {r.window} sequences cannot hold one group of rollout.responses_per_prompt = "
