@@ -1,0 +1,275 @@
+#!/usr/bin/env python
+"""How close periodic asynchrony comes to its bound: sync against periodic, alternating inside each run, with fixed work.
+
+One real vLLM engine pinned to one core, one real trainer rank to another; every response has the same length (ignore_eos). With
+Tg the seconds of generation and Tt those of training per iteration, a synchronous iteration takes Tg + Tt and a perfectly
+overlapped one max(Tg, Tt), so the speedup is bounded by (Tg + Tt) / max(Tg, Tt). Rows vary
+
+  waves     sequences per iteration over the window of sequences in flight. The head bubble (no group yet) is about Tg / waves, the
+            tail bubble (the last groups still to be trained) about Tt / waves: one wave cannot overlap at all.
+  Tg : Tt   balanced, engine-bound (2 : 1) and trainer-bound (1 : 2). Tt is set through the prompt length, which costs the trainer
+            (separate sequences) and hardly the engine (prefix cache).
+
+A run alternates iteration by iteration (schedule.stream=alternate): even ones are synchronous, odd ones periodic.
+
+    python tools/bench_schedule.py [--iterations 12] [--rows balanced-16,...] [--json FILE] [--markdown FILE]
+    python tools/bench_schedule.py --shared-prompt        # P=512, R=64, G=8 with attention.shared_prompt on and off
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+from pa_npu.launcher.placement import free_ports
+from pa_npu.telemetry.metrics import read_records
+
+RESPONSES = 8
+WARMUP = 2  # iterations, one of each kind
+MAX_PROMPT = 2048
+
+
+@dataclass(frozen=True)
+class Case:
+    """waves: sequences per iteration / window. ratio: Tg / Tt aimed at."""
+
+    name: str
+    waves: int
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    waves: int
+    prompt_tokens: int
+    generate_s: float  # Tg, of synchronous iterations
+    train_s: float  # Tt
+    border_s: float  # publish and all else that no schedule can hide
+    sync_s: float
+    periodic_s: float
+
+    @property
+    def bound(self) -> float:
+        return (self.generate_s + self.train_s) / max(self.generate_s, self.train_s)
+
+    @property
+    def speedup(self) -> float:
+        return self.sync_s / self.periodic_s
+
+    @property
+    def model(self) -> float:
+        """The speedup that head and tail bubbles of 1 / waves and the border leave."""
+        longer, shorter = max(self.generate_s, self.train_s), min(self.generate_s, self.train_s)
+        overlapped = longer + shorter / self.waves
+        return self.sync_s / (overlapped + self.border_s)
+
+
+CASES = (
+    Case("balanced-1", 1, 1.0),
+    Case("balanced-2", 2, 1.0),
+    Case("balanced-4", 4, 1.0),
+    Case("balanced-16", 16, 1.0),
+    Case("engine-bound-16", 16, 2.0),
+    Case("trainer-bound-16", 16, 0.5),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=12, help="per run, the warm-up included; even")
+    parser.add_argument("--groups", type=int, default=32, help="groups of 8 responses per iteration")
+    parser.add_argument("--response", type=int, default=32, help="tokens per response")
+    parser.add_argument("--rows", default=",".join(case.name for case in CASES), help="which rows, by name")
+    parser.add_argument(
+        "--shared-prompt", action="store_true", help="measure attention.shared_prompt on and off instead"
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    args = parser.parse_args()
+    unknown = set(args.rows.split(",")) - {case.name for case in CASES}
+    if unknown:
+        parser.error(f"--rows: {', '.join(sorted(unknown))} not among {', '.join(case.name for case in CASES)}")
+
+    with tempfile.TemporaryDirectory(prefix="bench_schedule_") as scratch:
+        bench = Bench(Path(scratch), args)
+        with bench.engine():
+            rows = bench.shared_prompt_rows() if args.shared_prompt else bench.schedule_rows(args.rows.split(","))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    table = render(rows, args)
+    print(table)
+    if args.markdown:
+        args.markdown.write_text(table + "\n")
+    return 0
+
+
+class Bench:
+    """One engine for all rows; a trainer and a coordinator per run."""
+
+    def __init__(self, scratch: Path, args: argparse.Namespace) -> None:
+        self._scratch = scratch
+        self._args = args
+        self._runs = 0
+        self._url = f"http://127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
+        self._model = scratch / "model"
+        command = [sys.executable, "tools/make_tiny_model.py", "--out", str(self._model), "--random"]
+        subprocess.run([*command, "--hidden", "192", "--layers", "4"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+    @contextlib.contextmanager
+    def engine(self) -> Iterator[None]:
+        port = self._url.rpartition(":")[2]
+        command = self._command("engines", [f"placement.engine_port={port}", f"run.dir={self._scratch / 'engines'}"])
+        with open(self._scratch / "engines.log", "w") as log:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + 300
+            while not self._healthy():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit(
+                        f"bench_schedule: no engine:\n{(self._scratch / 'engines.log').read_text()[-2000:]}"
+                    )
+                time.sleep(0.5)
+            yield
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(30)
+
+    def schedule_rows(self, names: list[str]) -> list[Row]:
+        rows = []
+        num_sequences = self._args.groups * RESPONSES
+        self._run(RESPONSES * 4, [64], 2, [])  # the engine's first requests compile and warm up
+        train_at = {p: self._run(num_sequences, [p], 4, ["schedule.stream=false"])[1] for p in (32, 512)}
+        for case in (case for case in CASES if case.name in names):
+            window = max(RESPONSES, num_sequences // case.waves)
+            generate_s = self._run(window, [64], 4, ["schedule.stream=false"])[0]
+            prompt = self._prompt_for(generate_s / case.ratio, train_at)
+            row = self._measure(case.name, case.waves, window, prompt, [])
+            print(f"# {row}", file=sys.stderr, flush=True)
+            rows.append(row)
+        return rows
+
+    def shared_prompt_rows(self) -> list[Row]:
+        window = max(RESPONSES, self._args.groups * RESPONSES // 8)
+        return [
+            self._measure(f"shared_prompt={flag}", 8, window, 512, [f"attention.shared_prompt={flag}"])
+            for flag in ("false", "true")
+        ]
+
+    def _prompt_for(self, train_s: float, train_at: dict[int, float]) -> int:
+        """The prompt length at which training takes train_s, by the line through two measured ones."""
+        (p0, t0), (p1, t1) = sorted(train_at.items())
+        prompt = p0 + (train_s - t0) * (p1 - p0) / (t1 - t0)
+        return int(min(max(prompt, 8), MAX_PROMPT))
+
+    def _measure(self, name: str, waves: int, window: int, prompt: int, overrides: list[str]) -> Row:
+        records = self._records(window, prompt, self._args.iterations, ["schedule.stream=alternate", *overrides])
+        kinds = [[r for r in records[WARMUP:] if r["iteration"] % 2 == odd] for odd in (0, 1)]
+        sync, periodic = (statistics.median(r["iteration_s"] for r in kind) for kind in kinds)
+        generate_s = statistics.median(r["generate_s"] for r in kinds[0])
+        train_s = statistics.median(r["train_s"] for r in kinds[0])
+        border_s = max(0.0, sync - generate_s - train_s)
+        return Row(name, waves, prompt, generate_s, train_s, border_s, sync, periodic)
+
+    def _run(self, window: int, prompts: list[int], iterations: int, overrides: list[str]) -> tuple[float, float]:
+        records = self._records(window, prompts[0], iterations, overrides)[1:]
+        return statistics.median(r["generate_s"] for r in records), statistics.median(r["train_s"] for r in records)
+
+    def _records(self, window: int, prompt: int, iterations: int, overrides: list[str]) -> list[dict]:  # type: ignore[type-arg]
+        self._runs += 1
+        run_dir = self._scratch / f"run{self._runs}"
+        data = self._scratch / f"prompts{self._runs}.jsonl"
+        write_prompts(data, prompt, self._args.groups * iterations, self._runs)
+        settings = [
+            f"run.dir={run_dir}",
+            f"data.train={data}",
+            f"schedule.iterations={iterations}",
+            f"rollout.window={window}",
+            f"rollout.attach=[{self._url}]",
+            *overrides,
+        ]
+        result = subprocess.run(self._command("run", settings), cwd=ROOT, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise SystemExit(f"bench_schedule: a run failed:\n{(result.stdout + result.stderr)[-3000:]}")
+        return read_records(run_dir)
+
+    def _command(self, action: str, settings: list[str]) -> list[str]:
+        common = {
+            "run.device": "cpu",
+            "model.path": self._model,
+            "model.dtype": "fp32",
+            "data.train": self._model / "train.jsonl",
+            "data.chat_template": "never",
+            "data.shuffle": "false",
+            "data.max_prompt_tokens": MAX_PROMPT,
+            "rollout.responses_per_prompt": RESPONSES,
+            "rollout.max_response_tokens": self._args.response,
+            "rollout.ignore_eos": "true",
+            "schedule.prompts_per_iteration": self._args.groups,
+            "attention.shared_prompt": "false",
+            "checkpoint.export_hf": "false",
+            "telemetry.tensorboard": "false",
+            "placement.engine_devices": "[0]",
+            "placement.trainer_devices": "[1]",
+        }
+        keys = [f"{key}={value}" for key, value in common.items()]
+        return [sys.executable, "-m", "pa_npu.launcher", action, *keys, *settings]
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._url}/health", timeout=1) as reply:
+                return bool(reply.status == 200)
+        except OSError:
+            return False
+
+
+def write_prompts(path: Path, length: int, count: int, seed: int) -> None:
+    """Prompts of exactly `length` tokens (one letter is one token), all different, so that none is in the prefix cache."""
+    rng = random.Random(seed)
+    letters = "bcdfghjkmpqvwxz"  # rare pairs, which the tokenizer does not merge
+    with path.open("w") as file:
+        for _ in range(count):
+            text = "".join(rng.choice(letters) for _ in range(length))
+            file.write(json.dumps({"question": text, "answer": "#### 0"}) + "\n")
+
+
+def render(rows: list[Row], args: argparse.Namespace) -> str:
+    lines = [
+        f"One engine (vLLM) and one trainer rank, each pinned to one core ({processor()}); {args.groups} groups x {RESPONSES} "
+        f"responses x {args.response} tokens per iteration; medians of {(args.iterations - WARMUP) // 2} synchronous and as many "
+        f"periodic iterations, alternating in one run.",
+        "",
+        "| row | waves | prompt | Tg s | Tt s | border s | sync s | periodic s | bound | measured | of bound | bubble model |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        times = (r.generate_s, r.train_s, r.border_s, r.sync_s, r.periodic_s)
+        cells = [r.name, str(r.waves), str(r.prompt_tokens), *(f"{t:.2f}" for t in times)]
+        cells += [f"{r.bound:.2f}x", f"{r.speedup:.2f}x", f"{r.speedup / r.bound:.0%}", f"{r.model:.2f}x"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
