@@ -25,6 +25,10 @@ from pa_npu.platform.base import Platform
 # than our own waits, so that the first error is the one that names what was awaited.
 COLLECTIVE_MARGIN_S = 120.0
 
+# Megatron sets these only on the ranks concerned and forgets them when it destroys its groups, so that a second layout in
+# the same process would inherit the first one's.
+_STALE_AFTER_DESTROY = ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS")
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -106,6 +110,8 @@ def initialise_parallel(
 def shutdown_parallel() -> None:
     """Destroy Megatron's groups and the process group."""
     parallel_state.destroy_model_parallel()
+    for name in _STALE_AFTER_DESTROY:
+        setattr(parallel_state, name, None)
     if dist.is_initialized():
         dist.destroy_process_group()
 

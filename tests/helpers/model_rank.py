@@ -1,0 +1,207 @@
+"""One rank of a small world that runs iterations on fixed microbatches under several parallel layouts, one after another.
+
+    python -m tests.helpers.model_rank JOB.json      with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+
+JOB.json: {"model": directory, "reference": directory, "layouts": {name: {section: {key: value}}}, "out": file}; rank 0 writes
+{name: result} to "out". `run_layout` runs one layout in the calling process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pa_npu.attention import PrefixLayout
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.schema import Config
+from pa_npu.model.logprob import vocab_parallel_logprobs
+from tests.helpers.megatron import PLATFORM, build_stage, initialise_parallel, load_hf, model_config, shutdown_parallel
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUPS = ((4, (3, 5)), (7, (6, 2)), (3, (1, 9)), (5, (4, 4)))
+
+
+def microbatches() -> list[tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(tokens, layout, rows, targets, weights) of each group; ragged, padded to a multiple of 2."""
+    generator = torch.Generator().manual_seed(11)
+    result = []
+    for prompt, responses in GROUPS:
+        layout = PrefixLayout.from_groups([(prompt, list(responses))]).pad(2)
+        tokens = torch.randint(0, 128, (1, layout.total), generator=generator)
+        last = prompt + sum(responses)
+        weights = torch.randn(last - prompt, generator=generator)
+        result.append((tokens, layout, layout.predictor_rows()[prompt:last], tokens[0, prompt:last], weights))
+    return result
+
+
+def run_layout(config: Config, reference: Path, store: dist.Store, rank: int, world_size: int) -> dict[str, Any]:
+    """Two updates; per update the loss and the gradient norm, and the reference's log-probs summed per microbatch."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from pa_npu.model.stage import data_parallel
+
+    ranks = initialise_parallel(config, PLATFORM, store, rank, world_size)
+    spec = ModelSpec.read(config.model.path)
+    stage = build_stage(spec, config, PLATFORM, frozen=("reference",))
+    load_hf(stage.policy, spec)
+    load_hf(stage.frozen["reference"], ModelSpec.read(str(reference)))
+    distributed = config.trainer.distributed_optimizer
+    ddp = data_parallel(stage, distributed_optimizer=distributed)
+    narrow = config.model.dtype == "bf16"
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            lr=1e-3,
+            min_lr=1e-3,
+            weight_decay=0.0,
+            clip_grad=1.0,
+            adam_eps=1e-6,
+            bf16=narrow,
+            params_dtype=stage.config.params_dtype,
+            use_distributed_optimizer=distributed,
+        ),
+        [ddp],
+    )
+    losses: list[torch.Tensor] = []
+    references: dict[int, float] = {}
+
+    def forward_step(iterator: Iterator[Any], model: Any) -> tuple[Any, Any]:
+        index, (tokens, layout, rows, targets, weights) = next(iterator)
+
+        def loss(output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            log_ratio = output.frozen["reference"] - output.logprobs
+            kl = log_ratio.exp() - log_ratio - 1
+            total = (0.1 * kl - output.logprobs * weights - 0.01 * output.entropy).sum()
+            losses.append(total.detach())
+            references[index] = output.frozen["reference"].sum().item()
+            return total, torch.tensor(targets.numel(), dtype=torch.int), {}
+
+        return model(tokens, layout, rows, targets, 0.9, 4, entropy_grad=True), loss
+
+    result: dict[str, Any] = {"loss": [], "grad_norm": []}
+    mine = list(enumerate(microbatches()))[ranks.data_rank :: ranks.data_size]
+    for _ in range(2):
+        losses.clear()
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(mine),
+            model=[ddp],
+            num_microbatches=len(mine),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        _, grad_norm, _ = optimizer.step()
+        # every tensor rank of the last stage has the loss: count it once
+        here = ranks.is_last_stage and ranks.is_tensor_leader
+        total = torch.stack(losses).sum() if here else torch.zeros(())
+        dist.all_reduce(total)
+        result["loss"].append(total.item())
+        result["grad_norm"].append(float(grad_norm))
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, references)
+    result["reference"] = [
+        next(part[str(i)] for part in map(stringify, gathered) if str(i) in part) for i in range(len(GROUPS))
+    ]
+    result["ranks"] = gather(vars(ranks), world_size)
+    shutdown_parallel()
+    return result
+
+
+def stringify(part: dict[int, float]) -> dict[str, float]:
+    return {str(key): value for key, value in part.items()}
+
+
+def gather(value: Any, world_size: int) -> list[Any]:
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def vocab_parallel_error(store: dist.Store, rank: int, world_size: int) -> dict[str, float]:
+    """Largest differences from the full softmax, fp64; with 49 tokens the last rank has padding."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    generator = torch.Generator().manual_seed(1)
+    vocab, num_rows, local_rows = 49, 11, -(-49 // world_size)
+    hidden = torch.randn(num_rows, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    full = torch.randn(world_size * local_rows, 16, generator=generator, dtype=torch.float64)
+    weight = full[rank * local_rows : (rank + 1) * local_rows].clone().requires_grad_()
+    targets = torch.randint(0, vocab, (num_rows,), generator=generator)
+    down, down_entropy = torch.randn(2, num_rows, generator=generator, dtype=torch.float64)
+    logprobs, entropy = vocab_parallel_logprobs(
+        hidden, weight, targets, vocab_size=vocab, temperature=0.7, chunk=4, group=dist.group.WORLD, entropy_grad=True
+    )
+    (logprobs * down + entropy * down_entropy).sum().backward()
+
+    whole_hidden = hidden.detach().clone().requires_grad_()
+    full.requires_grad_()
+    log_softmax = (whole_hidden @ full[:vocab].t() / 0.7).log_softmax(-1)
+    expected = log_softmax.gather(-1, targets[:, None]).squeeze(-1)
+    expected_entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    (expected * down + expected_entropy * down_entropy).sum().backward()
+    mine = full.grad[rank * local_rows : (rank + 1) * local_rows]
+    errors = torch.stack(
+        [
+            (logprobs - expected).abs().max(),
+            (entropy - expected_entropy).abs().max(),
+            (hidden.grad - whole_hidden.grad).abs().max(),
+            (weight.grad - mine).abs().max(),
+        ]
+    )
+    dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+    dist.destroy_process_group()
+    return dict(zip(("logprob", "entropy", "hidden_grad", "weight_grad"), errors.tolist(), strict=True))
+
+
+def launch(job: dict[str, Any], world_size: int, directory: Path, timeout_s: float = 120) -> dict[str, Any]:
+    """Run the job on `world_size` fresh processes and return what rank 0 wrote. AssertionError with the logs on failure."""
+    job_file, out = directory / "job.json", directory / "out.json"
+    job_file.write_text(json.dumps({**job, "out": str(out)}))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "WORLD_SIZE": str(world_size)}
+    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    logs = [directory / f"rank{rank}.log" for rank in range(world_size)]
+    processes = []
+    for rank in range(world_size):
+        with open(logs[rank], "w") as log:
+            command = [sys.executable, "-m", "tests.helpers.model_rank", str(job_file)]
+            environment = {**base, "RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    tails = "\n".join(f"--- rank {rank}\n{log.read_text()[-3000:]}" for rank, log in enumerate(logs))
+    assert codes == [0] * world_size, f"exit codes {codes}\n{tails}"
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+def main(job_file: str) -> None:
+    job = json.loads(Path(job_file).read_text())
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    results: dict[str, Any] = {
+        "vocab_parallel": vocab_parallel_error(dist.PrefixStore("vocab", store), rank, world_size)
+    }
+    for name, sections in job["layouts"].items():
+        config = model_config(Path(job["model"]), **sections)
+        results[name] = run_layout(config, Path(job["reference"]), dist.PrefixStore(name, store), rank, world_size)
+    if rank == 0:
+        Path(job["out"]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
