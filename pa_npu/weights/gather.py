@@ -147,7 +147,9 @@ class StageTensors:
             packed[offset : offset + row.numel()].view(row.shape).copy_(row)
             offset += row.numel()
         gathered = packed.new_empty(size * packed.numel())
-        work = dist.all_gather_into_tensor(gathered, packed, group=self._position.tp_group, async_op=True)
+        # torch 2.13 renamed it
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        work = all_gather(gathered, packed, group=self._position.tp_group, async_op=True)
         wire.wait(
             work,
             deadline,

@@ -85,8 +85,12 @@ class Publisher:
         assert self._tensors is not None, "only replica 0 publishes"
         return {"name": self._name, "manifest": self._tensors.manifest.to_json()}
 
-    def connect(self) -> None:
-        """Form the group with all engine workers; ranks that do not send return at once. Raises DeadlineExceeded."""
+    def connect(self, timeout_s: float | None = None) -> None:
+        """Form the group with all engine workers; ranks that do not send return at once.
+
+        Waits for them at most timeout_s, which should cover the engines' start; None takes the publisher's own. Raises
+        DeadlineExceeded with the missing workers.
+        """
         if not self.is_leader:
             return
         self.close()
@@ -98,6 +102,7 @@ class Publisher:
             backend=self._backend,
             timeout_s=self._timeout_s,
             describe=f"stage {self._position.stage} publishes to {self._workers}",
+            members_timeout_s=timeout_s,
         )
 
     def publish(self, version: int) -> PublishStats:

@@ -29,6 +29,7 @@ from pa_npu.errors import DeadlineExceeded, PaNpuError
 
 # The pause between polls grows with the time waited, so that a short wait ends promptly and a long one costs nothing.
 _SHORTEST_POLL_S, _LONGEST_POLL_S, _POLL_SHARE = 0.0001, 0.005, 0.002
+_LONGEST_JOIN_POLL_S = 0.05
 
 
 class WeightSyncError(PaNpuError):
@@ -205,37 +206,55 @@ def wait(work: dist.Work, deadline: Deadline, describe: Callable[[], str], remed
 
 
 def join_group(
-    host: str, port: int, name: str, rank: int, size: int, backend: str, timeout_s: float, describe: str
+    host: str,
+    port: int,
+    name: str,
+    rank: int,
+    size: int,
+    backend: str,
+    timeout_s: float,
+    describe: str,
+    members_timeout_s: float | None = None,
 ) -> dist.ProcessGroup:
     """Join the group `name` beside whatever default group this process has. A name serves once.
 
-    `host:port` is any c10d TCPStore that all members reach; each uses a client of its own. Blocks (gloo: until all
-    members are there), at most timeout_s, which is also the group's timeout for each operation. Raises
-    DeadlineExceeded.
+    `host:port` is any c10d TCPStore that all members reach; each uses a client of its own. Blocks until all members are
+    there, at most members_timeout_s (default timeout_s), then at most timeout_s, which is also the group's timeout for
+    each operation. Raises DeadlineExceeded with the ranks that are missing, or WeightSyncError.
     """
-    deadline = Deadline(timeout_s)
     timeout = timedelta(seconds=timeout_s)
-    remedy = (
-        f"check that all {size} members are alive, were given the same store ({host}:{port}) and world size, and reach "
-        "each other, "
-        f"or raise publish.timeout_s"
-    )
+    deadline = Deadline(members_timeout_s or timeout_s)
     try:
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        # torch's public API makes groups only inside the default group; this helper makes one beside it, for any
-        # backend.
+        store = dist.PrefixStore(
+            name, dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        )
+        _wait_for_members(store, rank, size, deadline, describe)
+        # torch's public API makes groups only inside the default group; this helper makes one beside it
         helper = c10d._new_process_group_helper
         options = "backend_options" if "backend_options" in inspect.signature(helper).parameters else "pg_options"
         arguments: dict[str, Any] = {"group_name": name, "timeout": timeout, options: None}
-        group, _ = helper(size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store), **arguments)
+        group, _ = helper(size, rank, [], dist.Backend(backend), store, **arguments)
     except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        kind = DeadlineExceeded if deadline.remaining_s < 0.1 * timeout_s else WeightSyncError
-        raise kind(
-            f"{describe}: could not join the group after {deadline.elapsed_s:.1f} s ({reason}); {remedy}"
+        raise WeightSyncError(
+            f"{describe}: could not join the group of {size} members through the store at {host}:{port} "
+            f"({str(error).splitlines()[0]}); check that the store is that of this run, that {backend} is available, and "
+            f"that the members reach each other over the network"
         ) from error
     c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
     return group
+
+
+def _wait_for_members(store: dist.Store, rank: int, size: int, deadline: Deadline, describe: str) -> None:
+    """Meet in the store first: the backends' own waits cannot tell who is missing, and take long on the first to come."""
+    store.set(f"member/{rank}", "1")
+    missing = [member for member in range(size) if member != rank]
+    while missing := [member for member in missing if not store.check([f"member/{member}"])]:
+        if deadline.remaining_s <= 0:
+            raise DeadlineExceeded(
+                f"{describe}: ranks {missing} of {size} did not join within {deadline.seconds:g} s (rank 0 is the trainer's, "
+                f"the others are engine workers); check that they are alive and were given this run's store and manifests"
+            )
+        time.sleep(min(_LONGEST_JOIN_POLL_S, _SHORTEST_POLL_S + deadline.elapsed_s * 0.1))
 
 
 def leave_group(group: dist.ProcessGroup) -> None:

@@ -14,12 +14,17 @@ FAMILIES = {
 }
 
 
-def make_model(directory: Path, family: str = "qwen2", *, tied: bool = False, layers: int = 2, seed: int = 0) -> Path:
-    """Write a random model (hidden 64, 4 heads, 2 kv heads, vocabulary 128, fp32) and return its directory."""
+def make_model(
+    directory: Path, family: str = "qwen2", *, tied: bool = False, layers: int = 2, seed: int = 0, hidden: int = 64
+) -> Path:
+    """Write a random model (4 heads, 2 kv heads, vocabulary 128, fp32) and return its directory.
+
+    vLLM's CPU attention needs heads of at least 32, which qwen3 has here and the others have from hidden=128 on.
+    """
     config_class, model_class, extra = FAMILIES[family]
     config = config_class(
         vocab_size=128,
-        hidden_size=64,
+        hidden_size=hidden,
         intermediate_size=128,
         num_hidden_layers=layers,
         num_attention_heads=4,

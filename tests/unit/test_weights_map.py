@@ -150,7 +150,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"model\.safetensors is not a safetensors file"):
         Stage().load(spec, 0)
     file.unlink()
-    with pytest.raises(DataError, match="has neither model.safetensors nor"):
+    with pytest.raises(DataError, match=r"has neither model.safetensors nor"):
         Stage().load(spec, 0)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(DataError, match="is not a safetensors index"):

@@ -1,0 +1,95 @@
+"""One trainer rank that publishes the weights of several HF directories, one after another, and can export the last.
+
+    python -m tests.helpers.weights_rank JOB.json      with RANK set
+
+JOB.json: {"trainer": section, "models": [directory of version 0, ...], "store": [host, port], "workers": engine workers,
+"bucket_mib": float, "export": directory or null}. Through the store: `manifest/STAGE` is set by each stage's leader; a
+version is published once `go/VERSION` is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = timedelta(seconds=240)
+
+
+def start_ranks(job: dict[str, Any], world_size: int, directory: Path) -> list[subprocess.Popen[bytes]]:
+    """Start all ranks; the caller stops them. Their output is in directory/rankN.log."""
+    job_file = directory / "job.json"
+    job_file.write_text(json.dumps(job))
+    processes = []
+    for rank in range(world_size):
+        with open(directory / f"rank{rank}.log", "wb") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.helpers.weights_rank", str(job_file)],
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    return processes
+
+
+def main(job_file: str) -> None:
+    from pa_npu.config.model_spec import ModelSpec
+    from pa_npu.weights.export import export_hf
+    from pa_npu.weights.publisher import Publisher
+    from tests.helpers.megatron import (
+        PLATFORM,
+        build_stage,
+        initialise_parallel,
+        load_hf,
+        model_config,
+        shutdown_parallel,
+    )
+
+    job: dict[str, Any] = json.loads(Path(job_file).read_text())
+    rank = int(os.environ["RANK"])
+    models = [Path(path) for path in job["models"]]
+    host, port = job["store"]
+    config = model_config(models[0], trainer=job["trainer"], model={"dtype": job.get("dtype", "fp32")})
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+    ranks = initialise_parallel(config, PLATFORM, dist.PrefixStore("ranks", store), rank, config.trainer.devices)
+    spec = ModelSpec.read(str(models[0]))
+    stage = build_stage(spec, config, PLATFORM, frozen=())
+    with Publisher(
+        stage,
+        spec,
+        store_host=host,
+        store_port=port,
+        engine_workers=job["workers"],
+        bucket_bytes=int(job["bucket_mib"] * 2**20),
+        timeout_s=60.0,
+        backend="gloo",
+        device=torch.device("cpu"),
+    ) as publisher:
+        if job["workers"]:
+            if ranks.is_stage_leader:
+                store.set(f"manifest/{ranks.pipeline_rank}", json.dumps(publisher.manifest()))
+            publisher.connect(240.0)
+        for version, model in enumerate(models):
+            load_hf(stage.policy, ModelSpec.read(str(model)))
+            if not job["workers"]:
+                continue
+            store.wait([f"go/{version}"], TIMEOUT)
+            print(f"rank {rank}: {publisher.publish(version)}", flush=True)
+    if job.get("export"):
+        export_hf(stage, ModelSpec.read(str(models[-1])), job["export"], max_file_bytes=job["max_file_bytes"])
+    shutdown_parallel()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
