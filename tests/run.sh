@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Set up the environment, then lint, check types and test.
+# Usage: bash tests/run.sh [unit|integration|all] [pytest arguments ...]      (all is the default)
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../launch/env.sh"
+what=${1:-all}
+shift || true
+case $what in
+  unit) paths=(tests/unit) limit_s=600 ;;
+  integration) paths=(tests/integration) limit_s=2400 ;;
+  all) paths=(tests) limit_s=3000 ;;
+  *) fail "tests/run.sh: $what is not unit, integration or all" ;;
+esac
+setup_environment cpu dev
+cd "$ROOT"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_DEVICE_BACKEND_AUTOLOAD=0 TOKENIZERS_PARALLELISM=false
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
+"$PYTHON" -m mypy
+# a test that hangs must not hold the run: SIGINT first, so that pytest still prints what it has
+exec timeout --foreground --signal=INT --kill-after=60 "$limit_s" "$PYTHON" -m pytest "${paths[@]}" "$@"
