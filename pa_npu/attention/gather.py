@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from pa_npu.attention.kernels.base import VarlenKernel
+from pa_npu.attention.kernels.base import Partial, VarlenKernel
 from pa_npu.attention.layout import PrefixLayout
 from pa_npu.attention.plan import GatherPlan, gather_plan
 
@@ -41,19 +41,18 @@ class _Gather(torch.autograd.Function):
         scale: float,
         kernel: VarlenKernel,
     ) -> torch.Tensor:
-        out, stats = kernel.forward(q, _take(plan, k), _take(plan, v), plan.call, scale)
-        ctx.save_for_backward(q, k, v, out, *stats)
+        result = kernel.forward(q, _take(plan, k), _take(plan, v), plan.call, scale)
+        ctx.save_for_backward(q, k, v, result.out, *result.stats)
         ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
-        return out
+        return result.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, *stats = ctx.saved_tensors
         plan: GatherPlan = ctx.plan
-        dq, dk, dv = ctx.kernel.backward(
-            grad, q, _take(plan, k), _take(plan, v), out, tuple(stats), plan.call, ctx.scale
-        )
+        result = Partial(out, tuple(stats), plan.call)
+        dq, dk, dv = ctx.kernel.backward(grad, q, _take(plan, k), _take(plan, v), result, ctx.scale)
         if plan.k_rows is None:
             return dq, dk, dv, None, None, None
         return dq, _sum_rows(plan, dk, k), _sum_rows(plan, dv, v), None, None, None

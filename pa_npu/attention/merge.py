@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from pa_npu.attention.kernels.base import VarlenKernel
+from pa_npu.attention.kernels.base import Partial, VarlenKernel
 from pa_npu.attention.layout import PrefixLayout
 from pa_npu.attention.plan import MergePlan, merge_plan
 
@@ -31,34 +31,26 @@ class _Merge(torch.autograd.Function):
         scale: float,
         kernel: VarlenKernel,
     ) -> torch.Tensor:
-        out, stats = kernel.forward(q, k, v, plan.causal, scale)
+        running = kernel.forward(q, k, v, plan.causal, scale)
         for cross in plan.crosses:
-            part, part_stats = kernel.forward(
-                cross.q_rows.take(q), cross.k_rows.take(k), cross.k_rows.take(v), cross.call, scale
-            )
-            kernel.merge(out, stats, part, part_stats, cross.q_rows)
-        ctx.save_for_backward(q, k, v, out, *stats)
+            keys, values = cross.k_rows.take(k), cross.k_rows.take(v)
+            kernel.merge(running, kernel.forward(cross.q_rows.take(q), keys, values, cross.call, scale), cross)
+        ctx.save_for_backward(q, k, v, running.out, *running.stats)
         ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
-        return out
+        return running.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, *stats = ctx.saved_tensors
-        kernel, scale = ctx.kernel, ctx.scale
-        dq, dk, dv = kernel.backward(grad, q, k, v, out, tuple(stats), ctx.plan.causal, scale)
-        for cross in ctx.plan.crosses:
+        plan, scale, kernel = ctx.plan, ctx.scale, ctx.kernel
+        result = Partial(out, tuple(stats), plan.causal)
+        dq, dk, dv = kernel.backward(grad, q, k, v, result, scale)
+        for cross in plan.crosses:
             q_rows, k_rows = cross.q_rows, cross.k_rows
-            parts = kernel.backward(
-                q_rows.take(grad),
-                q_rows.take(q),
-                k_rows.take(k),
-                k_rows.take(v),
-                q_rows.take(out),
-                kernel.take(tuple(stats), q_rows),
-                cross.call,
-                scale,
-            )
-            for total, part, rows in zip((dq, dk, dv), parts, (q_rows, k_rows, k_rows), strict=True):
-                rows.add_(total, part)
+            part = kernel.select(result, cross)
+            keys, values = k_rows.take(k), k_rows.take(v)
+            parts = kernel.backward(q_rows.take(grad), q_rows.take(q), keys, values, part, scale)
+            for total, addend, rows in zip((dq, dk, dv), parts, (q_rows, k_rows, k_rows), strict=True):
+                rows.add_(total, addend)
         return dq, dk, dv, None, None, None

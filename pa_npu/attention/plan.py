@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -87,7 +87,7 @@ class VarlenCall:
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...]
     causal: bool
-    _cumulative: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _tensors: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def q_ends(self) -> tuple[int, ...]:
@@ -114,10 +114,14 @@ class VarlenCall:
 
     def cumulative(self, side: str, device: torch.device) -> torch.Tensor:
         """int32 [sequences + 1] with a leading 0; side is "q" or "k"."""
-        if (side, device) not in self._cumulative:
-            ends = self.q_ends if side == "q" else self.k_ends
-            self._cumulative[side, device] = torch.tensor((0, *ends), dtype=torch.int32).to(device)
-        return self._cumulative[side, device]
+        ends = self.q_ends if side == "q" else self.k_ends
+        return self.tensor(side, device, lambda: torch.tensor((0, *ends), dtype=torch.int32))
+
+    def tensor(self, name: str, device: torch.device, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """An index tensor that belongs to the call, built once and copied to each device once."""
+        if (name, device) not in self._tensors:
+            self._tensors[name, device] = build().to(device)
+        return self._tensors[name, device]
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,9 @@ from functools import cache
 
 import torch
 
-from pa_npu.attention.kernels.base import Stats
-from pa_npu.attention.plan import Rows, Run, VarlenCall
+from pa_npu.attention.kernels.base import Partial
+from pa_npu.attention.kernels.lse import merge_lse
+from pa_npu.attention.plan import CrossCall, Run, VarlenCall
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -23,49 +24,39 @@ class CpuFlash:
     name = "cpu-flash"
     per_depth = False  # a cross call per segment works on views, without gathering rows
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float
-    ) -> tuple[torch.Tensor, Stats]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float) -> Partial:
         k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
-        outs, stats = [], []
+        outs, lses = [], []
         for run in call.runs:
             mask, causal = _mask(run, call.causal, q)
             out, lse = _forward(
                 _batch_q(q, run), _batch_k(k, run), _batch_k(v, run), 0.0, causal, attn_mask=mask, scale=scale
             )
             outs.append(_unbatch(out))
-            stats.append(lse.transpose(1, 2).flatten(0, 1))
-        return _join(outs), (_join(stats),)
+            lses.append(lse.transpose(1, 2).flatten(0, 1))
+        return Partial(_join(outs), (_join(lses),), call)
 
-    def take(self, stats: Stats, rows: Rows) -> Stats:
-        return (rows.take(stats[0]),)
+    def merge(self, running: Partial, part: Partial, cross: CrossCall) -> None:
+        merge_lse(running.out, running.stats[0], part.out, part.stats[0], cross.q_rows)
 
-    def merge(self, out: torch.Tensor, stats: Stats, part: torch.Tensor, part_stats: Stats, rows: Rows) -> None:
-        merge_lse(out, stats[0], part, part_stats[0], rows)
+    def select(self, running: Partial, cross: CrossCall) -> Partial:
+        return Partial(cross.q_rows.take(running.out), (cross.q_rows.take(running.stats[0]),), cross.call)
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        stats: Stats,
-        call: VarlenCall,
-        scale: float,
+        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: Partial, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         kv_heads = k.shape[1]
         k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
         grads = []
-        for run in call.runs:
-            mask, causal = _mask(run, call.causal, q)
+        for run in result.call.runs:
+            mask, causal = _mask(run, result.call.causal, q)
             parts = _backward(
                 _batch_q(grad, run),
                 _batch_q(q, run),
                 _batch_k(k, run),
                 _batch_k(v, run),
-                _batch_q(out, run),
-                _batch_q(stats[0], run),
+                _batch_q(result.out, run),
+                _batch_q(result.stats[0], run),
                 0.0,
                 causal,
                 attn_mask=mask,
@@ -74,23 +65,6 @@ class CpuFlash:
             grads.append([_unbatch(part) for part in parts])
         dq, dk, dv = (_join([parts[side] for parts in grads]) for side in range(3))
         return dq, _sum_heads(dk, kv_heads), _sum_heads(dv, kv_heads)
-
-
-def merge_lse(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, rows: Rows) -> None:
-    """Merge by log-sum-exp in plain torch: out [T, H, D], lse [T, H] are updated in place at `rows`.
-
-    The weights of the two sides are sigmoids of the difference of their log-sum-exps, so one interpolation does it.
-    """
-    old_lse = rows.take(lse)
-    weight = torch.sigmoid(part_lse - old_lse).unsqueeze(-1)
-    old = rows.take(out)
-    if out.dtype == weight.dtype:
-        merged = old.lerp_(part, weight) if rows.span is not None else old.lerp(part, weight)
-    else:
-        merged = torch.lerp(old.to(weight.dtype), part.to(weight.dtype), weight).to(out.dtype)
-    if merged is not old:
-        rows.put_(out, merged)
-    rows.put_(lse, torch.logaddexp(old_lse, part_lse))
 
 
 def _batch_q(x: torch.Tensor, run: Run) -> torch.Tensor:

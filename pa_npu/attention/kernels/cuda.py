@@ -1,0 +1,142 @@
+"""CUDA kernel: torch's flash-attention varlen operators, called directly so that they take merged outputs."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from pa_npu.attention.kernels.base import Partial
+from pa_npu.attention.kernels.lse import merge_lse
+from pa_npu.attention.plan import CrossCall, VarlenCall
+from pa_npu.errors import UserError
+
+# Positional arguments, the same from torch 2.7 to 2.13. Later versions add keywords with defaults to the forward and
+# renamed the backward's two generator tensors in place.
+_FORWARD = ("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
+_BACKWARD = ("grad_out", "query", "key", "value", "out", "logsumexp", *_FORWARD[3:])
+_FORWARD_POSITIONS = len(_FORWARD) + 1  # and return_debug_mask
+_BACKWARD_POSITIONS = len(_BACKWARD) + 2  # and the generator tensors
+
+
+class CudaFlash:
+    """Stats are (log-sum-exp [heads, rows], generator state, generator offset); both only dropout reads.
+
+    `torch.nn.attention.varlen` would not do: its backward cannot be given a merged log-sum-exp. The operators
+    align their causal mask bottom-right and take fewer key/value heads than query heads. On ROCm the log-sum-exp is
+    padded to [sequences, heads, longest query]; it is kept packed here and padded again for the backward.
+    """
+
+    name = "cuda-flash"
+    per_depth = True
+
+    def __init__(self) -> None:
+        _check_schemas()
+
+    @staticmethod
+    def supports(q: torch.Tensor) -> bool:
+        """Whether the operators take q's dtype and head size."""
+        return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float) -> Partial:
+        out, lse, state, offset, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *_sequences(call, q.device), 0.0, call.causal, False, scale=scale
+        )
+        return Partial(out, (_pack(lse, call), state, offset), call)
+
+    def merge(self, running: Partial, part: Partial, cross: CrossCall) -> None:
+        merge = _triton_merge() or _torch_merge
+        merge(running.out, running.stats[0], part.out, part.stats[0], cross.q_rows)
+
+    def select(self, running: Partial, cross: CrossCall) -> Partial:
+        lse = cross.q_rows.take(running.stats[0], dim=1).contiguous()
+        return Partial(cross.q_rows.take(running.out), (lse, *running.stats[1:]), cross.call)
+
+    def backward(
+        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: Partial, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        call = result.call
+        lse, state, offset = result.stats
+        if torch.version.hip is not None:
+            lse = _pad(lse, call)
+        return torch.ops.aten._flash_attention_backward(
+            grad.contiguous(),
+            q,
+            k,
+            v,
+            result.out,
+            lse,
+            *_sequences(call, q.device),
+            0.0,
+            call.causal,
+            state,
+            offset,
+            scale=scale,
+        )
+
+
+def merge_name() -> str:
+    """Which implementation merges partial results, for `doctor`."""
+    return "triton" if _triton_merge() is not None else "torch"
+
+
+def _sequences(call: VarlenCall, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """cum_seq_q, cum_seq_k, max_q, max_k."""
+    return call.cumulative("q", device), call.cumulative("k", device), max(call.q_lengths), max(call.k_lengths)
+
+
+def _pack(lse: torch.Tensor, call: VarlenCall) -> torch.Tensor:
+    """[heads, rows], whichever of the two layouts the operator returned."""
+    if lse.dim() == 2:
+        return lse
+    return lse.transpose(0, 1).flatten(1).index_select(1, _padded_columns(call, lse.device))
+
+
+def _pad(lse: torch.Tensor, call: VarlenCall) -> torch.Tensor:
+    """[heads, rows] -> [sequences, heads, longest query]."""
+    longest = max(call.q_lengths)
+    padded = lse.new_zeros(lse.shape[0], len(call.q_lengths) * longest)
+    padded.index_copy_(1, _padded_columns(call, lse.device), lse)
+    return padded.unflatten(1, (-1, longest)).transpose(0, 1).contiguous()
+
+
+def _padded_columns(call: VarlenCall, device: torch.device) -> torch.Tensor:
+    longest = max(call.q_lengths)
+
+    def build() -> torch.Tensor:
+        starts = range(0, len(call.q_lengths) * longest, longest)
+        return torch.cat([torch.arange(s, s + n) for s, n in zip(starts, call.q_lengths, strict=True)])
+
+    return call.tensor("padded_columns", device, build)
+
+
+def _torch_merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, rows: Any) -> None:
+    merge_lse(out, lse.t(), part, part_lse.t(), rows)
+
+
+@cache
+def _triton_merge() -> Any:
+    """The Triton merge, or None where Triton is not installed (Windows, some ROCm builds)."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return None
+    from ops.triton.lse_merge import lse_merge_
+
+    return lse_merge_
+
+
+@cache
+def _check_schemas() -> None:
+    """Refuse a torch whose operators take other arguments than this file passes."""
+    for operator, names, positions in (
+        (torch.ops.aten._flash_attention_forward.default, _FORWARD, _FORWARD_POSITIONS),
+        (torch.ops.aten._flash_attention_backward.default, _BACKWARD, _BACKWARD_POSITIONS),
+    ):
+        found = [argument.name for argument in operator._schema.arguments if not argument.kwarg_only]
+        if tuple(found[: len(names)]) != names or len(found) != positions:
+            raise UserError(
+                f"attention.implementation: {operator._schema.name} of torch {torch.__version__} takes {found}, "
+                f"which is not what torch 2.7 to 2.13 take; use one of these, or attention.implementation=dense"
+            )
