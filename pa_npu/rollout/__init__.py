@@ -1,0 +1,1 @@
+"""Rollout: engine server processes, their client and pool, the admission window, the producer and the coordinator."""

@@ -1,0 +1,283 @@
+"""The coordinator process: prompts in, groups out, engines under control; one asyncio loop.
+
+    python -m pa_npu.rollout.coordinator --config RUN/config.yaml --engines http://127.0.0.1:8000,http://127.0.0.1:8001
+
+Per weight version v, with keys in the store that the launcher hosts (PA_NPU_STORE=host:port):
+
+    publish/v/ready   <- trainers, with their report of iteration v - 1
+    engines load v, forget old prefixes, answer the probe                        (publishing.py)
+    publish/v/done    -> trainers, with the probe
+    iteration v - 1 goes into metrics.jsonl and onto the console                   (record.py)
+    greedy evaluation of version v, where due                                      (evaluate.py)
+    iteration v is produced into the rollout buffer while the trainers consume it    (producer.py)
+
+The last version is only published and evaluated. Any failure ends the process with one line; the launcher ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pa_npu import platform
+from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
+from pa_npu.buffer.store import StoreChannel, connect
+from pa_npu.config.load import load_config
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.schema import Config
+from pa_npu.data.prompts import Prompt, PromptStream, load_prompts
+from pa_npu.data.rewards.pool import RewardPool
+from pa_npu.errors import PaNpuError, UserError
+from pa_npu.rollout.client import VllmEngine
+from pa_npu.rollout.evaluate import evaluate
+from pa_npu.rollout.pool import EnginePool, EngineUse
+from pa_npu.rollout.producer import Producer
+from pa_npu.rollout.production import Production
+from pa_npu.rollout.protocol import Sampling
+from pa_npu.rollout.publishing import EnginePublish, wait_all_ready
+from pa_npu.rollout.record import RunRecords, iteration_record
+from pa_npu.rollout.scoring import Rewards
+from pa_npu.rollout.window import make_window
+from pa_npu.telemetry.logs import setup_logging
+from pa_npu.telemetry.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+# The trainers' buffer has this name too: one attempt of a run per store.
+_BUFFER = "run"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True, help="resolved configuration of the run")
+    parser.add_argument("--engines", required=True, help="URLs of the engines, separated by commas")
+    arguments = parser.parse_args()
+    setup_logging("coordinator")
+    try:
+        asyncio.run(run(load_config([arguments.config]), arguments.engines.split(",")))
+    except UserError as error:
+        logger.error("%s", error)
+        return 2
+    except PaNpuError as error:
+        logger.error("%s: %s", type(error).__name__, error)
+        return 1
+    return 0
+
+
+async def run(config: Config, engine_urls: Sequence[str]) -> None:
+    """Everything from an empty event loop to the last evaluation."""
+    spec = ModelSpec.read(config.model.path)
+    store = _store_address()
+    first = first_version(config)
+    async with AsyncExitStack() as stack:
+        train, test = load_prompt_sets(config)
+        channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s))
+        pool = await stack.enter_async_context(EnginePool([VllmEngine(url, spec.vocab_size) for url in engine_urls]))
+        rewards = await stack.enter_async_context(RewardPool(config.reward))
+        timeline = stack.enter_context(
+            Timeline.for_run(config.run.dir, "coordinator", enabled=config.telemetry.timeline)
+        )
+        records = stack.enter_context(RunRecords(config, first))
+        store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
+        sampling = training_sampling(config, spec)
+        window = make_window(
+            config.rollout.window,
+            config.rollout.responses_per_prompt,
+            config.rollout.max_num_seqs,
+            math.ceil(config.schedule.prompts_per_iteration / len(engine_urls)) * config.rollout.responses_per_prompt,
+        )
+        # groups go through a client of their own, so that a slow put delays no wait
+        buffer = StoreRolloutBuffer(StoreChannel(connect(*store, config.trainer.startup_timeout_s)), _BUFFER, readers=1)
+        producer = Producer(config, pool, rewards, buffer, window, sampling, timeline, store_thread)
+        publish = EnginePublish(config, pool, sampling)
+        coordinator = Coordinator(config, channel, pool, rewards, producer, publish, records, timeline, sampling)
+        await wait_all_ready(pool, config.rollout.startup_timeout_s)
+        stages = await wait_manifests(config, channel)
+        await publish.connect(store, stages, platform.get(config.run.device).comm_backend)
+        await coordinator.run(train, test, first)
+
+
+class Coordinator:
+    """The iteration protocol over parts that are already running."""
+
+    def __init__(
+        self,
+        config: Config,
+        channel: StoreChannel,
+        pool: EnginePool,
+        rewards: Rewards,
+        producer: Producer,
+        publish: EnginePublish,
+        records: RunRecords,
+        timeline: Timeline,
+        sampling: Sampling,
+    ) -> None:
+        self._config = config
+        self._channel = channel
+        self._pool = pool
+        self._rewards = rewards
+        self._producer = producer
+        self._publish = publish
+        self._records = records
+        self._timeline = timeline
+        self._sampling = sampling
+
+    async def run(self, train: PromptStream, test: Sequence[Prompt], first: int) -> None:
+        """From weight version `first` to the evaluation of the last one."""
+        last = self._config.schedule.iterations
+        current: _Iteration | None = None
+        prompts: Sequence[Prompt] = ()
+        for version in range(first, last + 1):
+            if version < last or not prompts:
+                prompts = train.take(self._config.schedule.prompts_per_iteration)
+            border = await self._cross(version, prompts[0], is_first=version == first, is_final=version == last)
+            if current is not None:
+                self._write(current, border)
+            evaluation = await self._evaluate(version, test) if test and self._evaluation_due(version) else None
+            if version == last:
+                return
+            with self._timeline.span("produce", iteration=version):
+                production = await self._producer.produce(version, prompts)
+            current = _Iteration(production, evaluation, border)
+
+    async def _cross(self, version: int, prompt: Prompt, *, is_first: bool, is_final: bool) -> _Border:
+        """Weight version `version` from trainers to engines."""
+        trainer = self._config.trainer
+        with self._timeline.span("wait for trainers", version=version):
+            ready = await self._channel.wait_json_async(
+                f"publish/{version}/ready",
+                trainer.startup_timeout_s if is_first else trainer.wait_timeout_s,
+                f"trainers: rank 0 to announce weight version {version}",
+            )
+        start_s = time.perf_counter()
+        with self._timeline.span("publish", version=version):
+            await self._publish.receive(version)
+        with self._timeline.span("probe", version=version):
+            probe = await self._publish.probe(version, prompt)
+        self._channel.put_json(f"publish/{version}/done", {"version": version, "probe": probe, "final": is_final})
+        done_s = time.perf_counter()
+        return _Border(ready.get("report") or {}, done_s - start_s, done_s, self._pool.use())
+
+    def _evaluation_due(self, version: int) -> bool:
+        schedule = self._config.schedule
+        if version in (0, schedule.iterations):
+            return True
+        return bool(schedule.evaluate_every) and version % schedule.evaluate_every == 0
+
+    async def _evaluate(self, version: int, test: Sequence[Prompt]) -> dict[str, Any]:
+        with self._timeline.span("evaluate", version=version):
+            result = await evaluate(
+                version,
+                test,
+                self._pool,
+                self._rewards,
+                self._sampling,
+                max_in_flight=self._config.rollout.max_num_seqs,
+                request_timeout_s=self._config.rollout.request_timeout_s,
+            )
+        record = {**asdict(result), "time": time.time()}
+        self._records.write_evaluation(record)
+        return record
+
+    def _write(self, iteration: _Iteration, end: _Border) -> None:
+        record = iteration_record(
+            self._config,
+            iteration.production,
+            end.report,
+            iteration_s=end.done_s - iteration.start.done_s,
+            publish_s=end.publish_s,
+            evaluation=iteration.evaluation,
+            use_before=iteration.start.use,
+            use_after=end.use,
+        )
+        self._records.write_iteration(record, iteration.production.samples)
+
+
+@dataclass(frozen=True)
+class _Border:
+    """The publish between two iterations. report: the trainers', of the iteration before; done_s: when it was complete."""
+
+    report: dict[str, Any]
+    publish_s: float
+    done_s: float
+    use: dict[str, EngineUse]
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    production: Production
+    evaluation: dict[str, Any] | None
+    start: _Border
+
+
+async def wait_manifests(config: Config, channel: StoreChannel) -> list[dict[str, Any]]:
+    """What each pipeline stage will publish, in stage order."""
+    return [
+        await channel.wait_json_async(
+            f"publish/manifest/{stage}",
+            config.trainer.startup_timeout_s,
+            f"trainers: the leader of pipeline stage {stage} to announce its weights",
+        )
+        for stage in range(config.trainer.pipeline_parallel)
+    ]
+
+
+def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
+    return Sampling(
+        max_tokens=config.rollout.max_response_tokens,
+        temperature=config.rollout.temperature,
+        stop_token_ids=spec.eos_token_ids,
+        ignore_eos=config.rollout.ignore_eos,
+    )
+
+
+def load_prompt_sets(config: Config) -> tuple[PromptStream, Sequence[Prompt]]:
+    """Training stream at the position of the checkpoint, and held-out prompts (empty when there are none)."""
+    from transformers import AutoTokenizer  # seconds of import, which engines and trainers spend starting anyway
+
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    stream = PromptStream(load_prompts(config.data.train, tokenizer, config.data), config.run.seed, config.data.shuffle)
+    if config.checkpoint.load:
+        stream.restore(_checkpoint_meta(config)["data_position"])
+    test = load_prompts(config.data.test, tokenizer, config.data) if config.data.test else ()
+    return stream, list(test)
+
+
+def first_version(config: Config) -> int:
+    """The weight version that is published first: 0, or that of the checkpoint."""
+    return int(_checkpoint_meta(config)["version"]) if config.checkpoint.load else 0
+
+
+def _checkpoint_meta(config: Config) -> dict[str, Any]:
+    path = Path(str(config.checkpoint.load)) / "pa_npu.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"checkpoint.load: {config.checkpoint.load} is not a complete checkpoint ({error}); give the path of a directory "
+            f"named iteration_NNNNNN"
+        ) from None
+
+
+def _store_address() -> tuple[str, int]:
+    address = os.environ.get("PA_NPU_STORE", "")
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit():
+        raise UserError(f"PA_NPU_STORE: {address!r} is not host:port; start the coordinator through the launcher")
+    return host, int(port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

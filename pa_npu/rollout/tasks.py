@@ -1,0 +1,78 @@
+"""Structured concurrency for Python 3.10: tasks that never outlive the block or the call that started them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class TaskScope:
+    """`async with TaskScope() as scope:` ends when all tasks started in it have; the first failure cancels all and is raised.
+
+    A failure also interrupts the block itself, so that a dispatcher that waits for room does not wait for a dead engine.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._failure: BaseException | None = None
+        self._owner: Any = None
+        self._interrupted = False
+        self._in_block = False
+
+    def start(self, coroutine: Coroutine[Any, Any, Any], name: str) -> None:
+        if self._failure is not None:
+            # asyncio.wait_for of Python 3.10 and 3.11 can swallow the interruption
+            coroutine.close()
+            raise self._failure
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def __aenter__(self) -> TaskScope:
+        self._owner = asyncio.current_task()
+        self._in_block = True
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._in_block = False
+        try:
+            if error is None and self._failure is None:
+                while self._tasks:
+                    await asyncio.wait(set(self._tasks))
+        finally:
+            # reached with tasks left only when something failed, or when this task itself is cancelled
+            await _cancel(self._tasks)
+        if self._failure is not None and (error is None or self._interrupted):
+            if self._interrupted and hasattr(self._owner, "uncancel"):
+                self._owner.uncancel()  # since Python 3.11
+            raise self._failure
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None or self._failure is not None:
+            return
+        self._failure = error
+        for other in self._tasks:
+            other.cancel()
+        if self._in_block and self._owner is not None:
+            self._interrupted = True
+            self._owner.cancel()
+
+
+async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
+    """asyncio.gather that leaves nothing running: the first failure cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[Any]] | set[asyncio.Task[Any]]) -> None:
+    left = [task for task in tasks if not task.done()]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
