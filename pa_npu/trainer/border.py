@@ -38,22 +38,24 @@ class Border:
         self._rank = rank
 
     def cross(self, version: int, report: dict[str, float] | None) -> dict[str, float]:
-        """Publish `version` and hand over the report of the iteration before; returns the probe's numbers for the next report."""
+        """Publish `version` and hand over the report of the iteration before; returns numbers for the next report."""
         if self._rank == 0:
             self._channel.put_json(f"publish/{version}/ready", {"version": version, "report": report})
         with self._timeline.span("publish", version=version):
             seconds = self._backend.publish(version)
+        start = time.perf_counter()
         with self._timeline.span("wait for engines", version=version):
             done = self._channel.wait_json(
                 f"publish/{version}/done",
                 self._config.publish.timeout_s,
                 f"the engines to load weight version {version}",
             )
+        numbers = {"border_wait_s": time.perf_counter() - start}
         logger.info("published version %d in %.2f s", version, seconds)
         if done.get("probe") is None:
-            return {}
+            return numbers
         with self._timeline.span("probe", version=version):
-            return self._check_probe(version, probe_microbatches(done["probe"], version, self._config))
+            return numbers | self._check_probe(version, probe_microbatches(done["probe"], version, self._config))
 
     def timed(self, name: str, action: Callable[[], None]) -> dict[str, float]:
         """Run `action` at the border and return its seconds under `<name>_s`."""

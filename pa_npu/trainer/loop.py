@@ -34,13 +34,13 @@ def train(
     report: dict[str, float] | None = None
 
     for version in range(first, config.schedule.iterations):
-        probe = border.cross(version, report)
+        border_numbers = border.cross(version, report)
         with timeline.span("iteration", iteration=version):
             microbatches = rollouts(version)
             backend.accumulate(microbatches, num_microbatches)
             microbatches.finish()
             report = backend.step()
-        report |= probe
+        report |= border_numbers
         if config.checkpoint.every and (version + 1) % config.checkpoint.every == 0:
             report |= border.timed("checkpoint", partial(backend.save, run_dir / "checkpoints", version + 1))
 
