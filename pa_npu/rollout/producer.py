@@ -70,7 +70,7 @@ class Producer:
         async def complete(index: int, prompt: Prompt, lease: Lease) -> None:
             group = await self._generate_and_score(iteration, index, prompt, lease)
             production.add(group)
-            if config.schedule.stream:
+            if config.streams(iteration):
                 await self._deliver(group, self._advantages(group), assignment)
             else:
                 held.append(group)

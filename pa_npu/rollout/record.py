@@ -87,6 +87,7 @@ def iteration_record(
         "publish_s": publish_s,
         "evaluation_s": evaluation["seconds"] if evaluation else None,
         "eval_accuracy": evaluation["accuracy"] if evaluation else None,
+        "trainer_idle": min(1.0, (report.get("wait_s", 0.0) + report.get("border_wait_s", 0.0)) / iteration_s),
         "engine_idle": max(0.0, 1.0 - busy_s / (iteration_s * len(use_after))),
         "tpspd": rates.tpspd,
         "tpspd_response": rates.tpspd_response,
