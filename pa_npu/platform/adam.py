@@ -45,19 +45,23 @@ class FusedAdamW(torch.optim.Optimizer):
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
             step = torch.full((), group["step"], dtype=self.step_dtype, device=params[0].device)
-            beta1, beta2 = group["betas"]
-            torch._fused_adamw_(
-                params,
-                [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params],
-                [],
-                [step] * len(params),
-                lr=group["lr"],
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-            )
+            self.fused_update(group, params, step)
+
+    def fused_update(self, group: dict[str, Any], params: list[torch.Tensor], step: torch.Tensor) -> None:
+        """Update `params` of one group in place; `step` counts from 1."""
+        beta1, beta2 = group["betas"]
+        torch._fused_adamw_(
+            params,
+            [p.grad for p in params if p.grad is not None],
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
+            [],
+            [step] * len(params),
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )

@@ -65,6 +65,8 @@ class CpuPlatform:
 
         megatron_fixes.require_no_megatron("cpu")
         redirect_cuda_to_cpu()
+        megatron_fixes.answer_cuda_types(lambda name: name.replace("torch.", "torch.cuda.", 1))
+        megatron_fixes.replace_megatron_jit()
         megatron_fixes.import_megatron()
         redirect_megatron_rng()
         megatron_fixes.apply_common_fixes()

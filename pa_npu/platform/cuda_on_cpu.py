@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +38,6 @@ def redirect_cuda_to_cpu() -> None:
     _redirect_factories()
     _redirect_tensor_methods()
     _redirect_cuda_module()
-    _replace_megatron_jit()
     torch.cuda.pa_npu_redirected = True  # type: ignore[attr-defined]
 
 
@@ -83,7 +80,7 @@ def _with_cpu_device(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _redirect_tensor_methods() -> None:
-    original_to, original_type = torch.Tensor.to, torch.Tensor.type
+    original_to = torch.Tensor.to
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if _is_cuda(kwargs.get("device")):
@@ -92,18 +89,10 @@ def _redirect_tensor_methods() -> None:
             args = (_CPU, *args[1:])
         return original_to(self, *args, **kwargs)
 
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = original_type(self, *args, **kwargs)
-        # Megatron's optimizers compare param.type() with the names of CUDA types; answer them, and only them, so
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if not args and not kwargs and isinstance(result, str) and caller.startswith("megatron."):
-            return result.replace("torch.", "torch.cuda.", 1)
-        return result
-
     def same(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self
 
-    replacements: dict[str, Any] = {"to": to, "type": type_, "cuda": same, "pin_memory": same}
+    replacements: dict[str, Any] = {"to": to, "cuda": same, "pin_memory": same}
     for name, function in replacements.items():
         setattr(torch.Tensor, name, function)
     setattr(torch.nn.Module, "cuda", same)  # noqa: B010 - mypy refuses a plain assignment to a method
@@ -193,14 +182,3 @@ def _redirect_cuda_module() -> None:
     for name in ("range_push", "range_pop"):
         setattr(torch.cuda.nvtx, name, _returning(None))
     setattr(torch.cuda.nvtx, "range", lambda *args, **kwargs: contextlib.nullcontext())  # noqa: B010
-
-
-def _replace_megatron_jit() -> None:
-    """Megatron compiles about 20 helpers at import; on CPU that would import inductor and build C++ for no gain."""
-    name = "megatron.core.jit"
-    if name in sys.modules:
-        return
-    module: Any = types.ModuleType(name)
-    module.jit_fuser = module.noop_decorator = lambda function: function
-    module.enable_jit_fuser = module.disable_jit_fuser = _returning(None)
-    sys.modules[name] = module

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import types
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +39,27 @@ def apply_common_fixes() -> None:
         np.product = np.prod  # type: ignore[attr-defined]
     _fix_write_item()
     _fix_empty_fp8_shards()
+
+
+def replace_megatron_jit() -> None:
+    """Keep Megatron from compiling about 20 helpers at its import, which gains nothing outside CUDA. Before its import."""
+    name = "megatron.core.jit"
+    module: Any = types.ModuleType(name)
+    module.jit_fuser = module.noop_decorator = lambda function: function
+    module.enable_jit_fuser = module.disable_jit_fuser = lambda *args, **kwargs: None
+    sys.modules.setdefault(name, module)
+
+
+def answer_cuda_types(rename: Callable[[str], str]) -> None:
+    """Megatron's optimizers compare param.type() with CUDA's type names: give them, and only them, the renamed one."""
+    original = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return rename(result) if isinstance(result, str) and caller.startswith("megatron.") else result
+
+    setattr(torch.Tensor, "type", type_)  # noqa: B010 - mypy refuses a plain assignment to a method
 
 
 def install_adam(adam: type[torch.optim.Optimizer]) -> None:

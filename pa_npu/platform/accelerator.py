@@ -1,0 +1,47 @@
+"""What the cuda and npu platforms have in common: torch gives both device modules the same functions."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from pa_npu.platform import base
+
+
+class AcceleratorPlatform:
+    """Device functions through `torch.cuda` or `torch.npu`; a subclass names the kind and prepares Megatron."""
+
+    name: str
+
+    @property
+    def _module(self) -> Any:
+        return getattr(torch, self.name)
+
+    def device(self, local_index: int) -> torch.device:
+        return torch.device(self.name, local_index)
+
+    def set_device(self, local_index: int) -> None:
+        self._module.set_device(local_index)
+
+    def device_count(self) -> int:
+        return int(self._module.device_count())
+
+    def memory_bytes(self) -> tuple[int, int]:
+        return int(self._module.memory_allocated()), int(self._module.max_memory_allocated())
+
+    def total_memory_bytes(self) -> int:
+        return int(self._module.get_device_properties(0).total_memory)
+
+    def synchronize(self) -> None:
+        self._module.synchronize()
+
+    def seed_all(self, seed: int) -> None:
+        base.seed_host(seed)
+        self._module.manual_seed_all(seed)
+
+
+def without_users(defaults: dict[str, str]) -> dict[str, str]:
+    """The defaults that the user's environment does not set already."""
+    return {name: value for name, value in defaults.items() if name not in os.environ}

@@ -1,0 +1,70 @@
+"""The CUDA platform: NCCL, and megatron-core as NVIDIA ships it with the repairs that new torch and numpy make necessary."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from pa_npu.platform import base, megatron_fixes
+from pa_npu.platform.accelerator import AcceleratorPlatform, without_users
+from pa_npu.platform.ops import TorchOps
+
+# cuBLAS chooses between kernels at run time unless it has one fixed workspace; it reads this when it starts.
+CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+class CudaOps(TorchOps):
+    """torch's own fused RMSNorm where the weight is applied in one pass; rotary as everywhere."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+class CudaPlatform(AcceleratorPlatform):
+    """NVIDIA GPUs. TransformerEngine and apex are used for the optimizer where installed, and not needed."""
+
+    name = "cuda"
+    comm_backend = "nccl"
+    process_group_backend = "cpu:gloo,cuda:nccl"
+    visible_devices_env = "CUDA_VISIBLE_DEVICES"
+
+    def __init__(self) -> None:
+        self.ops = CudaOps()
+        self._prepared = False
+
+    def set_deterministic(self, enabled: bool) -> None:
+        if enabled:
+            os.environ.update(without_users(CUBLAS_WORKSPACE))
+        torch.backends.cudnn.deterministic = enabled
+        base.use_deterministic_algorithms(enabled)
+
+    def prepare_megatron(self) -> None:
+        if self._prepared:
+            return
+        from pa_npu.platform.adam import FusedAdamW
+
+        megatron_fixes.import_megatron()
+        megatron_fixes.apply_common_fixes()
+        if not megatron_fixes.has_fused_adam():
+            megatron_fixes.install_adam(FusedAdamW)
+        self._prepared = True
+
+    def transformer_overrides(self, deterministic: bool) -> dict[str, Any]:
+        # with deterministic_mode the embedding's backward uses an indexed sum instead of atomics
+        return {"bias_activation_fusion": True, "deterministic_mode": deterministic}
+
+    def environment(self, role: base.Role) -> dict[str, str]:
+        # vLLM turns NCCL's cuMem allocator off in its workers; the ranks of one group must agree on it
+        defaults = (
+            {"NCCL_CUMEM_ENABLE": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if role in ("engine", "trainer") else {}
+        )
+        if role == "trainer":
+            defaults |= {
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's overlap of collectives with compute relies on the order
+                "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # lengths vary, so blocks would fragment
+                "OMP_NUM_THREADS": "4",
+                **CUBLAS_WORKSPACE,
+            }
+        return without_users(defaults)

@@ -1,0 +1,62 @@
+"""The Ascend platform: torch_npu, HCCL, and megatron-core with MindSpeed or with replacements of our own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch_npu  # noqa: F401 - registers torch.npu
+
+from pa_npu.platform import base
+from pa_npu.platform.accelerator import AcceleratorPlatform, without_users
+from pa_npu.platform.npu_ops import NpuOps
+
+# Seconds. Engines load for minutes while trainers wait for them, and a pipeline stage waits for rollouts in a collective;
+# our own deadlines are shorter and say what was awaited. HCCL_EXEC_TIMEOUT must be a multiple of 68.
+HCCL_TIMEOUTS = {"HCCL_CONNECT_TIMEOUT": "1800", "HCCL_EXEC_TIMEOUT": "7140"}
+
+
+class NpuPlatform(AcceleratorPlatform):
+    """Ascend NPUs (910B and later)."""
+
+    name = "npu"
+    comm_backend = "hccl"
+    process_group_backend = "cpu:gloo,npu:hccl"
+    visible_devices_env = "ASCEND_RT_VISIBLE_DEVICES"
+
+    def __init__(self) -> None:
+        self.ops = NpuOps()
+        self._prepared = False
+
+    def set_deterministic(self, enabled: bool) -> None:
+        if enabled:
+            os.environ.setdefault("HCCL_DETERMINISTIC", "strict")  # read when a communicator is created
+        base.use_deterministic_algorithms(enabled)
+
+    def prepare_megatron(self) -> None:
+        if self._prepared:
+            return
+        from pa_npu.platform import npu_megatron
+
+        npu_megatron.prepare()
+        self._prepared = True
+
+    def transformer_overrides(self, deterministic: bool) -> dict[str, Any]:
+        # bias_activation_fusion is how Megatron reaches the fused SwiGLU that MindSpeed (or we) put in place
+        return {"bias_activation_fusion": True, "deterministic_mode": deterministic}
+
+    def environment(self, role: base.Role) -> dict[str, str]:
+        defaults: dict[str, str] = {}
+        if role in ("engine", "trainer"):
+            defaults |= HCCL_TIMEOUTS
+        if role == "engine":
+            defaults["VLLM_ASCEND_ENABLE_NZ"] = "0"  # weights in NZ format cannot be updated in place
+        if role == "trainer":
+            defaults |= {
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                "TASK_QUEUE_ENABLE": "2",
+                "CPU_AFFINITY_CONF": "1",
+                "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # lengths vary, so blocks would fragment
+                "OMP_NUM_THREADS": "4",
+            }
+        return without_users(defaults)

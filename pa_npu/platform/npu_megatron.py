@@ -1,0 +1,150 @@
+"""Makes megatron-core run on Ascend: with MindSpeed where it is installed, else with replacements of our own.
+
+MindSpeed rewrites torch and Megatron when it is imported. It is used for compatibility only (optimizer, type checks,
+pipeline shapes); fused kernels are called by our own layers. The rules that its activation needs:
+
+1. torch_npu's transfer_to_npu, then MindSpeed, then megatron; in another order it silently patches nothing.
+2. sys.argv is cut to its first element meanwhile, because unknown arguments of ours would become MindSpeed's.
+3. Variable sequence lengths are switched on in its arguments before its adaptor is imported; nothing is patched twice.
+4. Two of its global patches are undone: `torch.distributed.all_reduce` would turn float64 into a silent no-op and refuse
+   keyword calls, `torch.Tensor.view` would copy where torch raises.
+5. It replaces the root logger's handlers; ours are put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pa_npu.errors import PaNpuError, UserError
+from pa_npu.platform import megatron_fixes
+from pa_npu.platform.adam import FusedAdamW
+
+LOG = logging.getLogger(__name__)
+
+UNDONE = ("torch.distributed.all_reduce", "torch.Tensor.view")
+
+
+class NpuAdamW(FusedAdamW):
+    """FusedAdamW as Ascend's kernel takes it: an int64 step, one parameter per call."""
+
+    step_dtype = torch.int64
+
+    def fused_update(self, group: dict[str, Any], params: list[torch.Tensor], step: torch.Tensor) -> None:
+        for parameter in params:
+            super().fused_update(group, [parameter], step)
+
+
+def prepare() -> None:
+    """Activate MindSpeed or the replacements, import megatron.core and repair it. Before any other import of megatron."""
+    megatron_fixes.require_no_megatron("npu")
+    import torch_npu  # noqa: F401 - registers the device
+    from torch_npu.contrib import transfer_to_npu  # noqa: F401 - redirects torch.cuda to torch.npu
+
+    if importlib.util.find_spec("mindspeed") is None:
+        LOG.info("MindSpeed is not installed: megatron-core runs with the replacements of pa_npu.platform.npu_megatron")
+        prepare_without_mindspeed()
+        return
+    if not _has_megatron_training():
+        raise UserError(
+            "run.device: npu: MindSpeed is installed but needs megatron.training, which megatron-core's package lacks; put a "
+            "Megatron-LM checkout at core_v0.12.1 on PYTHONPATH, or uninstall mindspeed to run without it"
+        )
+    activate_mindspeed()
+    megatron_fixes.import_megatron()
+    megatron_fixes.apply_common_fixes()
+    if not megatron_fixes.has_fused_adam():
+        raise PaNpuError(
+            "MindSpeed was imported but Megatron still uses torch's AdamW: its patches came too late; "
+            "import nothing of megatron before platform.prepare_megatron()"
+        )
+
+
+def activate_mindspeed() -> None:
+    """Import MindSpeed's adaptor under the rules above. Raises PaNpuError when a patch to undo stays in place."""
+    originals = {path: _resolve(path) for path in UNDONE}
+    with _short_argv(), _kept_root_logger():
+        from mindspeed.args_utils import get_mindspeed_args
+
+        vars(get_mindspeed_args()).update(variable_seq_lengths=True)
+        import mindspeed.megatron_adaptor  # noqa: F401 - patches on import
+        from mindspeed.patch_utils import MindSpeedPatchesManager
+
+        for path in UNDONE:
+            patch = MindSpeedPatchesManager.patches_info.get(path)
+            if patch is not None:
+                patch.remove_patch()
+                patch.remove_wrappers()
+    for path, original in originals.items():
+        if _resolve(path) is not original:
+            raise PaNpuError(
+                f"MindSpeed: its patch of {path} could not be undone, and it changes results; use MindSpeed for core r0.12.1"
+            )
+
+
+def prepare_without_mindspeed() -> None:
+    """What core 0.12.x needs on NPU beside transfer_to_npu: no compilation, CUDA's type names, fused Adam and SwiGLU."""
+    torch.cuda.get_device_capability = lambda *args, **kwargs: (8, 0)
+    megatron_fixes.answer_cuda_types(lambda name: name.replace("npu", "cuda"))
+    megatron_fixes.replace_megatron_jit()
+    megatron_fixes.import_megatron()
+    megatron_fixes.apply_common_fixes()
+    megatron_fixes.install_adam(NpuAdamW)
+    _fuse_swiglu()
+
+
+def _fuse_swiglu() -> None:
+    import megatron.core.fusions.fused_bias_swiglu as fused
+    import torch_npu
+
+    class NpuSwiGLU:
+        """In the place of Megatron's autograd function; npu_swiglu has its own backward."""
+
+        @staticmethod
+        def apply(x: torch.Tensor, *_: Any) -> torch.Tensor:
+            activated: torch.Tensor = torch_npu.npu_swiglu(x, dim=-1)
+            return activated
+
+    fused.SwiGLUFunction = NpuSwiGLU
+
+
+def _has_megatron_training() -> bool:
+    """Whether a Megatron-LM checkout is on the path, found without importing anything of it."""
+    spec = PathFinder.find_spec("megatron")
+    places = spec.submodule_search_locations if spec is not None else None
+    return any((Path(place) / "training" / "__init__.py").is_file() for place in places or ())
+
+
+def _resolve(path: str) -> Any:
+    value: Any = torch
+    for name in path.split(".")[1:]:
+        value = getattr(value, name)
+    return value
+
+
+@contextlib.contextmanager
+def _short_argv() -> Iterator[None]:
+    argv, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        yield
+    finally:
+        sys.argv = argv
+
+
+@contextlib.contextmanager
+def _kept_root_logger() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
