@@ -25,6 +25,7 @@ CORE = [
     "math-verify>=0.7",  # math rewards by symbolic comparison
     "pyarrow>=14",  # parquet datasets
     "tensorboard>=2.14",  # telemetry.tensorboard
+    "rich>=13",  # tables in the terminal
 ]
 
 EXTRAS = {

@@ -119,8 +119,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         f"and at most {amount.microbatch_tokens} tokens each",
         f"tokens per iteration  at most {amount.prompt_tokens + amount.response_tokens} = {amount.prompt_tokens} prompt + "
         f"{amount.response_tokens} response; computed at most {amount.computed_tokens}",
-        f"iterations            {config.schedule.iterations}, {'periodic' if config.schedule.stream else 'synchronous'}, "
-        f"order {config.schedule.order}",
+        f"iterations            {config.schedule.iterations}, {_schedule(config)}, order {config.schedule.order}",
     ]
     if spec is None:
         return [*lines, "memory                not known: the model cannot be read here"]
@@ -142,6 +141,12 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
     if device_bytes is not None:
         lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))
     return lines
+
+
+def _schedule(config: Config) -> str:
+    if config.schedule.stream == "alternate":
+        return "synchronous and periodic in turn"
+    return "periodic" if config.schedule.stream else "synchronous"
 
 
 def _device_line(config: Config, trainers: Memory, engines: Memory, device_bytes: int, own_memory: bool) -> str:

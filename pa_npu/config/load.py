@@ -58,12 +58,12 @@ def _merge(tree: dict[str, Any], values: dict[str, Any], places: Places, written
 
 
 def _apply_override(tree: dict[str, Any], places: Places, override: str) -> None:
+    if not override.isprintable():
+        raise ConfigError(f"{COMMAND_LINE}: {override!r}: not printable text; write special characters as YAML escapes")
     name, sign, text = override.partition("=")
     path = tuple(name.strip().split("."))
     if not sign or not all(path):
         raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form section.key=value; write it so")
-    if not text.isprintable() or (not text.isascii() and "\udc80" <= max(text) <= "\udcff"):
-        raise ConfigError(f"{COMMAND_LINE}: {name}: the value is not printable text; remove control characters")
     value = read_value(text, f"{COMMAND_LINE}: {name.strip()}")
     if not isinstance(value, str) and _takes_text(find_annotation(path), value):
         value = text  # `run.dir=2024` means the text

@@ -5,11 +5,9 @@ Rules inside the configuration are pa_npu.config's; these need the disk, the dev
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ from pa_npu.config.preflight import check_model
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.launcher.placement import Placement, available_cores, place, port_problem
+from pa_npu.launcher.readiness import served_model
 from pa_npu.launcher.run_directory import check_run_directory
 from pa_npu.platform.base import Platform
 
@@ -86,7 +85,7 @@ def check_surroundings(config: Config, platform: Platform | None, *, forgive: bo
                 count = local(lambda path=path: check_dataset(path, tokenizer, config), path)  # type: ignore[misc]
                 findings.counts.append(f"data.{key}: {count}" if count else f"data.{key}: not here")
     check_rewards(config)
-    local(lambda: check_engine_interpreter(config))
+    local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
     local(lambda: check_ports(config))
     local(lambda: check_checkpoint(config))
     check_run_directory(config)
@@ -94,6 +93,16 @@ def check_surroundings(config: Config, platform: Platform | None, *, forgive: bo
         warning = _memory_warning(config, findings.spec, platform)
         findings.notes += [warning] if warning else []
     return findings
+
+
+def check_engines(config: Config, platform: Platform) -> tuple[ModelSpec, Placement]:
+    """The checks that engines without a run need."""
+    if config.rollout.attach:
+        raise ConfigError("rollout.attach: these engines are to be started, not attached; remove the key")
+    spec = check_model_files(config)
+    check_engine_interpreter(config)
+    check_ports(config)
+    return spec, place(config, _num_devices(platform), available_cores())
 
 
 def check_model_files(config: Config) -> ModelSpec:
@@ -134,31 +143,31 @@ def check_dataset(path: str, tokenizer: Any, config: Config) -> str:
     """Read a dataset as the coordinator will; returns its counts in words."""
     from pa_npu.data.prompts import load_prompts
 
-    prompts = load_prompts(path, tokenizer, config.data)
-    return f"{len(prompts)} prompts from {path}"
+    return load_prompts(path, tokenizer, config.data).summary
 
 
 def check_rewards(config: Config) -> None:
-    """Every module:function can be imported and called."""
-    for function in config.reward.functions:
-        if ":" in function.name:
-            _import_function(function.name)
+    """Every reward function can be built: patterns compile, module:function can be imported and called."""
+    from pa_npu.data.rewards.functions import build_function, function_specs
+
+    for spec in function_specs((function.name, function.pattern) for function in config.reward.functions):
+        build_function(spec)
 
 
-def _import_function(name: str) -> None:
-    module_name, _, function_name = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as the coordinator's own interpreter has it: the working directory
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # the user's module may raise anything while it is imported
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(
-            f"reward.functions: {name} cannot be imported ({reason}); "
-            f"name an importable module:function (PYTHONPATH or the working directory)"
-        ) from None
-    if not callable(function):
-        raise ConfigError(f"reward.functions: {name} is not a function but {type(function).__name__}; name a function")
+def check_attached(config: Config) -> None:
+    """Every attached engine answers and serves this model."""
+    for url in config.rollout.attach:
+        try:
+            model = served_model(url)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise UserError(
+                f"rollout.attach: {url} does not answer as an engine ({error}); start it with "
+                f"python -m pa_npu.launcher engines, or remove the key"
+            ) from None
+        if Path(model).resolve() != Path(config.model.path).resolve():
+            raise UserError(
+                f"rollout.attach: {url} serves {model}, not {config.model.path}; give both the same model.path"
+            )
 
 
 def check_engine_interpreter(config: Config) -> None:
@@ -189,7 +198,7 @@ def check_ports(config: Config) -> None:
             f"placement.host: cannot listen on {placement.host} ({problem}); use an address of this machine"
         )
     wanted = [("store_port", placement.store_port)] if placement.store_port else []
-    if placement.engine_port:
+    if placement.engine_port and not config.rollout.attach:
         wanted += [("engine_port", placement.engine_port + index) for index in range(config.rollout.engines)]
     for key, port in wanted:
         problem = port_problem(placement.host, port)

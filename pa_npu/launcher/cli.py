@@ -1,4 +1,4 @@
-"""The command line: `run`, `doctor`, `--help` with every key. Bad input is one line and exit code 2."""
+"""The command line: `run`, `engines`, `doctor`, `--help` with every key. Bad input is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m pa_npu.launcher", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="run | doctor")
+    commands = parser.add_subparsers(required=True, metavar="run | engines | doctor")
     keys = f"configuration keys (in YAML files, or as key=value on the command line):\n\n{keys_help()}"
     run = commands.add_parser(
         "run", help="start a run", epilog=keys, formatter_class=text, allow_abbrev=False, usage=_RUN_USAGE
@@ -45,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print the resolved configuration and its arithmetic; start nothing"
     )
     run.set_defaults(action=_run)
+    engines = commands.add_parser("engines", help="start engines alone, for runs that attach to them (rollout.attach)")
+    _add_config_options(engines)
+    engines.set_defaults(action=_engines)
     doctor = commands.add_parser("doctor", help="say what is installed, what is missing and how to get it")
     _add_config_options(doctor)
     doctor.set_defaults(action=_doctor)
@@ -80,6 +83,13 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from pa_npu.launcher.run import run  # imports torch; --help and mistakes in the configuration need not wait for it
 
     return run(config)
+
+
+def _engines(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    config = _config(options, rest)
+    from pa_npu.launcher.run import run_engines
+
+    return run_engines(config)
 
 
 def _dry_run(config: Config) -> int:

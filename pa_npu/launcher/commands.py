@@ -31,6 +31,9 @@ class Store:
     host: str
     port: int
 
+    def env(self) -> dict[str, str]:
+        return {"PA_NPU_STORE": f"{self.host}:{self.port}"}
+
 
 def engine_url(config: Config, port: int) -> str:
     host = config.placement.host
@@ -38,18 +41,18 @@ def engine_url(config: Config, port: int) -> str:
 
 
 def engine_commands(
-    config: Config, spec: ModelSpec, platform: Platform, placement: Placement, ports: Sequence[int], store: Store
+    config: Config, spec: ModelSpec, platform: Platform, placement: Placement, ports: Sequence[int]
 ) -> Iterator[Command]:
     for index, port in enumerate(ports):
         command = server_command(config, spec, index, port)
-        env = _common_env(config, store)
+        env = _common_env(config)
         env |= visible_devices(platform.visible_devices_env, placement.engine_devices[index], os.environ)
         yield Command(f"engine-{index}", command.argv, env | command.env, placement.engine_cores[index])
 
 
 def coordinator_command(config: Config, platform: Platform, urls: Sequence[str], store: Store) -> Command:
     argv = (sys.executable, "-m", "pa_npu.rollout.coordinator", "--config", _config_file(config))
-    env = _common_env(config, store) | platform.environment("coordinator")
+    env = _common_env(config) | store.env() | platform.environment("coordinator")
     return Command("coordinator", (*argv, "--engines", ",".join(urls)), env)
 
 
@@ -57,7 +60,7 @@ def trainer_commands(config: Config, platform: Platform, placement: Placement, s
     """One rank per trainer device. Ranks see all trainer devices and take theirs by LOCAL_RANK, as torchrun has it."""
     world_size = config.trainer.devices
     for rank in range(world_size):
-        env = _common_env(config, store) | platform.environment("trainer")
+        env = _common_env(config) | store.env() | platform.environment("trainer")
         env |= visible_devices(platform.visible_devices_env, placement.trainer_devices, os.environ)
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         env |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
@@ -69,10 +72,9 @@ def _config_file(config: Config) -> str:
     return str(Path(config.run.dir) / "config.yaml")
 
 
-def _common_env(config: Config, store: Store) -> dict[str, str]:
+def _common_env(config: Config) -> dict[str, str]:
     env = dict(os.environ)
     env |= {
-        "PA_NPU_STORE": f"{store.host}:{store.port}",
         "PA_NPU_RUN_DIR": str(Path(config.run.dir).resolve()),
         "PYTHONUNBUFFERED": "1",  # log lines appear when they are written
     }

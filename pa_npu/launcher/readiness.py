@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import json
 import socket
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from pa_npu.buffer.store import StoreChannel
 
 _PROBE_TIMEOUT_S = 1.0
+_MODELS_TIMEOUT_S = 10.0
 _STORE_TIMEOUT_S = 30.0
 
 
@@ -27,16 +30,19 @@ class Awaited:
     process: str
 
 
-def engine_answers(host: str, port: int) -> bool:
-    """Whether the engine at host:port serves requests."""
-    connection = http.client.HTTPConnection(host, port, timeout=_PROBE_TIMEOUT_S)
+def engine_answers(url: str) -> bool:
+    """Whether the engine serves requests."""
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        with urllib.request.urlopen(f"{url}/health", timeout=_PROBE_TIMEOUT_S) as reply:
+            return bool(reply.status == 200)
+    except (OSError, ValueError, http.client.HTTPException):
         return False
-    finally:
-        connection.close()
+
+
+def served_model(url: str) -> str:
+    """The model directory that a running engine was started with. Raises OSError or ValueError when it does not say."""
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=_MODELS_TIMEOUT_S) as reply:
+        return str(json.load(reply)["data"][0]["root"])
 
 
 def trainers_announced(channel: StoreChannel, num_stages: int) -> bool:

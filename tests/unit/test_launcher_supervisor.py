@@ -12,18 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from pa_npu.config import Config
 from pa_npu.launcher.commands import Command
 from pa_npu.launcher.console import Console
 from pa_npu.launcher.process_tree import ProcessTree
 from pa_npu.launcher.readiness import Awaited
-from pa_npu.launcher.run import Supervisor, stop_signals
+from pa_npu.launcher.supervisor import Supervisor, stop_signals
 from pa_npu.telemetry.timeline import Timeline
 
 
 @pytest.fixture(autouse=True)
 def short_aftermath(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pa_npu.launcher.run._AFTERMATH_S", 0.05)
+    monkeypatch.setattr("pa_npu.launcher.supervisor._AFTERMATH_S", 0.05)
 
 
 SLEEP = "import time; time.sleep(60)"
@@ -33,7 +32,6 @@ def supervise(
     directory: Path, codes: dict[str, str], awaited: list[Awaited] | None = None, meanwhile: Callable[[], None] = int
 ) -> int:
     """Run fake commands under the real supervisor; returns its exit code."""
-    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
     commands = [
         Command(name, (sys.executable, "-S", "-u", "-c", code), dict(os.environ)) for name, code in codes.items()
     ]
@@ -43,7 +41,7 @@ def supervise(
         stop_signals() as signals,
         ProcessTree(logs, 1.0, signals.insisted) as tree,
     ):
-        supervisor = Supervisor(config, tree, console, Timeline(None, "launcher"), signals)
+        supervisor = Supervisor(tree, console, Timeline(None, "launcher"), signals)
         thread = threading.Thread(target=meanwhile, name="meanwhile")
         thread.start()
         code = supervisor.run(commands, awaited or [])
