@@ -27,6 +27,7 @@ from pa_npu.weights import wire
 
 # Broadcasts posted ahead of the one being loaded, so that the wire does not wait for the loader.
 _AHEAD = 2
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class WorkerExtension:
@@ -72,7 +73,10 @@ class WorkerExtension:
         self._pa_version = None
         with _reloading(worker) as model, torch.no_grad():
             wanted = {name for name, _ in model.named_parameters()}
-            loaded: set[str] | None = model.load_weights(receiver.receive(int(version)))
+            weights = receiver.receive(int(version))
+            if receiver.is_tied and _HEAD in wanted:
+                weights = with_tied_head(weights)
+            loaded: set[str] | None = model.load_weights(weights)
             missing = sorted(wanted - loaded) if loaded is not None else []
         if missing:
             raise wire.WeightSyncError(
@@ -125,6 +129,11 @@ class Receiver:
     @property
     def num_bytes(self) -> int:
         return sum(manifest.num_bytes for manifest in self._manifests)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the LM head is the embedding, so that the trainer sends no head."""
+        return all(_HEAD not in manifest.shapes for manifest in self._manifests)
 
     def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) of all weights. Each tensor may be kept: buffers are not used again."""
@@ -183,6 +192,18 @@ class Receiver:
                 "was given; "
                 f"call pa_connect with the manifest of this run"
             )
+
+
+def with_tied_head(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The embedding a second time, as the LM head.
+
+    vLLM's layerwise reload unties the two for its duration and would leave a tied head as it was, which on CPU keeps a
+    packed copy of the old weights: the engine would generate from new layers and an old head.
+    """
+    for name, tensor in weights:
+        yield name, tensor
+        if name == _EMBEDDING:
+            yield _HEAD, tensor
 
 
 def check_model(manifests: list[wire.Manifest], hf_config: Any) -> None:
