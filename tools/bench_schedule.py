@@ -34,10 +34,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
 from pa_npu.launcher.placement import free_ports
 from pa_npu.telemetry.metrics import read_records
 
+ROOT = Path(__file__).resolve().parent.parent
 RESPONSES = 8
 WARMUP = 2  # iterations, one of each kind
 MAX_PROMPT = 2048
@@ -126,8 +126,8 @@ class Bench:
         self._args = args
         self._runs = 0
         self._url = f"http://127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
-        self._model = scratch / "model"
-        command = [sys.executable, "tools/make_tiny_model.py", "--out", str(self._model), "--random"]
+        self._model = scratch / "tiny" / "model"
+        command = [sys.executable, "tools/make_tiny_model.py", "--out", str(self._model.parent), "--random"]
         subprocess.run([*command, "--hidden", "192", "--layers", "4"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
     @contextlib.contextmanager
@@ -212,7 +212,7 @@ class Bench:
             "run.device": "cpu",
             "model.path": self._model,
             "model.dtype": "fp32",
-            "data.train": self._model / "train.jsonl",
+            "data.train": self._model.parent / "train.jsonl",
             "data.chat_template": "never",
             "data.shuffle": "false",
             "data.max_prompt_tokens": MAX_PROMPT,
