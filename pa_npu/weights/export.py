@@ -76,11 +76,13 @@ def export_hf(
         if position.replica != 0:
             return
         tensors = StageTensors(module, spec, position, _BUCKET_BYTES)
-        deadline = wire.Deadline(timeout_s)
-        if position.is_leader:
-            _write_stage(tensors, deadline, temporary, position.stage, max_file_bytes)
-        else:
-            for _ in tensors.buckets(deadline):
+        buckets = tensors.buckets(wire.Deadline(timeout_s))
+        try:
+            if position.is_leader:
+                _write_stage(tensors.manifest, buckets, temporary, position.stage, max_file_bytes)
+        finally:
+            # also when the leader cannot write: its TP peers gather with it to the end
+            for _ in buckets:
                 pass
 
     def finish() -> None:
@@ -98,7 +100,7 @@ def _together(action: Callable[[], None], what: str, device: torch.device) -> No
     failure: Exception | None = None
     try:
         action()
-    except (OSError, PaNpuError) as error:
+    except Exception as error:  # whatever it is, the other ranks must hear of it; raised below
         failure = error
     failed = torch.tensor([int(failure is not None)], device=device)
     if dist.is_initialized():
@@ -110,11 +112,11 @@ def _together(action: Callable[[], None], what: str, device: torch.device) -> No
 
 
 def _write_stage(
-    tensors: StageTensors, deadline: wire.Deadline, directory: Path, stage: int, max_file_bytes: int
+    manifest: wire.Manifest, buckets: Iterator[torch.Tensor | None], directory: Path, stage: int, max_file_bytes: int
 ) -> None:
     held: dict[str, torch.Tensor] = {}
     held_bytes, number = 0, 0
-    for name, tensor in wire.assemble(tensors.manifest, _leader_buckets(tensors, deadline)):
+    for name, tensor in wire.assemble(manifest, _filled(buckets)):
         if held and held_bytes + tensor.nbytes > max_file_bytes:
             save_file(held, _stage_file(directory, stage, number), metadata={"format": "pt"})
             held, held_bytes, number = {}, 0, number + 1
@@ -125,9 +127,9 @@ def _write_stage(
         save_file(held, _stage_file(directory, stage, number), metadata={"format": "pt"})
 
 
-def _leader_buckets(tensors: StageTensors, deadline: wire.Deadline) -> Iterator[torch.Tensor]:
-    for bucket in tensors.buckets(deadline):
-        assert bucket is not None
+def _filled(buckets: Iterator[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+    for bucket in buckets:
+        assert bucket is not None, "only TP leaders have the gathered weights"
         yield bucket
 
 
