@@ -1,0 +1,301 @@
+"""Merge a partial attention result into rows of the running one, in place: Ascend C operator or plain torch.
+
+For one query over two disjoint sets of keys, with running output o, maximum m of the scaled scores and sum s of
+exp(score - m), and the same (p, n, t) of the partial call:
+
+    M = max(m, n)    a = s exp(m - M)    b = t exp(n - M)    S = a + b    o <- (a o + b p) / S    m <- M    s <- S
+
+A side without keys has maximum -inf (or the lowest float), sum 0 and any finite output; both sides may be so.
+Backward needs nothing from here: it differentiates each part with the merged output and statistics.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from pa_npu.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+STATS_LAYOUTS = ("TND", "NTD")
+LIBRARY_NAME = "libpa_npu_ascendc.so"
+LIBRARY_VARIABLE = "PA_NPU_ASCENDC_LIBRARY"
+KERNEL_STAT_WIDTH = 8
+KERNEL_DIM_STEP = 16
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Tables are a few kilobytes each; a run sees one per distinct layout and depth.
+TABLE_CACHE_ENTRIES = 512
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class LseMergeStatus:
+    """Which implementation merges on NPU tensors, and why; every other device uses torch."""
+
+    implementation: str  # "ascendc" or "torch"
+    reason: str
+    library: Path
+
+
+def lse_merge_(
+    out: torch.Tensor,
+    softmax_max: torch.Tensor,
+    softmax_sum: torch.Tensor,
+    part_out: torch.Tensor,
+    part_max: torch.Tensor,
+    part_sum: torch.Tensor,
+    row_intervals: Sequence[Interval],
+    stats_layout: str = "TND",
+    *,
+    part_stats_layout: str | None = None,
+    segments: Sequence[int] | None = None,
+    part_segments: Sequence[int] | None = None,
+    impl: str = "auto",
+) -> None:
+    """Merge `part_*` into the rows `row_intervals` of `out`, `softmax_max`, `softmax_sum`, in place.
+
+    out [tokens, heads, dim]; softmax_max, softmax_sum [tokens, heads, width], `width` equal copies (8 on Ascend), fp32
+    (fp64 where out is fp64). part_* likewise with the rows of the intervals one after the other.
+    row_intervals: (first, last + 1) pairs, ascending and disjoint.
+    stats_layout: "TND" as the shape says, or "NTD": memory of each sequence of the call that made them is [heads,
+    length, width], whatever the shape says (npu_fusion_attention with softmax_layout=""); then `segments` gives these
+    lengths for the running statistics and `part_segments` for the partial ones. part_stats_layout: if it differs.
+    impl: "auto", "torch" or "ascendc".
+
+    Raises ValueError for inconsistent arguments, UserError when impl="ascendc" cannot be had.
+    """
+    part_layout = stats_layout if part_stats_layout is None else part_stats_layout
+    intervals = tuple((int(start), int(end)) for start, end in row_intervals)
+    lengths = _sequence_lengths("segments", stats_layout, segments)
+    part_lengths = _sequence_lengths("part_segments", part_layout, part_segments)
+    _check(out, softmax_max, softmax_sum, part_out, part_max, part_sum, intervals, lengths, part_lengths)
+    tensors = (out, softmax_max, softmax_sum, part_out, part_max, part_sum)
+    if not part_out.numel():
+        return
+    if _use_kernel(impl, tensors):
+        _merge_ascendc(tensors, intervals, lengths, part_lengths)
+    else:
+        _merge_torch(tensors, intervals, lengths, part_lengths)
+
+
+def available() -> LseMergeStatus:
+    """What NPU tensors are merged with, for `doctor`; loads the operator library if it is there."""
+    library = Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).parent / "lib" / LIBRARY_NAME)
+    return _load(library)
+
+
+@cache
+def _load(library: Path) -> LseMergeStatus:
+    if not library.exists():
+        reason = f"{library} is not built; install the package where CANN, torch and torch_npu are found"
+        return LseMergeStatus("torch", reason, library)
+    if not hasattr(torch, "npu"):
+        return LseMergeStatus("torch", "torch_npu is not imported, so there are no NPU tensors", library)
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        return LseMergeStatus("torch", f"{library} does not load: {error}", library)
+    return LseMergeStatus("ascendc", f"loaded {library}", library)
+
+
+def _sequence_lengths(name: str, layout: str, lengths: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Lengths for the NTD layout, None for TND."""
+    if layout not in STATS_LAYOUTS:
+        raise ValueError(f"stats layout {layout!r} is unknown, use one of {STATS_LAYOUTS}")
+    if layout == "TND":
+        return None
+    if lengths is None:
+        raise ValueError(f"{name} is missing: the NTD layout is per sequence, pass the lengths of the call's sequences")
+    return tuple(int(length) for length in lengths)
+
+
+def _check(
+    out: torch.Tensor,
+    softmax_max: torch.Tensor,
+    softmax_sum: torch.Tensor,
+    part_out: torch.Tensor,
+    part_max: torch.Tensor,
+    part_sum: torch.Tensor,
+    intervals: tuple[Interval, ...],
+    lengths: tuple[int, ...] | None,
+    part_lengths: tuple[int, ...] | None,
+) -> None:
+    tokens, heads, dim = out.shape
+    previous = 0
+    for start, end in intervals:
+        if not previous <= start <= end <= tokens:
+            raise ValueError(f"row interval ({start}, {end}) must be ascending, disjoint and within {tokens} rows")
+        previous = end
+    rows = sum(end - start for start, end in intervals)
+    if part_out.shape != (rows, heads, dim) or part_out.dtype != out.dtype:
+        raise ValueError(
+            f"part_out {tuple(part_out.shape)} {part_out.dtype} must be {(rows, heads, dim)} {out.dtype}: "
+            "the intervals' rows of out"
+        )
+    width = softmax_max.shape[-1]
+    for name, stats, count in (
+        ("softmax_max", softmax_max, tokens),
+        ("softmax_sum", softmax_sum, tokens),
+        ("part_max", part_max, rows),
+        ("part_sum", part_sum, rows),
+    ):
+        if stats.shape != (count, heads, width) or stats.dtype != softmax_max.dtype:
+            raise ValueError(
+                f"{name} {tuple(stats.shape)} {stats.dtype} must be {(count, heads, width)} {softmax_max.dtype}"
+            )
+    for name, total, sequence, pair in (
+        ("segments", tokens, lengths, (softmax_max, softmax_sum)),
+        ("part_segments", rows, part_lengths, (part_max, part_sum)),
+    ):
+        if sequence is None:
+            continue
+        if min(sequence, default=0) < 0 or sum(sequence) != total:
+            raise ValueError(f"{name} must be lengths >= 0 that add up to {total} rows, add up to {sum(sequence)}")
+        if not all(tensor.is_contiguous() for tensor in pair):
+            raise ValueError(f"statistics in the NTD layout must be contiguous, see {name}")
+
+
+def _use_kernel(impl: str, tensors: tuple[torch.Tensor, ...]) -> bool:
+    if impl not in ("auto", "torch", "ascendc"):
+        raise ValueError(f"impl {impl!r} is unknown, use auto, torch or ascendc")
+    if impl == "torch" or (impl == "auto" and tensors[0].device.type != "npu"):
+        return False
+    obstacle = _kernel_obstacle(tensors)
+    if obstacle is None:
+        return True
+    if impl == "ascendc":
+        raise UserError(f"lse_merge_ with impl='ascendc': {obstacle}")
+    _announce_fallback(obstacle)
+    return False
+
+
+def _kernel_obstacle(tensors: tuple[torch.Tensor, ...]) -> str | None:
+    """Why the Ascend C operator cannot take these tensors, or None."""
+    out, softmax_max = tensors[0], tensors[1]
+    if out.device.type != "npu":
+        return f"the tensors are on {out.device}, the operator needs npu"
+    status = available()
+    if status.implementation != "ascendc":
+        return status.reason
+    if out.dtype not in KERNEL_DTYPES or softmax_max.dtype != torch.float32:
+        return f"no kernel for outputs in {out.dtype} and statistics in {softmax_max.dtype}"
+    if out.shape[2] % KERNEL_DIM_STEP or softmax_max.shape[2] != KERNEL_STAT_WIDTH:
+        return f"needs a head dimension in steps of {KERNEL_DIM_STEP} and {KERNEL_STAT_WIDTH} copies of each statistic"
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return "needs contiguous tensors"
+    return None
+
+
+@cache
+def _announce_fallback(obstacle: str) -> None:
+    """Once per reason."""
+    logger.info("lse_merge_ on npu uses torch: %s", obstacle)
+
+
+def _merge_ascendc(
+    tensors: tuple[torch.Tensor, ...],
+    intervals: tuple[Interval, ...],
+    lengths: tuple[int, ...] | None,
+    part_lengths: tuple[int, ...] | None,
+) -> None:
+    out = tensors[0]
+    tokens, heads, dim = out.shape
+    table, header = _device_table(intervals, lengths, part_lengths, (tokens, heads, dim), out.dtype, out.device)
+    torch.ops.pa_npu.lse_merge_(*tensors, table, list(header))
+
+
+@lru_cache(maxsize=TABLE_CACHE_ENTRIES)
+def _device_table(
+    intervals: tuple[Interval, ...],
+    lengths: tuple[int, ...] | None,
+    part_lengths: tuple[int, ...] | None,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The operator's table on the device, and its header on the host. All layers of a microbatch share one."""
+    table = torch.ops.pa_npu.lse_merge_table(
+        [bound for interval in intervals for bound in interval],
+        list(lengths or ()),
+        list(part_lengths or ()),
+        *shape,
+        dtype,
+        lengths is not None,
+        part_lengths is not None,
+        torch.ops.pa_npu.vector_cores(device.index or 0),
+    )
+    header = tuple(table[: torch.ops.pa_npu.lse_merge_header_words()].tolist())
+    return table.to(device), header
+
+
+def _merge_torch(
+    tensors: tuple[torch.Tensor, ...],
+    intervals: tuple[Interval, ...],
+    lengths: tuple[int, ...] | None,
+    part_lengths: tuple[int, ...] | None,
+) -> None:
+    out, softmax_max, softmax_sum, part_out, part_max, part_sum = tensors
+    accumulate_dtype = torch.promote_types(torch.promote_types(out.dtype, softmax_max.dtype), torch.float32)
+    lowest = torch.finfo(accumulate_dtype).min
+    smallest = torch.finfo(accumulate_dtype).tiny
+    starts = None if lengths is None else (0, *accumulate(lengths))
+    part_starts = None if part_lengths is None else (0, *accumulate(part_lengths))
+    for row, part_row, count in _pieces(intervals, starts, part_starts):
+        running_max = _stats_view(softmax_max, row, count, starts)
+        running_sum = _stats_view(softmax_sum, row, count, starts)
+        max_a = running_max.to(accumulate_dtype).clamp_min(lowest)
+        max_b = _stats_view(part_max, part_row, count, part_starts).to(accumulate_dtype).clamp_min(lowest)
+        merged_max = torch.maximum(max_a, max_b)
+        sum_a = running_sum * (max_a - merged_max).exp()
+        sum_b = _stats_view(part_sum, part_row, count, part_starts) * (max_b - merged_max).exp()
+        merged_sum = sum_a + sum_b
+        divisor = merged_sum.clamp_min(smallest)
+        running_max.copy_(merged_max)
+        running_sum.copy_(merged_sum)
+        rows = out[row : row + count]
+        weighted = part_out[part_row : part_row + count] * (sum_b / divisor)[..., :1]
+        rows.copy_((rows * (sum_a / divisor)[..., :1]).add_(weighted))
+
+
+def _pieces(
+    intervals: tuple[Interval, ...], starts: tuple[int, ...] | None, part_starts: tuple[int, ...] | None
+) -> Iterator[tuple[int, int, int]]:
+    """(row, row of the partial result, count): intervals cut where a sequence of an NTD layout ends."""
+    part_row = 0
+    for start, end in intervals:
+        row = start
+        while row < end:
+            count = end - row
+            if starts is not None:
+                count = min(count, _sequence_at(row, starts)[1] - row)
+            if part_starts is not None:
+                count = min(count, _sequence_at(part_row, part_starts)[1] - part_row)
+            yield row, part_row, count
+            row += count
+            part_row += count
+
+
+def _stats_view(stats: torch.Tensor, row: int, count: int, starts: tuple[int, ...] | None) -> torch.Tensor:
+    """View [count, heads, width] of token rows inside one sequence."""
+    if starts is None:
+        return stats[row : row + count]
+    first, last = _sequence_at(row, starts)
+    _, heads, width = stats.shape
+    sequence = stats.view(-1)[first * heads * width : last * heads * width].view(heads, last - first, width)
+    return sequence[:, row - first : row - first + count].transpose(0, 1)
+
+
+def _sequence_at(row: int, starts: tuple[int, ...]) -> Interval:
+    """Bounds of the sequence that holds a row."""
+    after = bisect_right(starts, row)
+    return starts[after - 1], starts[after]
