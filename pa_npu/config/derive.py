@@ -50,17 +50,18 @@ def work(config: Config) -> Work:
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     group_size, shared = config.rollout.responses_per_prompt, config.attention.shared_prompt
     sequences = config.schedule.prompts_per_iteration * group_size
-    microbatches = config.groups_per_replica * config.microbatches_per_group
+    pieces = config.groups_per_replica * config.microbatches_per_group
     responses = config.microbatch_responses
-    microbatch = prompt * (1 if shared else responses) + response * responses
-    microbatch = -(-microbatch // config.pad_multiple) * config.pad_multiple
+    piece = prompt * (1 if shared else responses) + response * responses
+    piece = -(-piece // config.pad_multiple) * config.pad_multiple
     return Work(
         sequences=sequences,
-        microbatches_per_replica=microbatches,
-        microbatch_tokens=microbatch,
+        microbatches_per_replica=pieces,
+        # packing fills a microbatch up to max_tokens, unless one piece is larger or all together are smaller
+        microbatch_tokens=min(max(piece, config.microbatch.max_tokens or 0), piece * pieces),
         prompt_tokens=sequences * prompt,
         response_tokens=sequences * response,
-        computed_tokens=microbatch * microbatches * config.data_parallel,
+        computed_tokens=piece * pieces * config.data_parallel,
     )
 
 
@@ -80,7 +81,7 @@ def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
             ("frozen models", weights * element * frozen),
             ("activations", _activation_bytes(config, spec)),
             ("logits chunk", _logits_bytes(config, spec)),
-            ("publish buckets", int(2 * config.publish.bucket_mib * 2**20)),
+            ("publish buckets", 2 * min(int(config.publish.bucket_mib * 2**20), weights * element)),
         ),
     )
 
@@ -115,8 +116,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         + (", sequence parallel" if trainer.sequence_parallel else ""),
         f"groups per iteration  {config.schedule.prompts_per_iteration} (x {rollout.responses_per_prompt} responses = "
         f"{amount.sequences} sequences), {config.groups_per_replica} per replica",
-        f"microbatches          {amount.microbatches_per_replica} per replica, {config.microbatch_responses} responses "
-        f"and at most {amount.microbatch_tokens} tokens each",
+        f"microbatches          {_microbatches(config, amount)}",
         f"tokens per iteration  at most {amount.prompt_tokens + amount.response_tokens} = {amount.prompt_tokens} prompt + "
         f"{amount.response_tokens} response; computed at most {amount.computed_tokens}",
         f"iterations            {config.schedule.iterations}, {_schedule(config)}, order {config.schedule.order}",
@@ -147,6 +147,15 @@ def _schedule(config: Config) -> str:
     if config.schedule.stream == "alternate":
         return "synchronous and periodic in turn"
     return "periodic" if config.schedule.stream else "synchronous"
+
+
+def _microbatches(config: Config, amount: Work) -> str:
+    number, responses, tokens = amount.microbatches_per_replica, config.microbatch_responses, amount.microbatch_tokens
+    if config.microbatch.max_tokens is None:
+        return f"{number} per replica, {responses} responses and at most {tokens} tokens each"
+    return (
+        f"at most {number} per replica, {responses} responses or several times so many in at most {tokens} tokens each"
+    )
 
 
 def _device_line(config: Config, trainers: Memory, engines: Memory, device_bytes: int, own_memory: bool) -> str:
@@ -196,7 +205,10 @@ def _activation_bytes(config: Config, spec: ModelSpec) -> int:
 
 def _logits_bytes(config: Config, spec: ModelSpec) -> int:
     """One chunk of the LM head in fp32: logits, their exponentials, their gradient."""
-    rows = min(config.model.head_chunk_tokens, config.microbatch_responses * config.rollout.max_response_tokens)
+    rows = config.microbatch_responses * config.rollout.max_response_tokens
+    if config.microbatch.max_tokens is not None:
+        rows = work(config).microbatch_tokens
+    rows = min(rows, config.model.head_chunk_tokens)
     return 3 * rows * (spec.vocab_size // config.trainer.tensor_parallel) * _FP32
 
 

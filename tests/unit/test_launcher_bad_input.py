@@ -1,0 +1,182 @@
+"""Bad input ends before anything starts: one line that names the key or file:line and the remedy, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pa_npu.launcher.cli import main
+from tools import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    arguments = [
+        "--out",
+        str(directory),
+        "--random",
+        "--hidden",
+        "64",
+        "--train-questions",
+        "8",
+        "--test-questions",
+        "4",
+    ]
+    assert make_tiny_model.main(arguments) == 0
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a process was started in spite of bad input")
+
+    monkeypatch.setattr("pa_npu.launcher.run.ProcessTree", refuse)
+
+
+@pytest.fixture
+def base(tiny: Path, tmp_path: Path) -> list[str]:
+    files = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", f"run.dir={tmp_path / 'run'}"]
+    return [*files, "model.dtype=fp32", "data.max_prompt_tokens=64", "rollout.max_response_tokens=32", "run.device=cpu"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run the command line; returns its one line on stderr."""
+    code = main(["run", *arguments])
+    error = capsys.readouterr().err
+    assert code == 2, error
+    assert error.startswith("error: ") and error.count("\n") == 1, f"not one line: {error!r}"
+    return error
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rollout.windw=8"], "rollout.windw: unknown key; did you mean rollout.window?"),
+        (["run.seed=-1"], "run.seed: -1 is out of range"),
+        (["trainer.devices=3"], "set it to a multiple of 3"),
+        (["trainer.devices=4", "trainer.tensor_parallel=4"], "trainer.tensor_parallel: 4 does not divide the 2"),
+        (["trainer.devices=2", "trainer.tensor_parallel=2", "trainer.sequence_parallel=true",
+          "microbatch.pad_to_multiple_of=3"], "microbatch.pad_to_multiple_of: 3"),
+        (["model.path=/nowhere/model"], "model.path: /nowhere/model is not a directory"),
+        (["data.train=/nowhere/train.jsonl"], "data.train: /nowhere/train.jsonl"),
+        (["data.max_prompt_tokens=4"], "data.max_prompt_tokens"),
+        (["rollout.top_p=0.9"], "rollout.top_p: 0.9"),
+        (["rollout.top_k=5"], "rollout.top_k: 5"),
+        (["reward.functions=[{name: 'no_such_module:f'}]"], "no_such_module:f cannot be imported"),
+        (["reward.functions=[{name: 'math:pi'}]"], "math:pi"),
+        (["reward.functions=[{name: format, pattern: '['}]"], "pattern"),
+        (["run.dir=/proc/run"], "run.dir: /proc is not writable"),
+        (["--device", "npu"], "run.device: npu cannot be used: torch_npu"),
+        (["--device", "cuda"], "run.device: cuda cannot be used"),
+        (["algorithm.advantage_scale=batch-std"], "set schedule.stream=false"),
+        (["placement.host=203.0.113.1"], "placement.host: cannot listen on 203.0.113.1"),
+        (["rollout.python=/nowhere/python"], "rollout.python: /nowhere/python is not an executable"),
+        (["rollout.attach=[http://127.0.0.1:9]"], "rollout.attach: http://127.0.0.1:9 does not answer as an engine"),
+        (["checkpoint.load=/nowhere"], "checkpoint.load: /nowhere is not a directory"),
+        (["--nonsense"], "--nonsense: unknown option"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml: no such configuration file"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], base: list[str], overrides: list[str], expected: str
+) -> None:
+    if "cuda" in overrides:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("a CUDA device is here")
+    assert expected in refused(capsys, *base, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([], "empty"),
+        (['{"question": "1+1?", "answer": "#### 2"}', '{"question": '], "train.jsonl:2"),
+        (['{"question": "1+1?"}'], "train.jsonl:1"),
+    ],
+)
+def test_a_bad_dataset_is_named_with_its_line(
+    capsys: pytest.CaptureFixture[str], base: list[str], tmp_path: Path, lines: list[str], expected: str
+) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text("\n".join(lines))
+    assert expected in refused(capsys, *base, f"data.train={file}")
+
+
+def test_a_bad_model_is_named(capsys: pytest.CaptureFixture[str], base: list[str], tiny: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    subprocess.run(["cp", "-r", tiny / "model", model], check=True)
+    weights = (model / "model.safetensors").read_bytes()
+
+    (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert "model.safetensors is damaged or incomplete" in refused(capsys, *base, f"model.path={model}")
+    (model / "model.safetensors").unlink()
+    assert "has no *.safetensors file" in refused(capsys, *base, f"model.path={model}")
+    (model / "model.safetensors").write_bytes(weights)
+    (model / "tokenizer.json").write_text("{")
+    assert "its tokenizer cannot be loaded" in refused(capsys, *base, f"model.path={model}")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    assert "architecture 'mamba' is not supported" in refused(capsys, *base, f"model.path={model}")
+    (model / "config.json").write_text("{")
+    assert "config.json cannot be read" in refused(capsys, *base, f"model.path={model}")
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_a_taken_port_is_refused(capsys: pytest.CaptureFixture[str], base: list[str], taken_port: int) -> None:
+    text = refused(capsys, *base, f"placement.engine_port={taken_port}")
+    assert f"placement.engine_port: port {taken_port}" in text
+
+
+def test_another_runs_directory_is_refused(capsys: pytest.CaptureFixture[str], base: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("run: {seed: 77}\n")
+    assert "holds a run with another configuration" in refused(capsys, *base)
+
+
+def test_a_dry_run_prints_the_tree_and_its_arithmetic(capsys: pytest.CaptureFixture[str], base: list[str]) -> None:
+    assert main(["run", *base, "--dry-run", "schedule.iterations=3"]) == 0
+    out = capsys.readouterr().out
+    assert "iterations: 3" in out
+    for line in ("# devices               2 =", "# trainer memory", "# engine memory", "# data.train: 8 prompts"):
+        assert line in out
+    assert "note" not in out
+
+
+def test_a_dry_run_forgives_what_this_machine_lacks_but_not_mistakes(
+    capsys: pytest.CaptureFixture[str], base: list[str], tmp_path: Path
+) -> None:
+    assert main(["run", *base, "--dry-run", "--device", "npu", "data.train=/nowhere.jsonl", "trainer.devices=8"]) == 0
+    out = capsys.readouterr().out
+    assert "# note: run.device: npu cannot be used" in out and "/nowhere.jsonl" in out
+    (tmp_path / "broken.jsonl").write_text("{")
+    assert main(["run", *base, "--dry-run", f"data.train={tmp_path / 'broken.jsonl'}"]) == 2
+
+
+def test_doctor_tells_devices_versions_and_operators(capsys: pytest.CaptureFixture[str], base: list[str]) -> None:
+    assert main(["doctor", *base]) == 0
+    out = capsys.readouterr().out
+    for word in ("cpu            yes", "npu            no: ", "torch", "megatron-core", "ascendc", "a run can start"):
+        assert word in out
+
+
+def test_help_lists_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--help"])
+    assert ended.value.code == 0
+    assert "schedule.stream  (" in capsys.readouterr().out
