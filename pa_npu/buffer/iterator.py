@@ -1,17 +1,24 @@
-"""MicrobatchIterator: feeds Megatron's schedule with one replica's microbatches of one iteration, as groups arrive.
+"""MicrobatchIterator: feeds the training step with one replica's microbatches of one iteration, as groups arrive.
 
 Every rank of a replica has one. Ranks of a stage's tensor-parallel group go through a slot together:
 
     all ranks   wait for the slot's key in the store   (our deadline and message, no collective open meanwhile)
     leader      reads the bytes from the store
     all ranks   broadcast of length, then of the payload, over the device's backend
-    all ranks   parse, check I1 and I2, build microbatches; mark the slot done
+    all ranks   parse, check I1 and I2, cut into pieces; mark the slot done
 
 so a long wait for rollouts never trips a collective's watchdog, and each stage reads a group once.
+
+Packing: pieces go into a microbatch in slot order, the next one as long as it fits into max_tokens; what does not fit
+begins the next microbatch, and a piece that is larger than max_tokens goes alone. With order "prompt" a microbatch that
+has room waits for the next group, so that the cut depends on the groups alone, not on when they arrive. With
+"completion" it goes as it is when the next group has not arrived: there is work, so nobody waits. What has arrived only
+the leader decides; an empty broadcast of length 0 tells its peers, which enter that broadcast without the wait above.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Literal
 
@@ -20,19 +27,20 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.buffer.group import Group
-from pa_npu.buffer.microbatch import Microbatch, build_microbatches
+from pa_npu.buffer.microbatch import Microbatch, Piece, cut, pack
 from pa_npu.buffer.rollout_buffer import RolloutBuffer
 from pa_npu.errors import InvariantViolation
 from pa_npu.telemetry.timeline import Timeline, now
 
 
 class MicrobatchIterator(Iterator[Microbatch]):
-    """Yields the microbatches of `groups` slots in slot order, each built once; call `finish` after the last.
+    """Yields the microbatches of `groups` slots in slot order, each piece once; call `finish` after the last.
 
     buffer: shared rollout buffer; its `readers` must be the number of ranks of the replica.
     replica, num_replicas: this data-parallel replica and how many there are.
     order: with "prompt", slot s of replica r must hold group s * num_replicas + r, whatever arrived first.
     timeout_s: deadline of the wait for one group.
+    max_tokens: pack pieces into microbatches of at most so many tokens, padding included; None makes each piece one.
     device: where the microbatches go, and over whose backend the broadcast runs.
     tensor_group: the stage's tensor-parallel group, None when it has one rank.
 
@@ -53,6 +61,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         shared_prompt: bool,
         pad_multiple: int,
         timeout_s: float,
+        max_tokens: int | None = None,
         device: torch.device | str = "cpu",
         tensor_group: dist.ProcessGroup | None = None,
         timeline: Timeline | None = None,
@@ -68,10 +77,12 @@ class MicrobatchIterator(Iterator[Microbatch]):
         self._iteration, self._groups, self._order = iteration, groups, order
         self._responses, self._shared_prompt, self._pad_multiple = responses_per_microbatch, shared_prompt, pad_multiple
         self._timeout_s = timeout_s
+        # without padding; 0 for None: then every piece is larger and goes alone
+        self._budget = (max_tokens or 0) // pad_multiple * pad_multiple
         self._device = torch.device(device)
         self._tensor_group = tensor_group if tensor_parallel > 1 else None
         self._timeline = timeline or Timeline(None, "")
-        self._pending: list[Microbatch] = []
+        self._pending: deque[Piece] = deque()
         self._indices: list[int] = []
         self.waited_s = 0.0
         """Seconds this rank has waited for groups so far: the trainer's idle time."""
@@ -82,12 +93,17 @@ class MicrobatchIterator(Iterator[Microbatch]):
         return tuple(self._indices)
 
     def __next__(self) -> Microbatch:
-        if not self._pending:
-            if len(self._indices) == self._groups:
-                raise StopIteration
-            group = self._take(len(self._indices))
-            self._pending = build_microbatches(group, self._responses, self._shared_prompt, self._pad_multiple)
-        return self._pending.pop(0).to(self._device)
+        if self._peek(wait=True) is None:
+            raise StopIteration
+        pieces = [self._pending.popleft()]
+        num_tokens = pieces[0].num_tokens(self._shared_prompt)
+        while num_tokens < self._budget:
+            piece = self._peek(wait=self._order == "prompt")
+            if piece is None or num_tokens + piece.num_tokens(self._shared_prompt) > self._budget:
+                break
+            pieces.append(self._pending.popleft())
+            num_tokens += piece.num_tokens(self._shared_prompt)
+        return pack(pieces, self._shared_prompt, self._pad_multiple).to(self._device)
 
     def finish(self) -> None:
         """Asserts that the schedule consumed every microbatch of every slot (I2)."""
@@ -98,31 +114,49 @@ class MicrobatchIterator(Iterator[Microbatch]):
                 f"must ask for groups x microbatches per group"
             )
 
-    def _take(self, slot: int) -> Group:
-        start_s = now()
-        waited_s = self._buffer.wait(self._iteration, self._replica, slot, self._timeout_s)
-        self.waited_s += waited_s
-        self._timeline.complete("wait for group", start_s, start_s + waited_s, lane="wait", slot=slot)
-        group = Group.from_bytes(self._receive(slot))
+    def _peek(self, wait: bool) -> Piece | None:
+        """The next piece; None after the last and, unless `wait`, where its group has not arrived yet."""
+        if not self._pending and len(self._indices) < self._groups:
+            group = self._take(len(self._indices), wait)
+            if group is not None:
+                self._pending.extend(cut(group, self._responses))
+        return self._pending[0] if self._pending else None
+
+    def _take(self, slot: int, wait: bool) -> Group | None:
+        """The slot's group; without `wait` None where the leader finds that it has not arrived."""
+        if wait:
+            start_s = now()
+            waited_s = self._buffer.wait(self._iteration, self._replica, slot, self._timeout_s)
+            self.waited_s += waited_s
+            self._timeline.complete("wait for group", start_s, start_s + waited_s, lane="wait", slot=slot)
+        data = self._receive(slot, wait)
+        if not data:
+            return None
+        group = Group.from_bytes(data)
         self._check(group, slot)
         self._buffer.done(self._iteration, self._replica, slot)
         self._indices.append(group.index)
         return group
 
-    def _receive(self, slot: int) -> bytes:
-        """The slot's bytes: the leader reads them, its peers get them by broadcast."""
+    def _receive(self, slot: int, filled: bool) -> bytes:
+        """The slot's bytes, read by the leader and broadcast to its peers; none if it is empty, unless known as `filled`."""
         group = self._tensor_group
+        leader = dist.get_global_rank(group, 0) if group is not None else 0
+        leads = group is None or dist.get_rank() == leader
+        data = b""
+        if leads and (filled or self._buffer.ready(self._iteration, self._replica, slot)):
+            data = self._buffer.read_bytes(self._iteration, self._replica, slot)
         if group is None:
-            return self._buffer.read_bytes(self._iteration, self._replica, slot)
-        leader = dist.get_global_rank(group, 0)
-        leads = dist.get_rank() == leader
-        data = self._buffer.read_bytes(self._iteration, self._replica, slot) if leads else b""
+            return data
         length = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
         dist.broadcast(length, src=leader, group=group)
+        num_bytes = int(length.item())
+        if not num_bytes:
+            return b""
         if leads:
             payload = torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8)).to(self._device)
         else:
-            payload = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
+            payload = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         dist.broadcast(payload, src=leader, group=group)
         return data if leads else payload.cpu().numpy().tobytes()
 

@@ -21,7 +21,7 @@ from pa_npu.errors import InvariantViolation
 
 
 class RolloutBuffer(Protocol):
-    """What coordinator (put) and trainer ranks (wait, read, done) need; another data plane implements these five."""
+    """What coordinator (put) and trainer ranks (all others) need; another data plane implements these six."""
 
     readers: int
 
@@ -30,6 +30,9 @@ class RolloutBuffer(Protocol):
 
     def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
         """Waits until the slot is filled, returns the seconds waited; raises DeadlineExceeded after timeout_s."""
+
+    def ready(self, iteration: int, replica: int, slot: int) -> bool:
+        """Whether the slot is filled, without waiting."""
 
     def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
         """The wire format of a filled slot."""
@@ -79,6 +82,9 @@ class StoreRolloutBuffer:
             timeout_s,
             f"the group of slot {slot}, replica {replica}, iteration {iteration}, from the coordinator",
         )
+
+    def ready(self, iteration: int, replica: int, slot: int) -> bool:
+        return self._channel.exists(self._key(iteration, replica, slot))
 
     def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
         return self._channel.get_bytes(self._key(iteration, replica, slot))

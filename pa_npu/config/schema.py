@@ -161,6 +161,12 @@ class MicrobatchConfig(Section):
     responses: int | None = Field(
         None, description="Responses per microbatch; must divide rollout.responses_per_prompt; none means all."
     )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Pack microbatches of responses, also of several groups, together up to so many tokens, padding included; "
+        "a larger one goes alone. Only without pipeline parallelism; none packs nothing.",
+    )
     pad_to_multiple_of: int | None = Field(
         None,
         description="Pad packed lengths to a multiple; none means trainer.tensor_parallel with sequence parallelism, else 1.",
@@ -318,6 +324,11 @@ def _broken_rules(c: Config):
         yield (
             f"microbatch.pad_to_multiple_of: {c.microbatch.pad_to_multiple_of}: sequence parallelism needs lengths that are "
             f"multiples of trainer.tensor_parallel = {t.tensor_parallel}; remove the key or set it to a multiple"
+        )
+    if c.microbatch.max_tokens is not None and t.pipeline_parallel > 1:
+        yield (
+            f"microbatch.max_tokens: {c.microbatch.max_tokens}: packing does not know the number of microbatches in advance, "
+            f"which trainer.pipeline_parallel = {t.pipeline_parallel} needs; remove the key or set pipeline_parallel to 1"
         )
     if t.sequence_parallel and t.tensor_parallel == 1:
         yield "trainer.sequence_parallel: needs trainer.tensor_parallel > 1; set it to false or raise tensor_parallel"

@@ -116,6 +116,7 @@ def rollout_source(
             shared_prompt=config.attention.shared_prompt,
             pad_multiple=config.pad_multiple,
             timeout_s=config.trainer.wait_timeout_s,
+            max_tokens=config.microbatch.max_tokens,
             device=device,
             tensor_group=tensor_group() if ranks.tensor_size > 1 else None,
             timeline=timeline,

@@ -30,14 +30,13 @@ def train(
     """Run from the loaded checkpoint (or version 0) to `schedule.iterations`; leaves a checkpoint and an HF export behind."""
     run_dir = Path(config.run.dir)
     first = backend.load(Path(config.checkpoint.load)) if config.checkpoint.load else 0
-    num_microbatches = config.groups_per_replica * config.microbatches_per_group
     report: dict[str, float] | None = None
 
     for version in range(first, config.schedule.iterations):
         border_numbers = border.cross(version, report)
         with timeline.span("iteration", iteration=version):
             microbatches = rollouts(version)
-            backend.accumulate(microbatches, num_microbatches)
+            backend.accumulate(microbatches)
             microbatches.finish()
             report = backend.step()
         report |= border_numbers

@@ -1,17 +1,16 @@
-"""TrainBackend on megatron-core: forward and backward under 1F1B, the normaliser at the step, probe, publish, checkpoints."""
+"""TrainBackend on megatron-core: forward, loss and backward, the normaliser at the step, probe, publish, checkpoints."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from pa_npu.algorithm.aggregation import normaliser, token_weights
 from pa_npu.algorithm.batch import TokenBatch
@@ -23,10 +22,11 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
 from pa_npu.model.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.platform.base import Platform
-from pa_npu.telemetry.timeline import Timeline, now
+from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer import checkpoint
 from pa_npu.trainer.optimizer import build_optimizer, build_scheduler
 from pa_npu.trainer.protocol import MicrobatchSource, ProbeResult
+from pa_npu.trainer.schedule import Loss, run_pipelined, run_sequential, with_spans
 from pa_npu.trainer.statistics import IterationTotals, MetricSums, mean_over_world
 from pa_npu.weights.export import export_hf
 from pa_npu.weights.publisher import Publisher
@@ -57,17 +57,18 @@ class MegatronBackend:
         self._scheduler = build_scheduler(self._optimizer, config)
         stage.config.no_sync_func = self._ddp.no_sync
         stage.config.finalize_model_grads_func = self._finalize_gradients
-        self._run_schedule = get_forward_backward_func()
         self._policy_loss = find_policy_loss(config.algorithm.loss)
         self._metric_names = metric_names(config.algorithm)
         self._reset_sums()
 
-    def accumulate(self, microbatches: MicrobatchSource, num_microbatches: int) -> None:
+    def accumulate(self, microbatches: MicrobatchSource) -> None:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._reset_sums()
         start = time.perf_counter()
-        self._schedule(microbatches, num_microbatches, self._training_loss, forward_only=False)
+        # of use to the pipeline only, which packs nothing: every piece of a group is a microbatch
+        num_microbatches = self._config.groups_per_replica * self._config.microbatches_per_group
+        self._run(microbatches, num_microbatches, self._training_loss, forward_only=False)
         self._platform.synchronize()
         self._wait_s = microbatches.waited_s
         self._train_s = time.perf_counter() - start - self._wait_s
@@ -88,7 +89,7 @@ class MegatronBackend:
 
     def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
         self._reset_sums()
-        self._schedule(iter(microbatches), len(microbatches), self._probe_loss, forward_only=True)
+        self._run(microbatches, len(microbatches), self._probe_loss, forward_only=True)
         sums, largest = self._metrics.over_ranks(self._device)
         totals = self._totals.over_replicas(self._device)
         return ProbeResult(largest, sums["logprob_diff"] / max(1, totals.tokens_response))
@@ -115,21 +116,14 @@ class MegatronBackend:
         self._totals = IterationTotals()
         self._metrics = MetricSums(self._metric_names)
 
-    def _schedule(
-        self,
-        microbatches: Iterator[Microbatch],
-        num_microbatches: int,
-        loss: Callable[[Microbatch, ModelOutput], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]],
-        forward_only: bool,
+    def _run(
+        self, microbatches: Iterable[Microbatch], num_microbatches: int, loss: Loss, *, forward_only: bool
     ) -> None:
-        spans = MicrobatchSpans(self._timeline)
+        """One pass; num_microbatches is read only where pipeline stages have to agree on it in advance."""
 
-        def forward_step(iterator: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
-            spans.end()
-            microbatch = next(iterator)
-            spans.begin(microbatch)
+        def forward(microbatch: Microbatch) -> Any:
             self._totals.add(microbatch)
-            output = model(
+            return self._ddp(
                 microbatch.tokens[None],
                 microbatch.layout,
                 microbatch.rows,
@@ -138,23 +132,14 @@ class MegatronBackend:
                 chunk=self._config.model.head_chunk_tokens,
                 entropy_grad=self._config.algorithm.entropy_coef > 0,
             )
-            return output, partial(loss, microbatch)
 
-        # lengths vary, so the schedule exchanges shapes (variable_seq_lengths) and its seq_length is unused
-        self._run_schedule(
-            forward_step_func=forward_step,
-            data_iterator=microbatches,
-            model=[self._ddp],
-            num_microbatches=num_microbatches,
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-        spans.end()
+        with closing(with_spans(microbatches, self._timeline)) as timed, torch.set_grad_enabled(not forward_only):
+            if self._config.trainer.pipeline_parallel == 1:
+                run_sequential(self._ddp, timed, forward, loss, forward_only=forward_only)
+            else:
+                run_pipelined(self._ddp, timed, num_microbatches, forward, loss, forward_only=forward_only)
 
-    def _training_loss(
-        self, microbatch: Microbatch, output: ModelOutput
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def _training_loss(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
         # One update per iteration on rollouts of the current version: the old policy is the policy, the ratio is 1.
         batch = TokenBatch(
             logprobs=output.logprobs,
@@ -164,24 +149,19 @@ class MegatronBackend:
             engine_logprobs=microbatch.engine_logprobs,
             advantages=microbatch.advantages,
             weights=token_weights(microbatch.response_lengths, self._config.algorithm.aggregation, self._device),
-            response_index=microbatch.response_index - microbatch.response_index[0],
+            response_index=microbatch.response_index,
             num_responses=microbatch.num_sequences,
         )
         sums = loss_sums(batch, self._config.algorithm, self._policy_loss)
         self._metrics.add(sums.metrics, (output.logprobs.detach() - microbatch.engine_logprobs).abs().max())
-        return sums.loss, self._num_tokens(microbatch), sums.metrics
+        return sums.loss
 
-    def _probe_loss(
-        self, microbatch: Microbatch, output: ModelOutput
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def _probe_loss(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
         difference = (output.logprobs - microbatch.engine_logprobs).abs()
         zero = torch.zeros((), device=self._device)
         metrics = {name: zero for name in self._metric_names} | {"logprob_diff": difference.sum()}
         self._metrics.add(metrics, difference.max())
-        return zero, self._num_tokens(microbatch), metrics
-
-    def _num_tokens(self, microbatch: Microbatch) -> torch.Tensor:
-        return torch.tensor(microbatch.targets.numel(), dtype=torch.int, device=self._device)
+        return zero
 
     def _finalize_gradients(self, models: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
         """Reduce the summed gradients over replicas and divide them, once, by the iteration's normaliser (invariant I3)."""
@@ -215,23 +195,7 @@ class MegatronBackend:
             "learning_rate": learning_rate,
             "tokens_response": self._totals.tokens_response,
             "tokens_computed": self._totals.tokens_computed,
+            "microbatches": self._totals.num_microbatches,
             "memory_peak_bytes": self._platform.memory_bytes()[1],
             **seconds,
         }
-
-
-class MicrobatchSpans:
-    """Timeline spans of microbatches: from the moment one is at hand until the schedule asks for the next."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-        self._open: tuple[str, float] | None = None
-
-    def begin(self, microbatch: Microbatch) -> None:
-        self._open = (f"group {microbatch.group_index}", now())
-
-    def end(self) -> None:
-        if self._open is not None:
-            name, start = self._open
-            self._timeline.complete(name, start, now(), lane="microbatches")
-            self._open = None

@@ -31,7 +31,7 @@ class MicrobatchSource(Protocol):
 class TrainBackend(Protocol):
     """One rank's share of the policy. Every method is collective: all trainer ranks call it in the same order."""
 
-    def accumulate(self, microbatches: MicrobatchSource, num_microbatches: int) -> None:
+    def accumulate(self, microbatches: MicrobatchSource) -> None:
         """Forward and backward over an iteration's microbatches as they arrive; gradients stay unnormalised sums."""
 
     def step(self) -> dict[str, float]:

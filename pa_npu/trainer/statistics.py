@@ -18,16 +18,20 @@ class IterationTotals:
     tokens_response: int = 0
     tokens_computed: int = 0
     num_responses: int = 0
+    num_microbatches: int = 0
 
     def add(self, microbatch: Microbatch) -> None:
         self.tokens_response += microbatch.num_response_tokens
         self.tokens_computed += microbatch.num_computed_tokens
         self.num_responses += microbatch.num_sequences
+        self.num_microbatches += 1
 
     def over_replicas(self, device: torch.device) -> IterationTotals:
         """The totals of all replicas (collective over the data-parallel group)."""
         values = torch.tensor(
-            [self.tokens_response, self.tokens_computed, self.num_responses], dtype=torch.int64, device=device
+            [self.tokens_response, self.tokens_computed, self.num_responses, self.num_microbatches],
+            dtype=torch.int64,
+            device=device,
         )
         dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
         return IterationTotals(*(int(v) for v in values.tolist()))

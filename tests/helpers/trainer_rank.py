@@ -150,7 +150,7 @@ def main(job_file: str) -> None:
         if rank == 0:
             put_groups(config, StoreRolloutBuffer(channel, "run", readers=1), iteration, job["order"])
         microbatches = rollouts(iteration)
-        backend.accumulate(microbatches, config.groups_per_replica * config.microbatches_per_group)
+        backend.accumulate(microbatches)
         microbatches.finish()
         reports.append(backend.step())
         if iteration + 1 in job["save_at"]:

@@ -58,7 +58,7 @@ def make_group(index: int) -> Group:
 def digest(microbatches: Iterable[Microbatch]) -> list[str]:
     digests = []
     for microbatch in microbatches:
-        sha = hashlib.sha256(repr((microbatch.group_index, microbatch.layout.lengths)).encode())
+        sha = hashlib.sha256(repr((microbatch.group_indices, microbatch.layout.lengths)).encode())
         for name in ("tokens", "rows", "targets", "engine_logprobs", "advantages", "response_index"):
             sha.update(getattr(microbatch, name).numpy().tobytes())
         digests.append(sha.hexdigest())

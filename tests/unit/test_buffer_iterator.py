@@ -29,7 +29,7 @@ def group(index: int, iteration: int = 2, responses: int = 4) -> Group:
         response_lengths=np.ones(responses, dtype=np.int32),
         logprobs=np.zeros(responses, np.float32),
         rewards=np.zeros(responses, np.float32),
-        advantages=np.zeros(responses, np.float32),
+        advantages=np.arange(responses, dtype=np.float32),
         finished=np.ones(responses, np.uint8),
     )
 
@@ -80,8 +80,8 @@ def test_groups_come_in_slot_order_each_cut_into_its_microbatches(tmp_path: Path
     buffer = MemoryBuffer([group(4), group(0), group(2)])
     with Timeline.for_run(tmp_path, "trainer") as timeline:
         microbatches = iterator(buffer, timeline=timeline)
-        found = [(m.group_index, m.response_index.unique().tolist()) for m in microbatches]
-    assert found == [(4, [0, 1]), (4, [2, 3]), (0, [0, 1]), (0, [2, 3]), (2, [0, 1]), (2, [2, 3])]
+        found = [(m.group_indices, m.advantages.tolist()) for m in microbatches]
+    assert found == [((index,), advantages) for index in (4, 0, 2) for advantages in ([0.0, 1.0], [2.0, 3.0])]
     microbatches.finish()
     assert microbatches.indices == (4, 0, 2)
     assert microbatches.waited_s == pytest.approx(0.75)
