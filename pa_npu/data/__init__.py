@@ -1,0 +1,1 @@
+"""Prompts and rewards: what is asked, and what an answer is worth."""

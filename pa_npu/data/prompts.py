@@ -1,0 +1,212 @@
+"""Prompts: dataset rows rendered with the tokenizer's chat template, checked for length, and served in seeded epochs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from pa_npu.config.schema import DataConfig
+from pa_npu.data.records import Message, Record, read_records
+from pa_npu.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """What an engine is asked, and what its answers are compared with.
+
+    prompt_id: row of the dataset, from 0. tokens: int32 [P]. text: the rendered prompt. answer: the final answer,
+    without GSM8K's reasoning. row: the dataset row as it was read.
+    """
+
+    prompt_id: int
+    tokens: npt.NDArray[np.int32]
+    answer: str
+    text: str
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class PromptSet(Sequence[Prompt]):
+    """The usable prompts of one dataset, in its order. num_read = len(self) + num_skipped."""
+
+    path: str
+    prompts: tuple[Prompt, ...]
+    num_read: int
+    num_truncated: int
+    num_skipped: int
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
+        return self.prompts[index]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.prompts)
+
+    @property
+    def summary(self) -> str:
+        """One line for logs and the dry run."""
+        lengths = [len(prompt.tokens) for prompt in self.prompts]
+        return (
+            f"{len(self)} prompts from {self.path} (read {self.num_read}, truncated {self.num_truncated}, skipped "
+            f"{self.num_skipped}), {min(lengths)} to {max(lengths)} tokens, mean {sum(lengths) / len(lengths):.0f}"
+        )
+
+
+def load_prompts(path: str, tokenizer: Any, config: DataConfig) -> PromptSet:
+    """Reads, renders and tokenizes a dataset. tokenizer: a transformers tokenizer. Raises DataError for unusable data."""
+    key = "data.test" if path == config.test and path != config.train else "data.train"
+    records = list(read_records(path, key))
+    if not records:
+        raise DataError(f"{key}: {path} is empty; it needs at least one row with a question and its answer")
+    with_template = _use_template(tokenizer, config)
+    texts = [_render(record, tokenizer, config, with_template) for record in records]
+    # A rendered template brings its own special tokens; plain text gets the tokenizer's (a llama's first token).
+    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=not with_template)["input_ids"]
+    for record, tokens in zip(records, encoded, strict=True):
+        if not tokens:
+            raise DataError(f"{record.location}: the prompt has no tokens; give a question or remove the row")
+    limit = config.max_prompt_tokens
+    too_long = [number for number, tokens in enumerate(encoded) if len(tokens) > limit]
+    if too_long and config.overlong_prompt == "refuse":
+        first = too_long[0]
+        others = f" and {len(too_long) - 1} more" if len(too_long) > 1 else ""
+        raise DataError(
+            f"{records[first].location}: the prompt has {len(encoded[first])} tokens{others}, more than "
+            f"data.max_prompt_tokens = {limit}; raise it (longest: {max(map(len, encoded))}), "
+            f"or set data.overlong_prompt to truncate or skip"
+        )
+    skipped = set(too_long) if config.overlong_prompt == "skip" else set()
+    truncated = set(too_long) - skipped
+    for number in truncated:
+        encoded[number] = encoded[number][-limit:]
+        texts[number] = tokenizer.decode(encoded[number])
+    prompts = tuple(
+        Prompt(number, np.asarray(encoded[number], np.int32), record.answer, texts[number], record.row)
+        for number, record in enumerate(records)
+        if number not in skipped
+    )
+    if not prompts:
+        raise DataError(
+            f"{key}: all {len(records)} prompts of {path} are longer than data.max_prompt_tokens = {limit} and were "
+            f"skipped; raise data.max_prompt_tokens (shortest: {min(map(len, encoded))})"
+        )
+    return PromptSet(path, prompts, len(records), len(truncated), len(skipped))
+
+
+def _use_template(tokenizer: Any, config: DataConfig) -> bool:
+    available = bool(getattr(tokenizer, "chat_template", None))
+    if config.chat_template == "always" and not available:
+        raise DataError(
+            "data.chat_template: always, but the model's tokenizer has no chat template; set it to auto or never, "
+            "or add chat_template.jinja to model.path"
+        )
+    return available and config.chat_template != "never"
+
+
+def _render(record: Record, tokenizer: Any, config: DataConfig, with_template: bool) -> str:
+    """The prompt's text up to the place where the response begins."""
+    messages = compose_messages(record, config)
+    if not with_template:
+        return "\n".join(message["content"] for message in messages)
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template may raise whatever it likes, e.g. for a role that it does not know
+        roles = ", ".join(message["role"] for message in messages)
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"{record.location}: the chat template refuses messages with the roles {roles} ({reason}); correct the row, "
+            f"unset data.system_prompt, or set data.chat_template=never"
+        ) from None
+
+
+def compose_messages(record: Record, config: DataConfig) -> list[Message]:
+    """The row's messages with the configured system prompt before (a row's own takes precedence) and the instruction
+    appended to the last of the user's messages."""
+    messages = [dict(message) for message in record.messages]
+    if config.instruction:
+        asked = [message for message in messages if message["role"] == "user"]
+        if not asked:
+            raise DataError(
+                f"{record.location}: no message of role user to put data.instruction after; correct the row"
+            )
+        asked[-1]["content"] += "\n" + config.instruction
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return messages
+
+
+class PromptStream:
+    """Endless prompts in epochs: each epoch holds every prompt once, in an order given by (seed, epoch).
+
+    The position counts prompts taken since the start; with the same dataset and seed it determines everything that
+    follows, so a resumed run neither drops nor repeats a prompt (I6). Positions are plain integers for checkpoints;
+    `state()` adds a fingerprint of the dataset, which `restore()` checks.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
+        if not prompts:
+            raise DataError("data.train: no prompts to stream; the dataset needs at least one")
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._position = 0
+        self._epoch = -1
+        self._order: npt.NDArray[np.int64] = np.arange(0)
+
+    @property
+    def position(self) -> int:
+        """Prompts taken so far."""
+        return self._position
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts; runs over into the next epoch where needed."""
+        taken = []
+        for position in range(self._position, self._position + num_prompts):
+            epoch, index = divmod(position, len(self._prompts))
+            if epoch != self._epoch:
+                self._order, self._epoch = self._epoch_order(epoch), epoch
+            taken.append(self._prompts[int(self._order[index])])
+        self._position += num_prompts
+        return taken
+
+    def _epoch_order(self, epoch: int) -> npt.NDArray[np.int64]:
+        if not self._shuffle:
+            return np.arange(len(self._prompts))
+        # RandomState's streams are frozen (NEP 19), so a resumed run sees the same order under any NumPy version.
+        return np.random.RandomState([self._seed, epoch]).permutation(len(self._prompts))
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, JSON."""
+        return {"position": self._position, "fingerprint": self.fingerprint()}
+
+    def restore(self, state: int | Mapping[str, Any]) -> None:
+        """Continues at a position, or at a `state()` after checking that dataset, seed and order are the same."""
+        if isinstance(state, Mapping):
+            if state["fingerprint"] != self.fingerprint():
+                raise DataError(
+                    "data.train: prompts, run.seed or data.shuffle differ from those of the checkpoint, so its position "
+                    "means other prompts; restore them, or start a new run"
+                )
+            state = int(state["position"])
+        if state < 0:
+            raise ValueError(f"a position counts prompts taken and cannot be {state}")
+        self._position = state
+
+    def fingerprint(self) -> str:
+        """Changes with the prompts' tokens or answers, their order, the seed and the shuffling."""
+        digest = hashlib.blake2b(f"{self._seed} {self._shuffle}".encode(), digest_size=8)
+        for prompt in self._prompts:
+            digest.update(np.asarray(prompt.tokens, "<i4").tobytes())
+            digest.update(f"\n{prompt.prompt_id}\n{prompt.answer}\n".encode())
+        return digest.hexdigest()

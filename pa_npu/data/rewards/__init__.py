@@ -1,0 +1,1 @@
+"""Rewards: answer extraction, reward functions, and the worker processes that run them."""

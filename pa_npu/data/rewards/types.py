@@ -1,0 +1,40 @@
+"""What a reward function receives and what a pool returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """A finished group: one prompt and its G responses.
+
+    prompt: the rendered prompt. answer: the reference answer. responses: G texts. response_tokens: their lengths.
+    row: the dataset row, as far as JSON can hold it (other values arrive as text).
+    """
+
+    prompt: str
+    answer: str
+    responses: Sequence[str]
+    response_tokens: Sequence[int]
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class RewardResult:
+    """Rewards of a group.
+
+    total: float32 [G], the weighted sum. functions: each function's own rewards, float32 [G], unweighted, by name
+    (a repeated name gets #2). correct: bool [G], the verdict of the first function that is not `format`: its reward is
+    positive. errors: what went wrong, one line each; a function that failed gave zeros.
+    """
+
+    total: npt.NDArray[np.float32]
+    functions: dict[str, npt.NDArray[np.float32]]
+    correct: npt.NDArray[np.bool_]
+    errors: tuple[str, ...]
