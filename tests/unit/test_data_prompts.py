@@ -1,0 +1,199 @@
+"""Datasets become prompts in every layout, and each bad one ends in a DataError that names the place and the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from pa_npu.config.schema import DataConfig
+from pa_npu.data.prompts import PromptSet, load_prompts
+from pa_npu.errors import DataError
+from tools.make_tiny_model import make_tokenizer
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+QUESTION = {"question": "What is 12+34?", "answer": "12+34=46\n#### 46"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+def write(path: Path, *lines: Any) -> str:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(path)
+
+
+def load(path: str, tokenizer: Any, **settings: Any) -> PromptSet:
+    return load_prompts(path, tokenizer, DataConfig(train=path, **settings))
+
+
+def refusal(path: str, tokenizer: Any, **settings: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        load(path, tokenizer, **settings)
+    message = str(caught.value)
+    assert "\n" not in message, f"not one line: {message!r}"
+    return message
+
+
+def test_gsm8k_row_gives_the_template_tokens_and_the_final_answer(tmp_path: Path, tokenizer: Any) -> None:
+    (prompt,) = load(write(tmp_path / "a.jsonl", QUESTION), tokenizer)
+    assert prompt.text == "<|user|>What is 12+34?<|assistant|>"
+    assert tokenizer.convert_ids_to_tokens(prompt.tokens.tolist()) == [
+        *("<|user|>", "What", "Ġis", "Ġ", "1", "2", "+", "3", "4", "?", "<|assistant|>")
+    ]
+    assert (prompt.answer, prompt.prompt_id, prompt.row) == ("46", 0, QUESTION)
+    assert prompt.tokens.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "answer"),
+    [
+        ({"prompt": "2+2?", "answer": 4}, "<|user|>2+2?<|assistant|>", "4"),
+        ({"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"}, "<|user|>2+2?<|assistant|>", "4"),
+        ({"question": "2+2?", "answer": " x=4 "}, "<|user|>2+2?<|assistant|>", "x=4"),
+        (
+            {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "2+2?"}], "answer": "#### 4"},
+            "<|system|>S<|user|>2+2?<|assistant|>",
+            "4",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "2+2=4\n#### 4"}]},
+            "<|user|>2+2?<|assistant|>",
+            "4",
+        ),
+    ],
+)
+def test_layouts(row: dict[str, Any], text: str, answer: str, tmp_path: Path, tokenizer: Any) -> None:
+    (prompt,) = load(write(tmp_path / "a.jsonl", row), tokenizer)
+    assert (prompt.text, prompt.answer) == (text, answer)
+
+
+def test_parquet_and_jsonl_of_the_same_rows_give_the_same_prompts(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [QUESTION, {"question": "What is 50+49?", "answer": "#### 99"}]
+    table = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    from_parquet = load(str(table), tokenizer)
+    from_jsonl = load(write(tmp_path / "a.jsonl", *rows), tokenizer)
+    assert [(p.prompt_id, p.text, p.answer, p.row) for p in from_parquet] == [
+        (p.prompt_id, p.text, p.answer, p.row) for p in from_jsonl
+    ]
+
+
+def test_system_prompt_and_instruction_are_rendered_where_they_belong(tmp_path: Path, tokenizer: Any) -> None:
+    own = {"messages": [{"role": "system", "content": "own"}, {"role": "user", "content": "q"}], "answer": "1"}
+    path = write(tmp_path / "a.jsonl", QUESTION, own)
+    settings = {"system_prompt": "Be brief.", "instruction": "End with ####."}
+    first, second = load(path, tokenizer, **settings)
+    assert first.text == "<|system|>Be brief.<|user|>What is 12+34?\nEnd with ####.<|assistant|>"
+    assert second.text == "<|system|>own<|user|>q\nEnd with ####.<|assistant|>"
+    plain, _ = load(path, tokenizer, chat_template="never", **settings)
+    assert plain.text == "Be brief.\nWhat is 12+34?\nEnd with ####."
+
+
+def test_template_policy_follows_the_tokenizer(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", QUESTION)
+    without = make_tokenizer()
+    without.chat_template = None
+    assert load(path, without)[0].text == QUESTION["question"]
+    assert "data.chat_template: always" in refusal(path, without, chat_template="always")
+    refusing = make_tokenizer()
+    refusing.chat_template = "{{ raise_exception('no system role here') }}"
+    message = refusal(path, refusing, system_prompt="S")
+    assert f"{path}:1" in message and "no system role here" in message and "data.chat_template=never" in message
+
+
+def test_blank_lines_are_skipped_and_lines_still_counted(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", QUESTION, "", QUESTION, "", '{"question": "q"}')
+    assert refusal(path, tokenizer).startswith(f"{path}:5: no answer")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"question": "q", "answer": ', "not valid JSON"),
+        ("[1, 2]", "a JSON list, not an object"),
+        ("42", "a JSON int, not an object"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"question": "q"}', "no answer;"),
+        ('{"question": "q", "answer": null}', "no answer;"),
+        ('{"question": "q", "answer": "  "}', "no answer;"),
+        ('{"question": "q", "answer": "so 5\\n#### "}', "no answer after ####;"),
+        ('{"question": "q", "answer": [5]}', "answer is [5], not a text or a number"),
+        ('{"question": "q", "answer": true}', "answer is true, not a text or a number"),
+        ('{"question": " ", "answer": "5"}', "question is empty"),
+        ('{"question": 7, "answer": "5"}', "question is 7, not a text"),
+        ('{"input": "q", "answer": "5"}', "no question, prompt or messages (columns: input, answer)"),
+        ("{}", "no question, prompt or messages (columns: none)"),
+        ('{"messages": [], "answer": "5"}', "messages is [], not a list of messages"),
+        ('{"messages": "q", "answer": "5"}', 'messages is "q", not a list of messages'),
+        ('{"messages": [{"role": "user"}], "answer": "5"}', 'each must be {"role": text, "content": text}'),
+        ('{"messages": [{"role": "user", "content": "q"}]}', "no answer;"),
+        ('{"messages": [{"role": "assistant", "content": "q"}]}', "an answer but no question"),
+    ],
+)
+def test_a_broken_row_is_named_by_file_and_line(line: str, expected: str, tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "bad.jsonl", QUESTION, line, QUESTION)
+    message = refusal(path, tokenizer)
+    assert message.startswith(f"{path}:2: ") and expected in message, message
+
+
+def test_unusable_files_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    missing = str(tmp_path / "none.jsonl")
+    assert refusal(missing, tokenizer) == f"data.train: {missing} does not exist; name a JSONL or parquet file"
+    assert "is a directory" in refusal(str(tmp_path), tokenizer)
+    assert "is empty" in refusal(write(tmp_path / "empty.jsonl"), tokenizer)
+    assert "is empty" in refusal(write(tmp_path / "blank.jsonl", "", " "), tokenizer)
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes(json.dumps(QUESTION).encode() + b'\n{"question": "caf\xe9", "answer": "1"}\n')
+    assert refusal(str(latin), tokenizer).startswith(f"{latin}:2: byte 17 is not UTF-8")
+    damaged = tmp_path / "damaged.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([QUESTION] * 100), damaged)
+    damaged.write_bytes(damaged.read_bytes()[:-20])
+    assert "unreadable parquet" in refusal(str(damaged), tokenizer)
+    holes = tmp_path / "holes.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([QUESTION, {"question": "q", "answer": None}]), holes)
+    assert refusal(str(holes), tokenizer).startswith(f"{holes}: row 2: no answer")
+
+
+def test_the_key_of_the_test_set_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    config = DataConfig(train="train.jsonl", test=str(tmp_path / "none.jsonl"))
+    with pytest.raises(DataError, match=r"^data\.test: "):
+        load_prompts(str(config.test), tokenizer, config)
+
+
+def test_overlong_prompts_are_refused_truncated_or_skipped_and_counted(tmp_path: Path, tokenizer: Any) -> None:
+    long = {"question": "What is 12+34+56+78?", "answer": "180"}  # 17 tokens; QUESTION has 11
+    path = write(tmp_path / "a.jsonl", QUESTION, long, QUESTION, long)
+    message = refusal(path, tokenizer, max_prompt_tokens=11)
+    assert message.startswith(f"{path}:2: the prompt has 17 tokens and 1 more, more than data.max_prompt_tokens = 11")
+    assert "longest: 17" in message and "truncate or skip" in message
+
+    skipped = load(path, tokenizer, max_prompt_tokens=11, overlong_prompt="skip")
+    assert [prompt.prompt_id for prompt in skipped] == [0, 2]
+    assert (skipped.num_read, skipped.num_truncated, skipped.num_skipped) == (4, 0, 2)
+
+    truncated = load(path, tokenizer, max_prompt_tokens=11, overlong_prompt="truncate")
+    assert [len(prompt.tokens) for prompt in truncated] == [11] * 4
+    assert truncated[1].text == "12+34+56+78?<|assistant|>"[-len(truncated[1].text) :]
+    assert truncated[1].text.endswith("+34+56+78?<|assistant|>")
+    assert (truncated.num_read, truncated.num_truncated, truncated.num_skipped) == (4, 2, 0)
+    assert "read 4, truncated 2, skipped 0" in truncated.summary
+
+    everything = refusal(path, tokenizer, max_prompt_tokens=3, overlong_prompt="skip")
+    assert "all 4 prompts" in everything and "shortest: 11" in everything
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
+def test_gsm8k_loads_whole(tokenizer: Any) -> None:
+    prompts = load(str(GSM8K / "test.jsonl"), tokenizer, max_prompt_tokens=1024)
+    assert len(prompts) == 1319 and prompts.num_read == 1319
+    assert [prompt.answer for prompt in prompts[:3]] == ["18", "3", "70000"]
+    texts = [tokenizer.decode(prompt.tokens) for prompt in prompts]
+    assert texts == [prompt.text for prompt in prompts], "tokens must stand for the rendered text"

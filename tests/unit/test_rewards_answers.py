@@ -1,0 +1,166 @@
+"""Answers are found where GSM8K and MATH put them, and equal means equal in value."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from pa_npu.data.rewards import answers
+from pa_npu.data.rewards.answers import equal_answers, extract_answer, is_correct, last_boxed, parse_number
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+needs_math_verify = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
+)
+
+
+@pytest.fixture
+def numeric_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if math-verify were not installed."""
+    monkeypatch.setattr(answers, "_math_verify_available", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("42", 42),
+        ("-42", -42),
+        ("+7", 7),
+        ("1,234,567", 1234567),
+        ("$1,234.50", Fraction(2469, 2)),
+        ("-$5", -5),
+        (r"\$18", 18),
+        ("$18$", 18),
+        ("50%", 50),
+        (r"5\%", 5),
+        ("18 dollars", 18),
+        (r"5 \text{ cm}", 5),
+        (r"10\,000", 10000),
+        ("**42**", 42),
+        ("42.", 42),
+        (".5", Fraction(1, 2)),
+        ("1e3", 1000),
+        ("3/4", Fraction(3, 4)),
+        (r"-\frac{3}{4}", Fraction(-3, 4)),
+        (r"\dfrac{1}{2}", Fraction(1, 2)),
+        ("1e999999999", None),
+        ("1/0", None),
+        ("2*3", None),
+        ("4 2", None),
+        ("2x", None),
+        ("12 of 13", None),
+        ("", None),
+    ],
+)
+def test_parse_number(text: str, value: Fraction | int | None) -> None:
+    assert parse_number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("12+34=46\n#### 46", "46"),
+        ("#### 1\nno, again\n#### 2\nthe end", "2"),
+        (r"\boxed{7} and #### 8", "8"),
+        ("####", None),
+        (r"#### \boxed{9}", "9"),
+        (r"####   " + "\n" + r"\boxed{9}", r"9"),
+        (r"so \boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        ("first 3, then 4.", "4"),
+        ("a total of $1,200.", "1,200"),
+        ("3-5 = -2", "-2"),
+        ("x=47-38", "38"),
+        ("nothing", None),
+    ],
+)
+def test_extract_answer(response: str, answer: str | None) -> None:
+    assert extract_answer(response, reference="46") == answer
+
+
+def test_the_last_number_counts_only_for_a_numeric_reference() -> None:
+    assert extract_answer("it is 5", reference="5") == "5"
+    assert extract_answer("it is 5", reference="x+5") is None
+
+
+def test_last_boxed_balances_braces_and_ignores_open_ones() -> None:
+    assert last_boxed(r"\boxed{a{b}{c{d}}} \boxed{never closed") == "a{b}{c{d}}"
+    assert last_boxed(r"\boxed{") is None
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "correct"),
+    [
+        ("#### 46", "46", True),
+        ("#### 46.0", "46", True),
+        ("#### 47", "46", False),
+        ("#### 4 6", "46", False),
+        ("#### 2*3", "23", False),
+        ("#### x = 46", "46", True),
+        ("#### 12+34=46", "46", True),
+        ("#### 12+34", "46", False),
+        ("#### 0.333333", "1/3", True),
+        ("#### 0.3333", "1/3", False),
+        ("#### 1000001", "1000000", False),
+        (r"\boxed{B}", "B", True),
+        (r"\boxed{\text{A}}", "B", False),
+        (r"\boxed{\text{Monday}}", "monday", True),
+        ("no answer at all", "46", False),
+        ("", "46", False),
+    ],
+)
+def test_is_correct_without_math_verify(response: str, reference: str, correct: bool, numeric_only: None) -> None:
+    assert is_correct(response, reference) is correct
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    ("response", "reference", "correct"),
+    [
+        (r"\boxed{x+1}", "1+x", True),
+        (r"\boxed{x+2}", "1+x", False),
+        (r"\boxed{\frac{\sqrt{12}}{2}}", r"\sqrt{3}", True),
+        (r"thus $\frac{\sqrt{3}}{2}$", r"\frac{\sqrt3}{2}", True),
+        (r"\boxed{(2, 1)}", "(1,2)", False),
+        (r"\boxed{\{2, 1\}}", r"\{1,2\}", True),
+        (r"\boxed{2\sqrt{529}}", "46", True),
+        ("#### 12+34", "46", False),
+        (r"\boxed{2 \times 23}", "46", False),
+        ("#### 4 6", "46", False),
+    ],
+)
+def test_is_correct_with_math_verify(response: str, reference: str, correct: bool) -> None:
+    assert is_correct(response, reference) is correct
+
+
+@needs_math_verify
+def test_math_verify_also_works_outside_the_main_thread() -> None:
+    verdicts: list[bool] = []
+    thread = threading.Thread(target=lambda: verdicts.append(equal_answers("2y+x", "x+2y")), name="verdict")
+    thread.start()
+    thread.join(30)
+    assert verdicts == [True]
+
+
+@pytest.mark.parametrize("response", [r"\boxed{" * 20_000, "1" * 100_000, "1," * 50_000, "- " * 50_000, "3/" * 50_000])
+def test_hostile_responses_cost_little_time(response: str) -> None:
+    start_s = time.perf_counter()
+    assert not is_correct(response, "46")
+    assert time.perf_counter() - start_s < 2.0
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
+def test_gsm8k_references_are_numbers_and_agree_with_themselves_only(numeric_only: None) -> None:
+    rows = [json.loads(line) for line in (GSM8K / "test.jsonl").read_text().splitlines()]
+    for row in rows:
+        final = row["answer"].rpartition("#### ")[2]
+        value = parse_number(final)
+        assert value is not None, row
+        assert is_correct(row["answer"], final)
+        assert is_correct(f"The answer is ${final}.", final)
+        assert not is_correct(f"#### {value + 1}", final)

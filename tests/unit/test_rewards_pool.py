@@ -1,0 +1,301 @@
+"""Rewards come from worker processes; whatever a reward function does costs rewards of its group, never the run."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pa_npu.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RewardFunction
+from pa_npu.data.rewards import pool as pool_module
+from pa_npu.data.rewards.pool import RewardInput, RewardPool, check_reward_functions
+from pa_npu.errors import DataError, PaNpuError
+
+USERS_MODULE = '''
+import json, os, subprocess, sys, time
+
+def by_row(group):
+    """What the row asks for, so that a test can misbehave group by group."""
+    row = group.row
+    if "pid_file" in row:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        with open(row["pid_file"], "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+    if "wait_for" in row:
+        while not os.path.exists(row["wait_for"]):
+            time.sleep(0.005)
+    if row.get("endless"):
+        while True:
+            pass
+    if row.get("exit"):
+        os._exit(row["exit"])
+    if row.get("raise"):
+        raise KeyError("no\\nsuch thing")
+    if row.get("print"):
+        print('{"id": 1, "rewards": [[9, 9]], "errors": []}', flush=True)
+        print(sys.stdin.read(), flush=True)
+    return row.get("rewards", [len(text) for text in group.responses])
+
+def everything(group):
+    assert group.prompt == "What is 2+2?" and group.answer == "4" and group.row == {"level": [1, "a"], "day": "2026-01-02"}
+    assert list(group.responses) == ["#### 4", "#### 5"] and list(group.response_tokens) == [3, 4]
+    return [0.5, -0.5]
+
+def two_parameters(group, more):
+    return []
+
+not_a_function = 5
+'''
+
+
+def group(responses: Sequence[str] = ("ab", "abc"), **row: Any) -> RewardInput:
+    return RewardInput("What is 2+2?", "4", responses, [3] * len(responses), row)
+
+
+def users_config(name: str = "users_rewards:by_row", **settings: Any) -> RewardConfig:
+    return RewardConfig(functions=(RewardFunction(name=name),), **settings)
+
+
+@pytest.fixture(autouse=True)
+def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_rewards.py").write_text(USERS_MODULE)
+    monkeypatch.chdir(tmp_path)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def until_gone(pid: int, deadline_s: float = 10.0) -> None:
+    async def gone() -> None:
+        while running(pid):
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(gone(), deadline_s)
+
+
+async def test_weighted_sum_verdict_and_labels() -> None:
+    config = RewardConfig(
+        functions=(
+            RewardFunction(name="format", pattern=r"^<think>.*</think>", weight=0.25),
+            RewardFunction(name="math"),
+            RewardFunction(name="format", pattern=r"####", weight=-0.5),
+        )
+    )
+    async with RewardPool(config) as pool:
+        result = await pool.score(group(["<think>2\n2</think>\n#### 4", "#### 4", "4", "<think></think> 5"]))
+    np.testing.assert_array_equal(result.functions["format"], [1, 0, 0, 1])
+    np.testing.assert_array_equal(result.functions["math"], [1, 1, 1, 0])
+    np.testing.assert_array_equal(result.functions["format#2"], [1, 1, 0, 0])
+    np.testing.assert_array_equal(result.total, [0.75, 0.5, 1, 0.25])
+    assert result.correct.tolist() == [True, True, True, False], "the verdict is math's, not format's"
+    assert result.total.dtype == np.float32 and result.errors == ()
+
+
+async def test_a_users_function_receives_the_whole_group() -> None:
+    row = {"level": [1, "a"], "day": datetime.date(2026, 1, 2)}
+    async with RewardPool(users_config("users_rewards:everything")) as pool:
+        result = await pool.score(RewardInput("What is 2+2?", "4", ["#### 4", "#### 5"], [3, 4], row))
+    assert result.errors == () and result.total.tolist() == [0.5, -0.5] and result.correct.tolist() == [True, False]
+
+
+async def test_what_a_function_prints_or_reads_does_not_disturb_the_protocol() -> None:
+    async with RewardPool(users_config()) as pool:
+        results = [await pool.score(group(print=True)), await pool.score(group())]
+    assert [result.total.tolist() for result in results] == [[2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"raise": True}, "users_rewards:by_row: KeyError: 'no\\nsuch thing'"),
+        ({"rewards": [1.0]}, "returned 1 rewards for 2 responses"),
+        ({"rewards": [1.0, float("nan")]}, "not finite"),
+        ({"rewards": None}, "TypeError"),
+        ({"rewards": "ab"}, "ValueError"),
+        ({"exit": 3}, "the reward worker died (exit code 3)"),
+    ],
+)
+async def test_a_failing_function_is_a_logged_zero_and_the_next_group_is_fine(
+    row: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with RewardPool(users_config()) as pool:
+        bad, good = await asyncio.gather(pool.score(group(**row)), pool.score(group()))
+        later = await pool.score(group())
+    assert bad.total.tolist() == [0, 0] and not bad.correct.any()
+    assert len(bad.errors) == 1 and reason in bad.errors[0] and "\n" not in bad.errors[0]
+    assert good.total.tolist() == later.total.tolist() == [2, 3] and good.errors == ()
+    assert reason in caplog.text and "What is 2+2?" in caplog.text
+
+
+async def test_only_the_failing_function_loses_its_reward() -> None:
+    config = RewardConfig(functions=(RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row")))
+    async with RewardPool(config) as pool:
+        result = await pool.score(group(["#### 4", "#### 5"], **{"raise": True}))
+    assert result.total.tolist() == [1, 0] and result.correct.tolist() == [True, False] and len(result.errors) == 1
+
+
+async def test_a_group_over_the_time_limit_is_killed_with_its_children_and_gets_zero(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pids"
+    async with RewardPool(users_config(timeout_s=1.0)) as pool:
+        start_s = time.perf_counter()
+        slow, behind = await asyncio.gather(
+            pool.score(group(endless=True, pid_file=str(pid_file))), pool.score(group())
+        )
+        assert time.perf_counter() - start_s >= 1.0
+        worker, child = map(int, pid_file.read_text().split())
+        await until_gone(worker)
+        await until_gone(child)
+    assert slow.total.tolist() == [0, 0] and "reward.timeout_s = 1 s" in slow.errors[0]
+    assert behind.total.tolist() == [2, 3] and behind.errors == (), "the group behind must not pay for the slow one"
+
+
+async def test_one_slow_group_does_not_stall_the_others(tmp_path: Path) -> None:
+    release = tmp_path / "release"
+    async with RewardPool(users_config(workers=2, timeout_s=60)) as pool:
+        slow = asyncio.create_task(pool.score(group(wait_for=str(release))))
+        others = await asyncio.wait_for(asyncio.gather(*(pool.score(group()) for _ in range(40))), 30)
+        assert not slow.done()
+        release.touch()
+        result = await asyncio.wait_for(slow, 30)
+    assert [other.total.tolist() for other in others] == [[2, 3]] * 40 and result.errors == ()
+
+
+async def test_waiting_does_not_count_towards_the_time_limit(tmp_path: Path) -> None:
+    # Each takes 0.3 s of a limit of 1 s, in sequence 1.5 s.
+    marks = [str(tmp_path / f"mark{number}") for number in range(5)]
+
+    async def touch_later() -> None:
+        for mark in marks:
+            await asyncio.sleep(0.3)
+            Path(mark).touch()
+
+    async with RewardPool(users_config(timeout_s=1.0)) as pool:
+        toucher = asyncio.create_task(touch_later())
+        results = await asyncio.gather(*(pool.score(group(wait_for=mark)) for mark in marks))
+        await toucher
+    assert all(result.errors == () for result in results)
+
+
+async def test_results_belong_to_their_groups_whatever_the_workers() -> None:
+    groups = [group([f"#### {number % 5}", f"#### {(number + 1) % 5}"]) for number in range(200)]
+    async with RewardPool(RewardConfig(workers=2)) as pool:
+        results = await asyncio.gather(*map(pool.score, groups))
+    expected = [[float(number % 5 == 4), float((number + 1) % 5 == 4)] for number in range(200)]
+    assert [result.total.tolist() for result in results] == expected
+
+
+async def test_closing_ends_workers_and_fails_what_waits(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pids"
+    async with RewardPool(users_config()) as pool:
+        waiting = asyncio.create_task(pool.score(group(endless=True, pid_file=str(pid_file))))
+        while not pid_file.exists() or not pid_file.read_text():
+            await asyncio.sleep(0.01)
+    worker, child = map(int, pid_file.read_text().split())
+    await until_gone(worker, 1.0)
+    await until_gone(child, 1.0)
+    with pytest.raises(PaNpuError, match="closed"):
+        await waiting
+    with pytest.raises(PaNpuError, match="closed"):
+        await pool.score(group())
+
+
+async def test_a_cancelled_caller_does_not_disturb_the_pool(tmp_path: Path) -> None:
+    release = tmp_path / "release"
+    async with RewardPool(users_config()) as pool:
+        tasks = [asyncio.create_task(pool.score(group(wait_for=str(release)))) for _ in range(6)]
+        await asyncio.sleep(0)
+        for task in tasks[::2]:
+            task.cancel()
+        release.touch()
+        assert [(await task).total.tolist() for task in tasks[1::2]] == [[2, 3]] * 3
+        assert (await pool.score(group())).total.tolist() == [2, 3]
+
+
+async def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pids"
+    program = f"""
+import asyncio
+from pa_npu.config.schema import RewardConfig, RewardFunction
+from pa_npu.data.rewards.pool import RewardInput, RewardPool
+async def main():
+    async with RewardPool(RewardConfig(functions=(RewardFunction(name="users_rewards:by_row"),))) as pool:
+        await pool.score(RewardInput("", "4", ["a"], [1], {{"pid_file": {str(pid_file)!r}, "endless": True}}))
+asyncio.run(main())
+"""
+    root = str(Path(__file__).parents[2])
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program, env={**os.environ, "PYTHONPATH": root})
+    while not pid_file.exists() or not pid_file.read_text():
+        await asyncio.sleep(0.01)
+    worker, child = map(int, pid_file.read_text().split())
+    assert running(worker)
+    parent.kill()
+    await parent.wait()
+    try:
+        await until_gone(worker)
+    finally:
+        os.kill(child, 9)
+
+
+async def test_a_pool_whose_workers_cannot_start_any_more_fails_instead_of_hanging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_module, "FAILED_STARTS", 1)
+    async with RewardPool(users_config()) as pool:
+        (tmp_path / "users_rewards.py").write_text("raise ImportError('the disk is gone')")
+        died, waited = await asyncio.gather(
+            pool.score(group(exit=1)), pool.score(group(wait_for="never")), return_exceptions=True
+        )
+        assert isinstance(died, pool_module.RewardResult) and died.errors
+        assert isinstance(waited, PaNpuError) and "the disk is gone" in str(waited)
+        with pytest.raises(PaNpuError, match="the disk is gone"):
+            await pool.score(group())
+
+
+def full_config(*functions: RewardFunction) -> Config:
+    return Config(model=ModelConfig(path="m"), data=DataConfig(train="d"), reward=RewardConfig(functions=functions))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no_such_module:f", "ModuleNotFoundError"),
+        ("users_rewards:no_such_function", "AttributeError"),
+        ("users_rewards:not_a_function", "is a int, not a function"),
+        ("users_rewards:two_parameters", "cannot be called with one group"),
+        ("broken_rewards:f", "SyntaxError"),
+        ("exiting_rewards:f", "SystemExit: 0"),
+        ("dying_rewards:f", "the reward worker died while loading them"),
+    ],
+)
+def test_the_check_before_a_run_refuses_functions_that_cannot_be_used(name: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "broken_rewards.py").write_text("def f(:")
+    (tmp_path / "exiting_rewards.py").write_text("raise SystemExit(0)")
+    (tmp_path / "dying_rewards.py").write_text("import os; os._exit(1)")
+    with pytest.raises(DataError) as caught:
+        check_reward_functions(full_config(RewardFunction(name=name)))
+    assert reason in str(caught.value) and str(caught.value).startswith("reward.functions: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_check_before_a_run_accepts_usable_functions_and_refuses_a_broken_pattern() -> None:
+    check_reward_functions(full_config(RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row")))
+    with pytest.raises(DataError, match=r"format pattern '\(' is not a regular expression"):
+        check_reward_functions(full_config(RewardFunction(name="format", pattern="(")))
+
+
+async def test_entering_a_pool_with_an_unusable_function_says_the_same() -> None:
+    with pytest.raises(DataError, match="no_such_module"):
+        async with RewardPool(users_config("no_such_module:f")):
+            pytest.fail("the pool must not start")
