@@ -205,6 +205,12 @@ def wait(work: dist.Work, deadline: Deadline, describe: Callable[[], str], remed
         ) from error
 
 
+def _reason(error: Exception) -> str:
+    """The informative part of torch's message: without source file in front and general advice behind."""
+    first_line = (str(error) or type(error).__name__).splitlines()[0]
+    return first_line.split("] ", 1)[-1].split(". This is typically")[0]
+
+
 def join_group(
     host: str,
     port: int,
@@ -237,7 +243,7 @@ def join_group(
     except (RuntimeError, ValueError) as error:
         raise WeightSyncError(
             f"{describe}: could not join the group of {size} members through the store at {host}:{port} "
-            f"({str(error).splitlines()[0]}); check that the store is that of this run, that {backend} is available, and "
+            f"({_reason(error)}); check that the store is that of this run, that {backend} is available, and "
             f"that the members reach each other over the network"
         ) from error
     c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}

@@ -278,6 +278,27 @@ def test_engine_whose_trainer_stops_ends_at_the_deadline(tmp_path: Path, monkeyp
         assert part in str(worker)
 
 
+def test_engine_that_dies_ends_the_publish_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
+    world = World(monkeypatch, spec)
+    publishers = world.publishers(timeout_s=30.0, bucket_bytes=1000)
+    receivers = world.connect(publishers)
+
+    def die() -> None:
+        weights = receivers[0].receive(1)
+        for _ in range(3):
+            next(weights)
+        weights.close()
+        receivers.clear()  # nothing holds the worker's end of the connection any more
+
+    start = time.monotonic()
+    sender, _ = run_threads(lambda: publishers[0].publish(1), die)
+    assert time.monotonic() - start < 10
+    assert isinstance(sender, wire.WeightSyncError), sender
+    for part in ("version 1, stage 0, bucket", "the connection broke after 0.", "engine workers (ranks 1 to 1"):
+        assert part in str(sender)
+
+
 def test_tp_peer_that_stops_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     world = World(monkeypatch, spec, tp_size=2)
