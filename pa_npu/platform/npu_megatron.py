@@ -9,6 +9,8 @@ pipeline shapes); fused kernels are called by our own layers. The rules that its
 4. Two of its global patches are undone: `torch.distributed.all_reduce` would turn float64 into a silent no-op and refuse
    keyword calls, `torch.Tensor.view` would copy where torch raises.
 5. It replaces the root logger's handlers; ours are put back.
+6. It asks every imported module for the names it patches. The aliases that transformers 5 keeps of its image processors
+   (transfer_to_npu imports transformers) raise when asked without torchvision, so such modules are set aside meanwhile.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import contextlib
 import importlib.util
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -46,8 +49,9 @@ class NpuAdamW(FusedAdamW):
 def prepare() -> None:
     """Activate MindSpeed or the replacements, import megatron.core and repair it. Before any other import of megatron."""
     megatron_fixes.require_no_megatron("npu")
-    import torch_npu  # noqa: F401 - registers the device
-    from torch_npu.contrib import transfer_to_npu  # noqa: F401 - redirects torch.cuda to torch.npu
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the list of what it redirects
+        from torch_npu.contrib import transfer_to_npu  # noqa: F401 - redirects torch.cuda to torch.npu
 
     if importlib.util.find_spec("mindspeed") is None:
         LOG.info("MindSpeed is not installed: megatron-core runs with the replacements of pa_npu.platform.npu_megatron")
@@ -71,7 +75,7 @@ def prepare() -> None:
 def activate_mindspeed() -> None:
     """Import MindSpeed's adaptor under the rules above. Raises PaNpuError when a patch to undo stays in place."""
     originals = {path: _resolve(path) for path in UNDONE}
-    with _short_argv(), _kept_root_logger():
+    with _short_argv(), _kept_root_logger(), _silent_modules_set_aside():
         from mindspeed.args_utils import get_mindspeed_args
 
         vars(get_mindspeed_args()).update(variable_seq_lengths=True)
@@ -148,3 +152,22 @@ def _kept_root_logger() -> Iterator[None]:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+@contextlib.contextmanager
+def _silent_modules_set_aside() -> Iterator[None]:
+    aside = {name: module for name, module in sys.modules.copy().items() if not _answers(module)}
+    for name in aside:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.modules.update(aside)
+
+
+def _answers(module: Any) -> bool:
+    try:
+        hasattr(module, "pa_npu_probe")
+    except ImportError:
+        return False
+    return True
