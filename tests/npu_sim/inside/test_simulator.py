@@ -1,0 +1,64 @@
+"""The simulator itself: strictness, and its references against autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pa_npu.platform.npu_ops import NpuOps
+from tests.npu_sim.reference_ops import all_references, ntd_to_tnd, tnd_to_ntd
+from tests.npu_sim.simulator import NpuSim
+
+
+@pytest.fixture
+def sim() -> NpuSim:
+    return NpuSim(all_references())
+
+
+def test_refuses_operands_on_two_devices(sim):
+    with sim:
+        x = torch.ones(3, device="npu")
+        with pytest.raises(RuntimeError, match=r"aten::add.*together with npu"):
+            x + torch.ones(3)
+        assert (x + torch.tensor(1.0)).cpu().tolist() == [2.0, 2.0, 2.0]
+
+
+def test_refuses_an_operator_without_a_reference(sim):
+    with sim, pytest.raises(NotImplementedError, match="npu::npu_swiglu"):
+        torch.ops.npu.npu_swiglu(torch.ones(2, 4, device="npu"))
+
+
+def test_ntd_memory_is_heads_first_per_sequence():
+    stats = torch.arange(5.0)[:, None, None] * 10 + torch.arange(2.0)[None, :, None].expand(5, 2, 8)
+    moved = tnd_to_ntd(stats, [2, 3])
+    assert moved.shape == stats.shape
+    assert moved.flatten(0, 1)[:, 0].tolist() == [0, 10, 1, 11, 20, 30, 40, 21, 31, 41]
+    assert torch.equal(ntd_to_tnd(moved, [2, 3]), stats)
+
+
+def test_fused_norm_and_rotary_agree_with_the_formulas_and_their_gradients(sim):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(6, 3, 8, generator=generator), torch.randn(8, generator=generator)
+    angles = torch.randn(6, 1, 4, generator=generator).repeat(1, 1, 2)
+    grad = torch.randn(6, 3, 8, generator=generator)
+
+    def formula(x, weight, cos, sin):
+        normed = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+        first, second = normed.chunk(2, -1)
+        return normed * cos + torch.cat((-second, first), -1) * sin
+
+    def gradients(function, *inputs):
+        leaves = [value.requires_grad_() for value in inputs]
+        out = function(*leaves)
+        out.backward(grad.to(out))
+        return [value.detach().double().cpu() for value in (out, leaves[0].grad, leaves[1].grad)]
+
+    expected = gradients(formula, *(value.double() for value in (x, weight, angles.cos(), angles.sin())))
+    with sim:
+        ops = NpuOps()
+        found = gradients(
+            lambda x, weight, cos, sin: ops.rotary(ops.rms_norm(x, weight, 1e-5), cos, sin),
+            *(value.to("npu") for value in (x, weight, angles.cos(), angles.sin())),
+        )
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() < 1e-5

@@ -1,0 +1,170 @@
+"""What the fused NPU operators compute, in fp64, with the rules of their documentation checked on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+STATS_WIDTH = 8
+MASK_SIZE = 2048
+MAX_SEQUENCES = 1024
+
+
+class FusionAttention:
+    """npu_fusion_attention and its gradient in TND.
+
+    knows_softmax_layout: CANN 8.3 and later honour softmax_layout="TND". Before, and by default, the memory of the
+    statistics is [heads, length, 8] per sequence, whatever their shape says.
+    """
+
+    def __init__(self, knows_softmax_layout: bool) -> None:
+        self.knows_softmax_layout = knows_softmax_layout
+
+    def references(self) -> dict[str, Any]:
+        return {"npu::npu_fusion_attention": self.forward, "npu::npu_fusion_attention_grad": self.backward}
+
+    def forward(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        q, k, v = given["query"], given["key"], given["value"]
+        _check(given)
+        heads = given["head_num"]
+        out = torch.zeros(q.shape, dtype=torch.float64)
+        maximum = torch.zeros(q.shape[0], heads, STATS_WIDTH)
+        total = torch.zeros(q.shape[0], heads, STATS_WIDTH)
+        for rows, keys, scores in _sequences(given, q, k, given.get("scale", 1.0)):
+            highest = scores.amax(-1)
+            exponentials = (scores - highest[..., None]).exp()
+            sums = exponentials.sum(-1)
+            values = v[keys].double().repeat_interleave(heads // v.shape[1], 1)
+            out[rows] = torch.einsum("hqk,khd->qhd", exponentials / sums[..., None], values)
+            maximum[rows] = highest.T[..., None].float()
+            total[rows] = sums.T[..., None].float()
+        if self._is_ntd(given):
+            lengths = _lengths(given["actual_seq_qlen"])
+            maximum, total = tnd_to_ntd(maximum, lengths), tnd_to_ntd(total, lengths)
+        return out.to(q.dtype), maximum, total, torch.empty(0, dtype=q.dtype), 0, 0, 0
+
+    def backward(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        q, k, v, grad, out = (given[name] for name in ("query", "key", "value", "dy", "attention_in"))
+        _check(given)
+        assert grad.is_contiguous() and out.shape == grad.shape == q.shape
+        maximum, total = given["softmax_max"], given["softmax_sum"]
+        assert maximum.shape == total.shape == (q.shape[0], given["head_num"], STATS_WIDTH)
+        if self._is_ntd(given):
+            lengths = _lengths(given["actual_seq_qlen"])
+            maximum, total = ntd_to_tnd(maximum, lengths), ntd_to_tnd(total, lengths)
+        group = given["head_num"] // k.shape[1]
+        dq = torch.zeros(q.shape, dtype=torch.float64)
+        dk, dv = torch.zeros(k.shape, dtype=torch.float64), torch.zeros(v.shape, dtype=torch.float64)
+        scale = given.get("scale_value", 1.0)
+        for rows, keys, scores in _sequences(given, q, k, scale):
+            keys_, values = (x[keys].double().repeat_interleave(group, 1) for x in (k, v))
+            highest, sums = (x[rows, :, 0].double().T[..., None] for x in (maximum, total))
+            probabilities = (scores - highest).exp() / sums
+            dout = grad[rows].double()
+            correction = (dout * out[rows].double()).sum(-1).T[..., None]
+            dscores = probabilities * (torch.einsum("qhd,khd->hqk", dout, values) - correction) * scale
+            dq[rows] = torch.einsum("hqk,khd->qhd", dscores, keys_)
+            dk[keys] += torch.einsum("hqk,qhd->khd", dscores, q[rows].double()).unflatten(1, (-1, group)).sum(2)
+            dv[keys] += torch.einsum("hqk,qhd->khd", probabilities, dout).unflatten(1, (-1, group)).sum(2)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), torch.empty(0), torch.empty(0)
+
+    def _is_ntd(self, given: dict[str, Any]) -> bool:
+        return not (self.knows_softmax_layout and given.get("softmax_layout", "") == "TND")
+
+
+def tnd_to_ntd(stats: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """[tokens, heads, 8] by shape and memory -> the same shape over memory that is [heads, length, 8] per sequence."""
+    return torch.cat([part.transpose(0, 1).flatten() for part in stats.split(lengths)]).view(stats.shape)
+
+
+def ntd_to_tnd(stats: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Inverse of tnd_to_ntd."""
+    _, heads, width = stats.shape
+    parts = stats.flatten().split([length * heads * width for length in lengths])
+    return torch.cat([part.view(heads, -1, width).transpose(0, 1) for part in parts])
+
+
+def _check(given: dict[str, Any]) -> None:
+    q, k, v = given["query"], given["key"], given["value"]
+    q_ends, k_ends = given["actual_seq_qlen"], given["actual_seq_kvlen"]
+    assert given["input_layout"] == "TND" and given["head_num"] == q.shape[1]
+    assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    assert q.shape[-1] == k.shape[-1] <= 768 and q.shape[1] % k.shape[1] == 0
+    assert len(q_ends) == len(k_ends) <= MAX_SEQUENCES
+    assert q_ends[-1] == q.shape[0] and k_ends[-1] == k.shape[0], "cumulative lengths end at the number of tokens"
+    assert min(_lengths(q_ends)) >= 0 and min(_lengths(k_ends)) >= 0, "cumulative lengths do not fall"
+    assert given.get("sparse_mode", 0) in (0, 3) and given.get("softmax_layout", "") in ("", "TND")
+    mask = given.get("atten_mask")
+    if mask is not None and given.get("sparse_mode", 0) == 3:
+        assert mask.dtype == torch.bool and mask.shape == (MASK_SIZE, MASK_SIZE)
+        assert torch.equal(mask, torch.ones_like(mask).triu(1)), "the compressed mask is an upper triangle"
+
+
+def _sequences(
+    given: dict[str, Any], q: torch.Tensor, k: torch.Tensor, scale: float
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Rows, key rows and masked scores [heads, rows, keys] of every sequence that has queries."""
+    q_start = k_start = 0
+    group = given["head_num"] // k.shape[1]
+    for q_end, k_end in zip(given["actual_seq_qlen"], given["actual_seq_kvlen"], strict=True):
+        if q_end > q_start:
+            keys = k[k_start:k_end].double().repeat_interleave(group, 1)
+            scores = torch.einsum("qhd,khd->hqk", q[q_start:q_end].double(), keys) * scale
+            if given.get("atten_mask") is not None:  # without a mask sparse_mode counts for nothing
+                assert given["sparse_mode"] == 3
+                hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
+                scores = scores.masked_fill(hidden, float("-inf"))
+            yield slice(q_start, q_end), slice(k_start, k_end), scores
+        q_start, k_start = q_end, k_end
+
+
+def _lengths(ends: list[int]) -> list[int]:
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def rms_norm(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """npu_rms_norm: (normed, reciprocal of the root mean square)."""
+    x = given["input"].float()
+    reciprocal = (x.square().mean(-1, keepdim=True) + given.get("epsilon", 1e-6)).rsqrt()
+    return (x * reciprocal).to(given["input"].dtype) * given["gamma"], reciprocal
+
+
+def rms_norm_backward(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    x, gamma, reciprocal, grad = given["input"].float(), given["gamma"].float(), given["rstd"], given["dy"].float()
+    normed, scaled = x * reciprocal, grad * gamma
+    dx = reciprocal * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    dgamma = (grad * normed).flatten(0, -2).sum(0)
+    return dx.to(given["input"].dtype), dgamma
+
+
+def rotary(given: dict[str, Any]) -> torch.Tensor:
+    """npu_rotary_mul in mode half: x cos + rotated(x) sin."""
+    x = given["input"]
+    assert given.get("rotary_mode", "half") == "half" and x.dim() == 4
+    return (x.float() * given["r1"].float() + _rotated(x.float()) * given["r2"].float()).to(x.dtype)
+
+
+def rotary_backward(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = given["input"]
+    grad, cos, sin = given["grad"].float(), given["r1"], given["r2"]
+    dx = grad * cos.float() - _rotated(grad * sin.float())
+    dcos = (grad * x.float()).sum_to_size(cos.shape)
+    dsin = (grad * _rotated(x.float())).sum_to_size(sin.shape)
+    return dx.to(x.dtype), dcos.to(cos.dtype), dsin.to(sin.dtype)
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def all_references(knows_softmax_layout: bool = True) -> dict[str, Any]:
+    """Every reference, by operator name."""
+    return FusionAttention(knows_softmax_layout).references() | {
+        "npu::npu_rms_norm": rms_norm,
+        "npu::npu_rms_norm_backward": rms_norm_backward,
+        "npu::npu_rotary_mul": rotary,
+        "npu::npu_rotary_mul_backward": rotary_backward,
+    }
