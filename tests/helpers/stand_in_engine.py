@@ -1,0 +1,66 @@
+"""Stand-in engines in a thread of the test, so that a test can look into them and end them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pa_npu.rollout.stand_in import Speed, StandInEngine, serving
+
+
+class Served:
+    """One running stand-in. `stop` closes its port and drops its connections, as a dying engine does."""
+
+    def __init__(self, speed: Speed) -> None:
+        self.url = ""
+        self.engine: StandInEngine
+        self._speed = speed
+        self._started = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="stand-in engine", daemon=True)
+        self._thread.start()
+        assert self._started.wait(10), "the stand-in engine did not start"
+
+    def wait_for_request(self, matches: Callable[[dict[str, Any]], bool], timeout_s: float) -> bool:
+        """Whether a matching request has arrived before the deadline."""
+
+        async def arrived() -> bool:
+            deadline = self._loop.time() + timeout_s
+            while not any(map(matches, self.engine.requests)):
+                if self._loop.time() > deadline:
+                    return False
+                await asyncio.sleep(0.01)
+            return True
+
+        return asyncio.run_coroutine_threadsafe(arrived(), self._loop).result(timeout_s + 5)
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "the stand-in engine did not stop"
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        self.engine = StandInEngine(self._speed, vocab_size=100)
+        async with serving(self.engine) as self.url:
+            self._started.set()
+            await self._end.wait()
+
+
+@contextmanager
+def stand_in_engines(number: int, speed: Speed) -> Iterator[list[Served]]:
+    engines = [Served(speed) for _ in range(number)]
+    try:
+        yield engines
+    finally:
+        for engine in engines:
+            engine.stop()

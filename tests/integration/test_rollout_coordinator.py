@@ -1,0 +1,245 @@
+"""The real coordinator process between stand-in engines and a trainer played by the test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from pa_npu.buffer.group import Group
+from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
+from pa_npu.buffer.store import StoreChannel, connect
+from pa_npu.config import Config, dump_config
+from pa_npu.errors import DeadlineExceeded
+from pa_npu.rollout.seeds import group_seed
+from pa_npu.rollout.stand_in import Speed
+from tests.helpers.stand_in_engine import Served, stand_in_engines
+
+pytestmark = pytest.mark.integration
+ROOT = Path(__file__).resolve().parents[2]
+GROUPS, RESPONSES, REPLICAS = 12, 4, 2
+WAIT_S = 60.0
+
+
+def write_model(directory: Path) -> None:
+    """config.json and tokenizer: all that the coordinator reads of a model."""
+    directory.mkdir()
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 100)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(directory)
+    model = {
+        "model_type": "llama",  # transformers 5 replaces the pre-tokenizer of qwen2 models
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 100,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512,
+        "eos_token_id": 2,
+    }
+    (directory / "config.json").write_text(json.dumps(model))
+
+
+class Run:
+    """A run directory, a store, and the coordinator as a child process."""
+
+    def __init__(self, directory: Path, engines: list[Served], **sections: dict[str, object]) -> None:
+        write_model(directory / "model")
+        for name, count in (("train", 40), ("test", 6)):
+            rows = [{"question": f"w{3 + i} w{4 + i}", "answer": f"#### {i}"} for i in range(count)]
+            (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tree: dict[str, dict[str, object]] = {
+            "run": {"dir": str(directory / "run"), "device": "cpu", "seed": 3},
+            "model": {"path": str(directory / "model")},
+            "data": {
+                "train": str(directory / "train.jsonl"),
+                "test": str(directory / "test.jsonl"),
+                "max_prompt_tokens": 16,
+            },
+            "rollout": {
+                "engines": len(engines),
+                "responses_per_prompt": RESPONSES,
+                "max_response_tokens": 24,
+                "window": 8,
+            },
+            "reward": {"functions": [{"name": "format", "pattern": "t[1-5]"}]},
+            "trainer": {"devices": REPLICAS},
+            "schedule": {"iterations": 2, "prompts_per_iteration": GROUPS},
+            "publish": {"probe_tokens": 5},
+            "telemetry": {"tensorboard": False},
+        }
+        for name, values in sections.items():
+            tree[name] = {**tree.get(name, {}), **values}
+        self.config = Config.model_validate(tree)
+        self.dir = Path(self.config.run.dir)
+        self.dir.mkdir()
+        (self.dir / "config.yaml").write_text(dump_config(self.config))
+        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.channel = StoreChannel(connect("127.0.0.1", self.server.port, 10.0))
+        self.buffer = StoreRolloutBuffer(self.channel, "run", readers=1)
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "pa_npu.rollout.coordinator", "--config", str(self.dir / "config.yaml")),
+                *("--engines", ",".join(engine.url for engine in engines)),
+            ],
+            env={"PATH": "/usr/bin:/bin", "PA_NPU_STORE": f"127.0.0.1:{self.server.port}", "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def announce(self, version: int, report: dict[str, float] | None) -> None:
+        self.channel.put_json(f"publish/{version}/ready", {"version": version, "report": report})
+
+    def published(self, version: int) -> dict[str, Any]:
+        return json.loads(self._wait(f"publish/{version}/done"))
+
+    def _wait(self, key: str) -> bytes:
+        """The value of a key that the coordinator puts; fails with its output when it ends without."""
+        for _ in range(int(WAIT_S)):
+            try:
+                return self.channel.wait_bytes(key, 1.0, key)
+            except DeadlineExceeded:
+                if self.process.poll() is not None:
+                    break
+        self.process.kill()
+        raise AssertionError(f"no {key} from the coordinator, which said:\n{self.end()}")
+
+    def consume(self, iteration: int) -> list[Group]:
+        """All groups of an iteration, slot by slot, as the replicas would."""
+        groups = []
+        for slot in range(GROUPS // REPLICAS):
+            for replica in range(REPLICAS):
+                self.buffer.wait(iteration, replica, slot, WAIT_S)
+                groups.append(self.buffer.read(iteration, replica, slot))
+                self.buffer.done(iteration, replica, slot)
+        return groups
+
+    def end(self) -> str:
+        """Everything the coordinator printed."""
+        output, _ = self.process.communicate(timeout=WAIT_S)
+        return output
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.dir / name).read_text().splitlines()]
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    started: list[Run] = []
+    yield started
+    for run in started:
+        run.process.kill()
+        run.process.wait(10)
+
+
+def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, runs):
+    with stand_in_engines(2, Speed(step_s=0.001, stride=4)) as engines:
+        run = Run(tmp_path, engines)
+        runs.append(run)
+        run.channel.put_json("publish/manifest/0", {"name": "publish-0", "manifest": {}})
+        all_groups = []
+        for version in range(3):
+            report = {"loss": 0.5 * version, "train_s": 1.0, "wait_s": 0.01, "tokens_computed": 1234}
+            run.announce(version, report if version else None)
+            done = run.published(version)
+            assert done["version"] == version and done["final"] == (version == 2)
+            assert [len(response["tokens"]) for response in done["probe"]["responses"]] == [5, 5], (
+                "one sample per engine"
+            )
+            if version < 2:
+                all_groups.append(run.consume(version))
+        output = run.end()
+    assert run.process.returncode == 0, output
+
+    for iteration, groups in enumerate(all_groups):
+        assert sorted(group.index for group in groups) == list(range(GROUPS)), "I2: every group exactly once"
+        assert {(group.iteration, group.version) for group in groups} == {(iteration, iteration)}, "I1"
+        assert all(group.num_responses == RESPONSES for group in groups)
+    prompt_ids = [group.prompt_id for groups in all_groups for group in groups]
+    assert len(set(prompt_ids)) == 2 * GROUPS, "40 prompts hold two iterations without repetition"
+
+    # sampling parameters and seeds arrived; engines were asked in protocol order and share the load
+    training = [request for served in engines for request in served.engine.requests if request["n"] == RESPONSES]
+    assert {request["seed"] for request in training} == {group_seed(3, i, g) for i in range(2) for g in range(GROUPS)}
+    for number, served in enumerate(engines):
+        calls = [name for name, _ in served.engine.calls]
+        assert calls == ["pa_connect", *(["pa_receive", "reset_prefix_cache"] * 3)]
+        host, port, rank_offset, world_size, stages, backend, _ = served.engine.calls[0][1]
+        assert (host, port) == ("127.0.0.1", run.server.port) and (rank_offset, world_size) == (1 + number, 3)
+        assert stages == [{"name": "publish-0", "manifest": {}}] and backend == "gloo"
+        assert served.engine.version == 2
+
+    records = run.lines("metrics.jsonl")
+    assert [(record["iteration"], record["version"]) for record in records] == [(0, 0), (1, 1)]
+    for record, groups, version in zip(records, all_groups, (1, 2), strict=True):
+        tokens = sum(group.num_response_tokens for group in groups)
+        assert record["loss"] == 0.5 * version and record["train_s"] == 1.0, "the report of this iteration"
+        assert record["trainer_idle"] == pytest.approx(0.01 / record["iteration_s"])
+        assert record["tokens_response"] == tokens and record["groups"] == GROUPS
+        assert record["tokens_prompt"] == RESPONSES * sum(len(group.prompt_tokens) for group in groups)
+        assert record["tokens_computed"] == 1234, "the trainers know what they computed"
+        assert record["devices"] == 4 and record["window"] == 8
+        assert record["tpspd"] == pytest.approx((tokens + record["tokens_prompt"]) / record["iteration_s"] / 4)
+        assert record["reward_mean"] == pytest.approx(sum(group.rewards.sum() for group in groups) / GROUPS / RESPONSES)
+        assert 0 <= record["engine_idle"] <= 1 and 0 < record["generate_s"] <= record["iteration_s"]
+        requests = [engine["requests"] for engine in record["engines"].values()]
+        assert sum(requests) >= GROUPS and min(requests) >= GROUPS // 4, f"both engines work: {requests}"
+    assert [evaluation["version"] for evaluation in run.lines("evaluations.jsonl")] == [0, 2]
+    assert all(evaluation["questions"] == 6 for evaluation in run.lines("evaluations.jsonl"))
+    assert records[0]["eval_accuracy"] == run.lines("evaluations.jsonl")[0]["accuracy"]
+    samples = run.lines("samples.jsonl")
+    assert [(sample["iteration"], sample["index"]) for sample in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    progress = [line for line in output.splitlines() if line.startswith("| iteration")]
+    assert len(progress) == 2 and "1/2" in progress[0] and "2/2" in progress[1]
+
+
+def test_a_dead_engine_ends_the_coordinator_with_one_line_that_names_it(tmp_path, runs):
+    # 24 tokens take at least 2.4 s, so groups are in flight when the engine dies
+    with stand_in_engines(2, Speed(step_s=0.1)) as engines:
+        run = Run(
+            tmp_path, engines, data={"train": str(tmp_path / "train.jsonl"), "test": None, "max_prompt_tokens": 16}
+        )
+        runs.append(run)
+        run.channel.put_json("publish/manifest/0", {"name": "publish-0", "manifest": {}})
+        run.announce(0, None)
+        run.published(0)
+        assert engines[0].wait_for_request(lambda request: request["n"] == RESPONSES, WAIT_S), run.end()
+        engines[0].stop()
+        output = run.end()
+    assert run.process.returncode == 1, output
+    last = output.strip().splitlines()[-1]
+    assert "EngineError" in last and engines[0].url in last and "Traceback" not in output, output
+
+
+def test_trainers_that_never_come_end_the_coordinator_at_the_deadline(tmp_path, runs):
+    with stand_in_engines(1, Speed()) as engines:
+        run = Run(tmp_path, engines, trainer={"devices": REPLICAS, "startup_timeout_s": 2})
+        runs.append(run)
+        output = run.end()
+    assert run.process.returncode == 1, output
+    assert "DeadlineExceeded" in output.strip().splitlines()[-1] and "pipeline stage 0" in output, output
+    assert "Traceback" not in output
+
+
+def test_bad_input_ends_with_code_2_and_one_line(tmp_path, runs):
+    with stand_in_engines(1, Speed()) as engines:
+        run = Run(tmp_path, engines, data={"train": str(tmp_path / "none.jsonl"), "test": None})
+        runs.append(run)
+        output = run.end()
+    assert run.process.returncode == 2, output
+    assert "none.jsonl" in output.strip().splitlines()[-1] and "Traceback" not in output

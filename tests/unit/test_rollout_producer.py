@@ -1,0 +1,256 @@
+"""One iteration's production: what is asked, what reaches the buffer, when, and what a failure does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from pa_npu.algorithm.advantages import batch_advantages, group_advantages
+from pa_npu.buffer.group import Group
+from pa_npu.config.schema import Config
+from pa_npu.data.prompts import Prompt
+from pa_npu.data.rewards.types import RewardInput, RewardResult
+from pa_npu.rollout.pool import EnginePool
+from pa_npu.rollout.producer import Producer
+from pa_npu.rollout.production import Production
+from pa_npu.rollout.protocol import Completion, EngineError, Sampling
+from pa_npu.rollout.seeds import group_seed
+from pa_npu.rollout.window import FixedWindow
+from pa_npu.telemetry.timeline import Timeline
+
+GROUPS, RESPONSES = 8, 4
+
+
+class ScriptedEngine:
+    """Answers a group when its turn comes: `order` lists dispatch indices by completion."""
+
+    def __init__(
+        self,
+        name: str,
+        order: list[int],
+        fail_at: int | None = None,
+        before_last: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self.name = name
+        self.asked: list[tuple[int, int, int]] = []
+        self.answered = 0
+        self.on_asked: Callable[[], object] = lambda: None
+        self._turns = [asyncio.Event() for _ in order]
+        self._order = order
+        self._fail_at = fail_at
+        self._before_last = before_last
+        if self._turns:
+            self._turns[0].set()
+
+    async def generate(
+        self, prompt_tokens: np.ndarray, n: int, seed: int, sampling: Sampling, *, deadline_s: float
+    ) -> list[Completion]:
+        index = int(prompt_tokens[0])
+        self.asked.append((index, n, seed))
+        self.on_asked()
+        if index == self._fail_at:
+            raise EngineError(f"engine {self.name}: died")
+        turn = self._order.index(index)
+        await self._turns[turn].wait()
+        if turn == len(self._turns) - 1 and self._before_last is not None:
+            await self._before_last()
+        if turn + 1 < len(self._turns):
+            self._turns[turn + 1].set()
+        self.answered += 1
+        return [completion(index, i) for i in range(n)]
+
+    async def close(self) -> None:
+        pass
+
+
+def completion(index: int, i: int) -> Completion:
+    length = 1 + (index + i) % 5
+    return Completion(
+        tokens=np.full(length, 10 * index + i, np.int32),
+        logprobs=np.full(length, -0.25 * (i + 1), np.float32),
+        text=f"{index}/{i}",
+        finish_reason="stop" if i else "length",
+    )
+
+
+class ScriptedRewards:
+    """Response i of group `index` gets (index * i) % 3."""
+
+    def __init__(self) -> None:
+        self.all_but_last = asyncio.Event()
+        self._scored = 0
+
+    async def score(self, group: RewardInput) -> RewardResult:
+        pairs = [tuple(map(int, text.split("/"))) for text in group.responses]
+        total = np.array([(index * i) % 3 for index, i in pairs], np.float32)
+        self._scored += 1
+        if self._scored == GROUPS - 1:
+            self.all_but_last.set()
+        return RewardResult(total, {"math": total}, total > 0, ("late",) if pairs[0][0] == 3 else ())
+
+
+class Shelf:
+    """A rollout buffer that remembers what was put, and in which order."""
+
+    readers = 1
+
+    def __init__(self) -> None:
+        self.groups: dict[tuple[int, int], Group] = {}
+
+    def put(self, group: Group, replica: int, slot: int) -> None:
+        assert (replica, slot) not in self.groups
+        self.groups[replica, slot] = group
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt(100 + i, np.full(3, i, np.int32), str(i), f"question {i}", {"id": i}) for i in range(GROUPS)]
+
+
+def config(**sections: dict[str, object]) -> Config:
+    tree: dict[str, dict[str, object]] = {
+        "run": {"seed": 7},
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "rollout": {"responses_per_prompt": RESPONSES, "window": 64, "max_response_tokens": 16},
+        "trainer": {"devices": 2},
+        "schedule": {"prompts_per_iteration": GROUPS, "order": "completion"},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return Config.model_validate(tree)
+
+
+@pytest.fixture
+def store_thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def make_producer(
+    config: Config,
+    engines: list[ScriptedEngine],
+    rewards: ScriptedRewards,
+    shelf: Shelf,
+    store_thread: ThreadPoolExecutor,
+    window: int = 64,
+) -> Producer:
+    return Producer(
+        config,
+        EnginePool(engines),  # type: ignore[arg-type]
+        rewards,
+        shelf,  # type: ignore[arg-type]
+        FixedWindow(window),
+        Sampling(config.rollout.max_response_tokens, 1.0),
+        Timeline(None, ""),
+        store_thread,
+    )
+
+
+async def produce(
+    config: Config, engines: list[ScriptedEngine], store_thread: ThreadPoolExecutor, window: int = 64
+) -> tuple[Production, Shelf]:
+    shelf = Shelf()
+    producer = make_producer(config, engines, ScriptedRewards(), shelf, store_thread, window)
+    return await producer.produce(5, prompts()), shelf
+
+
+async def test_groups_carry_what_was_sampled_with_the_seeds_of_their_index(store_thread):
+    engine = ScriptedEngine("a", [2, 0, 1, 3, 7, 6, 5, 4])
+    _, shelf = await produce(config(), [engine], store_thread)
+    assert sorted(engine.asked) == [(i, RESPONSES, group_seed(7, 5, i)) for i in range(GROUPS)]
+    assert sorted(shelf.groups) == [(replica, slot) for replica in range(2) for slot in range(GROUPS // 2)]
+    for group in shelf.groups.values():
+        index = group.index
+        wanted = [completion(index, i) for i in range(RESPONSES)]
+        assert (group.iteration, group.version, group.prompt_id) == (5, 5, 100 + index)
+        np.testing.assert_array_equal(group.response_tokens, np.concatenate([c.tokens for c in wanted]))
+        np.testing.assert_array_equal(group.logprobs, np.concatenate([c.logprobs for c in wanted]))
+        np.testing.assert_array_equal(group.response_lengths, [len(c.tokens) for c in wanted])
+        np.testing.assert_array_equal(group.finished, [0, 1, 1, 1])
+        rewards = np.array([(index * i) % 3 for i in range(RESPONSES)], np.float32)
+        np.testing.assert_array_equal(group.rewards, rewards)
+        np.testing.assert_array_equal(group.advantages, group_advantages(rewards, "group-std"))
+    assert {group.index for group in shelf.groups.values()} == set(range(GROUPS))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [3, 1, 7, 0, 2, 6, 4, 5]])
+async def test_prompt_order_puts_every_group_into_the_slot_of_its_index(store_thread, order):
+    _, shelf = await produce(config(schedule={"order": "prompt"}), [ScriptedEngine("a", order)], store_thread)
+    assert {key: group.index for key, group in shelf.groups.items()} == {(i % 2, i // 2): i for i in range(GROUPS)}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_streaming_delivers_while_others_are_generated_and_sync_holds_all_until_the_last(store_thread, stream):
+    seen = []
+
+    async def before_last() -> None:
+        """Runs when all groups but the last are scored: whatever is delivered early is in the buffer after this."""
+        await rewards.all_but_last.wait()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        # one thread puts in order, so this comes after every earlier put
+        await asyncio.get_running_loop().run_in_executor(store_thread, lambda: seen.append(len(shelf.groups)))
+
+    rewards, shelf = ScriptedRewards(), Shelf()
+    engine = ScriptedEngine("a", list(range(GROUPS)), before_last=before_last)
+    await make_producer(config(schedule={"stream": stream}), [engine], rewards, shelf, store_thread).produce(
+        5, prompts()
+    )
+    assert seen == [GROUPS - 1 if stream else 0]
+    assert len(shelf.groups) == GROUPS
+
+
+async def test_batch_advantages_use_the_whole_iteration(store_thread):
+    chosen = config(schedule={"stream": False, "order": "prompt"}, algorithm={"advantage_scale": "batch-std"})
+    _, shelf = await produce(chosen, [ScriptedEngine("a", list(range(GROUPS)))], store_thread)
+    by_index = sorted(shelf.groups.values(), key=lambda group: group.index)
+    for group, wanted in zip(by_index, batch_advantages([group.rewards for group in by_index]), strict=True):
+        np.testing.assert_allclose(group.advantages, wanted, rtol=1e-6)
+
+
+async def test_window_of_one_group_runs_one_at_a_time_in_order(store_thread):
+    engine = ScriptedEngine("a", list(range(GROUPS)))
+    in_flight = []
+    engine.on_asked = lambda: in_flight.append(len(engine.asked) - engine.answered)
+    _, shelf = await produce(config(), [engine], store_thread, window=RESPONSES)
+    assert [index for index, _, _ in engine.asked] == list(range(GROUPS))
+    assert in_flight == [1] * GROUPS
+    assert len(shelf.groups) == GROUPS
+
+
+async def test_numbers_and_samples_of_an_iteration(store_thread):
+    production, shelf = await produce(
+        config(telemetry={"samples_per_iteration": 2}), [ScriptedEngine("a", [4, 1, 0, 2, 3, 7, 6, 5])], store_thread
+    )
+    numbers = production.numbers()
+    groups = list(shelf.groups.values())
+    rewards = np.concatenate([group.rewards for group in groups])
+    assert numbers["groups"] == GROUPS
+    assert numbers["reward_mean"] == pytest.approx(rewards.mean()) == numbers["rewards"]["math"]
+    assert numbers["accuracy"] == pytest.approx((rewards > 0).mean())
+    assert numbers["reward_errors"] == 1
+    assert numbers["truncated_ratio"] == pytest.approx(1 / RESPONSES)
+    assert numbers["tokens_response"] == sum(len(group.response_tokens) for group in groups)
+    assert numbers["tokens_prompt"] == GROUPS * RESPONSES * 3, "the prompt counts once per sample"
+    assert numbers["prompt_length_mean"] == 3 and numbers["window"] == 64
+    assert production.tokens_computed(1) == GROUPS * 3 + numbers["tokens_response"], "a shared prompt counts once"
+    assert [sample["index"] for sample in production.samples] == [0, 1], "whatever finished first"
+    assert production.samples[1]["responses"][2] == {
+        "text": "1/2",
+        "tokens": 4,
+        "finish_reason": "stop",
+        "reward": 2.0,
+        "correct": True,
+    }
+
+
+async def test_a_dying_engine_ends_the_iteration_at_once_with_its_error(store_thread):
+    # group 5 fails while 0 to 4 wait for a turn that never comes
+    engine = ScriptedEngine("a", [7, 6, 5, 4, 3, 2, 1, 0], fail_at=5)
+    with pytest.raises(EngineError, match="engine a: died"):
+        await asyncio.wait_for(produce(config(), [engine], store_thread, window=6 * RESPONSES), 5)
+    assert len(asyncio.all_tasks()) == 1, "nothing is left in flight"
