@@ -1,4 +1,4 @@
-"""The modules of ours inside Megatron's transformer layer: RMSNorm, core attention, and the layer spec that names them.
+"""The modules of ours inside Megatron's transformer layer, and the layer spec that names them.
 
 Positions and the packed layout travel with the microbatch as an AttentionContext in Megatron's `attention_bias`
 argument, the only one that reaches core attention unchanged under 1F1B and under recomputation. Queries and keys are
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -80,14 +81,52 @@ class CoreAttention(MegatronModule):
         return out.reshape(out.shape[0], 1, -1)
 
 
+class ColumnLinear(ColumnParallelLinear):
+    """Megatron's column-parallel linear; without TP a plain linear, which spares a Python autograd function per call."""
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.config.tensor_model_parallel_size > 1:
+            return super().forward(input_, *args, **kwargs)
+        return _plain_linear(self, input_)
+
+
+class RowLinear(RowParallelLinear):
+    """Megatron's row-parallel linear; without TP a plain linear."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.config.tensor_model_parallel_size > 1:
+            return super().forward(input_)
+        return _plain_linear(self, input_)
+
+
+def _plain_linear(linear: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x [T, 1, in] -> [T, 1, out] as a matrix product; on three dimensions torch chooses its kernel by grad mode, and the
+    frozen models would not compute bit for bit what the policy does."""
+    bias = None if linear.skip_bias_add else linear.bias
+    out = F.linear(x.squeeze(1), linear.weight, bias).unsqueeze(1)
+    return out, linear.bias if linear.skip_bias_add else None
+
+
+class GatedMLP(MLP):
+    """Megatron's MLP (its parameters and checkpoints) with the platform's SwiGLU between the two linears."""
+
+    def __init__(self, *args: Any, ops: FusedOps, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ops = ops
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        gate_and_up, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(self.ops.swiglu(gate_and_up))
+
+
 def block_spec(config: TransformerConfig, ops: FusedOps, implementation: str) -> TransformerBlockSubmodules:
     """Spec of this stage's transformer layers and of the final norm, which Megatron builds on the last stage only."""
     norm = ModuleSpec(module=RMSNorm, params={"ops": ops})
     head_norm = norm if config.qk_layernorm else None
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
+        linear_qkv=ColumnLinear,
         core_attention=ModuleSpec(module=CoreAttention, params={"ops": ops, "implementation": implementation}),
-        linear_proj=RowParallelLinear,
+        linear_proj=RowLinear,
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
@@ -101,7 +140,9 @@ def block_spec(config: TransformerConfig, ops: FusedOps, implementation: str) ->
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
             mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+                module=GatedMLP,
+                params={"ops": ops},
+                submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear),
             ),
             mlp_bda=get_bias_dropout_add,
         ),

@@ -45,7 +45,9 @@ def vocab_parallel_logprobs(
         group = None
     first_token = 0 if group is None else dist.get_rank(group) * weight.shape[0]
     if vocab_size <= first_token:
-        raise ValueError(f"vocab_size: {vocab_size} tokens leave none for the rank that starts at {first_token}; use fewer")
+        raise ValueError(
+            f"vocab_size: {vocab_size} tokens leave none for the rank that starts at {first_token}; use fewer"
+        )
     weight = weight[: vocab_size - first_token]
     settings = (1.0 / temperature, chunk, group, first_token, entropy, entropy and entropy_grad, reduce_hidden_grad)
     result: tuple[torch.Tensor, torch.Tensor] = _ChunkedLogprob.apply(hidden, weight, targets, settings)

@@ -57,6 +57,7 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths even without experts
         "calculate_per_token_loss": True,  # gradients stay sums; the normaliser is applied at the step
         "finalize_model_grads_func": finalize_model_grads,
+        "bias_activation_fusion": False,  # our MLP calls the platform's SwiGLU itself
         "bias_dropout_fusion": False,  # without bias and dropout it is one addition
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,  # needs apex; on NPU it would compile kernels at run time

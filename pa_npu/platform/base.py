@@ -20,6 +20,9 @@ class FusedOps(Protocol):
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate `x` [tokens, heads, head_dim] by `cos`, `sin` [tokens, 1, head_dim] (equal halves)."""
 
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(a) * b for the halves (a, b) of the last dimension."""
+
 
 class Platform(Protocol):
     """One device kind (npu, cuda, cpu). Nothing outside this package asks which one it is talking to."""

@@ -73,7 +73,7 @@ class CpuPlatform:
         megatron_fixes.install_adam(FusedAdamW)
 
     def transformer_overrides(self, deterministic: bool) -> dict[str, Any]:
-        return {"bias_activation_fusion": False, "deterministic_mode": False}  # its kernels are deterministic anyway
+        return {"deterministic_mode": False}  # its kernels are deterministic anyway
 
     def environment(self, role: base.Role) -> dict[str, str]:
         defaults = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # an installed torch_npu must not load into a CPU run

@@ -16,10 +16,16 @@ CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 class CudaOps(TorchOps):
-    """torch's own fused RMSNorm where the weight is applied in one pass; rotary as everywhere."""
+    """torch's fused RMSNorm and Megatron's compiled SwiGLU; rotary as everywhere."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+
+        activated: torch.Tensor = bias_swiglu_impl(x, None)
+        return activated
 
 
 class CudaPlatform(AcceleratorPlatform):
@@ -53,7 +59,7 @@ class CudaPlatform(AcceleratorPlatform):
 
     def transformer_overrides(self, deterministic: bool) -> dict[str, Any]:
         # with deterministic_mode the embedding's backward uses an indexed sum instead of atomics
-        return {"bias_activation_fusion": True, "deterministic_mode": deterministic}
+        return {"deterministic_mode": deterministic}
 
     def environment(self, role: base.Role) -> dict[str, str]:
         # vLLM turns NCCL's cuMem allocator off in its workers; the ranks of one group must agree on it

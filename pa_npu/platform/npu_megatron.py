@@ -95,29 +95,13 @@ def activate_mindspeed() -> None:
 
 
 def prepare_without_mindspeed() -> None:
-    """What core 0.12.x needs on NPU beside transfer_to_npu: no compilation, CUDA's type names, fused Adam and SwiGLU."""
+    """What core 0.12.x needs on NPU beside transfer_to_npu: no compilation, CUDA's type names and a fused Adam."""
     torch.cuda.get_device_capability = lambda *args, **kwargs: (8, 0)
     megatron_fixes.answer_cuda_types(lambda name: name.replace("npu", "cuda"))
     megatron_fixes.replace_megatron_jit()
     megatron_fixes.import_megatron()
     megatron_fixes.apply_common_fixes()
     megatron_fixes.install_adam(NpuAdamW)
-    _fuse_swiglu()
-
-
-def _fuse_swiglu() -> None:
-    import megatron.core.fusions.fused_bias_swiglu as fused
-    import torch_npu
-
-    class NpuSwiGLU:
-        """In the place of Megatron's autograd function; npu_swiglu has its own backward."""
-
-        @staticmethod
-        def apply(x: torch.Tensor, *_: Any) -> torch.Tensor:
-            activated: torch.Tensor = torch_npu.npu_swiglu(x, dim=-1)
-            return activated
-
-    fused.SwiGLUFunction = NpuSwiGLU
 
 
 def _has_megatron_training() -> bool:

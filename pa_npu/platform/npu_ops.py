@@ -6,7 +6,7 @@ import torch
 
 
 class NpuOps:
-    """npu_rms_norm and npu_rotary_mul; both have their own backward in torch_npu."""
+    """npu_rms_norm, npu_rotary_mul and npu_swiglu; each has its own backward in torch_npu."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         import torch_npu
@@ -20,3 +20,9 @@ class NpuOps:
         # SBND with cos and sin as S1 1D: the kernel takes four dimensions, the batch is one packed sequence
         rotated: torch.Tensor = torch_npu.npu_rotary_mul(x.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1))
         return rotated.squeeze(1)
+
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        import torch_npu
+
+        activated: torch.Tensor = torch_npu.npu_swiglu(x, dim=-1)
+        return activated

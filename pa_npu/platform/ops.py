@@ -8,13 +8,16 @@ import torch
 
 
 class TorchOps:
-    """RMSNorm and rotary as autograd functions with closed-form backwards: fewer kept tensors than composed ops."""
+    """RMSNorm, rotary and SwiGLU as autograd functions with closed-form backwards: fewer kept tensors than composed ops."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return _RMSNorm.apply(x, weight, eps)
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return _Rotary.apply(x, cos, sin)
+
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        return _SwiGLU.apply(x)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -34,11 +37,12 @@ class _RMSNorm(torch.autograd.Function):
         wide = x if x.dtype == torch.float64 else x.float()
         normed = wide * inverse_rms
         grad_wide = grad.to(wide.dtype)
-        grad_weight = (grad_wide * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-        # d/dx of x / rms(x): the part of the gradient along n is removed
-        grad_normed = grad_wide * weight.to(wide.dtype)
-        along = torch.linalg.vecdot(grad_normed, normed).div_(x.shape[-1]).unsqueeze(-1)
-        grad_x = grad_normed.addcmul_(normed, along, value=-1).mul_(inverse_rms)
+        products = (grad_wide * normed).view(-1, x.shape[-1])
+        grad_weight = products.sum(0).to(weight.dtype)
+        # d/dx of x / rms(x): what the gradient has along n is removed
+        wide_weight = weight.to(wide.dtype)
+        along = torch.mv(products, wide_weight).div_(x.shape[-1]).view_as(inverse_rms)
+        grad_x = (grad_wide * wide_weight).addcmul_(normed, along, value=-1).mul_(inverse_rms)
         return grad_x.to(x.dtype), grad_weight, None
 
 
@@ -54,6 +58,27 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate(grads[0], cos, sin, -1.0), None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(a) * b for the halves (a, b) of the last dimension. Keeps the input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        (grad,) = grads
+        gate, up = x.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        torch.mul(grad, torch.nn.functional.silu(gate), out=grad_up)
+        return grad_x
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
