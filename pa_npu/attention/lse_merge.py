@@ -91,16 +91,16 @@ def lse_merge_(
 def available() -> LseMergeStatus:
     """What NPU tensors are merged with, for `doctor`; loads the operator library if it is there."""
     library = Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).parent / "lib" / LIBRARY_NAME)
-    return _load(library)
-
-
-@cache
-def _load(library: Path) -> LseMergeStatus:
     if not library.exists():
         reason = f"{library} is not built; install the package where CANN, torch and torch_npu are found"
         return LseMergeStatus("torch", reason, library)
     if not hasattr(torch, "npu"):
         return LseMergeStatus("torch", "torch_npu is not imported, so there are no NPU tensors", library)
+    return _load(library)
+
+
+@cache
+def _load(library: Path) -> LseMergeStatus:
     try:
         torch.ops.load_library(str(library))
     except OSError as error:

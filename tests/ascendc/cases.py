@@ -9,19 +9,22 @@ from itertools import pairwise
 import torch
 
 WIDTH = 8
+Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Merge:
     """One merge: six tensors in the order of lse_merge_, the rows, and the sequences of the two attention calls."""
 
-    tensors: tuple[torch.Tensor, ...]
+    tensors: Tensors
     intervals: tuple[tuple[int, int], ...]
     segments: tuple[int, ...]
     part_segments: tuple[int, ...]
 
-    def clone(self) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor.clone() for tensor in self.tensors)
+    def clone(self) -> Tensors:
+        out, maximum, total, part_out, part_max, part_sum = (tensor.clone() for tensor in self.tensors)
+        return out, maximum, total, part_out, part_max, part_sum
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -50,7 +53,7 @@ def random_merge(tokens: int, heads: int, dim: int, dtype: torch.dtype, seed: in
     )
 
 
-def random_result(rows: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def random_result(rows: int, heads: int, dim: int, dtype: torch.dtype) -> Result:
     """Output, maxima and sums like those of an attention call; equal copies of each statistic."""
     out = torch.randn(rows, heads, dim).to(dtype)
     maximum = (5 * torch.randn(rows, heads, 1)).repeat(1, 1, WIDTH)

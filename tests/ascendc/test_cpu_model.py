@@ -72,10 +72,12 @@ def test_correct_kernel_passes_and_computes(library: ctypes.CDLL, name: str, til
     assert torch.equal(output, torch.tensor(tiles).repeat_interleave(TILE))
 
 
-def test_every_rule_of_the_model_has_a_kernel_that_breaks_it(library: ctypes.CDLL) -> None:
+def test_every_rule_of_the_model_is_documented_and_has_a_kernel_that_breaks_it(library: ctypes.CDLL) -> None:
     headers = "".join(path.read_text() for path in (MODEL / "include").rglob("*.h"))
     rules = set(re.findall(r'"([a-z]+(?:-[a-z]+)+)"', headers)) | {"race", "poison", "overlap"}
     assert rules == {rule for _, rule in CASES if rule}
+    readme = MODEL.with_name("README.md").read_text()
+    assert all(f"`{rule}`" in readme for rule in rules)
     assert library.NumCases() == len(CASES)
     assert len([rule for _, rule in CASES if rule]) >= 14
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ops.ascendc.cpu_model.runner import Counters, LseMergeModel
 from pa_npu.attention.lse_merge import lse_merge_
-from tests.ascendc.cases import Merge, from_ntd, random_merge, random_result, to_ntd
+from tests.ascendc.cases import Merge, Result, from_ntd, random_merge, random_result, to_ntd
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = ["TND", "NTD"]
@@ -24,7 +24,7 @@ NUM_CORES_WORD = 5
 
 def merge_on_model(
     model: LseMergeModel, merge: Merge, layout: str, part_layout: str, max_cores: int
-) -> tuple[tuple[torch.Tensor, ...], Counters]:
+) -> tuple[Result, Counters]:
     """The six tensors after the kernel, statistics back in the TND layout, and what the launch did."""
     out, maximum, total, part_out, part_maximum, part_total = merge.clone()
     segments = merge.segments if layout == "NTD" else None
@@ -50,13 +50,13 @@ def merge_on_model(
     return (out, maximum, total), counters
 
 
-def oracle(merge: Merge) -> tuple[torch.Tensor, ...]:
+def oracle(merge: Merge) -> Result:
     tensors = merge.clone()
     lse_merge_(*tensors, merge.intervals, impl="torch")
     return tensors[:3]
 
 
-def assert_equal_to_oracle(actual: tuple[torch.Tensor, ...], merge: Merge) -> None:
+def assert_equal_to_oracle(actual: Result, merge: Merge) -> None:
     """Statistics and fp32 outputs to round-off, 16-bit outputs to one unit in the last place, other rows untouched."""
     expected = oracle(merge)
     dtype = merge.tensors[0].dtype

@@ -60,7 +60,7 @@ def run(library: ctypes.CDLL, model: LseMergeModel, index: int, problem: Problem
     part_segments = None
     if problem.part_layout == "NTD":
         part_segments = merge.part_segments
-        tensors = (*tensors[:4], *(to_ntd(stats, part_segments) for stats in tensors[4:]))
+        tensors = (*tensors[:4], to_ntd(tensors[4], part_segments), to_ntd(tensors[5], part_segments))
     tokens, heads, dim = merge.shape
     table = model.table(merge.intervals, tokens, heads, dim, problem.dtype, part_segments=part_segments, max_cores=2)
     run_kernel(library.RunMutant, tensors, table, index)

@@ -1,0 +1,152 @@
+"""The build of the operators: skipped with a reason where something is missing, told the right things where not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ops.ascendc import build
+
+HELPER = Path(build.CMAKE_HELPERS[1]) / "ascendc.cmake"
+
+# Stands for CANN's CMake functions: a library of the kernel's name, and the include directories of its target.
+FAKE_CANN_CMAKE = """
+function(ascendc_library name type)
+    foreach(source ${ARGN})
+        if(NOT EXISTS ${source})
+            message(FATAL_ERROR "kernel source ${source} does not exist")
+        endif()
+    endforeach()
+    file(WRITE ${CMAKE_BINARY_DIR}/kernels.cpp "int kernels;")
+    add_library(${name} ${type} ${CMAKE_BINARY_DIR}/kernels.cpp)
+endfunction()
+function(ascendc_include_directories name scope)
+    if(NOT EXISTS ${ARGN}/lse_merge_table.h)
+        message(FATAL_ERROR "the kernel's headers are not in ${ARGN}")
+    endif()
+endfunction()
+"""
+
+# Records its arguments and leaves the two libraries where the real build would.
+FAKE_CMAKE = """#!/bin/sh
+echo "$@" >> {record}
+[ "$1" = --build ] || exit 0
+mkdir -p "$2/lib"
+for library in {libraries}; do touch "$library"; done
+"""
+
+
+@pytest.fixture
+def cann(tmp_path: Path) -> Path:
+    root = tmp_path / "cann"
+    (root / HELPER).parent.mkdir(parents=True)
+    (root / HELPER).write_text(FAKE_CANN_CMAKE)
+    return root
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """torch and torch_npu as the build looks for them."""
+    monkeypatch.setattr(build, "_package", lambda name: tmp_path / "site-packages" / name)
+    monkeypatch.setattr(build, "_torch_cxx11_abi", lambda: True)
+    return tmp_path / "site-packages"
+
+
+def fake_cmake(directory: Path, libraries: tuple[str, ...]) -> Path:
+    """A directory for PATH with a cmake in it; returns where it records its calls."""
+    directory.mkdir()
+    record = directory / "calls.txt"
+    script = directory / "cmake"
+    touched = " ".join(f'"$2/lib/{name}"' for name in libraries)
+    script.write_text(FAKE_CMAKE.format(record=record, libraries=touched))
+    script.chmod(0o755)
+    return record
+
+
+def environment(cann: Path, path: Path | None = None) -> dict[str, str]:
+    search = os.environ["PATH"] if path is None else f"{path}{os.pathsep}{os.environ['PATH']}"
+    return {"ASCEND_HOME_PATH": str(cann), "PATH": search}
+
+
+def test_without_cann_nothing_is_built_and_the_reason_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "CANN_DEFAULTS", (str(tmp_path / "nowhere"),))
+    lines: list[str] = []
+    assert build.build_operators(tmp_path / "lib", environ={"PATH": ""}, log=lines.append) is None
+    assert "no CANN toolkit with Ascend C" in lines[0] and "ASCEND_HOME_PATH" in lines[0]
+    assert not (tmp_path / "lib").exists()
+
+
+def test_without_torch_npu_the_reason_names_it(cann: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(build.NotBuildable, match=r"torch cannot be imported.*--no-build-isolation"):
+        build.find_toolchain(environment(cann))
+
+
+def test_the_build_can_be_skipped(cann: Path, packages: Path) -> None:
+    with pytest.raises(build.NotBuildable, match="PA_NPU_SKIP_ASCENDC is set"):
+        build.find_toolchain({**environment(cann), "PA_NPU_SKIP_ASCENDC": "1"})
+
+
+def test_both_libraries_are_built_and_put_into_the_package(cann: Path, packages: Path, tmp_path: Path) -> None:
+    record = fake_cmake(tmp_path / "bin", build.LIBRARIES)
+    output = tmp_path / "package" / build.PACKAGE_LIBRARIES
+    environ = {**environment(cann, tmp_path / "bin"), "SOC_VERSION": "ascend910b4"}
+    library = build.build_operators(output, build_directory=tmp_path / "build", environ=environ, log=lambda line: None)
+    assert library == output / "libpa_npu_ascendc.so"
+    assert sorted(path.name for path in output.iterdir()) == sorted(build.LIBRARIES)
+    configure, compile_ = record.read_text().splitlines()
+    for definition in (
+        f"-DASCEND_HOME_PATH={cann}",
+        "-DSOC_VERSION=ascend910b4",
+        f"-DTORCH_PATH={packages / 'torch'}",
+        f"-DTORCH_NPU_PATH={packages / 'torch_npu'}",
+        "-DTORCH_CXX11_ABI=1",
+    ):
+        assert definition in configure.split()
+    assert compile_.startswith("--build")
+
+
+def test_a_build_that_leaves_no_library_fails(cann: Path, packages: Path, tmp_path: Path) -> None:
+    fake_cmake(tmp_path / "bin", ())
+    with pytest.raises(build.BuildFailed, match=r"without .*libpa_npu_ascendc\.so"):
+        build.build_operators(
+            tmp_path / "lib",
+            build_directory=tmp_path / "build",
+            environ=environment(cann, tmp_path / "bin"),
+            log=lambda line: None,
+        )
+
+
+def test_a_failing_cmake_shows_its_output(cann: Path, packages: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "cmake").write_text("#!/bin/sh\necho ccec not found\nexit 3\n")
+    (tmp_path / "bin" / "cmake").chmod(0o755)
+    with pytest.raises(build.BuildFailed, match=r"exit code 3(.|\n)*ccec not found"):
+        build.build_operators(
+            tmp_path / "lib",
+            build_directory=tmp_path / "build",
+            environ=environment(cann, tmp_path / "bin"),
+            log=lambda line: None,
+        )
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
+def test_the_cmake_project_configures(cann: Path, packages: Path, tmp_path: Path) -> None:
+    toolchain = build.find_toolchain(environment(cann))
+    command = ["cmake", "-S", str(build.SOURCE), "-B", str(tmp_path / "build"), *toolchain.definitions()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
+def test_the_cmake_project_names_what_is_not_set(tmp_path: Path) -> None:
+    command = ["cmake", "-S", str(build.SOURCE), "-B", str(tmp_path / "build")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "ASCEND_HOME_PATH is not set" in done.stderr
