@@ -77,6 +77,26 @@ def test_update_does_not_depend_on_the_cut_into_microbatches(
             assert ours[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-8), name
 
 
+@pytest.mark.parametrize(
+    ("trainer", "order"),
+    [({"devices": 1}, "prompt"), (LAYOUTS["TP2+SP"], "completion")],
+    ids=["one rank, order prompt", "TP2+SP, order completion"],
+)
+def test_update_does_not_depend_on_packing_groups_together(
+    trainer: dict[str, Any], order: str, model: Path, single: dict[str, Any], tmp_path: Path
+) -> None:
+    """microbatch.max_tokens, with half groups as pieces: four groups of 20 to 30 tokens in fewer microbatches than four."""
+    microbatch = {"responses": 2, "max_tokens": 60}
+    config = make_config(model, tmp_path, microbatch=microbatch, trainer=trainer, schedule={"order": order})
+    reports = run_job(Job(config, tmp_path, last=2))
+    for ours, expected in zip(reports, single["reports"], strict=False):
+        assert 1 < ours["microbatches"] < expected["microbatches"], "the groups were not packed"
+        assert ours["tokens_response"] == expected["tokens_response"]
+        for name in ("loss", "grad_norm", "entropy", "logprob_diff_max"):
+            assert ours[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-8), name
+        assert ours["kl"] == pytest.approx(expected["kl"], rel=1e-4, abs=1e-8)
+
+
 def test_resume_continues_bit_identically(model: Path, single: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = single["directory"] / "checkpoints" / "iteration_000002"
     config = make_config(model, tmp_path)
