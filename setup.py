@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -41,23 +40,21 @@ EXTRAS = {
 
 
 class BuildWithOperators(build_py):
-    """Build the Python files, and the operators of ops/ascendc where that is possible."""
+    """Build the Python files, and the operators of ops/ascendc where CANN is found; elsewhere torch does their work."""
 
     def run(self) -> None:
         super().run()
-        if importlib.util.find_spec("torch_npu") is None or not (ROOT / "ops" / "ascendc" / "build.py").exists():
-            return
         sys.path.insert(0, str(ROOT))
-        from ops.ascendc import build
+        from ops.ascendc.build import build_if_possible
 
-        build.build_if_possible()
+        build_if_possible(ROOT if self.editable_mode else Path(self.build_lib).resolve())
 
 
 setup(
     name="pa_npu",
     version="0.1.0",
     description="Periodic-asynchronous reinforcement-learning post-training for language models on Ascend, CUDA and CPU",
-    packages=find_packages(include=["pa_npu", "pa_npu.*"]),
+    packages=find_packages(include=["pa_npu", "pa_npu.*", "ops", "ops.*"]),
     python_requires=">=3.10",
     install_requires=CORE,
     extras_require=EXTRAS,

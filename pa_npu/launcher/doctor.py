@@ -139,7 +139,21 @@ def _engine(python: str | None) -> tuple[str, str | None]:
 
 
 def _ascendc() -> str:
-    return "x"
+    """Which implementation of the merge operator NPU tensors would get, and what its build lacks here."""
+    from pa_npu.attention.lse_merge import available
+
+    status = available()
+    if status.implementation == "ascendc":
+        return f"built: {status.reason}"
+    try:
+        from ops.ascendc.build import NotBuildable, find_toolchain
+    except ImportError:
+        return f"torch in its place: {status.reason}"  # installed without the source tree
+    try:
+        find_toolchain()
+    except NotBuildable as error:
+        return f"torch in its place: not built, {error}"
+    return f"torch in its place: {status.reason}; build it with pip install --no-build-isolation -e ."
 
 
 def _configuration(config: Config) -> list[str]:
