@@ -52,7 +52,7 @@ _make_venv() {
     local base
     base=$(_find_python) || exit $?
     echo "making $VENV with $("$base" --version) ($base)"
-    "$base" -m venv --clear "$VENV"
+    "$base" -m venv --clear "$VENV" || fail "$base cannot make a virtual environment in $VENV"
   fi
   _use_pip_settings
   # several times faster than pip; without it pip does the same
@@ -83,6 +83,14 @@ _install() {
   else
     "$PYTHON" -m pip install --no-deps "$@"
   fi
+}
+
+# Packages in a directory of their own: install_beside DIRECTORY PACKAGE ...
+install_beside() {
+  local directory=$1
+  shift
+  _use_pip_settings
+  _install --quiet --target "$directory" "$@"
 }
 
 # uv does not read pip's configuration.
