@@ -126,6 +126,11 @@ class PrefixLayout:
         return tuple(depths)
 
     @cached_property
+    def longest(self) -> int:
+        """Length of the longest sequence, shared part included."""
+        return max(offset + length for offset, length in zip(self.offsets, self.lengths, strict=True))
+
+    @cached_property
     def leaves(self) -> tuple[int, ...]:
         """Segments without children, padding excluded: one per sequence."""
         inner = set(self.parents)

@@ -26,6 +26,8 @@ def shared_prompt_attention(
 
     q [total, heads, head_dim]; k, v [total, kv_heads, head_dim] with kv_heads dividing heads (GQA).
     scale: factor of the scores, head_dim ** -0.5 by default.
+    impl: dense (reference, [heads, total, total] scores), merge, gather, or auto, which takes the faster of merge and
+        gather for this layout on this platform. There is no fallback from one to another.
     Returns [total, heads, head_dim] in q's dtype, differentiable in q, k and v.
     Raises ValueError naming what it cannot take.
     """
@@ -38,8 +40,9 @@ def shared_prompt_attention(
     if layout.total == 0:
         return q * 1.0
     kernel = kernel_for(q)
-    form = merge_attention if impl in ("auto", "merge") else gather_attention
-    return form(q, k, v, layout, scale, kernel)
+    if impl == "gather" or (impl == "auto" and kernel.prefers_gather(layout)):
+        return gather_attention(q, k, v, layout, scale, kernel)
+    return merge_attention(q, k, v, layout, scale, kernel)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout) -> None:

@@ -76,12 +76,10 @@ def pack(sequences: Sequence[Sequence[int]], min_shared: int = 1) -> PackedSeque
 
 def _agreement(arrays: list[np.ndarray], known: int) -> int:
     """Length of the longest common prefix, at least `known`."""
-    first, end = arrays[0], min(len(tokens) for tokens in arrays)
-    for tokens in arrays[1:]:
-        differs = np.flatnonzero(tokens[known:end] != first[known:end])
-        if len(differs):
-            end = known + int(differs[0])
-    return end
+    end = min(len(tokens) for tokens in arrays)
+    window = np.stack([tokens[known:end] for tokens in arrays])
+    differs = np.flatnonzero((window != window[0]).any(axis=0))
+    return known + int(differs[0]) if len(differs) else end
 
 
 def _as_tokens(number: int, sequence: Sequence[int]) -> np.ndarray:

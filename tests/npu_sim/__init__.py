@@ -1,6 +1,6 @@
 """Ascend without hardware: torch_npu's real schemas, autograd and dispatcher over stub CANN libraries.
 
-`test_npu_sim.py` starts one process per file of `inside/`, because importing torch_npu changes torch for good. In there
+`test_npu_sim.py` runs `inside/` in a process of its own, because importing torch_npu changes torch for good. In there
     cann_stub      builds stand-ins for the CANN libraries; device memory is host memory
     simulator      NpuSim, a dispatch mode that runs every operator on npu tensors with CPU kernels or a reference
     reference_ops  what the fused NPU operators compute, in fp64

@@ -1,4 +1,4 @@
-"""Run the tests of inside/ with torch_npu, one process per file."""
+"""Run the tests of inside/ in a process of their own, with torch_npu."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ def _missing() -> str | None:
 
 
 @pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
-@pytest.mark.parametrize("path", sorted(INSIDE.glob("test_*.py")), ids=lambda path: path.stem)
-def test_with_torch_npu(path: Path) -> None:
+def test_everything_inside() -> None:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(DIRECTORY)]),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "CANN_STUB_DEVICES": "1",
         "PA_NPU_INSIDE_SIM": str(DIRECTORY / "torch_npu"),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INSIDE)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S)
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     print(done.stdout)

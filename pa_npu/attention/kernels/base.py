@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from pa_npu.attention.layout import PrefixLayout
 from pa_npu.attention.plan import CrossCall, VarlenCall
 
 
@@ -33,6 +34,10 @@ class VarlenKernel(Protocol):
 
     name: str
     per_depth: bool  # whether the merge plan should have one cross call per depth (see plan.merge_plan)
+
+    def prefers_gather(self, layout: PrefixLayout) -> bool:
+        """Whether the gather form is faster than the merge form, by measurement on this platform."""
+        ...
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float) -> Partial:
         """Output and stats of one call."""

@@ -9,6 +9,7 @@ import torch
 
 from pa_npu.attention.kernels.base import Partial
 from pa_npu.attention.kernels.lse import merge_lse
+from pa_npu.attention.layout import PrefixLayout
 from pa_npu.attention.plan import CrossCall, VarlenCall
 from pa_npu.errors import UserError
 
@@ -38,6 +39,10 @@ class CudaFlash:
     def supports(q: torch.Tensor) -> bool:
         """Whether the operators take q's dtype and head size."""
         return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+    def prefers_gather(self, layout: PrefixLayout) -> bool:
+        # Not measured yet. By arithmetic merge moves less: gather copies the shared keys and values per response.
+        return False
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float) -> Partial:
         out, lse, state, offset, _ = torch.ops.aten._flash_attention_forward(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pa_npu.attention.kernels.base import Partial
+from pa_npu.attention.layout import PrefixLayout
 from pa_npu.attention.lse_merge import lse_merge_
 from pa_npu.attention.plan import CrossCall, VarlenCall
 from pa_npu.errors import UserError
@@ -39,6 +40,10 @@ class NpuFusion:
 
     name = "npu-fusion"
     per_depth = True
+
+    def prefers_gather(self, layout: PrefixLayout) -> bool:
+        # Not measured yet. By arithmetic merge moves less: gather copies the shared keys and values per response.
+        return False
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float) -> Partial:
         _check(q, call)

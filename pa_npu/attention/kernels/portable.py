@@ -6,6 +6,7 @@ import torch
 
 from pa_npu.attention.kernels.base import Partial
 from pa_npu.attention.kernels.lse import merge_lse
+from pa_npu.attention.layout import PrefixLayout
 from pa_npu.attention.plan import CrossCall, Run, VarlenCall
 
 MAX_SCORES = 2**26  # elements of a block of scores (256 MiB in fp32); longer queries are taken in blocks
@@ -19,6 +20,10 @@ class Portable:
 
     name = "portable"
     per_depth = False
+
+    def prefers_gather(self, layout: PrefixLayout) -> bool:
+        # Not measured. The portable kernel is there for correctness; merge needs less memory.
+        return False
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float) -> Partial:
         wide = torch.promote_types(q.dtype, torch.float32)
