@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -100,11 +99,15 @@ class RowLinear(RowParallelLinear):
 
 
 def _plain_linear(linear: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [T, 1, in] -> [T, 1, out] as a matrix product; on three dimensions torch chooses its kernel by grad mode, and the
-    frozen models would not compute bit for bit what the policy does."""
-    bias = None if linear.skip_bias_add else linear.bias
-    out = F.linear(x.squeeze(1), linear.weight, bias).unsqueeze(1)
-    return out, linear.bias if linear.skip_bias_add else None
+    """x [T, 1, in] -> [T, 1, out] as one matrix product.
+
+    On three dimensions torch chooses its kernel by grad mode, and a frozen model would not compute bit for bit what the
+    policy does.
+    """
+    rows, transposed = x.squeeze(1), linear.weight.t()
+    if linear.bias is None or linear.skip_bias_add:
+        return torch.mm(rows, transposed).unsqueeze(1), linear.bias
+    return torch.addmm(linear.bias, rows, transposed).unsqueeze(1), None
 
 
 class GatedMLP(MLP):
