@@ -189,7 +189,7 @@ class Bench:
         records = self._records(window, prompts[0], iterations, overrides)[1:]
         return statistics.median(r["generate_s"] for r in records), statistics.median(r["train_s"] for r in records)
 
-    def _records(self, window: int, prompt: int, iterations: int, overrides: list[str]) -> list[dict]:  # type: ignore[type-arg]
+    def _records(self, window: int, prompt: int, iterations: int, overrides: list[str]) -> list[dict]:
         self._runs += 1
         run_dir = self._scratch / f"run{self._runs}"
         data = self._scratch / f"prompts{self._runs}.jsonl"

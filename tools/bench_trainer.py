@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -142,7 +143,7 @@ def compare(model: str, args: argparse.Namespace) -> dict[str, object]:
     rows["HF"] = lambda: hf.iteration(groups)
     backend = make_backend(config, spec)
     for name, shared in (("separate", False), ("shared", True)):
-        rows[name] = lambda shared=shared: megatron_iteration(backend, groups, config, shared)
+        rows[name] = partial(megatron_iteration, backend, groups, config, shared)
 
     first = {
         name: row() for name, row in rows.items()
@@ -240,7 +241,7 @@ def profile(row: Callable[[], object]) -> dict[str, float]:
     return {kind: value / total for kind, value in shares.items()}
 
 
-def render(result: dict) -> str:  # type: ignore[type-arg]
+def render(result: dict) -> str:
     lines = [f"{result['model']}; one thread; tokens per iteration: {result['tokens']}"]
     agreement = result["agreement"]
     lines.append(
