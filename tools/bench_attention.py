@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.profiler import ProfilerActivity, profile
 
 from pa_npu import platform
@@ -203,10 +206,12 @@ class Bench:
         runs |= {
             name: (shared, _attention(name)) for name in names if name != "dense" or shared.layout.total <= DENSE_LIMIT
         }
+        logprobs: dict[str, torch.Tensor] = {}
+        memory: dict[str, int] = {}
         warm_up = time.perf_counter()
-        logprobs = {name: self.step(*run) for name, run in runs.items()}
-        memory = {name: self._peak_bytes(*run) for name, run in runs.items()}
-        repetitions = min(25, max(3, round(2 * self.budget_s / (time.perf_counter() - warm_up))))
+        for name, run in runs.items():
+            logprobs[name], memory[name] = self._profiled_step(*run)
+        repetitions = min(25, max(3, round(self.budget_s / (time.perf_counter() - warm_up))))
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         for repetition in range(repetitions):
             for name in list(runs)[:: 1 if repetition % 2 else -1]:
@@ -238,10 +243,10 @@ class Bench:
             )
         return sorted(rows, key=lambda row: names.index(row.implementation))
 
-    def _peak_bytes(self, batch: Batch, attend: Callable[..., torch.Tensor]) -> int:
-        """Peak of the step's own tensors on the device, summed up from the profiler's allocation records."""
+    def _profiled_step(self, batch: Batch, attend: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, int]:
+        """Log-probs, and the peak of the step's own tensors on the device by the profiler's allocation records."""
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            self.step(batch, attend)
+            logprobs = self.step(batch, attend)
         records = [
             (event.start_ns(), event.nbytes())
             for event in profiler.profiler.kineto_results.events()
@@ -252,14 +257,43 @@ class Bench:
         for _, num_bytes in sorted(records, key=lambda record: record[0]):
             held += num_bytes
             peak = max(peak, held)
-        return peak
+        return logprobs, peak
 
 
 def _attention(name: str) -> Callable[..., torch.Tensor]:
+    if name == "flex":
+        return flex_attend
+
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout) -> torch.Tensor:
         return shared_prompt_attention(q, k, v, layout, impl=name)
 
     return attend
+
+
+def flex_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout) -> torch.Tensor:
+    """torch's FlexAttention with the layout as a block mask, a second opinion on CUDA; it has no backward elsewhere."""
+
+    def build() -> BlockMask:
+        return create_block_mask(flex_mask(layout, q.device), None, None, layout.total, layout.total, device=q.device)
+
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = _compiled_flex()(q, k, v, block_mask=layout.cached(("flex", q.device), build), enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def flex_mask(layout: PrefixLayout, device: torch.device) -> Callable[..., torch.Tensor]:
+    """A column is seen by the rows from itself to the end of its segment's subtree."""
+    ends = torch.tensor(layout.subtree_ends).repeat_interleave(torch.tensor(layout.lengths)).to(device)
+
+    def visible(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        return (row >= column) & (row < ends[column])
+
+    return visible
+
+
+@cache
+def _compiled_flex() -> Callable[..., torch.Tensor]:
+    return torch.compile(flex_attention, dynamic=False)
 
 
 HEADER = ("case", "tokens", "tok x", "pairs x", "ideal", "base s", "impl", "s", "speedup", "% ideal", "mem x", "dlogp")
@@ -299,13 +333,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", help="auto, npu, cuda or cpu")
     parser.add_argument("--shape", default="small", choices=sorted(SHAPES), help="model shape")
-    parser.add_argument("--impl", default="auto,merge,gather,dense", help="implementations, comma-separated")
+    parser.add_argument(
+        "--impl", default="auto,merge,gather,dense,flex", help="implementations, comma-separated; flex is for cuda only"
+    )
     parser.add_argument("--case", action="append", help="only cases whose name contains this; may be repeated")
     parser.add_argument("--budget", type=float, default=20.0, metavar="SECONDS", help="time to spend on a case, about")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the rows as a markdown table")
     options = parser.parse_args(arguments)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop otherwise
     torch.set_num_threads(options.threads)
     try:
         bench = Bench(options.device, options.shape, options.budget)
@@ -319,7 +356,8 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         if options.case and not any(part in case.name for part in options.case):
             continue
-        for row in bench.measure(case, options.impl.split(",")):
+        names = [name for name in options.impl.split(",") if name != "flex" or bench.device.type == "cuda"]
+        for row in bench.measure(case, names):
             rows.append(row)
             print(_text_line(_cells(row)), flush=True)
     if options.json:

@@ -212,3 +212,14 @@ def test_flops_of_the_groups_that_everybody_quotes():
         pairs = prompt * (prompt + 1) / 2 + group * (response * (response + 1) / 2 + prompt * response)
         assert (layout.total, layout.pairs) == (tokens, pairs)
         assert shape.ideal_speedup(layout, group * response) == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:10])
+def test_flex_mask_of_the_benchmark_is_the_dense_mask(layout):
+    from torch.nn.attention.flex_attention import create_mask
+
+    from tools.bench_attention import flex_mask
+
+    mask_function = flex_mask(layout, torch.device("cpu"))
+    mask = create_mask(mask_function, 1, 1, layout.total, layout.total, device="cpu")[0, 0]
+    assert torch.equal(mask, layout.dense_mask())
