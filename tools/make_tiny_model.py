@@ -1,0 +1,323 @@
+#!/usr/bin/env python
+"""Make a tiny language model and matching questions for the quick start, tests and benchmarks.
+
+    python tools/make_tiny_model.py --out .cache/tiny --seed 1
+    python tools/make_tiny_model.py --out .cache/bench --family llama --hidden 256 --layers 4 --random
+
+writes
+
+    OUT/model/         HF directory: config.json, safetensors, tokenizer with a chat template
+    OUT/train.jsonl    questions in GSM8K's layout:
+                       {"question": "What is 47+38?", "answer": "7+8=15\\n4+3+1=8\\n#### 85"}
+    OUT/test.jsonl     held-out questions, disjoint from the training ones
+    OUT/tiny_model.json  the arguments and what came out; a second call with the same arguments does nothing
+
+The supervised phase has two parts. First the model learns to add two-digit numbers step by step. Then its teacher
+slips: more often than not it adds one too much to the ones. So greedy decoding gives a wrong answer, sampling often
+finds the right one, and reinforcement learning has a habit to find that pays. With --random there is no training
+(tests and benchmarks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+FORMAT_VERSION = 1  # raise it when the same arguments give another result, so that old caches are made anew
+END_OF_TEXT, END_OF_TURN, SYSTEM, USER, ASSISTANT = (
+    "<|endoftext|>",
+    "<|end|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+)
+SPECIAL_TOKENS = (END_OF_TEXT, END_OF_TURN, SYSTEM, USER, ASSISTANT)
+# They make "What", " is" and "####" one token each; every digit stays a token of its own.
+MERGES = (("W", "h"), ("Wh", "a"), ("Wha", "t"), ("Ġ", "i"), ("Ġi", "s"), ("#", "#"), ("##", "##"))
+VOCAB_SIZE = 320  # special tokens, 256 bytes, results of merges, unused rest; a multiple of 64
+# Qwen2's own splitting rule: transformers 5 applies it to every tokenizer of a qwen2 model, whatever its files say.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+SMALLEST, LARGEST = 10, 99  # two digits each: digits stand at fixed places, which a tiny model learns within a minute
+NUM_VALIDATION = 200
+IGNORED = -100  # label of tokens without loss
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    key = {name: value for name, value in sorted(vars(arguments).items()) if name not in ("out", "threads")}
+    key["format_version"] = FORMAT_VERSION
+    out = Path(arguments.out)
+    marker = out / "tiny_model.json"
+    if marker.is_file() and json.loads(marker.read_text()).get("arguments") == key:
+        print(f"{out} is up to date")
+        return 0
+    if out.exists() and not marker.is_file() and any(out.iterdir()):
+        print(f"--out {out} exists and was not made by this tool; name another directory or empty it", file=sys.stderr)
+        return 2
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name + ".") as scratch:
+        finished = Path(scratch) / "finished"
+        finished.mkdir()
+        report = make(arguments, finished)
+        (finished / marker.name).write_text(json.dumps({"arguments": key, **report}, indent=1) + "\n")
+        if out.exists():
+            shutil.rmtree(out)
+        finished.rename(out)
+    print(f"wrote {out}/model, {out}/train.jsonl and {out}/test.jsonl")
+    return 0
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, help="directory to write")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights, questions and training order")
+    parser.add_argument("--family", choices=("qwen2", "qwen3", "llama"), default="qwen2", help="architecture")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers")
+    parser.add_argument("--heads", type=int, default=None, help="attention heads; default: hidden / 32")
+    parser.add_argument("--kv-heads", type=int, default=2, help="key/value heads")
+    parser.add_argument("--ffn", type=int, default=None, help="feed-forward size; default: 3 x hidden")
+    parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, help="vocabulary size, a multiple of 64")
+    parser.add_argument("--max-positions", type=int, default=4096, help="longest sequence")
+    parser.add_argument("--tied", action="store_true", help="tie input and output embeddings")
+    parser.add_argument("--random", action="store_true", help="random weights, no supervised phase")
+    parser.add_argument("--train-questions", type=int, default=4096, help="rows of train.jsonl")
+    parser.add_argument("--test-questions", type=int, default=200, help="rows of test.jsonl")
+    parser.add_argument("--steps", type=int, default=500, help="most supervised steps that teach adding")
+    parser.add_argument("--slip-steps", type=int, default=150, help="supervised steps with the slipping teacher")
+    parser.add_argument("--slip-rate", type=float, default=0.65, help="how often the teacher answers one too much")
+    parser.add_argument("--batch", type=int, default=64, help="questions per supervised step")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak learning rate of the supervised phase")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    arguments = parser.parse_args(argv)
+    if arguments.heads is None:
+        arguments.heads = max(arguments.hidden // 32, arguments.kv_heads)
+    if arguments.ffn is None:
+        arguments.ffn = 3 * arguments.hidden
+    if arguments.hidden % arguments.heads or arguments.heads % arguments.kv_heads:
+        parser.error(
+            f"--hidden {arguments.hidden} must be a multiple of --heads {arguments.heads}, "
+            f"and that of --kv-heads {arguments.kv_heads}"
+        )
+    if arguments.vocab % 64 or arguments.vocab < VOCAB_SIZE:
+        parser.error(f"--vocab {arguments.vocab} must be a multiple of 64 and at least {VOCAB_SIZE}")
+    available = (LARGEST - SMALLEST + 1) ** 2 - NUM_VALIDATION
+    if min(arguments.train_questions, arguments.test_questions) < 1 or (
+        arguments.train_questions + arguments.test_questions > available
+    ):
+        parser.error(f"--train-questions and --test-questions must be at least 1 and at most {available} together")
+    return arguments
+
+
+def make(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Writes everything into `directory`; returns what tiny_model.json says about the result."""
+    torch.set_num_threads(arguments.threads)
+    disable_progress_bar()
+    torch.manual_seed(arguments.seed)
+    order = random.Random(arguments.seed)
+    numbers = range(SMALLEST, LARGEST + 1)
+    pairs = [(x, y) for x in numbers for y in numbers]
+    order.shuffle(pairs)
+    test = pairs[: arguments.test_questions]
+    validation = pairs[arguments.test_questions : arguments.test_questions + NUM_VALIDATION]
+    rest = pairs[arguments.test_questions + NUM_VALIDATION :]
+    write_questions(directory / "train.jsonl", rest[: arguments.train_questions])
+    write_questions(directory / "test.jsonl", test)
+
+    tokenizer = make_tokenizer(arguments.vocab)
+    model = make_model(arguments, tokenizer)
+    report: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+    if not arguments.random:
+        report |= supervise(model, tokenizer, arguments, rest, validation, order)
+        report["greedy_accuracy"] = sum(answer == x + y for (x, y), answer in greedy(model, tokenizer, test)) / len(
+            test
+        )
+        print(f"greedy accuracy on the held-out questions: {report['greedy_accuracy']:.3f}")
+    model.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(str(directory / "model"))
+    return report
+
+
+def question(x: int, y: int) -> str:
+    return f"What is {x}+{y}?"
+
+
+def solution(x: int, y: int, slip: int = 0) -> str:
+    """Ones, then tens with the carry, then the answer. slip: what is added to the ones by mistake."""
+    ones = x % 10 + y % 10 + slip
+    tens = x // 10 + y // 10 + ones // 10
+    carried = "+1" if ones >= 10 else ""
+    return f"{x % 10}+{y % 10}={ones}\n{x // 10}+{y // 10}{carried}={tens}\n#### {10 * tens + ones % 10}"
+
+
+def write_questions(path: Path, pairs: list[tuple[int, int]]) -> None:
+    rows = [{"question": question(x, y), "answer": solution(x, y)} for x, y in pairs]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that covers any text; every digit is a token and the words of MERGES are one token each."""
+    vocab = {
+        token: index for index, token in enumerate((*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())))
+    }
+    for left, right in MERGES:
+        vocab[left + right] = len(vocab)
+    for index in range(vocab_size - len(vocab)):
+        vocab[f"<|unused_{index}|>"] = len(vocab)
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(MERGES)))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=END_OF_TEXT,
+        eos_token=END_OF_TURN,
+        additional_special_tokens=[SYSTEM, USER, ASSISTANT],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Any:
+    config = AutoConfig.for_model(
+        arguments.family,
+        vocab_size=arguments.vocab,
+        hidden_size=arguments.hidden,
+        intermediate_size=arguments.ffn,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.heads,
+        num_key_value_heads=arguments.kv_heads,
+        head_dim=arguments.hidden // arguments.heads,
+        max_position_embeddings=arguments.max_positions,
+        tie_word_embeddings=arguments.tied,
+        initializer_range=0.06,  # three times the usual: at this width it halves the steps until the model can add
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if not arguments.tied:
+        # Tokens that differ much from the start: 250 instead of 400 steps until the model can add. As an output layer
+        # such weights would saturate the softmax.
+        torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.5)
+    return model
+
+
+def supervise(
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    arguments: argparse.Namespace,
+    pairs: list[tuple[int, int]],
+    validation: list[tuple[int, int]],
+    order: random.Random,
+) -> dict[str, Any]:
+    """Teaches adding until the validation questions are (nearly) all right, then the slip; returns steps and CPU seconds."""
+    started = time.process_time()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    known, step = 0.0, 0
+    for step in range(1, arguments.steps + 1):
+        remaining = 1 - step / arguments.steps
+        rate = arguments.learning_rate * min(step / 20, 1.0, max(remaining / 0.7, 0.02))
+        loss = supervised_step(model, tokenizer, optimizer, rate, order.choices(pairs, k=arguments.batch), order, 0.0)
+        if step % 25 == 0:
+            known = sum(answer == x + y for (x, y), answer in greedy(model, tokenizer, validation)) / len(validation)
+            print(f"adding   step {step:4d}  loss {loss:.4f}  right {known:.3f}", flush=True)
+            if known >= 0.985:
+                break
+    for slip_step in range(1, arguments.slip_steps + 1):
+        rate = 0.25 * arguments.learning_rate
+        batch = order.choices(pairs, k=arguments.batch)
+        loss = supervised_step(model, tokenizer, optimizer, rate, batch, order, arguments.slip_rate)
+        if slip_step % 50 == 0:
+            answers = list(greedy(model, tokenizer, validation))
+            right = sum(answer == x + y for (x, y), answer in answers) / len(answers)
+            slipped = sum(answer == x + y + 1 for (x, y), answer in answers) / len(answers)
+            print(
+                f"slipping step {slip_step:4d}  loss {loss:.4f}  right {right:.3f}  slipped {slipped:.3f}", flush=True
+            )
+    seconds = time.process_time() - started
+    return {"accuracy_before_slipping": known, "steps": step, "cpu_seconds": round(seconds, 1)}
+
+
+def supervised_step(
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    optimizer: torch.optim.Optimizer,
+    learning_rate: float,
+    pairs: list[tuple[int, int]],
+    order: random.Random,
+    slip_rate: float,
+) -> float:
+    """One AdamW step on the teacher's answers to `pairs`; returns the loss before it."""
+    prompts, answers = [], []
+    for x, y in pairs:
+        slip = 1 if order.random() < slip_rate else 0
+        prompts.append(USER + question(x, y) + ASSISTANT)
+        answers.append(solution(x, y, slip) + END_OF_TURN)
+    prompt_tokens = tokenizer(prompts).input_ids
+    answer_tokens = tokenizer(answers).input_ids
+    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompt_tokens, answer_tokens, strict=True))
+    tokens = torch.full((len(pairs), width), tokenizer.pad_token_id)
+    labels = torch.full((len(pairs), width), IGNORED)
+    for row, (prompt, answer) in enumerate(zip(prompt_tokens, answer_tokens, strict=True)):
+        end = len(prompt) + len(answer)
+        tokens[row, :end] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : end] = torch.tensor(answer)
+    # Padding stands on the right, so causal attention needs no mask.
+    logits = model(tokens, use_cache=False).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@torch.no_grad()
+def greedy(model: Any, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[int, int]]) -> Any:
+    """Yields ((x, y), the model's greedy answer); nan stands for an answer without a number."""
+    prompts = tokenizer([USER + question(x, y) + ASSISTANT for x, y in pairs]).input_ids
+    assert len(set(map(len, prompts))) == 1, "two-digit questions have one length"
+    tokens = torch.tensor(prompts)
+    longest = len(tokenizer(solution(LARGEST, LARGEST) + END_OF_TURN).input_ids)
+    for _ in range(longest):
+        tokens = torch.cat([tokens, model(tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    for pair, row in zip(pairs, tokens[:, len(prompts[0]) :].tolist(), strict=True):
+        text = str(tokenizer.decode(row)).split(END_OF_TURN)[0]
+        number = text.rpartition("#### ")[2]
+        yield pair, int(number) if number.isdecimal() else math.nan
+
+
+if __name__ == "__main__":
+    sys.exit(main())
