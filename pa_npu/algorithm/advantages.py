@@ -14,23 +14,28 @@ Rewards = npt.NDArray[np.float32]
 STD_EPSILON = 1e-4
 
 
-def group_advantages(rewards: Rewards, scale: Literal["group-std", "none"]) -> Rewards:
-    """Centre `rewards` [G] by the group's mean and, with `group-std`, divide by its sample deviation.
+def group_advantages(rewards: Rewards, kind: Literal["group-std", "centred", "leave-one-out"]) -> Rewards:
+    """Advantages [G] of one group's `rewards` [G].
 
-    GRPO (arXiv 2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / std(r).
-    `none` is Dr.GRPO (arXiv 2503.20783): A_i = r_i - mean(r).
+    group-std      A_i = (r_i - mean(r)) / std(r), the sample deviation: GRPO, arXiv 2402.03300, section 4.1.2.
+    centred        A_i = r_i - mean(r): Dr.GRPO, arXiv 2503.20783, section 3.2.
+    leave-one-out  A_i = r_i - mean of the other rewards = (r_i - mean(r)) G / (G - 1): RLOO, arXiv 2402.14740, eq. 8.
+
     A group whose rewards are all equal has zero advantages. Depends on one group only, hence usable while streaming.
     """
     centred = _centre(rewards)
-    if scale == "none":
-        return centred.astype(np.float32)
-    return (centred / (_sample_std(centred) + STD_EPSILON)).astype(np.float32)
+    if kind == "group-std":
+        return (centred / (_sample_std(centred) + STD_EPSILON)).astype(np.float32)
+    if kind == "leave-one-out":
+        centred *= len(centred) / (len(centred) - 1)
+    return centred.astype(np.float32)
 
 
 def batch_advantages(rewards: Sequence[Rewards]) -> list[Rewards]:
     """Centre each group by its own mean and divide by the deviation of all centred rewards of the iteration.
 
-    Needs every group of the iteration, so the configuration refuses it together with schedule.stream=true.
+    REINFORCE++ with baseline, arXiv 2501.03262; the mean of the centred rewards over the batch is zero already.
+    Needs every group of the iteration, so the configuration refuses it while streaming.
     """
     centred = [_centre(group) for group in rewards]
     std = _sample_std(np.concatenate(centred)) if centred else 0.0

@@ -7,6 +7,7 @@ ends, so the sum can be accumulated over any cut into microbatches and replicas 
 |---------------|----------------|--------------------------|---------------------------------|
 | token-mean    | 1              | response tokens          | DAPO, arXiv 2503.14476, eq. 8   |
 | sequence-mean | 1 / len(o_i)   | responses                | GRPO, arXiv 2402.03300, eq. 3   |
+| sequence-sum  | 1              | responses                | RLOO, arXiv 2402.14740, eq. 6   |
 | dr-grpo       | 1              | responses x max length   | Dr.GRPO, arXiv 2503.20783       |
 """
 
@@ -17,7 +18,7 @@ from typing import Literal
 
 import torch
 
-Aggregation = Literal["token-mean", "sequence-mean", "dr-grpo"]
+Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"]
 
 
 def token_weights(response_lengths: Sequence[int], aggregation: Aggregation, device: torch.device) -> torch.Tensor:
@@ -32,6 +33,6 @@ def normaliser(aggregation: Aggregation, num_tokens: int, num_responses: int, ma
     """N of the table above, from the iteration's totals over all replicas."""
     if aggregation == "token-mean":
         return float(num_tokens)
-    if aggregation == "sequence-mean":
+    if aggregation in ("sequence-mean", "sequence-sum"):
         return float(num_responses)
     return float(num_responses * max_response_tokens)

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pa_npu.config.keys import all_keys, section_of
+from pa_npu.config.presets import PRESETS, PresetName
 from pa_npu.config.schema import Config, RewardFunction
 
 
@@ -26,7 +27,15 @@ def keys_help() -> str:
                 lines += [
                     f"        {inner.name}: {inner.description} ({inner.type})" for inner in all_keys(RewardFunction)
                 ]
+            if key.name == "algorithm.name":
+                lines += [line for name in PRESETS for line in _preset_lines(name)]
     return "\n".join(lines[1:])
+
+
+def _preset_lines(name: PresetName) -> tuple[str, str]:
+    preset = PRESETS[name]
+    values = " ".join(f"{key}={_show(value)}" for key, value in preset.keys().items())
+    return f"        {name}: {preset.source}", f"          {values}"
 
 
 def _show(value: Any) -> str:

@@ -2,14 +2,17 @@
 
 One class per section, one sentence per key. Unknown keys are refused. Rules that involve several keys live in
 `Config.check_rules`; rules that need a model or dataset on disk live in `pa_npu.config.preflight`.
-This module imports pydantic only, so that it loads quickly in every process.
+This module imports nothing heavier than pydantic, so that it loads quickly in every process.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from pa_npu.config.presets import PRESETS, PresetName, fill_preset
 
 
 class Section(BaseModel):
@@ -110,12 +113,16 @@ class RewardConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    loss: str = Field("clip", description="Policy loss: clip, gspo, cispo, reinforce, or module:function of your own.")
-    advantage_scale: Literal["group-std", "none", "batch-std"] = Field(
-        "group-std",
-        description="Divide centred rewards by the group's deviation, by nothing, or by the batch's deviation.",
+    name: PresetName | None = Field(
+        None, description="Preset: the values below for the keys that are not set; null sets nothing."
     )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped from below at 1 - clip_low.")
+    loss: str = Field("clip", description="Policy loss: clip, gspo, cispo, reinforce, or module:function of your own.")
+    advantage: Literal["group-std", "centred", "leave-one-out", "batch-std"] = Field(
+        "group-std",
+        description="Rewards minus the group's mean, divided by the group's deviation, by nothing, or by the batch's "
+        "deviation; or minus the mean of the group's other responses.",
+    )
+    clip_low: float = Field(0.2, gt=0, le=1, description="Ratio is clipped from below at 1 - clip_low; 1 never clips.")
     clip_high: float = Field(0.2, gt=0, description="Ratio is clipped from above at 1 + clip_high.")
     kl_coef: float = Field(
         0.0, ge=0, description="Coefficient of the KL divergence to the reference; 0 builds no reference."
@@ -126,9 +133,10 @@ class AlgorithmConfig(Section):
     )
     importance_cap: float = Field(2.0, ge=1, description="Importance weights are truncated here.")
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
-    aggregation: Literal["token-mean", "sequence-mean", "dr-grpo"] = Field(
+    aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"] = Field(
         "token-mean",
-        description="Token weights and normaliser: 1 over tokens, 1/length over sequences, 1 over B*G*max length.",
+        description="Token weights and normaliser: 1 over tokens, 1/length over sequences, 1 over sequences, 1 over "
+        "B*G*max length.",
     )
 
 
@@ -293,6 +301,12 @@ class Config(Section):
         """All devices, engines and trainers: the denominator of TPSPD."""
         return self.trainer.devices + self.rollout.engines * self.rollout.tensor_parallel
 
+    @model_validator(mode="before")
+    @classmethod
+    def fill_preset(cls, tree: Any) -> Any:
+        """The keys of algorithm.name's preset that the user left unset."""
+        return fill_preset(tree)
+
     @model_validator(mode="after")
     def check_rules(self) -> Config:
         """Rules between keys. Each message names the keys, their values, the rule and the remedy."""
@@ -301,7 +315,7 @@ class Config(Section):
         return self
 
 
-def _broken_rules(c: Config):
+def _broken_rules(c: Config) -> Iterator[str]:
     t, r, s = c.trainer, c.rollout, c.schedule
     shard = t.tensor_parallel * t.pipeline_parallel
     if t.devices % shard:
@@ -349,10 +363,11 @@ def _broken_rules(c: Config):
             f"{r.max_num_batched_tokens}, so a prompt would be prefilled in chunks, which seeded sampling does not allow; "
             f"raise rollout.max_num_batched_tokens"
         )
-    if s.stream and c.algorithm.advantage_scale == "batch-std":
+    if s.stream and c.algorithm.advantage == "batch-std":
         yield (
-            "algorithm.advantage_scale: batch-std needs the whole batch before the first update, but schedule.stream=true "
-            "trains while groups arrive; set schedule.stream=false or algorithm.advantage_scale=group-std"
+            f"algorithm.advantage: batch-std{_of_preset(c, 'advantage')} needs the whole batch before the first update, but "
+            f"schedule.stream={str(s.stream).lower()} trains while groups arrive; set schedule.stream=false or "
+            f"algorithm.advantage=group-std"
         )
     if c.optimizer.min_learning_rate > c.optimizer.learning_rate:
         yield (
@@ -370,3 +385,9 @@ def _broken_rules(c: Config):
             yield f"reward.functions: {function.name!r} is not math, format or module:function; use one of these"
         if function.name == "format" and not function.pattern:
             yield "reward.functions: format needs a pattern; add pattern=REGEX to it"
+
+
+def _of_preset(c: Config, key: str) -> str:
+    """Says so where a key's value may be a preset's, which the user has not written."""
+    preset = PRESETS.get(c.algorithm.name) if c.algorithm.name else None
+    return f" (of algorithm.name={c.algorithm.name})" if preset and key in preset.algorithm else ""

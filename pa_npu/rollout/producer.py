@@ -123,15 +123,15 @@ class Producer:
         return completions
 
     def _advantages(self, group: ScoredGroup) -> np.ndarray:
-        scale = self._config.algorithm.advantage_scale
-        if scale == "batch-std":
+        kind = self._config.algorithm.advantage
+        if kind == "batch-std":
             raise ValueError(
                 "batch-std advantages need the whole batch; the configuration refuses them with stream=true"
             )
-        return group_advantages(np.asarray(group.result.total, np.float32), scale)
+        return group_advantages(np.asarray(group.result.total, np.float32), kind)
 
     def _held_advantages(self, groups: Sequence[ScoredGroup]) -> list[np.ndarray]:
-        if self._config.algorithm.advantage_scale == "batch-std":
+        if self._config.algorithm.advantage == "batch-std":
             return list(batch_advantages([np.asarray(group.result.total, np.float32) for group in groups]))
         return [self._advantages(group) for group in groups]
 

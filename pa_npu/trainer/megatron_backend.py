@@ -182,6 +182,14 @@ class MegatronBackend:
         seconds = mean_over_world(
             {"wait_s": self._wait_s, "train_s": self._train_s + step_s, "step_s": step_s}, self._device
         )
+        importance = {
+            name: sums[total] / tokens
+            for name, total in (
+                ("importance_weight_mean", "importance_weight"),
+                ("importance_truncated_ratio", "importance_truncated"),
+            )
+            if total in sums
+        }
         return {
             "loss": sums["loss"] / self._normaliser,
             "policy_loss": sums["policy_loss"] / self._normaliser,
@@ -191,6 +199,7 @@ class MegatronBackend:
             "logprob_diff_mean": sums["logprob_diff"] / tokens,
             "logprob_diff_max": difference_max,
             "logprob_k3": sums["logprob_k3"] / tokens,
+            **importance,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "tokens_response": self._totals.tokens_response,

@@ -27,7 +27,9 @@ def test_group_advantages_are_the_papers_formula() -> None:
     std = math.sqrt((3 * 0.4**2 + 2 * 0.6**2) / 4)
     expected = [(r - mean) / (std + STD_EPSILON) for r in rewards]
     np.testing.assert_allclose(group_advantages(rewards, "group-std"), expected, rtol=1e-6)
-    np.testing.assert_allclose(group_advantages(rewards, "none"), rewards - mean, rtol=1e-6)
+    np.testing.assert_allclose(group_advantages(rewards, "centred"), rewards - mean, rtol=1e-6)
+    others = [(3.0 - r) / 4 for r in rewards]
+    np.testing.assert_allclose(group_advantages(rewards, "leave-one-out"), rewards - others, rtol=1e-6)
 
 
 def test_equal_rewards_give_zero_advantages() -> None:
@@ -192,7 +194,7 @@ def test_an_unknown_loss_is_refused_by_name() -> None:
     assert find_policy_loss("pa_npu.algorithm.policy_losses:clip") is clip
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "dr-grpo"])
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"])
 def test_loss_does_not_depend_on_the_cut_into_microbatches(aggregation: str) -> None:
     """I3: the weighted sum over N is the same for one microbatch, for two, and for the direct formula."""
     lengths = [3, 1, 6, 2]
@@ -200,6 +202,7 @@ def test_loss_does_not_depend_on_the_cut_into_microbatches(aggregation: str) -> 
     direct = {
         "token-mean": sum(x.sum() for x in losses) / sum(lengths),
         "sequence-mean": sum(x.mean() for x in losses) / len(lengths),
+        "sequence-sum": sum(x.sum() for x in losses) / len(lengths),
         "dr-grpo": sum(x.sum() for x in losses) / (len(lengths) * 8),
     }[aggregation]
     n = normaliser(aggregation, sum(lengths), len(lengths), 8)

@@ -75,7 +75,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["run.dir=/proc/run"], "run.dir: /proc is not writable"),
         (["--device", "npu"], "run.device: npu cannot be used: torch_npu"),
         (["--device", "cuda"], "run.device: cuda cannot be used"),
-        (["algorithm.advantage_scale=batch-std"], "set schedule.stream=false"),
+        (["algorithm.advantage=batch-std"], "set schedule.stream=false"),
         (["placement.host=203.0.113.1"], "placement.host: cannot listen on 203.0.113.1"),
         (["rollout.python=/nowhere/python"], "rollout.python: /nowhere/python is not an executable"),
         (["rollout.attach=[http://127.0.0.1:9]"], "rollout.attach: http://127.0.0.1:9 does not answer as an engine"),

@@ -97,7 +97,7 @@ def test_a_mistake_in_a_file_is_one_line_with_its_place(base: str, line: str, nu
         ("rollout.engines.x=1", "rollout.engines is a value, not a section"),
         ("rollout", "is not of the form section.key=value"),
         ("run.dir=[", "command line: run.dir:1: not valid YAML"),
-        ("algorithm.advantage_scale=batch-std", "set schedule.stream=false"),
+        ("algorithm.advantage=batch-std", "set schedule.stream=false"),
     ],
 )
 def test_a_mistake_on_the_command_line_says_so(base: str, override: str, expected: str) -> None:

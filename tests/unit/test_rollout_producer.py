@@ -205,7 +205,7 @@ async def test_streaming_delivers_while_others_are_generated_and_sync_holds_all_
 
 
 async def test_batch_advantages_use_the_whole_iteration(store_thread):
-    chosen = config(schedule={"stream": False, "order": "prompt"}, algorithm={"advantage_scale": "batch-std"})
+    chosen = config(schedule={"stream": False, "order": "prompt"}, algorithm={"advantage": "batch-std"})
     _, shelf = await produce(chosen, [ScriptedEngine("a", list(range(GROUPS)))], store_thread)
     by_index = sorted(shelf.groups.values(), key=lambda group: group.index)
     for group, wanted in zip(by_index, batch_advantages([group.rewards for group in by_index]), strict=True):

@@ -26,7 +26,7 @@ ALGORITHMS: list[dict[str, Any]] = [
     {"loss": "clip", "aggregation": "token-mean", "kl_coef": 0.1, "entropy_coef": 0.01},
     {"loss": "gspo", "aggregation": "sequence-mean"},
     {"loss": "cispo", "aggregation": "dr-grpo", "importance_sampling": "token", "importance_cap": 1.0},
-    {"loss": "reinforce", "aggregation": "sequence-mean", "importance_sampling": "sequence", "importance_cap": 1.0},
+    {"loss": "reinforce", "aggregation": "sequence-sum", "importance_sampling": "sequence", "importance_cap": 1.0},
 ]
 
 
@@ -88,5 +88,8 @@ def test_packed_groups_give_the_update_of_groups_alone(algorithm: dict[str, Any]
             for key in ("loss", "policy_loss", "grad_norm", "kl", "entropy", "logprob_diff_mean", "logprob_diff_max"):
                 assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-8), f"{name}, {shared=}, {key}"
     assert expected["microbatches"] == GROUPS
+    if algorithm.get("importance_sampling"):
+        assert 0 < expected["importance_truncated_ratio"] < 1, "the case must lie on both sides of the cap"
+        assert 0 < expected["importance_weight_mean"] < algorithm["importance_cap"]
     other = update(model, algorithm, whole[1:])
     assert other["grad_norm"] != pytest.approx(expected["grad_norm"], rel=1e-3), "a lost group must show"

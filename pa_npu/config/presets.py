@@ -1,0 +1,140 @@
+"""Algorithm presets: algorithm.name fills the keys that the user left unset with the values of a paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel
+
+PresetName = Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++-baseline", "gspo", "cispo", "ppo"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """source: the paper. algorithm: keys of the section of that name. schedule, reward: likewise."""
+
+    source: str
+    algorithm: Mapping[str, Any]
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+    reward: Mapping[str, Any] = field(default_factory=dict)
+
+    def sections(self) -> dict[str, Mapping[str, Any]]:
+        return {"algorithm": self.algorithm, "schedule": self.schedule, "reward": self.reward}
+
+    def keys(self) -> dict[str, Any]:
+        """Dotted names and values."""
+        return {f"{name}.{key}": value for name, values in self.sections().items() for key, value in values.items()}
+
+
+# Every preset names all keys that tell the algorithms apart, so that a changed default cannot change a preset.
+PRESETS: dict[PresetName, Preset] = {
+    "grpo": Preset(
+        "GRPO, arXiv 2402.03300, eq. 3 and 4, section 4.1.2; coefficients of section 4.2",
+        {
+            "loss": "clip",
+            "advantage": "group-std",
+            "aggregation": "sequence-mean",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_coef": 0.04,
+            "kl_estimator": "k3",
+        },
+    ),
+    "dr-grpo": Preset(
+        "Dr.GRPO, arXiv 2503.20783, section 3.2: neither divided by the deviation nor by the length",
+        {
+            "loss": "clip",
+            "advantage": "centred",
+            "aggregation": "dr-grpo",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_coef": 0.0,
+        },
+    ),
+    "dapo": Preset(
+        "DAPO, arXiv 2503.14476, eq. 8 to 13",
+        {
+            "loss": "clip",
+            "advantage": "group-std",
+            "aggregation": "token-mean",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "kl_coef": 0.0,
+        },
+    ),
+    "rloo": Preset(
+        "RLOO, arXiv 2402.14740, eq. 6 and 8",
+        {"loss": "reinforce", "advantage": "leave-one-out", "aggregation": "sequence-sum", "kl_coef": 0.0},
+    ),
+    "reinforce++-baseline": Preset(
+        "REINFORCE++ with baseline, arXiv 2501.03262: centred by the group, scaled by the batch",
+        {
+            "loss": "clip",
+            "advantage": "batch-std",
+            "aggregation": "token-mean",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_coef": 0.0,
+            "kl_estimator": "k2",
+        },
+    ),
+    "gspo": Preset(
+        "GSPO, arXiv 2507.18071, eq. 5 to 7; clip range of section 5.1",
+        {
+            "loss": "gspo",
+            "advantage": "group-std",
+            "aggregation": "sequence-mean",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "kl_coef": 0.0,
+        },
+    ),
+    "cispo": Preset(
+        "CISPO, arXiv 2506.13585, eq. 4 and 5, no lower clip; upper clip of ScaleRL, arXiv 2510.13786",
+        {
+            "loss": "cispo",
+            "advantage": "group-std",
+            "aggregation": "token-mean",
+            "clip_low": 1.0,
+            "clip_high": 4.0,
+            "kl_coef": 0.0,
+        },
+    ),
+    "ppo": Preset(
+        "PPO, arXiv 1707.06347, eq. 7, with the group's mean reward in place of a value network",
+        {
+            "loss": "clip",
+            "advantage": "centred",
+            "aggregation": "token-mean",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_coef": 0.0,
+        },
+    ),
+}
+
+assert set(PRESETS) == set(get_args(PresetName))
+
+
+def fill_preset(tree: Any) -> Any:
+    """The unvalidated configuration tree with the preset's values in the keys that are not set; anything else as it is."""
+    if not isinstance(tree, dict):
+        return tree
+    name = _set_keys(tree.get("algorithm")).get("name")
+    preset = PRESETS.get(name) if isinstance(name, str) else None  # type: ignore[call-overload]
+    if preset is None:
+        return tree
+    filled = dict(tree)
+    for section, values in preset.sections().items():
+        if values and (section not in tree or isinstance(tree[section], dict | BaseModel)):
+            filled[section] = {**values, **_set_keys(tree.get(section))}
+    return filled
+
+
+def _set_keys(section: Any) -> dict[str, Any]:
+    """What the user wrote in a section, which is a mapping or, in code, a model."""
+    if isinstance(section, BaseModel):
+        return section.model_dump(exclude_unset=True)
+    return section if isinstance(section, dict) else {}

@@ -1,0 +1,236 @@
+"""Presets: what algorithm.name fills in, and each preset's loss against its paper's formula written out by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from pa_npu.algorithm.advantages import batch_advantages, group_advantages
+from pa_npu.algorithm.aggregation import normaliser, token_weights
+from pa_npu.algorithm.batch import TokenBatch
+from pa_npu.algorithm.losses import loss_sums
+from pa_npu.algorithm.policy_losses import find_policy_loss
+from pa_npu.config import Config, dump_config, load_config
+from pa_npu.config.help import keys_help
+from pa_npu.config.presets import PRESETS, PresetName
+from pa_npu.config.schema import AlgorithmConfig
+from pa_npu.errors import ConfigError
+
+MAX_LENGTH = 8
+REWARDS = [[1.0, 0.0, 0.5], [0.0, 2.0, 0.0]]
+LENGTHS = [[3, 5, 2], [1, 4, 6]]
+
+
+def preset_config(name: PresetName, **algorithm: object) -> Config:
+    tree = {
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "algorithm": {"name": name, **algorithm},
+        "schedule": {"stream": PRESETS[name].algorithm["advantage"] != "batch-std"},
+        "rollout": {"max_response_tokens": MAX_LENGTH, "responses_per_prompt": 3},
+    }
+    return Config.model_validate(tree)
+
+
+# Each formula: (log-probs, old, reference: lists of [response tokens] per response; advantages per response) -> loss.
+
+
+def clipped(ratio: torch.Tensor, advantage: float, low: float, high: float) -> torch.Tensor:
+    return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+def sample_std(values: list[float]) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+def standardised(rewards: list[list[float]]) -> list[float]:
+    return [(r - sum(g) / len(g)) / sample_std(g) for g in rewards for r in g]
+
+
+def centred(rewards: list[list[float]]) -> list[float]:
+    return [r - sum(g) / len(g) for g in rewards for r in g]
+
+
+Tokens = list[torch.Tensor]
+
+
+def grpo(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
+    terms = []
+    for new, before, ref, advantage in zip(logprobs, old, reference, standardised(REWARDS), strict=True):
+        kl = (ref - new).exp() - (ref - new) - 1
+        terms.append((clipped((new - before).exp(), advantage, 0.2, 0.2) - 0.04 * kl).mean())
+    return -torch.stack(terms).mean()
+
+
+def dr_grpo(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
+    terms = [
+        clipped((new - before).exp(), advantage, 0.2, 0.2).sum()
+        for new, before, advantage in zip(logprobs, old, centred(REWARDS), strict=True)
+    ]
+    return -torch.stack(terms).sum() / (len(terms) * MAX_LENGTH)
+
+
+def token_mean(advantages: list[float], low: float, high: float) -> Callable[..., torch.Tensor]:
+    def formula(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
+        terms = [
+            clipped((new - before).exp(), advantage, low, high)
+            for new, before, advantage in zip(logprobs, old, advantages, strict=True)
+        ]
+        return -torch.cat(terms).mean()
+
+    return formula
+
+
+def rloo(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
+    baselines = [(sum(group) - r) / (len(group) - 1) for group in REWARDS for r in group]
+    rewards = [r for group in REWARDS for r in group]
+    terms = [(r - b) * new.sum() for r, b, new in zip(rewards, baselines, logprobs, strict=True)]
+    return -torch.stack(terms).mean()
+
+
+def reinforce_pp(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
+    shaped = centred(REWARDS)
+    deviation = sample_std(shaped)
+    return token_mean([a / deviation for a in shaped], 0.2, 0.2)(logprobs, old, reference)
+
+
+def gspo(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
+    terms = []
+    for new, before, advantage in zip(logprobs, old, standardised(REWARDS), strict=True):
+        ratio = ((new - before).sum() / len(new)).exp()
+        terms.append(clipped(ratio, advantage, 3e-4, 4e-4))
+    return -torch.stack(terms).mean()
+
+
+def cispo(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
+    terms = [
+        (new - before).exp().detach().clamp(max=5.0) * advantage * new
+        for new, before, advantage in zip(logprobs, old, standardised(REWARDS), strict=True)
+    ]
+    return -torch.cat(terms).mean()
+
+
+FORMULAS: dict[PresetName, Callable[[Tokens, Tokens, Tokens], torch.Tensor]] = {
+    "grpo": grpo,
+    "dr-grpo": dr_grpo,
+    "dapo": token_mean(standardised(REWARDS), 0.2, 0.28),
+    "rloo": rloo,
+    "reinforce++-baseline": reinforce_pp,
+    "gspo": gspo,
+    "cispo": cispo,
+    "ppo": token_mean(centred(REWARDS), 0.2, 0.2),
+}
+
+
+def our_loss(config: Config, logprobs: torch.Tensor, old: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """As trainer and coordinator compute it, from rewards to the normalised loss."""
+    algorithm = config.algorithm
+    rewards = [np.array(group, np.float32) for group in REWARDS]
+    if algorithm.advantage == "batch-std":
+        groups = batch_advantages(rewards)
+    else:
+        groups = [group_advantages(group, algorithm.advantage) for group in rewards]
+    advantages = torch.from_numpy(np.concatenate(groups)).double()
+    lengths = [n for group in LENGTHS for n in group]
+    index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    batch = TokenBatch(
+        logprobs=logprobs,
+        entropy=torch.zeros_like(old),
+        old_logprobs=old,
+        reference_logprobs=reference if algorithm.kl_coef else None,
+        engine_logprobs=old,
+        advantages=advantages[index],
+        weights=token_weights(lengths, algorithm.aggregation, torch.device("cpu")).double(),
+        response_index=index,
+        num_responses=len(lengths),
+    )
+    sums = loss_sums(batch, algorithm, find_policy_loss(algorithm.loss))
+    return sums.loss / normaliser(algorithm.aggregation, sum(lengths), len(lengths), MAX_LENGTH)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_loss_and_gradient_of_a_preset_are_its_papers(name: PresetName) -> None:
+    generator = torch.Generator().manual_seed(3)
+    lengths = [n for group in LENGTHS for n in group]
+    spread = 3e-4 if name == "gspo" else 0.8  # so that ratios lie on both sides of the clip
+    logprobs = (-torch.rand(sum(lengths), generator=generator, dtype=torch.float64)).requires_grad_()
+    old = logprobs.detach() + spread * torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
+    reference = logprobs.detach() + 0.3 * torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
+
+    ours = our_loss(preset_config(name), logprobs, old, reference)
+    theirs = FORMULAS[name](*(list(x.split(lengths)) for x in (logprobs, old, reference)))
+    (gradient,) = torch.autograd.grad(ours, logprobs)
+    (expected,) = torch.autograd.grad(theirs, logprobs)
+    # STD_EPSILON and fp32 advantages are the difference
+    assert ours.item() == pytest.approx(theirs.item(), rel=5e-4)
+    torch.testing.assert_close(gradient, expected, rtol=5e-4, atol=1e-7)
+
+    wrong = "centred" if name in ("rloo", "grpo") else "leave-one-out"
+    if name != "reinforce++-baseline":
+        other = our_loss(preset_config(name, advantage=wrong), logprobs, old, reference)
+        assert other.item() != pytest.approx(theirs.item(), rel=1e-2), "another advantage must show"
+
+
+def test_every_preset_has_a_formula_and_only_known_keys() -> None:
+    assert set(FORMULAS) == set(PRESETS) == set(get_args(PresetName))
+    for name, preset in PRESETS.items():
+        config = preset_config(name)
+        for key, value in preset.algorithm.items():
+            assert getattr(config.algorithm, key) == value, f"{name}: {key}"
+
+
+def test_keys_of_the_user_win_over_the_preset(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: m}\ndata: {train: t}\nalgorithm: {name: dapo, clip_high: 0.5}\n")
+    config = load_config([str(file)], ["algorithm.aggregation=sequence-mean"])
+    assert (config.algorithm.clip_high, config.algorithm.aggregation) == (0.5, "sequence-mean")
+    assert load_config([str(file)]).algorithm.clip_high == 0.5
+    assert load_config([str(file)], ["algorithm.name=null"]).algorithm.aggregation == "token-mean"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_resolved_tree_shows_all_values_and_reloads_equal(name: PresetName, tmp_path: Path) -> None:
+    config = preset_config(name)
+    file = tmp_path / "resolved.yaml"
+    file.write_text(dump_config(config))
+    assert load_config([str(file)]) == config
+    text = file.read_text()
+    for key, value in PRESETS[name].algorithm.items():
+        assert f"{key}: {value}" in text or isinstance(value, float), key
+
+
+def test_no_name_is_the_defaults_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
+    plain = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
+    assert plain.algorithm == AlgorithmConfig()
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: m}\ndata: {train: t}\nalgorithm: {name: grpo2}\n")
+    with pytest.raises(ConfigError, match=r"c.yaml:3: algorithm.name: \"grpo2\" is not allowed; use grpo \| dr-grpo"):
+        load_config([str(file)])
+
+
+def test_a_preset_that_cannot_stream_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: m}\ndata: {train: t}\nalgorithm:\n  name: reinforce++-baseline\n")
+    with pytest.raises(ConfigError, match=r"c.yaml:3: algorithm.advantage: batch-std \(of .*set schedule.stream=false"):
+        load_config([str(file)])
+    assert load_config([str(file)], ["schedule.stream=false"]).algorithm.advantage == "batch-std"
+
+
+def test_sections_given_as_models_are_filled_too() -> None:
+    config = Config.model_validate(
+        {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": AlgorithmConfig(name="dr-grpo", clip_high=0.3)}
+    )
+    assert (config.algorithm.aggregation, config.algorithm.clip_high) == ("dr-grpo", 0.3)
+
+
+def test_help_documents_every_preset() -> None:
+    text = keys_help()
+    for name, preset in PRESETS.items():
+        assert f"{name}: {preset.source}" in text
