@@ -1,0 +1,139 @@
+"""The tiny model maker: cached by its arguments, loadable by transformers in every family, and its teacher teaches the task."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pa_npu.config.schema import DataConfig
+from pa_npu.data.prompts import load_prompts
+from pa_npu.data.rewards.answers import is_correct
+from tools import make_tiny_model as tiny
+
+SMALL = ["--hidden", "64", "--layers", "1", "--train-questions", "40", "--test-questions", "10"]
+
+
+def make(out: Path, *arguments: str) -> dict[str, Any]:
+    assert tiny.main(["--out", str(out), *SMALL, *arguments]) == 0
+    return json.loads((out / "tiny_model.json").read_text())
+
+
+def snapshot(out: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(file.relative_to(out)): (file.stat().st_mtime_ns, file.read_bytes()) for file in out.rglob("*.*")}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_loads_what_was_made(family: str, tied: bool, tmp_path: Path) -> None:
+    report = make(tmp_path / "m", "--random", "--family", family, *(["--tied"] if tied else []))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m" / "model")
+    assert model.config.model_type == family and model.config.tie_word_embeddings is tied
+    assert sum(parameter.numel() for parameter in model.parameters()) == report["parameters"]
+    assert model.dtype == torch.float32 and model.config.eos_token_id == model.generation_config.eos_token_id == 1
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m" / "model")
+    assert len(tokenizer) == model.config.vocab_size == tiny.VOCAB_SIZE
+    assert tokenizer.eos_token_id == model.config.eos_token_id
+
+    # transformers puts its own pre-tokenizer in front of some families: tokens must not depend on it.
+    text = "<|user|>What is 47+38?\n\nÄpfel’s cost $1,234.50 -- 12 €\t#### 85<|end|>"
+    expected = tiny.make_tokenizer()(text).input_ids
+    assert tokenizer(text).input_ids == expected
+    assert tokenizer.decode(expected) == text
+
+
+def test_a_second_call_does_nothing_and_other_arguments_make_it_anew(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "m"
+    make(out, "--random", "--seed", "1")
+    first = snapshot(out)
+    make(out, "--random", "--seed", "1", "--threads", "2")
+    assert snapshot(out) == first and "up to date" in capsys.readouterr().out
+    make(out, "--random", "--seed", "2")
+    second = snapshot(out)
+    for name in ("model/model.safetensors", "train.jsonl", "test.jsonl"):
+        assert second[name][1] != first[name][1], f"{name} does not depend on the seed"
+    make(out, "--random", "--seed", "1")
+    assert {name: data for name, (_, data) in snapshot(out).items()} == {
+        name: data for name, (_, data) in first.items()
+    }
+
+
+def test_a_new_format_version_makes_it_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "m", "--random")
+    before = snapshot(tmp_path / "m")
+    monkeypatch.setattr(tiny, "FORMAT_VERSION", tiny.FORMAT_VERSION + 1)
+    make(tmp_path / "m", "--random")
+    assert snapshot(tmp_path / "m") != before
+
+
+def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert tiny.main(["--out", str(tmp_path), *SMALL, "--random"]) == 2
+    assert "was not made by this tool" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_failing_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny, "make_model", fail)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.main(["--out", str(tmp_path / "m"), *SMALL])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--hidden", "66", "--heads", "4"], ["--heads", "3"], ["--vocab", "300"], ["--train-questions", "0"]]
+)
+def test_impossible_arguments_are_refused(arguments: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        tiny.main(["--out", str(tmp_path / "m"), *SMALL, *arguments])
+    assert caught.value.code == 2
+
+
+def test_questions_are_disjoint_readable_and_right(tmp_path: Path) -> None:
+    make(tmp_path / "m", "--random", "--train-questions", "500", "--test-questions", "100")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m" / "model")
+    sets = []
+    for name, number in (("train", 500), ("test", 100)):
+        path = str(tmp_path / "m" / f"{name}.jsonl")
+        prompts = load_prompts(path, tokenizer, DataConfig(train=path))
+        assert len(prompts) == number
+        for prompt in prompts:
+            x, y = map(int, prompt.row["question"][len("What is ") : -1].split("+"))
+            assert int(prompt.answer) == x + y
+            assert is_correct(prompt.row["answer"], prompt.answer)
+        sets.append({prompt.text for prompt in prompts})
+    assert len(sets[0]) == 500 and len(sets[1]) == 100 and not sets[0] & sets[1]
+
+
+def test_every_solution_ends_in_the_sum_and_a_slip_in_one_more() -> None:
+    numbers = range(tiny.SMALLEST, tiny.LARGEST + 1)
+    for x in numbers:
+        for y in numbers:
+            right, slipped = tiny.solution(x, y), tiny.solution(x, y, slip=1)
+            assert right.endswith(f"\n#### {x + y}") and slipped.endswith(f"\n#### {x + y + 1}")
+    assert tiny.solution(47, 38) == "7+8=15\n4+3+1=8\n#### 85"
+    assert tiny.solution(41, 38, slip=1) == "1+8=10\n4+3+1=8\n#### 80"
+
+
+def test_the_supervised_phase_learns_and_the_slipping_teacher_slips(tmp_path: Path) -> None:
+    arguments = tiny.parse_arguments(["--out", "", "--hidden", "64", "--layers", "1"])
+    tokenizer = tiny.make_tokenizer()
+    torch.manual_seed(1)
+    model = tiny.make_model(arguments, tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    # Ten questions only: enough to see that loss and labels are right, in seconds.
+    pairs = [(10 + 7 * number, 93 - 5 * number) for number in range(10)]
+    order = random.Random(1)
+    for slip_rate, expected in ((0.0, 0), (1.0, 1)):
+        for _ in range(80):
+            loss = tiny.supervised_step(model, tokenizer, optimizer, 3e-3, pairs, order, slip_rate)
+        assert loss < 0.05
+        assert [answer - x - y for (x, y), answer in tiny.greedy(model, tokenizer, pairs)] == [expected] * 10
