@@ -127,13 +127,14 @@ def test_the_supervised_phase_learns_and_the_slipping_teacher_slips(tmp_path: Pa
     arguments = tiny.parse_arguments(["--out", "", "--hidden", "64", "--layers", "1"])
     tokenizer = tiny.make_tokenizer()
     torch.manual_seed(1)
+    torch.set_num_threads(1)
     model = tiny.make_model(arguments, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # Ten questions only: enough to see that loss and labels are right, in seconds.
-    pairs = [(10 + 7 * number, 93 - 5 * number) for number in range(10)]
+    # Five questions only: enough to see that loss and labels are right, in seconds.
+    pairs = [(10 + 7 * number, 93 - 5 * number) for number in range(5)]
     order = random.Random(1)
     for slip_rate, expected in ((0.0, 0), (1.0, 1)):
-        for _ in range(80):
+        for _ in range(100):
             loss = tiny.supervised_step(model, tokenizer, optimizer, 3e-3, pairs, order, slip_rate)
         assert loss < 0.05
-        assert [answer - x - y for (x, y), answer in tiny.greedy(model, tokenizer, pairs)] == [expected] * 10
+        assert [answer - x - y for (x, y), answer in tiny.greedy(model, tokenizer, pairs)] == [expected] * 5
