@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -44,4 +45,6 @@ def _show(value: Any) -> str:
         return "[" + ", ".join(_show(item) for item in value) + "]"
     if isinstance(value, BaseModel):
         return "{" + ", ".join(f"{name}: {_show(item)}" for name, item in value if item is not None) + "}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_show(item)}" for name, item in value.items()) + "}"
     return value if isinstance(value, str) else json.dumps(value)

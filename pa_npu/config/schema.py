@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pa_npu.config.presets import PRESETS, PresetName, fill_preset
+from pa_npu.config.presets import PRESETS, PresetName, fill_overlong, fill_preset
 
 
 class Section(BaseModel):
@@ -95,9 +95,17 @@ class RolloutConfig(Section):
 
 
 class RewardFunction(Section):
-    name: str = Field(..., min_length=1, description="math, format, or module:function of your own.")
+    name: str = Field(..., min_length=1, description="math, format, overlong, or module:function of your own.")
     weight: float = Field(1.0, description="Factor of this reward in the sum.")
     pattern: str | None = Field(None, description="Regular expression a response must match (format only).")
+    max_tokens: int | None = Field(
+        None, ge=1, description="Length with reward -1 (overlong only); null means rollout.max_response_tokens."
+    )
+    buffer_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens before max_tokens over which the reward falls from 0 to -1 (overlong only); null means a fifth.",
+    )
 
 
 class RewardConfig(Section):
@@ -304,8 +312,9 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def fill_preset(cls, tree: Any) -> Any:
-        """The keys of algorithm.name's preset that the user left unset."""
-        return fill_preset(tree)
+        """The keys of algorithm.name's preset that the user left unset, and the lengths of overlong rewards."""
+        default = RolloutConfig.model_fields["max_response_tokens"].default
+        return fill_overlong(fill_preset(tree), default)
 
     @model_validator(mode="after")
     def check_rules(self) -> Config:
@@ -381,10 +390,15 @@ def _broken_rules(c: Config) -> Iterator[str]:
         if devices is not None and len(devices) != wanted:
             yield f"placement.{key}: {len(devices)} indices for {wanted} devices; list exactly {wanted} or remove the key"
     for function in c.reward.functions:
-        if function.name not in ("math", "format") and ":" not in function.name:
-            yield f"reward.functions: {function.name!r} is not math, format or module:function; use one of these"
+        if function.name not in ("math", "format", "overlong") and ":" not in function.name:
+            yield f"reward.functions: {function.name!r} is not math, format, overlong or module:function; use one of these"
         if function.name == "format" and not function.pattern:
             yield "reward.functions: format needs a pattern; add pattern=REGEX to it"
+        if function.name == "overlong" and (function.buffer_tokens or 0) > (function.max_tokens or 0):
+            yield (
+                f"reward.functions: overlong has buffer_tokens = {function.buffer_tokens}, more than its max_tokens = "
+                f"{function.max_tokens}; lower buffer_tokens"
+            )
 
 
 def _of_preset(c: Config, key: str) -> str:

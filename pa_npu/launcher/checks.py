@@ -150,7 +150,7 @@ def check_rewards(config: Config) -> None:
     """Every reward function can be built: patterns compile, module:function can be imported and called."""
     from pa_npu.data.rewards.functions import build_function, function_specs
 
-    for spec in function_specs((function.name, function.pattern) for function in config.reward.functions):
+    for spec in function_specs(config.reward.functions):
         build_function(spec)
 
 

@@ -234,3 +234,18 @@ def test_help_documents_every_preset() -> None:
     text = keys_help()
     for name, preset in PRESETS.items():
         assert f"{name}: {preset.source}" in text
+
+
+def test_dapo_shapes_overlong_rewards_over_the_last_fifth_unless_rewards_are_given(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: m}\ndata: {train: t}\nalgorithm: {name: dapo}\n")
+    config = load_config([str(file)], ["rollout.max_response_tokens=20480"])
+    assert [(f.name, f.max_tokens, f.buffer_tokens) for f in config.reward.functions] == [
+        ("math", None, None),
+        ("overlong", 20480, 4096),
+    ]
+    assert load_config([str(file)]).reward.functions[1].max_tokens == 256, "rollout.max_response_tokens by default"
+    own = load_config([str(file)], ["reward.functions=[{name: math}]"])
+    assert [f.name for f in own.reward.functions] == ["math"]
+    with pytest.raises(ConfigError, match="buffer_tokens = 9, more than its max_tokens = 8; lower buffer_tokens"):
+        load_config([str(file)], ["reward.functions=[{name: overlong, max_tokens: 8, buffer_tokens: 9}]"])

@@ -103,6 +103,17 @@ async def test_weighted_sum_verdict_and_labels() -> None:
     assert result.total.dtype == np.float32 and result.errors == ()
 
 
+async def test_overlong_responses_lose_up_to_one_and_the_verdict_stays_maths() -> None:
+    """DAPO, eq. 13, with L_max = 20 and L_cache = 5: 0 up to 15 tokens, (15 - length) / 5 up to 20, -1 beyond."""
+    overlong = RewardFunction(name="overlong", max_tokens=20, buffer_tokens=5)
+    lengths = [1, 15, 16, 18, 20, 21]
+    async with RewardPool(RewardConfig(functions=(overlong, RewardFunction(name="math")))) as pool:
+        result = await pool.score(RewardInput("What is 2+2?", "4", ["#### 4"] * 5 + ["#### 5"], lengths, {}))
+    np.testing.assert_allclose(result.functions["overlong"], [0, 0, -0.2, -0.6, -1, -1], rtol=1e-6)
+    np.testing.assert_allclose(result.total, [1, 1, 0.8, 0.4, 0, -1], rtol=1e-6, atol=1e-7)
+    assert result.correct.tolist() == [True] * 5 + [False]
+
+
 async def test_a_users_function_receives_the_whole_group() -> None:
     row = {"level": [1, "a"], "day": datetime.date(2026, 1, 2)}
     async with RewardPool(users_config("users_rewards:everything")) as pool:

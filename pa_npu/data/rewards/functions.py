@@ -1,4 +1,4 @@
-"""Reward functions: math, format, and a user's own module:function, each from a group to G numbers."""
+"""Reward functions: math, format, overlong, and a user's own module:function, each from a group to G numbers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pa_npu.data.rewards.answers import is_correct
 from pa_npu.data.rewards.types import RewardInput
 from pa_npu.errors import DataError
+
+if TYPE_CHECKING:
+    from pa_npu.config.schema import RewardFunction
 
 Function = Callable[[RewardInput], Sequence[float]]
 ERROR_CHARACTERS = 500
@@ -22,20 +25,24 @@ ERROR_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """One configured function. label: its name, made unique."""
+    """One configured function. label: its name, made unique. The rest is the settings of the built-in functions."""
 
     name: str
     label: str
-    pattern: str | None
+    pattern: str | None = None
+    max_tokens: int = 0
+    buffer_tokens: int = 0
 
 
-def function_specs(names_and_patterns: Iterable[tuple[str, str | None]]) -> tuple[FunctionSpec, ...]:
+def function_specs(functions: Iterable[RewardFunction]) -> tuple[FunctionSpec, ...]:
     """Specs in configuration order; the second `format` is labelled format#2."""
     seen: dict[str, int] = {}
     specs = []
-    for name, pattern in names_and_patterns:
+    for function in functions:
+        name = function.name
         seen[name] = seen.get(name, 0) + 1
-        specs.append(FunctionSpec(name, name if seen[name] == 1 else f"{name}#{seen[name]}", pattern))
+        label = name if seen[name] == 1 else f"{name}#{seen[name]}"
+        specs.append(FunctionSpec(name, label, function.pattern, function.max_tokens or 0, function.buffer_tokens or 0))
     return tuple(specs)
 
 
@@ -45,6 +52,8 @@ def build_function(spec: FunctionSpec) -> Function:
         return math_reward
     if spec.name == "format":
         return format_reward(spec.pattern or "")
+    if spec.name == "overlong":
+        return overlong_reward(spec.max_tokens, spec.buffer_tokens)
     return import_function(spec.name)
 
 
@@ -62,6 +71,21 @@ def format_reward(pattern: str) -> Function:
             f"reward.functions: format pattern {pattern!r} is not a regular expression ({error}); correct it"
         ) from None
     return lambda group: [float(expression.search(response) is not None) for response in group.responses]
+
+
+def overlong_reward(max_tokens: int, buffer_tokens: int) -> Function:
+    """0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens and beyond.
+
+    DAPO, arXiv 2503.14476, eq. 13, with L_max = max_tokens and L_cache = buffer_tokens. A response that was cut at
+    rollout.max_response_tokens has that many tokens.
+    """
+    if not 1 <= buffer_tokens <= max_tokens:
+        raise DataError(
+            f"reward.functions: overlong needs 1 <= buffer_tokens <= max_tokens, not {buffer_tokens} and {max_tokens}; "
+            f"correct them"
+        )
+    first = max_tokens - buffer_tokens
+    return lambda group: [max(-1.0, min(0.0, (first - length) / buffer_tokens)) for length in group.response_tokens]
 
 
 def import_function(name: str) -> Function:

@@ -22,7 +22,7 @@ import numpy as np
 
 from pa_npu.config.schema import RewardConfig
 from pa_npu.data.rewards.process import WorkerProcess, check_reward_functions, reward_specs
-from pa_npu.data.rewards.types import RewardInput, RewardResult
+from pa_npu.data.rewards.types import SHAPING, RewardInput, RewardResult
 from pa_npu.errors import PaNpuError
 
 __all__ = ["RewardInput", "RewardPool", "RewardResult", "check_reward_functions"]
@@ -56,7 +56,7 @@ class RewardPool:
         self.timeout_s = config.timeout_s
         self._weights = np.array([function.weight for function in config.functions], np.float32)
         # The verdict on a response is that of the first function that judges its content.
-        self._judge = next((number for number, spec in enumerate(self.specs) if spec.name != "format"), 0)
+        self._judge = next((number for number, spec in enumerate(self.specs) if spec.name not in SHAPING), 0)
         self._waiting: deque[_Job] = deque()
         self._workers = [_Worker(index, self) for index in range(config.workers)]
         self._broken: PaNpuError | None = None

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def check_reward_functions(config: Config) -> None:
 
 
 def reward_specs(functions: Iterable[RewardFunction]) -> tuple[FunctionSpec, ...]:
-    return function_specs((function.name, function.pattern) for function in functions)
+    return function_specs(functions)
 
 
 def _command() -> list[str]:
@@ -125,8 +126,7 @@ def _environment() -> dict[str, str]:
 
 
 def _first_line(specs: tuple[FunctionSpec, ...]) -> bytes:
-    functions = [{"name": spec.name, "label": spec.label, "pattern": spec.pattern} for spec in specs]
-    return json.dumps({"functions": functions}).encode() + b"\n"
+    return json.dumps({"functions": [asdict(spec) for spec in specs]}).encode() + b"\n"
 
 
 def _check_first_reply(line: bytes) -> None:

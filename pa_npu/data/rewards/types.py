@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+SHAPING = frozenset({"format", "overlong"})
+"""Functions that judge a response's form, not its content."""
+
 
 @dataclass(frozen=True)
 class RewardInput:
@@ -30,8 +33,8 @@ class RewardResult:
     """Rewards of a group.
 
     total: float32 [G], the weighted sum. functions: each function's own rewards, float32 [G], unweighted, by name
-    (a repeated name gets #2). correct: bool [G], the verdict of the first function that is not `format`: its reward is
-    positive. errors: what went wrong, one line each; a function that failed gave zeros.
+    (a repeated name gets #2). correct: bool [G], the verdict of the first function that is not in SHAPING: its reward
+    is positive. errors: what went wrong, one line each; a function that failed gave zeros.
     """
 
     total: npt.NDArray[np.float32]

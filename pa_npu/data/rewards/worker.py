@@ -1,6 +1,6 @@
 """The reward worker process: groups in, rewards out, one JSON object per line.
 
-    stdin   {"functions": [{"name", "label", "pattern"}, ...]}                    first line
+    stdin   {"functions": [FunctionSpec's fields, ...]}                           first line
             {"id", "group": {prompt, answer, responses, response_tokens, row}}    one line per group
     stdout  {"ready": "math-verify" | "numeric" | null} or {"unusable": reason}   first line
             {"id", "rewards": [[G numbers] per function], "errors": [...]}        one line per group, in order
