@@ -5,8 +5,9 @@ One real vLLM engine pinned to one core, one real trainer rank to another; every
 Tg the seconds of generation and Tt those of training per iteration, a synchronous iteration takes Tg + Tt and a perfectly
 overlapped one max(Tg, Tt), so the speedup is bounded by (Tg + Tt) / max(Tg, Tt). Rows vary
 
-  waves     sequences per iteration over the window of sequences in flight. The head bubble (no group yet) is about Tg / waves, the
-            tail bubble (the last groups still to be trained) about Tt / waves: one wave cannot overlap at all.
+  waves     sequences per iteration over the window of sequences in flight; the window is the same in all rows, so that the
+            engine's speed is too. The head bubble (no group yet) is about Tg / waves, the tail bubble (the last groups
+            still to be trained) about Tt / waves: one wave cannot overlap at all.
   Tg : Tt   balanced, engine-bound (2 : 1) and trainer-bound (1 : 2). Tt is set through the prompt length, which costs the trainer
             (separate sequences) and hardly the engine (prefix cache).
 
@@ -33,6 +34,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pa_npu.launcher.placement import free_ports
 from pa_npu.telemetry.metrics import read_records
@@ -92,7 +94,7 @@ CASES = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=12, help="per run, the warm-up included; even")
-    parser.add_argument("--groups", type=int, default=32, help="groups of 8 responses per iteration")
+    parser.add_argument("--window", type=int, default=16, help="sequences in flight, a multiple of 8")
     parser.add_argument("--response", type=int, default=32, help="tokens per response")
     parser.add_argument("--rows", default=",".join(case.name for case in CASES), help="which rows, by name")
     parser.add_argument(
@@ -151,24 +153,24 @@ class Bench:
 
     def schedule_rows(self, names: list[str]) -> list[Row]:
         rows = []
-        num_sequences = self._args.groups * RESPONSES
-        self._run(RESPONSES * 4, [64], 2, [])  # the engine's first requests compile and warm up
-        train_at = {p: self._run(num_sequences, [p], 4, ["schedule.stream=false"])[1] for p in (32, 512)}
+        measured = {prompt: self._calibrate(prompt) for prompt in (32, 256)}
+        generate_s = statistics.mean(generate for generate, _ in measured.values())
+        train_at = {prompt: train for prompt, (_, train) in measured.items()}
         for case in (case for case in CASES if case.name in names):
-            window = max(RESPONSES, num_sequences // case.waves)
-            generate_s = self._run(window, [64], 4, ["schedule.stream=false"])[0]
             prompt = self._prompt_for(generate_s / case.ratio, train_at)
-            row = self._measure(case.name, case.waves, window, prompt, [])
-            print(f"# {row}", file=sys.stderr, flush=True)
-            rows.append(row)
+            rows.append(self._measure(case.name, case.waves, prompt, []))
         return rows
 
     def shared_prompt_rows(self) -> list[Row]:
-        window = max(RESPONSES, self._args.groups * RESPONSES // 8)
         return [
-            self._measure(f"shared_prompt={flag}", 8, window, 512, [f"attention.shared_prompt={flag}"])
+            self._measure(f"shared_prompt={flag}", 8, 512, [f"attention.shared_prompt={flag}"])
             for flag in ("false", "true")
         ]
+
+    def _calibrate(self, prompt: int) -> tuple[float, float]:
+        """Tg and Tt of a synchronous iteration of 4 waves."""
+        records = self._records(4, prompt, 5, ["schedule.stream=false"])[WARMUP:]
+        return statistics.median(r["generate_s"] for r in records), statistics.median(r["train_s"] for r in records)
 
     def _prompt_for(self, train_s: float, train_at: dict[int, float]) -> int:
         """The prompt length at which training takes train_s, by the line through two measured ones."""
@@ -176,29 +178,30 @@ class Bench:
         prompt = p0 + (train_s - t0) * (p1 - p0) / (t1 - t0)
         return int(min(max(prompt, 8), MAX_PROMPT))
 
-    def _measure(self, name: str, waves: int, window: int, prompt: int, overrides: list[str]) -> Row:
-        records = self._records(window, prompt, self._args.iterations, ["schedule.stream=alternate", *overrides])
+    def _measure(self, name: str, waves: int, prompt: int, overrides: list[str]) -> Row:
+        records = self._records(waves, prompt, self._args.iterations, ["schedule.stream=alternate", *overrides])
         kinds = [[r for r in records[WARMUP:] if r["iteration"] % 2 == odd] for odd in (0, 1)]
         sync, periodic = (statistics.median(r["iteration_s"] for r in kind) for kind in kinds)
         generate_s = statistics.median(r["generate_s"] for r in kinds[0])
         train_s = statistics.median(r["train_s"] for r in kinds[0])
         border_s = max(0.0, sync - generate_s - train_s)
-        return Row(name, waves, prompt, generate_s, train_s, border_s, sync, periodic)
+        row = Row(name, waves, prompt, generate_s, train_s, border_s, sync, periodic)
+        print(f"# {row}", file=sys.stderr, flush=True)
+        return row
 
-    def _run(self, window: int, prompts: list[int], iterations: int, overrides: list[str]) -> tuple[float, float]:
-        records = self._records(window, prompts[0], iterations, overrides)[1:]
-        return statistics.median(r["generate_s"] for r in records), statistics.median(r["train_s"] for r in records)
-
-    def _records(self, window: int, prompt: int, iterations: int, overrides: list[str]) -> list[dict]:
+    def _records(self, waves: int, prompt: int, iterations: int, overrides: list[str]) -> list[dict[str, Any]]:
+        """The iteration records of one run."""
         self._runs += 1
+        groups = max(1, waves * self._args.window // RESPONSES)
         run_dir = self._scratch / f"run{self._runs}"
         data = self._scratch / f"prompts{self._runs}.jsonl"
-        write_prompts(data, prompt, self._args.groups * iterations, self._runs)
+        write_prompts(data, prompt, groups * iterations, self._runs)
         settings = [
             f"run.dir={run_dir}",
             f"data.train={data}",
             f"schedule.iterations={iterations}",
-            f"rollout.window={window}",
+            f"schedule.prompts_per_iteration={groups}",
+            f"rollout.window={self._args.window}",
             f"rollout.attach=[{self._url}]",
             *overrides,
         ]
@@ -219,7 +222,6 @@ class Bench:
             "rollout.responses_per_prompt": RESPONSES,
             "rollout.max_response_tokens": self._args.response,
             "rollout.ignore_eos": "true",
-            "schedule.prompts_per_iteration": self._args.groups,
             "attention.shared_prompt": "false",
             "checkpoint.export_hf": "false",
             "telemetry.tensorboard": "false",
@@ -249,9 +251,9 @@ def write_prompts(path: Path, length: int, count: int, seed: int) -> None:
 
 def render(rows: list[Row], args: argparse.Namespace) -> str:
     lines = [
-        f"One engine (vLLM) and one trainer rank, each pinned to one core ({processor()}); {args.groups} groups x {RESPONSES} "
-        f"responses x {args.response} tokens per iteration; medians of {(args.iterations - WARMUP) // 2} synchronous and as many "
-        f"periodic iterations, alternating in one run.",
+        f"One engine (vLLM) and one trainer rank, each pinned to one core ({processor()}); groups of {RESPONSES} responses x "
+        f"{args.response} tokens, {args.window} sequences in flight; medians of {(args.iterations - WARMUP) // 2} synchronous "
+        f"and as many periodic iterations, alternating in one run.",
         "",
         "| row | waves | prompt | Tg s | Tt s | border s | sync s | periodic s | bound | measured | of bound | bubble model |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
