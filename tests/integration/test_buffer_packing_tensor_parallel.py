@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS, RESPONSES, MAX_TOKENS, PAD = 2, 4, 100, 4
 # slots put together, the one that the ranks wait for last, so that the others are there when it is
 ARRIVALS = ((0,), (2, 3, 1), (5, 4))
-COLLECTIVE_TIMEOUT_S, PAUSE_S = 3.0, 3.5
+COLLECTIVE_TIMEOUT_S, PAUSE_S = 5.0, 5.5
 GROUPS = make_groups(0, 6, RESPONSES, seed=1)
 
 
