@@ -103,7 +103,7 @@ def equal_answers(answer: str, reference: str) -> bool:
         return not undone and _math_verify_available() and _equal_expressions(f"\\boxed{{{answer}}}", reference)
     if value.denominator == 1 and expected.denominator == 1:
         return value == expected
-    return abs(value - expected) <= _TOLERANCE * max(1, abs(expected))
+    return abs(value - expected) <= _TOLERANCE * max(Fraction(1), abs(expected))
 
 
 def _normalised(text: str) -> str:
