@@ -5,7 +5,6 @@ The trainers' side is pa_npu.weights.publisher; what runs inside the engines is 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -95,5 +94,5 @@ class EnginePublish:
 
 async def wait_all_ready(pool: EnginePool, deadline_s: float) -> None:
     start_s = time.monotonic()
-    await asyncio.wait_for(pool.on_all(lambda engine: engine.wait_ready(deadline_s=deadline_s)), deadline_s + _GRACE_S)
+    await pool.on_all(lambda engine: engine.wait_ready(deadline_s=deadline_s))
     logger.info("%d engines ready after %.1f s", len(pool.engines), time.monotonic() - start_s)
