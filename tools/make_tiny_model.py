@@ -64,6 +64,8 @@ SMALLEST, LARGEST = 10, 99  # two digits each: digits stand at fixed places, whi
 NUM_VALIDATION = 200
 IGNORED = -100  # label of tokens without loss
 
+Answered = tuple[tuple[int, int], float]  # (x, y) and the answer
+
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
@@ -258,7 +260,7 @@ def supervise(
         batch = order.choices(pairs, k=arguments.batch)
         loss = supervised_step(model, tokenizer, optimizer, rate, batch, order, arguments.slip_rate)
         if slip_step % 50 == 0:
-            answers = list(greedy(model, tokenizer, validation))
+            answers = greedy(model, tokenizer, validation)
             right = sum(answer == x + y for (x, y), answer in answers) / len(answers)
             slipped = sum(answer == x + y + 1 for (x, y), answer in answers) / len(answers)
             print(
@@ -305,18 +307,22 @@ def supervised_step(
 
 
 @torch.no_grad()
-def greedy(model: Any, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[int, int]]) -> Any:
-    """Yields ((x, y), the model's greedy answer); nan stands for an answer without a number."""
+def greedy(model: Any, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[int, int]]) -> list[Answered]:
+    """((x, y), the model's greedy answer); nan stands for an answer without a number."""
     prompts = tokenizer([USER + question(x, y) + ASSISTANT for x, y in pairs]).input_ids
     assert len(set(map(len, prompts))) == 1, "two-digit questions have one length"
-    tokens = torch.tensor(prompts)
     longest = len(tokenizer(solution(LARGEST, LARGEST) + END_OF_TURN).input_ids)
+    tokens, cache, columns = torch.tensor(prompts), None, []
     for _ in range(longest):
-        tokens = torch.cat([tokens, model(tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    for pair, row in zip(pairs, tokens[:, len(prompts[0]) :].tolist(), strict=True):
+        output = model(tokens, past_key_values=cache, use_cache=True)
+        tokens, cache = output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
+        columns.append(tokens)
+    answered: list[Answered] = []
+    for pair, row in zip(pairs, torch.cat(columns, dim=1).tolist(), strict=True):
         text = str(tokenizer.decode(row)).split(END_OF_TURN)[0]
         number = text.rpartition("#### ")[2]
-        yield pair, int(number) if number.isdecimal() else math.nan
+        answered.append((pair, int(number) if number.isdecimal() else math.nan))
+    return answered
 
 
 if __name__ == "__main__":
