@@ -84,6 +84,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         self._timeline = timeline or Timeline(None, "")
         self._pending: deque[Piece] = deque()
         self._indices: list[int] = []
+        self._end = groups
         self.waited_s = 0.0
         """Seconds this rank has waited for groups so far: the trainer's idle time."""
 
@@ -105,6 +106,17 @@ class MicrobatchIterator(Iterator[Microbatch]):
             num_tokens += piece.num_tokens(self._shared_prompt)
         return pack(pieces, self._shared_prompt, self._pad_multiple).to(self._device)
 
+    def updates(self, number: int) -> Iterator[MicrobatchIterator]:
+        """This iterator, `number` times, each time ending after an equal share of the groups, in slot order.
+
+        No microbatch holds groups of two shares. Raises ValueError where the groups cannot be shared equally.
+        """
+        if number < 1 or self._groups % number:
+            raise ValueError(f"updates: {number} does not divide {self._groups} groups into equal shares")
+        for update in range(1, number + 1):
+            self._end = self._groups * update // number
+            yield self
+
     def finish(self) -> None:
         """Asserts that the schedule consumed every microbatch of every slot (I2)."""
         if len(self._indices) != self._groups or self._pending:
@@ -115,8 +127,8 @@ class MicrobatchIterator(Iterator[Microbatch]):
             )
 
     def _peek(self, wait: bool) -> Piece | None:
-        """The next piece; None after the last and, unless `wait`, where its group has not arrived yet."""
-        if not self._pending and len(self._indices) < self._groups:
+        """The next piece; None after the last (of an update's share) and, unless `wait`, where its group has not arrived yet."""
+        if not self._pending and len(self._indices) < self._end:
             group = self._take(len(self._indices), wait)
             if group is not None:
                 self._pending.extend(cut(group, self._responses))

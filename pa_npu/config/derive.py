@@ -71,14 +71,13 @@ def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
     weights = max(_stage_parameters(config, spec))
     master = 0 if config.model.dtype == "fp32" else _FP32
     shards = config.data_parallel if trainer.distributed_optimizer else 1
-    frozen = 1 if config.algorithm.kl_coef else 0
     return Memory(
         "trainer",
         (
             ("weights", weights * element),
             ("gradients", weights * _FP32),
             ("optimizer", weights * (2 * _FP32 + master) // shards),
-            ("frozen models", weights * element * frozen),
+            ("frozen models", weights * element * len(config.frozen_models)),
             ("activations", _activation_bytes(config, spec)),
             ("logits chunk", _logits_bytes(config, spec)),
             ("publish buckets", 2 * min(int(config.publish.bucket_mib * 2**20), weights * element)),
@@ -194,7 +193,7 @@ def _activation_bytes(config: Config, spec: ModelSpec) -> int:
     inside = (heads + 3 * spec.ffn_size) // tensor
     per_layer = 4 * spec.hidden_size // sequence_shards + inside
     layers = spec.num_layers // trainer.pipeline_parallel
-    in_flight = min(trainer.pipeline_parallel, amount.microbatches_per_replica)
+    in_flight = min(trainer.pipeline_parallel, amount.microbatches_per_replica // config.schedule.updates_per_iteration)
     if trainer.recompute == "full":
         elements = in_flight * layers * spec.hidden_size // sequence_shards + per_layer
     else:

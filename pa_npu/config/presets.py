@@ -63,6 +63,7 @@ PRESETS: dict[PresetName, Preset] = {
             "clip_high": 0.28,
             "kl_coef": 0.0,
         },
+        schedule={"dynamic_sampling": True},
         reward={"functions": ({"name": "math"}, {"name": "overlong"})},
     ),
     "rloo": Preset(

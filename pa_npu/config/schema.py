@@ -136,6 +136,9 @@ class AlgorithmConfig(Section):
         0.0, ge=0, description="Coefficient of the KL divergence to the reference; 0 builds no reference."
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL term.")
+    reference_refresh_every: int = Field(
+        0, ge=0, description="Make the reference equal to the policy every n iterations; 0 keeps the first model."
+    )
     importance_sampling: Literal["none", "token", "sequence"] = Field(
         "none", description="Truncated importance weights between the engine's and the trainer's log-probs."
     )
@@ -199,7 +202,13 @@ class AttentionConfig(Section):
 
 
 class ScheduleConfig(Section):
-    iterations: int = Field(10, ge=1, description="Iterations of the run (weight updates).")
+    iterations: int = Field(10, ge=1, description="Iterations of the run (weight versions published).")
+    updates_per_iteration: int = Field(
+        1,
+        ge=1,
+        description="Optimizer steps per iteration, on equal shares of its groups in schedule.order; more than 1 keeps an old "
+        "policy to take ratios against.",
+    )
     prompts_per_iteration: int = Field(16, ge=1, description="B, the number of groups per iteration.")
     stream: bool | Literal["alternate"] = Field(
         True,
@@ -208,6 +217,14 @@ class ScheduleConfig(Section):
     )
     order: Literal["prompt", "completion"] = Field(
         "completion", description="Order in which groups are trained; prompt makes the update bit-identical to sync."
+    )
+    dynamic_sampling: bool = Field(
+        False,
+        description="Replace groups whose responses are all right or all wrong by further prompts, until an iteration has "
+        "prompts_per_iteration others (DAPO).",
+    )
+    dynamic_sampling_limit: int = Field(
+        8, ge=1, description="Stop the run when dynamic sampling needs more than this many times prompts_per_iteration."
     )
     evaluate_every: int = Field(
         0, ge=0, description="Evaluate every n iterations; 0 only before the first and after the last."
@@ -295,6 +312,12 @@ class Config(Section):
         return self.schedule.prompts_per_iteration // self.data_parallel
 
     @property
+    def frozen_models(self) -> tuple[str, ...]:
+        """Models that the trainers keep beside the policy."""
+        old = ("old",) if self.schedule.updates_per_iteration > 1 else ()
+        return (*old, "reference") if self.algorithm.kl_coef else old
+
+    @property
     def microbatches_per_group(self) -> int:
         return self.rollout.responses_per_prompt // self.microbatch_responses
 
@@ -337,6 +360,27 @@ def _broken_rules(c: Config) -> Iterator[str]:
         yield (
             f"schedule.prompts_per_iteration: {s.prompts_per_iteration} groups cannot be divided evenly among "
             f"{c.data_parallel} replicas; set it to a multiple of {c.data_parallel}"
+        )
+    if c.groups_per_replica % s.updates_per_iteration:
+        yield (
+            f"schedule.updates_per_iteration: {s.updates_per_iteration} does not divide the {c.groups_per_replica} groups per "
+            f"replica (schedule.prompts_per_iteration / data parallel size); set it to a divisor"
+        )
+    if s.updates_per_iteration > 1 and c.algorithm.loss == "reinforce":
+        yield (
+            f"schedule.updates_per_iteration: {s.updates_per_iteration}: algorithm.loss=reinforce has no ratio to the policy "
+            f"that sampled, so that it is exact for one update only; set it to 1, or algorithm.loss=clip"
+        )
+    refresh = c.algorithm.reference_refresh_every
+    if refresh and not c.algorithm.kl_coef:
+        yield (
+            f"algorithm.reference_refresh_every: {refresh}: there is no reference with algorithm.kl_coef = 0; set kl_coef, or "
+            f"remove the key"
+        )
+    if refresh and c.checkpoint.every % refresh:
+        yield (
+            f"checkpoint.every: {c.checkpoint.every} is not a multiple of algorithm.reference_refresh_every = {refresh}; a "
+            f"checkpoint in between could not be continued, because the reference is not in it; set it to a multiple"
         )
     if r.responses_per_prompt % c.microbatch_responses or c.microbatch_responses < 1:
         yield (

@@ -139,6 +139,7 @@ class Coordinator:
         last = self._config.schedule.iterations
         current: _Iteration | None = None
         prompts: Sequence[Prompt] = ()
+        self._put_position(first, train)
         for version in range(first, last + 1):
             if version < last or not prompts:
                 prompts = train.take(self._config.schedule.prompts_per_iteration)
@@ -149,8 +150,13 @@ class Coordinator:
             if version == last:
                 return
             with self._timeline.span("produce", iteration=version):
-                production = await self._producer.produce(version, prompts)
+                production = await self._producer.produce(version, prompts, lambda: train.take(1)[0])
+            self._put_position(version + 1, train)
             current = _Iteration(production, evaluation, border)
+
+    def _put_position(self, version: int, train: PromptStream) -> None:
+        """How many prompts were taken before iteration `version`, for the trainers' checkpoint of that version."""
+        self._channel.put_json(f"data/position/{version}", {"position": train.position})
 
     async def _cross(self, version: int, prompt: Prompt, *, is_first: bool, is_final: bool) -> _Border:
         """Weight version `version` from trainers to engines."""
@@ -248,11 +254,15 @@ def load_prompt_sets(config: Config) -> tuple[PromptStream, Sequence[Prompt]]:
     from transformers import AutoTokenizer  # seconds of import, which engines and trainers spend starting anyway
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    stream = PromptStream(load_prompts(config.data.train, tokenizer, config.data), config.run.seed, config.data.shuffle)
+    train = load_prompts(config.data.train, tokenizer, config.data)
+    logger.info("training on %s", train.summary)
+    test = load_prompts(config.data.test, tokenizer, config.data) if config.data.test else None
+    if test is not None:
+        logger.info("evaluating on %s", test.summary)
+    stream = PromptStream(train, config.run.seed, config.data.shuffle)
     if config.checkpoint.load:
         stream.restore(_checkpoint_meta(config)["data_position"])
-    test = load_prompts(config.data.test, tokenizer, config.data) if config.data.test else ()
-    return stream, list(test)
+    return stream, test or ()
 
 
 def first_version(config: Config) -> int:

@@ -11,7 +11,7 @@ cannot stall them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 import numpy as np
@@ -26,6 +26,7 @@ from pa_npu.rollout.production import Production
 from pa_npu.rollout.protocol import Completion, Sampling
 from pa_npu.rollout.scoring import Rewards, ScoredGroup, reward_input
 from pa_npu.rollout.seeds import group_seed
+from pa_npu.rollout.selection import Selection
 from pa_npu.rollout.tasks import TaskScope
 from pa_npu.rollout.window import GroupTiming, WindowController
 from pa_npu.telemetry.timeline import Timeline, now
@@ -59,24 +60,33 @@ class Producer:
         # mean response length so far, for the choice of the engine with the fewest in-flight tokens
         self._responses, self._response_tokens = 0, 0
 
-    async def produce(self, iteration: int, prompts: Sequence[Prompt]) -> Production:
-        """All groups of `iteration`, one per prompt, into the buffer. The first failure cancels the rest and is raised."""
+    async def produce(
+        self, iteration: int, prompts: Sequence[Prompt], another: Callable[[], Prompt] | None = None
+    ) -> Production:
+        """All groups of `iteration`, one per prompt, into the buffer. The first failure cancels the rest and is raised.
+
+        another: gives a further prompt; needed with schedule.dynamic_sampling, when groups are replaced.
+        """
         config = self._config
+        selection = Selection(config)
         assignment = Assignment(config.schedule.order, config.data_parallel, config.groups_per_replica)
         production = Production(iteration, config.telemetry.samples_per_iteration)
         held: list[ScoredGroup] = []
         num_sequences = config.rollout.responses_per_prompt
 
         async def complete(index: int, prompt: Prompt, lease: Lease) -> None:
-            group = await self._generate_and_score(iteration, index, prompt, lease)
-            production.add(group)
-            if config.streams(iteration):
-                await self._deliver(group, self._advantages(group), assignment)
-            else:
-                held.append(group)
+            scored = await self._generate_and_score(iteration, index, prompt, lease)
+            production.judge(scored)
+            for group in selection.judge(scored):
+                production.add(group)
+                if config.streams(iteration):
+                    await self._deliver(group, self._advantages(group), assignment)
+                else:
+                    held.append(group)
 
         async with TaskScope() as scope:
-            for index, prompt in enumerate(prompts):
+            while (index := await selection.next_index()) is not None:
+                prompt = prompts[index] if another is None or index < len(prompts) else another()
                 tokens = num_sequences * (len(prompt.tokens) + self._expected_length())
                 # every group in flight ends by its own deadline, so room appears by then
                 lease = await self._pool.admit(

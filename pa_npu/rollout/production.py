@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
+
 from pa_npu.rollout.scoring import ScoredGroup
 
 
 class Production:
-    """Accumulates the groups of one iteration as they are scored.
+    """Accumulates the groups of one iteration: all as they are scored (judge), and those that are trained (add).
 
     num_samples: the groups of the lowest dispatch indices, this many, are kept as samples; which ones does not depend on timing.
     """
@@ -22,6 +24,8 @@ class Production:
         self._seconds = 0.0
         self._window = 0
         self._groups = 0
+        self._dispatched = 0
+        self._dispatched_correct = 0.0
         self._responses = 0
         self._prompt_tokens = 0
         self._sample_prompt_tokens = 0
@@ -32,7 +36,13 @@ class Production:
         self._rewards: dict[str, float] = {}
         self._errors = 0
 
+    def judge(self, group: ScoredGroup) -> None:
+        """A scored group, trained or not: the policy's accuracy is over these, whatever is chosen for training."""
+        self._dispatched += 1
+        self._dispatched_correct += float(np.mean(group.result.correct))
+
     def add(self, group: ScoredGroup) -> None:
+        """A group that is trained."""
         result = group.result
         self._groups += 1
         self._responses += group.num_responses
@@ -59,6 +69,8 @@ class Production:
         responses = self._responses
         return {
             "groups": self._groups,
+            "groups_dispatched": self._dispatched,
+            "accuracy_dispatched": self._dispatched_correct / self._dispatched,
             "reward_mean": self._reward / responses,
             "accuracy": self._correct / responses,
             "rewards": {name: total / responses for name, total in sorted(self._rewards.items())},

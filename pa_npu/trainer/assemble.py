@@ -60,11 +60,11 @@ def assemble_rank(
 
 
 def load_stage(config: Config, spec: ModelSpec, platform: Platform) -> TriModel:
-    """This rank's pipeline stage with the HF weights in the policy and in every frozen model."""
-    frozen = ("reference",) if config.algorithm.kl_coef else ()
-    stage = build_stage(spec, config, platform, frozen=frozen)
-    for model in stage.gpts().values():
-        load_hf(model, spec)
+    """This rank's pipeline stage with the HF weights in policy and reference; the old policy is copied at every publish."""
+    stage = build_stage(spec, config, platform, frozen=config.frozen_models)
+    for name, model in stage.gpts().items():
+        if name != "old":
+            load_hf(model, spec)
     return stage
 
 

@@ -19,7 +19,7 @@ from pa_npu.algorithm.policy_losses import find_policy_loss
 from pa_npu.buffer.microbatch import Microbatch
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
-from pa_npu.errors import InvariantViolation
+from pa_npu.errors import InvariantViolation, UserError
 from pa_npu.model.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.timeline import Timeline
@@ -59,6 +59,7 @@ class MegatronBackend:
         stage.config.finalize_model_grads_func = self._finalize_gradients
         self._policy_loss = find_policy_loss(config.algorithm.loss)
         self._metric_names = metric_names(config.algorithm)
+        self._policy_version: int | None = None  # of the weights in the policy; unknown until the first publish
         self._reset_sums()
 
     def accumulate(self, microbatches: MicrobatchSource) -> None:
@@ -67,10 +68,12 @@ class MegatronBackend:
         self._reset_sums()
         start = time.perf_counter()
         # of use to the pipeline only, which packs nothing: every piece of a group is a microbatch
-        num_microbatches = self._config.groups_per_replica * self._config.microbatches_per_group
+        groups = self._config.groups_per_replica // self._config.schedule.updates_per_iteration
+        num_microbatches = groups * self._config.microbatches_per_group
+        waited_s = microbatches.waited_s
         self._run(microbatches, num_microbatches, self._training_loss, forward_only=False)
         self._platform.synchronize()
-        self._wait_s = microbatches.waited_s
+        self._wait_s = microbatches.waited_s - waited_s
         self._train_s = time.perf_counter() - start - self._wait_s
 
     def step(self) -> dict[str, float]:
@@ -85,6 +88,8 @@ class MegatronBackend:
                 f"gradient norm is {grad_norm}: the update would destroy the weights; lower optimizer.learning_rate, or look at "
                 f"the rewards and log-prob differences of the last iterations in metrics.jsonl"
             )
+        if self._policy_version is not None:
+            self._policy_version += 1
         return self._report(float(grad_norm), float(learning_rate), time.perf_counter() - start)
 
     def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
@@ -95,18 +100,30 @@ class MegatronBackend:
         return ProbeResult(largest, sums["logprob_diff"] / max(1, totals.tokens_response))
 
     def publish(self, version: int) -> float:
+        self._policy_version = version
+        if "old" in self._stage.frozen:
+            self._stage.copy_policy_to("old")
+        refresh = self._config.algorithm.reference_refresh_every
+        if refresh and version and version % refresh == 0:
+            self._stage.copy_policy_to("reference")
         if self._publisher is None:
             return 0.0
         return self._publisher.publish(version).seconds
 
-    def save(self, directory: Path, version: int) -> None:
-        position = version * self._config.schedule.prompts_per_iteration
-        checkpoint.save(directory, version, position, self._config, self._stage, self._optimizer)
+    def save(self, directory: Path, version: int, data_position: int) -> None:
+        checkpoint.save(directory, version, data_position, self._config, self._stage, self._optimizer)
 
     def load(self, directory: Path) -> int:
-        version = checkpoint.load(directory, self._config, self._stage, self._optimizer)
+        version = int(checkpoint.read_meta(directory)["version"])
+        refresh = self._config.algorithm.reference_refresh_every
+        if refresh and version % refresh:
+            raise UserError(
+                f"checkpoint.load: {directory} is of version {version}, between two refreshes of the reference, which is not in "
+                f"it; load one whose version is a multiple of algorithm.reference_refresh_every = {refresh}"
+            )
+        checkpoint.load(directory, self._config, self._stage, self._optimizer)
         self._scheduler.num_steps = 0
-        self._scheduler.step(increment=version)
+        self._scheduler.step(increment=version * self._config.schedule.updates_per_iteration)
         return version
 
     def export(self, directory: Path) -> None:
@@ -140,11 +157,11 @@ class MegatronBackend:
                 run_pipelined(self._ddp, timed, num_microbatches, forward, loss, forward_only=forward_only)
 
     def _training_loss(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
-        # One update per iteration on rollouts of the current version: the old policy is the policy, the ratio is 1.
+        old_logprobs = self._old_logprobs(microbatch, output)
         batch = TokenBatch(
             logprobs=output.logprobs,
             entropy=output.entropy,
-            old_logprobs=output.logprobs.detach(),
+            old_logprobs=old_logprobs,
             reference_logprobs=output.frozen.get("reference"),
             engine_logprobs=microbatch.engine_logprobs,
             advantages=microbatch.advantages,
@@ -153,8 +170,19 @@ class MegatronBackend:
             num_responses=microbatch.num_sequences,
         )
         sums = loss_sums(batch, self._config.algorithm, self._policy_loss)
-        self._metrics.add(sums.metrics, (output.logprobs.detach() - microbatch.engine_logprobs).abs().max())
+        self._metrics.add(sums.metrics, (old_logprobs - microbatch.engine_logprobs).abs().max())
         return sums.loss
+
+    def _old_logprobs(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
+        """Of the policy that generated the microbatch. With one update per iteration that is the policy itself: ratio 1."""
+        if "old" in output.frozen:
+            return output.frozen["old"]
+        if self._policy_version not in (None, microbatch.version):
+            raise InvariantViolation(
+                f"I1 version: groups {microbatch.group_indices} of version {microbatch.version} meet a policy of version "
+                f"{self._policy_version} without an old policy to take the ratio against; publish before every update"
+            )
+        return output.logprobs.detach()
 
     def _probe_loss(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
         difference = (output.logprobs - microbatch.engine_logprobs).abs()
@@ -164,7 +192,7 @@ class MegatronBackend:
         return zero
 
     def _finalize_gradients(self, models: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
-        """Reduce the summed gradients over replicas and divide them, once, by the iteration's normaliser (invariant I3)."""
+        """Reduce the summed gradients over replicas and divide them, once, by the update's normaliser (invariant I3)."""
         finalize_model_grads(models, None, **kwargs)
         self._totals = self._totals.over_replicas(self._device)
         self._normaliser = normaliser(

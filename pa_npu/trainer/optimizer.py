@@ -30,23 +30,26 @@ def build_optimizer(ddp: Any, config: Config) -> Any:
 
 
 def build_scheduler(optimizer: Any, config: Config) -> Any:
-    """Linear warm-up, then decay to the last iteration. Also applies weight decay only where it belongs (not on norms and biases).
+    """Linear warm-up, then decay to the last iteration, counted in updates.
 
-    Step it before the optimizer: iteration 1 of a warm-up of n then has 1/n of the peak, and no iteration has rate 0.
+    Also applies weight decay only where it belongs (not on norms and biases).
+
+    Step it before the optimizer: update 1 of a warm-up of n then has 1/n of the peak, and no update has rate 0.
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    options = config.optimizer
+    options, updates = config.optimizer, config.schedule.updates_per_iteration
+    warmup, last = options.warmup_iterations * updates, config.schedule.iterations * updates
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=options.learning_rate,
         min_lr=options.min_learning_rate,
-        lr_warmup_steps=options.warmup_iterations,
-        lr_decay_steps=max(config.schedule.iterations, options.warmup_iterations + 1),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(last, warmup + 1),
         lr_decay_style=options.decay,
         start_wd=options.weight_decay,
         end_wd=options.weight_decay,
-        wd_incr_steps=config.schedule.iterations,
+        wd_incr_steps=last,
         wd_incr_style="constant",
     )

@@ -19,7 +19,7 @@ class ProbeResult:
 
 
 class MicrobatchSource(Protocol):
-    """An iteration's microbatches as they arrive; `waited_s` counts the seconds spent waiting for them."""
+    """The microbatches of one update as they arrive; `waited_s` counts the seconds spent waiting for them."""
 
     waited_s: float
 
@@ -32,19 +32,22 @@ class TrainBackend(Protocol):
     """One rank's share of the policy. Every method is collective: all trainer ranks call it in the same order."""
 
     def accumulate(self, microbatches: MicrobatchSource) -> None:
-        """Forward and backward over an iteration's microbatches as they arrive; gradients stay unnormalised sums."""
+        """Forward and backward over one update's microbatches as they arrive; gradients stay unnormalised sums."""
 
     def step(self) -> dict[str, float]:
-        """Divide by the iteration's normaliser, reduce, clip, apply. Returns the iteration's numbers, equal on all ranks."""
+        """Divide by the update's normaliser, reduce, clip, apply. Returns the update's numbers, equal on all ranks."""
 
     def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
         """Log-probs of the current policy against the engines' for the same tokens; changes nothing."""
 
     def publish(self, version: int) -> float:
-        """Send the weights to all engines; returns this rank's seconds."""
+        """Send the weights to all engines, and freeze them as the old policy where needed; returns this rank's seconds."""
 
-    def save(self, directory: Path, version: int) -> None:
-        """Write a complete checkpoint of weight version `version`; it appears under `directory` only when complete."""
+    def save(self, directory: Path, version: int, data_position: int) -> None:
+        """Write a complete checkpoint of weight version `version`, before which data_position prompts were taken.
+
+        It appears under `directory` only when complete.
+        """
 
     def load(self, directory: Path) -> int:
         """Restore a checkpoint and return its weight version."""

@@ -129,6 +129,7 @@ def main(job_file: str) -> None:
     from pa_npu.model.parallel import initialise_parallel, shutdown_parallel
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import load_stage, rollout_source
+    from pa_npu.trainer.loop import consume
     from pa_npu.trainer.megatron_backend import MegatronBackend
 
     rank = int(os.environ["RANK"])
@@ -149,12 +150,11 @@ def main(job_file: str) -> None:
     for iteration in range(job["first"], job["last"]):
         if rank == 0:
             put_groups(config, StoreRolloutBuffer(channel, "run", readers=1), iteration, job["order"])
-        microbatches = rollouts(iteration)
-        backend.accumulate(microbatches)
-        microbatches.finish()
-        reports.append(backend.step())
+        backend.publish(iteration)
+        reports.append(consume(backend, rollouts(iteration), config.schedule.updates_per_iteration))
         if iteration + 1 in job["save_at"]:
-            backend.save(Path(config.run.dir) / "checkpoints", iteration + 1)
+            position = (iteration + 1) * config.schedule.prompts_per_iteration
+            backend.save(Path(config.run.dir) / "checkpoints", iteration + 1, position)
     if job["export"]:
         backend.export(Path(job["export"]))
     if rank == 0:

@@ -66,6 +66,24 @@ def test_loss_and_grad_norm_do_not_depend_on_the_parallel_layout(
     assert single["reports"][1]["kl"] > 0, "without an update in between the second iteration would show nothing"
 
 
+def test_two_updates_per_iteration_do_not_depend_on_the_parallel_layout(model: Path, tmp_path: Path) -> None:
+    """Old policy and reference travel through the pipeline; tests/unit/test_trainer_updates.py has one process against hand."""
+    schedule, optimizer = {"updates_per_iteration": 2}, {"warmup_iterations": 0, "learning_rate": 5e-3, "epsilon": 1e-4}
+    found = {}
+    for name, trainer in {"single": {"devices": 1}, "PP2": LAYOUTS["PP2"], "DP2": LAYOUTS["DP2"]}.items():
+        config = make_config(model, tmp_path / name, schedule=schedule, trainer=trainer, optimizer=optimizer)
+        found[name] = run_job(Job(config, tmp_path / name, last=2))
+    expected = found.pop("single")
+    assert expected[0]["clip_ratio"] > 0, "the second update of an iteration must have ratios beyond the clip"
+    assert expected[0]["microbatches"] == 4
+    for layout, reports in found.items():
+        for iteration, (ours, wanted) in enumerate(zip(reports, expected, strict=True)):
+            for name in ("loss", "grad_norm", "kl", "entropy", "clip_ratio", "logprob_diff_max", "tokens_response"):
+                assert ours[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-7), (
+                    f"{layout}, iteration {iteration}, {name}"
+                )
+
+
 @pytest.mark.parametrize("cut", [{"microbatch": {"responses": 1}}, {"attention": {"shared_prompt": False}}])
 def test_update_does_not_depend_on_the_cut_into_microbatches(
     cut: dict[str, Any], model: Path, single: dict[str, Any], tmp_path: Path

@@ -41,3 +41,9 @@ class RewardResult:
     functions: dict[str, npt.NDArray[np.float32]]
     correct: npt.NDArray[np.bool_]
     errors: tuple[str, ...]
+
+    @property
+    def judged(self) -> npt.NDArray[np.float32]:
+        """float32 [G]: rewards of the first function that is not in SHAPING; the total where all are."""
+        judging = (values for name, values in self.functions.items() if name.partition("#")[0] not in SHAPING)
+        return next(judging, self.total)

@@ -1,0 +1,238 @@
+"""Several updates per iteration against the same updates by hand: plain autograd, torch's AdamW, the clip written out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pa_npu.buffer.group import Group
+from pa_npu.buffer.iterator import MicrobatchIterator
+from pa_npu.buffer.microbatch import build_microbatches
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.schema import Config
+from pa_npu.errors import InvariantViolation, UserError
+from pa_npu.telemetry.timeline import Timeline
+from tests.helpers.megatron import PLATFORM, TriModel, model_config, single_process
+from tests.helpers.models import make_model
+from tests.helpers.trainer_rank import make_groups
+
+# these import megatron, which the helper above has prepared
+from pa_npu.trainer.assemble import load_stage  # isort: skip
+from pa_npu.trainer.loop import consume  # isort: skip
+from pa_npu.trainer.megatron_backend import MegatronBackend  # isort: skip
+from pa_npu.trainer.statistics import merge_updates  # isort: skip
+
+GROUPS, RESPONSES, LEARNING_RATE = 4, 4, 3e-3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = make_model(tmp_path_factory.mktemp("model"))
+    with single_process(model_config(path)):
+        yield path
+
+
+class Shelf:
+    """A rollout buffer that holds one iteration's groups."""
+
+    readers = 1
+
+    def __init__(self, groups: list[Group]) -> None:
+        self._groups = groups
+
+    def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
+        return 0.0
+
+    def ready(self, iteration: int, replica: int, slot: int) -> bool:
+        return True
+
+    def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
+        return self._groups[slot].to_bytes()
+
+    def done(self, iteration: int, replica: int, slot: int) -> None:
+        pass
+
+
+def source(groups: list[Group], iteration: int = 0, max_tokens: int | None = None) -> MicrobatchIterator:
+    return MicrobatchIterator(
+        Shelf(groups),  # type: ignore[arg-type]
+        replica=0,
+        num_replicas=1,
+        iteration=iteration,
+        groups=len(groups),
+        order="prompt",
+        responses_per_microbatch=RESPONSES,
+        shared_prompt=True,
+        pad_multiple=1,
+        timeout_s=1.0,
+        max_tokens=max_tokens,
+    )
+
+
+def make_config(model: Path, **sections: dict[str, Any]) -> Config:
+    base: dict[str, dict[str, Any]] = {
+        "rollout": {"responses_per_prompt": RESPONSES, "max_response_tokens": 16},
+        "schedule": {"prompts_per_iteration": GROUPS, "order": "prompt"},
+        "optimizer": {"learning_rate": LEARNING_RATE, "clip_grad": 0.0, "epsilon": 1e-3},
+    }
+    return model_config(
+        model, **{name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
+    )
+
+
+def make_backend(config: Config) -> tuple[MegatronBackend, TriModel]:
+    spec = ModelSpec.read(config.model.path)
+    stage = load_stage(config, spec, PLATFORM)
+    return MegatronBackend(stage, config, spec, PLATFORM, torch.device("cpu"), None, Timeline(None, "")), stage
+
+
+def by_hand(config: Config, iterations: list[list[Group]], updates: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights and the loss of every update."""
+    stage = load_stage(make_config(Path(config.model.path)), ModelSpec.read(config.model.path), PLATFORM)
+    optimizer = torch.optim.AdamW(
+        stage.policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0
+    )
+
+    def logprobs(group: Group) -> torch.Tensor:
+        (m,) = build_microbatches(group, RESPONSES, True, 1)
+        return stage(m.tokens[None], m.layout, m.rows, m.targets, temperature=1.0, chunk=64).logprobs
+
+    losses = []
+    for groups in iterations:
+        with torch.no_grad():
+            old = [logprobs(group) for group in groups]
+        share = len(groups) // updates
+        for start in range(0, len(groups), share):
+            terms = []
+            for group, before in list(zip(groups, old, strict=True))[start : start + share]:
+                ratio = (logprobs(group) - before).exp()
+                lengths = torch.from_numpy(group.response_lengths).long()
+                advantages = torch.from_numpy(group.advantages).repeat_interleave(lengths)
+                terms.append(torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages))
+            loss = -torch.cat(terms).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return {name: parameter.detach() for name, parameter in stage.policy.named_parameters()}, losses
+
+
+@pytest.mark.parametrize("max_tokens", [None, 60], ids=["", "packed"])
+@pytest.mark.parametrize("updates", [1, 2, 4])
+def test_weights_are_those_of_the_updates_by_hand(updates: int, max_tokens: int | None, model: Path) -> None:
+    iterations = [make_groups(iteration, GROUPS, RESPONSES, seed=5) for iteration in range(2)]
+    config = make_config(model, schedule={"updates_per_iteration": updates}, microbatch={"max_tokens": max_tokens})
+    backend, stage = make_backend(config)
+    assert set(stage.frozen) == ({"old"} if updates > 1 else set()), "the old policy is built only when needed"
+    reports = []
+    for iteration, groups in enumerate(iterations):
+        backend.publish(iteration)
+        reports.append(consume(backend, source(groups, iteration, max_tokens), updates))
+    weights, losses = by_hand(config, iterations, updates)
+    for name, parameter in stage.policy.named_parameters():
+        torch.testing.assert_close(
+            parameter.detach(), weights[name], rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    for iteration, report in enumerate(reports):
+        own = losses[iteration * updates : (iteration + 1) * updates]
+        assert report["loss"] == pytest.approx(sum(own) / updates, rel=1e-4, abs=1e-6)
+        tokens = sum(int(group.response_lengths.sum()) for group in iterations[iteration])
+        assert report["tokens_response"] == tokens
+        assert (report["clip_ratio"] > 0) == (updates > 1), "the ratio is 1 with one update, and moves with several"
+    if updates > 1:
+        other, _ = by_hand(config, iterations, 1)
+        difference = max((other[name] - weights[name]).abs().max().item() for name in weights)
+        assert difference > 100 * 2e-6, "another number of updates must show"
+
+
+def test_learning_rate_schedule_counts_updates(model: Path) -> None:
+    config = make_config(
+        model,
+        schedule={"updates_per_iteration": 2, "iterations": 3},
+        optimizer={"warmup_iterations": 1, "decay": "linear"},
+    )
+    backend, _ = make_backend(config)
+    rates = []
+    for iteration in range(3):
+        backend.publish(iteration)
+        for share in source(make_groups(iteration, GROUPS, RESPONSES, seed=5), iteration).updates(2):
+            backend.accumulate(share)
+            rates.append(backend.step()["learning_rate"])
+    expected = [1 / 2, 1, 3 / 4, 2 / 4, 1 / 4, 0]
+    assert rates == pytest.approx([LEARNING_RATE * share for share in expected], rel=1e-6, abs=1e-12)
+
+
+def test_without_an_old_policy_only_rollouts_of_the_policy_itself_are_trained(model: Path) -> None:
+    backend, _ = make_backend(make_config(model))
+    backend.publish(0)
+    consume(backend, source(make_groups(0, GROUPS, RESPONSES, seed=5)), 1)
+    with pytest.raises(InvariantViolation, match=r"I1 version: .* of version 0 meet a policy of version 1"):
+        consume(backend, source(make_groups(0, GROUPS, RESPONSES, seed=5)), 1)
+
+
+def test_the_reference_is_refreshed_every_n_versions_and_else_stays(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, algorithm={"kl_coef": 0.1, "reference_refresh_every": 2})
+    backend, stage = make_backend(config)
+
+    def is_policy() -> bool:
+        pairs = zip(stage.policy.parameters(), stage.frozen["reference"].parameters(), strict=True)
+        return all(torch.equal(policy, reference) for policy, reference in pairs)
+
+    found = []
+    for version in range(4):
+        backend.publish(version)
+        found.append(is_policy())
+        consume(backend, source(make_groups(version, GROUPS, RESPONSES, seed=5), version), 1)
+    assert found == [True, False, True, False], "version 0 is the model that the reference was loaded from"
+    backend.save(tmp_path, 3, 3 * GROUPS)
+    with pytest.raises(UserError, match=r"checkpoint.load: .* is of version 3, between two refreshes"):
+        backend.load(tmp_path / "iteration_000003")
+
+
+def test_shares_end_at_group_borders_and_no_group_is_left(model: Path) -> None:
+    groups = make_groups(0, GROUPS, RESPONSES, seed=5)
+    iterator = source(groups, max_tokens=10_000)
+    assert [[m.group_indices for m in share] for share in iterator.updates(2)] == [[(0, 1)], [(2, 3)]]
+    iterator.finish()
+    with pytest.raises(ValueError, match="3 does not divide 4 groups"):
+        next(source(groups).updates(3))
+
+
+def test_merged_report_adds_work_and_averages_the_rest() -> None:
+    first = {"loss": 1.0, "tokens_response": 10, "train_s": 2.0, "logprob_diff_max": 0.5, "learning_rate": 0.1}
+    second = {"loss": 3.0, "tokens_response": 6, "train_s": 1.0, "logprob_diff_max": 0.2, "learning_rate": 0.2}
+    assert merge_updates([first, second]) == {
+        "loss": 2.0,
+        "tokens_response": 16,
+        "train_s": 3.0,
+        "logprob_diff_max": 0.5,
+        "learning_rate": 0.2,
+    }
+    assert merge_updates([first]) is first
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"schedule": {"updates_per_iteration": 3}},
+            "updates_per_iteration: 3 does not divide the 4 groups per replica",
+        ),
+        (
+            {"schedule": {"updates_per_iteration": 2}, "algorithm": {"loss": "reinforce"}},
+            "algorithm.loss=reinforce has no ratio .* set it to 1, or algorithm.loss=clip",
+        ),
+        ({"algorithm": {"reference_refresh_every": 2}}, "there is no reference with algorithm.kl_coef = 0"),
+        (
+            {"algorithm": {"reference_refresh_every": 2, "kl_coef": 0.1}, "checkpoint": {"every": 3}},
+            "checkpoint.every: 3 is not a multiple of algorithm.reference_refresh_every = 2",
+        ),
+    ],
+)
+def test_combinations_that_cannot_be_exact_are_refused(sections: dict[str, Any], message: str, model: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_config(model, **sections)
