@@ -20,6 +20,7 @@ class TokenBatch:
     weights: torch.Tensor  # of aggregation.token_weights
     response_index: torch.Tensor  # int64, which response of the microbatch a token belongs to, from 0
     num_responses: int
+    group_size: int  # responses of a prompt; they are consecutive, though a microbatch may hold a part of a group
 
     def response_sum(self, values: torch.Tensor) -> torch.Tensor:
         """[tokens] -> [responses]."""

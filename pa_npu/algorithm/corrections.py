@@ -29,6 +29,26 @@ def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
+def kl_reward_advantages(batch: TokenBatch, estimator: str, coefficient: float, kind: str) -> torch.Tensor:
+    """What -coefficient * KL(old policy || reference) of each response, as part of its reward, adds to the advantages, [tokens].
+
+    KL is estimated by the sum over the response's tokens: with k1 the reward of RLOO, arXiv 2402.14740, eq. 2. Advantages that
+    are linear in the rewards (centred, leave-one-out) are the sum of the rewards' and the KL's, so that the coordinator
+    need not know the KL. Every group of the batch must be whole.
+    """
+    if batch.reference_logprobs is None or batch.num_responses % batch.group_size:
+        raise ValueError(
+            f"KL in the reward needs reference log-probs and whole groups of {batch.group_size}, "
+            f"not {batch.num_responses} responses"
+        )
+    kl = KL_ESTIMATORS[estimator](batch.old_logprobs, batch.reference_logprobs)
+    rewards = -coefficient * batch.response_sum(kl).view(-1, batch.group_size)
+    advantages = rewards - rewards.mean(dim=1, keepdim=True)
+    if kind == "leave-one-out":
+        advantages = advantages * (batch.group_size / (batch.group_size - 1))
+    return batch.per_token(advantages.flatten())
+
+
 def engine_weights(batch: TokenBatch, level: str, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Truncated importance weights min(pi_old / pi_engine, cap), [tokens], and where they were truncated, [tokens] bool.
 

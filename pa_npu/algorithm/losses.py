@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from pa_npu.algorithm.batch import TokenBatch
-from pa_npu.algorithm.corrections import KL_ESTIMATORS, engine_weights, k3
+from pa_npu.algorithm.corrections import KL_ESTIMATORS, engine_weights, k3, kl_reward_advantages
 from pa_npu.algorithm.policy_losses import PolicyLoss
 from pa_npu.config.schema import AlgorithmConfig
 
@@ -31,7 +31,10 @@ def metric_names(config: AlgorithmConfig) -> tuple[str, ...]:
 
 
 def loss_sums(batch: TokenBatch, config: AlgorithmConfig, policy_loss: PolicyLoss) -> LossSums:
-    """The weighted sum of w (policy loss + kl_coef * KL - entropy_coef * entropy); w: engine importance weights, if asked for."""
+    """The weighted sum of w * policy loss + kl_coef * KL - entropy_coef * entropy; w: engine importance weights, if asked for."""
+    if config.kl_coef and config.kl_in == "reward":
+        extra = kl_reward_advantages(batch, config.kl_estimator, config.kl_coef, config.advantage)
+        batch = replace(batch, advantages=batch.advantages + extra)
     terms = policy_loss(batch, config)
     token_loss = terms.loss
     mismatch = (batch.old_logprobs - batch.engine_logprobs).detach()
@@ -49,7 +52,8 @@ def loss_sums(batch: TokenBatch, config: AlgorithmConfig, policy_loss: PolicyLos
     if batch.reference_logprobs is not None:
         kl = KL_ESTIMATORS[config.kl_estimator](batch.logprobs, batch.reference_logprobs)
         metrics["kl"] = k3(batch.logprobs.detach(), batch.reference_logprobs).sum()
-        token_loss = token_loss + config.kl_coef * kl
+        if config.kl_in == "loss":
+            token_loss = token_loss + config.kl_coef * kl
     if config.entropy_coef:
         token_loss = token_loss - config.entropy_coef * batch.entropy
     loss = (token_loss * batch.weights).sum()

@@ -40,6 +40,7 @@ PRESETS: dict[PresetName, Preset] = {
             "clip_high": 0.2,
             "kl_coef": 0.04,
             "kl_estimator": "k3",
+            "kl_in": "loss",
         },
     ),
     "dr-grpo": Preset(
@@ -68,7 +69,14 @@ PRESETS: dict[PresetName, Preset] = {
     ),
     "rloo": Preset(
         "RLOO, arXiv 2402.14740, eq. 6 and 8",
-        {"loss": "reinforce", "advantage": "leave-one-out", "aggregation": "sequence-sum", "kl_coef": 0.0},
+        {
+            "loss": "reinforce",
+            "advantage": "leave-one-out",
+            "aggregation": "sequence-sum",
+            "kl_coef": 0.0,
+            "kl_estimator": "k1",
+            "kl_in": "reward",
+        },
     ),
     "reinforce++-baseline": Preset(
         "REINFORCE++ with baseline, arXiv 2501.03262: centred by the group, scaled by the batch",
@@ -80,6 +88,7 @@ PRESETS: dict[PresetName, Preset] = {
             "clip_high": 0.2,
             "kl_coef": 0.0,
             "kl_estimator": "k2",
+            "kl_in": "loss",
         },
     ),
     "gspo": Preset(

@@ -136,6 +136,10 @@ class AlgorithmConfig(Section):
         0.0, ge=0, description="Coefficient of the KL divergence to the reference; 0 builds no reference."
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL term.")
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss",
+        description="Where the KL term goes: into the loss of each token, or, summed over the response, off its reward.",
+    )
     reference_refresh_every: int = Field(
         0, ge=0, description="Make the reference equal to the policy every n iterations; 0 keeps the first model."
     )
@@ -370,6 +374,20 @@ def _broken_rules(c: Config) -> Iterator[str]:
         yield (
             f"schedule.updates_per_iteration: {s.updates_per_iteration}: algorithm.loss=reinforce has no ratio to the policy "
             f"that sampled, so that it is exact for one update only; set it to 1, or algorithm.loss=clip"
+        )
+    if (
+        c.algorithm.kl_in == "reward"
+        and c.algorithm.kl_coef
+        and c.algorithm.advantage not in ("centred", "leave-one-out")
+    ):
+        yield (
+            f"algorithm.kl_in: reward with algorithm.advantage={c.algorithm.advantage}: the trainer knows the KL only after the "
+            f"coordinator has divided rewards by their deviation; set advantage to centred or leave-one-out, or kl_in to loss"
+        )
+    if c.algorithm.kl_in == "reward" and c.algorithm.kl_coef and c.microbatch_responses != r.responses_per_prompt:
+        yield (
+            f"algorithm.kl_in: reward needs all responses of a group in one microbatch, but microbatch.responses = "
+            f"{c.microbatch_responses} of {r.responses_per_prompt}; remove microbatch.responses, or set kl_in to loss"
         )
     refresh = c.algorithm.reference_refresh_every
     if refresh and not c.algorithm.kl_coef:

@@ -168,6 +168,7 @@ class MegatronBackend:
             weights=token_weights(microbatch.response_lengths, self._config.algorithm.aggregation, self._device),
             response_index=microbatch.response_index,
             num_responses=microbatch.num_sequences,
+            group_size=self._config.rollout.responses_per_prompt,
         )
         sums = loss_sums(batch, self._config.algorithm, self._policy_loss)
         self._metrics.add(sums.metrics, (old_logprobs - microbatch.engine_logprobs).abs().max())

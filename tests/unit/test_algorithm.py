@@ -66,6 +66,7 @@ def make_batch(lengths: list[int], seed: int = 0, reference: bool = True, ratio_
         weights=torch.ones(sum(lengths), dtype=torch.float64),
         response_index=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         num_responses=len(lengths),
+        group_size=len(lengths),
     )
 
 

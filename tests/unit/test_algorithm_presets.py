@@ -95,6 +95,19 @@ def rloo(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
     return -torch.stack(terms).mean()
 
 
+def rloo_with_kl(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
+    """The reward is R - 0.1 sum of (log pi_old - log pi_ref), before the leave-one-out baseline."""
+    penalties = [0.1 * (before - ref).sum().item() for before, ref in zip(old, reference, strict=True)]
+    flat = [r for group in REWARDS for r in group]
+    rewards = [r - penalty for r, penalty in zip(flat, penalties, strict=True)]
+    terms = []
+    for number, (reward, new) in enumerate(zip(rewards, logprobs, strict=True)):
+        first = number // 3 * 3
+        others = [rewards[i] for i in range(first, first + 3) if i != number]
+        terms.append((reward - sum(others) / 2) * new.sum())
+    return -torch.stack(terms).mean()
+
+
 def reinforce_pp(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
     shaped = centred(REWARDS)
     deviation = sample_std(shaped)
@@ -150,6 +163,7 @@ def our_loss(config: Config, logprobs: torch.Tensor, old: torch.Tensor, referenc
         weights=token_weights(lengths, algorithm.aggregation, torch.device("cpu")).double(),
         response_index=index,
         num_responses=len(lengths),
+        group_size=3,
     )
     sums = loss_sums(batch, algorithm, find_policy_loss(algorithm.loss))
     return sums.loss / normaliser(algorithm.aggregation, sum(lengths), len(lengths), MAX_LENGTH)
@@ -176,6 +190,38 @@ def test_loss_and_gradient_of_a_preset_are_its_papers(name: PresetName) -> None:
     if name != "reinforce++-baseline":
         other = our_loss(preset_config(name, advantage=wrong), logprobs, old, reference)
         assert other.item() != pytest.approx(theirs.item(), rel=1e-2), "another advantage must show"
+
+
+def test_kl_in_the_reward_equals_rewards_that_contain_it() -> None:
+    generator = torch.Generator().manual_seed(4)
+    lengths = [n for group in LENGTHS for n in group]
+    logprobs = (-torch.rand(sum(lengths), generator=generator, dtype=torch.float64)).requires_grad_()
+    old = logprobs.detach().clone()
+    reference = old + torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
+    split = [list(x.split(lengths)) for x in (logprobs, old, reference)]
+    ours = our_loss(preset_config("rloo", kl_coef=0.1), logprobs, old, reference)
+    theirs = rloo_with_kl(*split)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    (gradient,) = torch.autograd.grad(ours, logprobs)
+    (expected,) = torch.autograd.grad(theirs, logprobs)
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9)
+    without = our_loss(preset_config("rloo"), logprobs, old, reference)
+    assert without.item() != pytest.approx(theirs.item(), rel=1e-2), "the KL must show"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"algorithm": {"advantage": "group-std"}}, "algorithm.kl_in: reward with algorithm.advantage=group-std"),
+        ({"microbatch": {"responses": 1}}, "algorithm.kl_in: reward needs all responses of a group in one microbatch"),
+    ],
+)
+def test_kl_in_the_reward_is_refused_where_it_cannot_be_exact(
+    overrides: dict[str, dict[str, object]], message: str
+) -> None:
+    algorithm = {"name": "rloo", "kl_coef": 0.1, **overrides.get("algorithm", {})}
+    with pytest.raises(ValueError, match=message):
+        Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, **overrides, "algorithm": algorithm})
 
 
 def test_every_preset_has_a_formula_and_only_known_keys() -> None:
