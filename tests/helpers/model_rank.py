@@ -8,10 +8,12 @@ JOB.json: {"model": directory, "reference": directory, "layouts": {name: {sectio
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from pa_npu.model.logprob import vocab_parallel_logprobs
 from tests.helpers.megatron import PLATFORM, build_stage, initialise_parallel, load_hf, model_config, shutdown_parallel
 
 ROOT = Path(__file__).resolve().parents[2]
+STACKS_AFTER_S = 90  # a rank that hangs writes its stacks to its log before `launch` gives up
 GROUPS = ((4, (3, 5)), (7, (6, 2)), (3, (1, 9)), (5, (4, 4)))
 
 
@@ -131,6 +134,14 @@ def gather(value: Any, world_size: int) -> list[Any]:
 def vocab_parallel_error(store: dist.Store, rank: int, world_size: int) -> dict[str, float]:
     """Largest differences from the full softmax, fp64; with 49 tokens the last rank has padding."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    errors = _vocab_parallel_errors(rank, world_size)
+    dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+    # the graph, which holds the group, is gone by now: torch 2.7 can deadlock when a group outlives its destruction
+    dist.destroy_process_group()
+    return dict(zip(("logprob", "entropy", "hidden_grad", "weight_grad"), errors.tolist(), strict=True))
+
+
+def _vocab_parallel_errors(rank: int, world_size: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     vocab, num_rows, local_rows = 49, 11, -(-49 // world_size)
     hidden = torch.randn(num_rows, 16, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -150,17 +161,14 @@ def vocab_parallel_error(store: dist.Store, rank: int, world_size: int) -> dict[
     expected_entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     (expected * down + expected_entropy * down_entropy).sum().backward()
     mine = full.grad[rank * local_rows : (rank + 1) * local_rows]
-    errors = torch.stack(
+    return torch.stack(
         [
             (logprobs - expected).abs().max(),
             (entropy - expected_entropy).abs().max(),
             (hidden.grad - whole_hidden.grad).abs().max(),
             (weight.grad - mine).abs().max(),
         ]
-    )
-    dist.all_reduce(errors, op=dist.ReduceOp.MAX)
-    dist.destroy_process_group()
-    return dict(zip(("logprob", "entropy", "hidden_grad", "weight_grad"), errors.tolist(), strict=True))
+    ).detach()
 
 
 def launch(job: dict[str, Any], world_size: int, directory: Path, timeout_s: float = 120) -> dict[str, Any]:
@@ -177,11 +185,15 @@ def launch(job: dict[str, Any], world_size: int, directory: Path, timeout_s: flo
             command = [sys.executable, "-m", "tests.helpers.model_rank", str(job_file)]
             environment = {**base, "RANK": str(rank)}
             processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout_s) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    deadline = time.monotonic() + timeout_s
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if any(process.poll() for process in processes):
+            break  # one failed: the others would wait for it
+        time.sleep(0.1)
+    codes = [process.poll() for process in processes]
+    for process in processes:
+        process.kill()
+        process.wait()
     tails = "\n".join(f"--- rank {rank}\n{log.read_text()[-3000:]}" for rank, log in enumerate(logs))
     assert codes == [0] * world_size, f"exit codes {codes}\n{tails}"
     result: dict[str, Any] = json.loads(out.read_text())
@@ -191,6 +203,7 @@ def launch(job: dict[str, Any], world_size: int, directory: Path, timeout_s: flo
 def main(job_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(STACKS_AFTER_S)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     results: dict[str, Any] = {
