@@ -148,11 +148,9 @@ class MergePlan:
 class GatherPlan:
     """One bottom-right causal call: the queries of each segment against the keys of its whole path, gathered.
 
-    q_rows: the rows whose queries are computed. k_rows: path after path, so a shared row occurs several times; None
-    where nothing is shared and k is used as it is.
+    k_rows: path after path, so that a shared row occurs several times; None where nothing is shared and k is used as is.
     """
 
-    q_rows: Rows
     k_rows: Rows | None
     call: VarlenCall
 
@@ -200,7 +198,7 @@ def _build_gather_plan(layout: PrefixLayout, segments: Sequence[int]) -> GatherP
     shared = any(len(path) > 1 for path in paths) or len(segments) < sum(1 for length in layout.lengths if length)
     k_rows = Rows(tuple(span for path in paths for span in path)) if shared else None
     k_lengths = tuple(layout.offsets[s] + layout.lengths[s] for s in segments)
-    return GatherPlan(Rows.of(spans), k_rows, VarlenCall(_lengths(spans), k_lengths, causal=True))
+    return GatherPlan(k_rows, VarlenCall(_lengths(spans), k_lengths, causal=True))
 
 
 def _lengths(spans: Sequence[Span]) -> tuple[int, ...]:
