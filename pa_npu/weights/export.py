@@ -114,23 +114,20 @@ def _together(action: Callable[[], None], what: str, device: torch.device) -> No
 def _write_stage(
     manifest: wire.Manifest, buckets: Iterator[torch.Tensor | None], directory: Path, stage: int, max_file_bytes: int
 ) -> None:
+    assembler = wire.Assembler(manifest)
     held: dict[str, torch.Tensor] = {}
     held_bytes, number = 0, 0
-    for name, tensor in wire.assemble(manifest, _filled(buckets)):
-        if held and held_bytes + tensor.nbytes > max_file_bytes:
-            save_file(held, _stage_file(directory, stage, number), metadata={"format": "pt"})
-            held, held_bytes, number = {}, 0, number + 1
-        # a copy: the bucket's memory is used again
-        held[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-        held_bytes += tensor.nbytes
+    for bucket, buffer in zip(manifest.buckets, buckets, strict=False):
+        assert buffer is not None, "only TP leaders have the gathered weights"
+        for name, tensor in assembler.take(bucket, buffer):
+            if held and held_bytes + tensor.nbytes > max_file_bytes:
+                save_file(held, _stage_file(directory, stage, number), metadata={"format": "pt"})
+                held, held_bytes, number = {}, 0, number + 1
+            # a copy: the bucket's memory is used again
+            held[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+            held_bytes += tensor.nbytes
     if held:
         save_file(held, _stage_file(directory, stage, number), metadata={"format": "pt"})
-
-
-def _filled(buckets: Iterator[torch.Tensor | None]) -> Iterator[torch.Tensor]:
-    for bucket in buckets:
-        assert bucket is not None, "only TP leaders have the gathered weights"
-        yield bucket
 
 
 def _stage_file(directory: Path, stage: int, number: int) -> Path:

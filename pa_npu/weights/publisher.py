@@ -80,6 +80,11 @@ class Publisher:
         """Whether this rank sends its stage's weights: it is the one that must put manifest() into the store."""
         return self._position.is_leader
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the stage's weights, what one publish sends; 0 on ranks of other replicas."""
+        return self._tensors.manifest.num_bytes if self._tensors is not None else 0
+
     def manifest(self) -> dict[str, Any]:
         """What an engine needs to join and read this stage: one element of pa_connect's `stages`. JSON."""
         assert self._tensors is not None, "only replica 0 publishes"
@@ -122,7 +127,7 @@ class Publisher:
             for _ in self._tensors.buckets(deadline):
                 pass
         manifest = self._tensors.manifest
-        sent = manifest.num_bytes if self.is_leader else 0
+        sent = self.num_bytes if self.is_leader else 0
         return PublishStats(time.perf_counter() - start, sent, len(manifest.buckets), wire_wait_s)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,6 +110,17 @@ class WorkerExtension:
         return receiver
 
 
+@dataclass(frozen=True)
+class Message:
+    """One broadcast of a stage: its header (no bucket) or one bucket; `buffer` is filled once it has arrived."""
+
+    manifest: wire.Manifest
+    assembler: wire.Assembler
+    bucket: wire.Bucket | None
+    buffer: torch.Tensor
+    name: str
+
+
 class Receiver:
     """Reads the buckets of all stages, in stage order, and puts the HF tensors together. Knows nothing of vLLM."""
 
@@ -138,45 +150,45 @@ class Receiver:
     def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) of all weights. Each tensor may be kept: buffers are not used again."""
         deadline = wire.Deadline(self._timeout_s)
-        messages = self._messages(version, deadline)
-        for manifest in self._manifests:
-            self._check_header(next(messages), manifest, version)
-            yield from wire.assemble(manifest, messages)
+        for message in self._messages(version, deadline):
+            if message.bucket is None:
+                self._check_header(message.buffer, message.manifest, version)
+            else:
+                yield from message.assembler.take(message.bucket, message.buffer)
 
     def close(self) -> None:
         for group in self._groups:
             wire.leave_group(group)
         self._groups = []
 
-    def _messages(self, version: int, deadline: wire.Deadline) -> Iterator[torch.Tensor]:
+    def _messages(self, version: int, deadline: wire.Deadline) -> Iterator[Message]:
         """Header and buckets of each stage, in the order they are sent, always with the next ones already posted."""
-        pending: deque[tuple[dist.Work, torch.Tensor, str]] = deque()
+        pending: deque[tuple[dist.Work, Message]] = deque()
         for group, manifest in zip(self._groups, self._manifests, strict=True):
-            sizes = [(2, torch.int64, "header")]
-            total = len(manifest.buckets)
-            sizes += [
-                (b.num_elements, b.torch_dtype, f"bucket {i + 1} of {total} ({b.summary})")
-                for i, b in enumerate(manifest.buckets)
-            ]
-            for size, dtype, what in sizes:
-                buffer = torch.empty(size, dtype=dtype, device=self._device)
-                pending.append((wire.broadcast(group, buffer), buffer, f"stage {manifest.stage}, {what}"))
+            assembler = wire.Assembler(manifest)
+            buckets: list[wire.Bucket | None] = [None, *manifest.buckets]
+            for index, bucket in enumerate(buckets):
                 if len(pending) > _AHEAD:
                     yield self._arrived(*pending.popleft(), version, deadline)
+                if bucket is None:
+                    name = f"stage {manifest.stage}, header"
+                    buffer = torch.empty(2, dtype=torch.int64, device=self._device)
+                else:
+                    name = f"stage {manifest.stage}, bucket {index} of {len(manifest.buckets)} ({bucket.summary})"
+                    buffer = assembler.buffer(bucket, self._device)
+                pending.append((wire.broadcast(group, buffer), Message(manifest, assembler, bucket, buffer, name)))
         while pending:
             yield self._arrived(*pending.popleft(), version, deadline)
 
-    def _arrived(
-        self, work: dist.Work, buffer: torch.Tensor, what: str, version: int, deadline: wire.Deadline
-    ) -> torch.Tensor:
+    def _arrived(self, work: dist.Work, message: Message, version: int, deadline: wire.Deadline) -> Message:
         wire.wait(
             work,
             deadline,
-            lambda: f"engine worker {self._rank} waits for weight version {version}, {what}",
+            lambda: f"engine worker {self._rank} waits for weight version {version}, {message.name}",
             "check in the trainer's logs that the leader of this stage is alive and publishing, or raise "
             "publish.timeout_s",
         )
-        return buffer
+        return message
 
     def _check_header(self, header: torch.Tensor, manifest: wire.Manifest, version: int) -> None:
         sent_version, digest = header.tolist()

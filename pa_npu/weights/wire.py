@@ -30,6 +30,8 @@ from pa_npu.errors import DeadlineExceeded, PaNpuError
 # The pause between polls grows with the time waited, so that a short wait ends promptly and a long one costs nothing.
 _SHORTEST_POLL_S, _LONGEST_POLL_S, _POLL_SHARE = 0.0001, 0.005, 0.002
 _LONGEST_JOIN_POLL_S = 0.05
+# The backend's own timeout comes after ours, whose message says more.
+_BACKEND_MARGIN_S = 15.0
 
 
 class WeightSyncError(PaNpuError):
@@ -143,31 +145,51 @@ class Manifest:
                 )
 
 
-def assemble(manifest: Manifest, buffers: Iterator[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Complete HF tensors out of a stage's buckets, in order.
+class Assembler:
+    """Puts a stage's HF tensors together from its buckets, which must come in order."""
 
-    A tensor that came in one piece is a view of its buffer, so whoever yields the buffers must not reuse them while
-    tensors are in use; one that was cut over buckets is assembled in memory of its own.
-    """
-    open_tensors: dict[str, torch.Tensor] = {}
-    remaining: dict[str, int] = {}
-    for bucket in manifest.buckets:
-        buffer, offset = next(buffers), 0
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._open: dict[str, torch.Tensor] = {}
+        self._remaining: dict[str, int] = {}
+
+    def buffer(self, bucket: Bucket, device: torch.device) -> torch.Tensor:
+        """Memory to receive a bucket in. Where the bucket is one piece of a tensor, it is the tensor's own memory."""
+        segment = bucket.segments[0]
+        if len(bucket.segments) == 1 and segment.size < self._size(segment.name):
+            return self._place(segment, bucket.torch_dtype, device)
+        return torch.empty(bucket.num_elements, dtype=bucket.torch_dtype, device=device)
+
+    def take(self, bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that `buffer`, filled with `bucket`, completes.
+
+        One that came in one piece is a view of the buffer, which must not be reused while the tensor is needed.
+        """
+        offset = 0
         for segment in bucket.segments:
             data = buffer[offset : offset + segment.size]
             offset += segment.size
-            shape = manifest.shapes[segment.name]
-            size = math.prod(shape)
-            if segment.size == size:
-                yield segment.name, data.view(shape)
+            name, shape = segment.name, self._manifest.shapes[segment.name]
+            if segment.size == self._size(name):
+                yield name, data.view(shape)
                 continue
-            if segment.name not in open_tensors:
-                open_tensors[segment.name] = torch.empty(size, dtype=buffer.dtype, device=buffer.device)
-                remaining[segment.name] = size
-            open_tensors[segment.name][segment.start : segment.start + segment.size].copy_(data)
-            remaining[segment.name] -= segment.size
-            if remaining[segment.name] == 0:
-                yield segment.name, open_tensors.pop(segment.name).view(shape)
+            place = self._place(segment, buffer.dtype, buffer.device)
+            if place.data_ptr() != data.data_ptr():
+                place.copy_(data)
+            self._remaining[name] -= segment.size
+            if self._remaining[name] == 0:
+                yield name, self._open.pop(name).view(shape)
+
+    def _place(self, segment: Segment, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Where a segment lies in its tensor, for which memory is made when the first comes."""
+        if segment.name not in self._open:
+            size = self._size(segment.name)
+            self._open[segment.name] = torch.empty(size, dtype=dtype, device=device)
+            self._remaining[segment.name] = size
+        return self._open[segment.name][segment.start : segment.start + segment.size]
+
+    def _size(self, name: str) -> int:
+        return math.prod(self._manifest.shapes[name])
 
 
 class Deadline:
@@ -225,10 +247,10 @@ def join_group(
     """Join the group `name` beside whatever default group this process has. A name serves once.
 
     `host:port` is any c10d TCPStore that all members reach; each uses a client of its own. Blocks until all members are
-    there, at most members_timeout_s (default timeout_s), then at most timeout_s, which is also the group's timeout for
-    each operation. Raises DeadlineExceeded with the ranks that are missing, or WeightSyncError.
+    there, at most members_timeout_s (default timeout_s). timeout_s is that of one publish. Raises DeadlineExceeded with
+    the ranks that are missing, or WeightSyncError.
     """
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeout_s + _BACKEND_MARGIN_S)
     deadline = Deadline(members_timeout_s or timeout_s)
     try:
         store = dist.PrefixStore(
@@ -268,6 +290,7 @@ def leave_group(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(group)
 
 
-def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
-    """Start a broadcast from rank 0."""
-    return group.broadcast(tensor, 0)
+def broadcast(group: dist.ProcessGroup | None, tensor: torch.Tensor, root: int = 0) -> dist.Work:
+    """Start a broadcast from the member `root` of the group."""
+    assert group is not None
+    return group.broadcast(tensor, root)

@@ -177,7 +177,14 @@ def test_two_types_in_one_stage_go_in_buckets_of_their_own(tmp_path: Path) -> No
     tensors = StageTensors(module, spec, Position(), 2**20)
     buckets = [bucket.clone() for bucket in tensors.buckets(wire.Deadline(5)) if bucket is not None]
     hf = load_file(tmp_path / "model.safetensors")
-    for name, tensor in wire.assemble(tensors.manifest, iter(buckets)):
+    assembler = wire.Assembler(tensors.manifest)
+    found = [
+        item
+        for bucket, buffer in zip(tensors.manifest.buckets, buckets, strict=True)
+        for item in assembler.take(bucket, buffer)
+    ]
+    assert len(found) == len(hf)
+    for name, tensor in found:
         assert tensor.dtype == (torch.float32 if "norm" in name else torch.bfloat16)
         assert torch.equal(tensor, hf[name].bfloat16().to(tensor.dtype)), name
 
@@ -306,7 +313,7 @@ def test_tp_peer_that_stops_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     world.connect(publishers, timeout_s=5.0)
     (leader,) = run_threads(lambda: publishers[0].publish(1))
     assert isinstance(leader, DeadlineExceeded), leader
-    for part in ("over TP in stage 0, bucket 1 of", "embed_tokens", "rank 0 of 2"):
+    for part in ("over TP in stage 0, bucket 1 of", "embed_tokens", "rank 0 of 2 waits for the shard of rank 1"):
         assert part in str(leader)
 
 

@@ -43,13 +43,16 @@ class FakeReceiver(receiver.Receiver):
         super().__init__([tensors.manifest], [], 1, torch.device("cpu"), 5.0)
         self.tensors, self.fail = tensors, fail
 
-    def _messages(self, version: int, deadline: wire.Deadline) -> Iterator[torch.Tensor]:
-        yield torch.tensor([version, self.tensors.manifest.digest])
-        for index, bucket in enumerate(self.tensors.buckets(deadline)):
+    def _messages(self, version: int, deadline: wire.Deadline) -> Iterator[receiver.Message]:
+        manifest = self.tensors.manifest
+        assembler = wire.Assembler(manifest)
+        header = torch.tensor([version, manifest.digest])
+        yield receiver.Message(manifest, assembler, None, header, "header")
+        for index, (bucket, buffer) in enumerate(zip(manifest.buckets, self.tensors.buckets(deadline), strict=True)):
             if self.fail and index == 3:
                 raise self.fail
-            assert bucket is not None
-            yield bucket.clone()
+            assert buffer is not None
+            yield receiver.Message(manifest, assembler, bucket, buffer.clone(), "bucket")
 
 
 @pytest.fixture

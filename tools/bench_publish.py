@@ -1,0 +1,292 @@
+#!/usr/bin/env python
+"""Time a weight publish against one bare gloo broadcast of the same bytes to the same workers, alternating in one run.
+
+    python tools/bench_publish.py [--layers N] [--dtype bf16|fp32] [--tensor-parallel 1,2] [--workers 1,2]
+                                  [--bucket-mib 16,64] [--repeats 5] [--json FILE] [--markdown FILE]
+
+Trainer ranks (TP) and engine workers are processes of this machine. A publish is everything between the trainers' call
+and the moment when all workers have copied every HF tensor into memory of its own, as a loader does: gather over TP,
+packing, broadcast, assembly, copy. The bare broadcast sends one ready buffer into another, so it is the upper bound for
+this transport and machine. With TP > 1 the shards of the other ranks must reach the leader first; the bare gather does
+just that, in one broadcast per rank.
+
+Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadcast, and of bare gather and broadcast one
+after another (medians); the publish over each of the two (the aim: at least 0.5 of the broadcast); the share of a
+publish that the leader spent waiting for the wire.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.weights import hf_map, wire
+from pa_npu.weights.gather import Position
+from pa_npu.weights.publisher import Publisher
+from pa_npu.weights.receiver import Receiver
+
+TIMEOUT_S = 120.0
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COLUMNS: tuple[str, ...] = (
+    *("TP", "workers", "bucket MiB", "MiB", "buckets"),
+    *("publish GB/s", "broadcast GB/s", "with gather GB/s", "of broadcast", "of both", "wire wait"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    tensor_parallel: int
+    workers: int
+    bucket_mib: float
+    bytes: int
+    buckets: int
+    publish_s: float
+    broadcast_s: float
+    gather_s: float
+    wire_wait_s: float
+
+    def cells(self) -> list[str]:
+        return [
+            str(self.tensor_parallel),
+            str(self.workers),
+            f"{self.bucket_mib:g}",
+            f"{self.bytes / 2**20:.0f}",
+            str(self.buckets),
+            f"{self.bytes / self.publish_s / 1e9:.2f}",
+            f"{self.bytes / self.broadcast_s / 1e9:.2f}",
+            f"{self.bytes / (self.broadcast_s + self.gather_s) / 1e9:.2f}",
+            f"{self.broadcast_s / self.publish_s:.2f}",
+            f"{(self.broadcast_s + self.gather_s) / self.publish_s:.2f}",
+            f"{self.wire_wait_s / self.publish_s:.0%}",
+        ]
+
+
+@dataclass(frozen=True)
+class Case:
+    spec: ModelSpec
+    dtype: str
+    tensor_parallel: int
+    workers: int
+    bucket_mib: tuple[float, ...]
+    repeats: int
+    port: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model (hidden 1024), 24 MiB each in bf16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="type of the weights")
+    parser.add_argument("--tensor-parallel", type=_ints, default=(1, 2), help="TP sizes, separated by commas")
+    parser.add_argument("--workers", type=_ints, default=(1, 2), help="numbers of engine workers")
+    parser.add_argument("--bucket-mib", type=_floats, default=(4.0, 16.0), help="bucket sizes")
+    parser.add_argument("--repeats", type=int, default=5, help="timed repetitions; medians are printed")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    arguments = parser.parse_args(argv)
+    rows: list[Row] = []
+    for tensor_parallel in arguments.tensor_parallel:
+        for workers in arguments.workers:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            case = Case(
+                spec=_spec(arguments.layers),
+                dtype=arguments.dtype,
+                tensor_parallel=tensor_parallel,
+                workers=workers,
+                bucket_mib=arguments.bucket_mib,
+                repeats=arguments.repeats,
+                port=store.port,
+            )
+            rows += run_case(case)
+    table = [list(COLUMNS), *(row.cells() for row in rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(COLUMNS))]
+    for line in table:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+    if arguments.markdown:
+        lines = [" | ".join(line) for line in table]
+        lines.insert(1, " | ".join("--:" for _ in COLUMNS))
+        arguments.markdown.write_text("\n".join(f"| {line} |" for line in lines) + "\n", encoding="utf-8")
+    return 0
+
+
+def run_case(case: Case) -> list[Row]:
+    """Start the processes of one row and return what the leader measured."""
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    processes = [
+        context.Process(target=trainer, args=(case, rank, results), name=f"trainer-{rank}")
+        for rank in range(case.tensor_parallel)
+    ]
+    processes += [
+        context.Process(target=worker, args=(case, rank), name=f"worker-{rank}") for rank in range(1, case.workers + 1)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        rows: list[Row] = results.get(timeout=TIMEOUT_S * 4)
+        for process in processes:
+            process.join(TIMEOUT_S)
+    finally:
+        for process in processes:
+            process.kill()
+    return rows
+
+
+def trainer(case: Case, rank: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    size = case.tensor_parallel
+    store = dist.TCPStore("127.0.0.1", case.port, is_master=False, wait_for_workers=False)
+    peers = _join(case, "tp", rank, size)
+    everyone = _join(case, "everyone", rank if rank == 0 else case.workers + rank, size + case.workers)
+    bare = _join(case, "bare", 0, 1 + case.workers) if rank == 0 else None
+    module = stand_in_stage(case.spec, size, DTYPES[case.dtype])
+    rows = []
+    for bucket_mib in case.bucket_mib:
+        with Publisher(
+            module,
+            case.spec,
+            store_host="127.0.0.1",
+            store_port=case.port,
+            engine_workers=case.workers,
+            bucket_bytes=int(bucket_mib * 2**20),
+            timeout_s=TIMEOUT_S,
+            backend="gloo",
+            device=torch.device("cpu"),
+            position=Position(rank, size, tp_group=peers),
+        ) as publisher:
+            if rank == 0:
+                store.set(f"manifest/{bucket_mib}", json.dumps(publisher.manifest()))
+            publisher.connect()
+            publish_s, broadcast_s, gather_s, wire_wait_s = [], [], [], []
+            flat = torch.ones(publisher.num_bytes, dtype=torch.uint8)
+            shards = torch.ones(size, publisher.num_bytes // size, dtype=torch.uint8)
+            for repetition in range(case.repeats + 1):  # the first warms up
+                start = _together(everyone)
+                stats = publisher.publish(repetition)
+                publish_s.append(_together(everyone) - start)
+                wire_wait_s.append(stats.wire_wait_s)
+                start = _together(everyone)
+                if bare is not None:
+                    wire.broadcast(bare, flat).wait()
+                broadcast_s.append(_together(everyone) - start)
+                start = _together(everyone)
+                for peer in range(1, size):
+                    wire.broadcast(peers, shards[peer], root=peer).wait()
+                gathered = _together(everyone)
+                gather_s.append(gathered - start if size > 1 else 0.0)
+        rows.append(
+            Row(
+                tensor_parallel=size,
+                workers=case.workers,
+                bucket_mib=bucket_mib,
+                bytes=stats.bytes,
+                buckets=stats.buckets,
+                publish_s=statistics.median(publish_s[1:]),
+                broadcast_s=statistics.median(broadcast_s[1:]),
+                gather_s=statistics.median(gather_s[1:]),
+                wire_wait_s=statistics.median(wire_wait_s[1:]),
+            )
+        )
+    if rank == 0:
+        results.put(rows)
+
+
+def worker(case: Case, rank: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", case.port, is_master=False, wait_for_workers=False)
+    everyone = _join(case, "everyone", rank, case.tensor_parallel + case.workers)
+    bare = _join(case, "bare", rank, 1 + case.workers)
+    for bucket_mib in case.bucket_mib:
+        announced = json.loads(store.get(f"manifest/{bucket_mib}"))
+        manifest = wire.Manifest.from_json(announced["manifest"])
+        group = _join(case, announced["name"], rank, 1 + case.workers)
+        receiver = Receiver([manifest], [group], rank, torch.device("cpu"), TIMEOUT_S)
+        model = {name: torch.ones(shape, dtype=DTYPES[case.dtype]) for name, shape in manifest.shapes.items()}
+        flat = torch.ones(manifest.num_bytes, dtype=torch.uint8)
+        for repetition in range(case.repeats + 1):
+            _together(everyone)
+            for name, tensor in receiver.receive(repetition):
+                model[name].copy_(tensor)
+            _together(everyone)
+            _together(everyone)
+            wire.broadcast(bare, flat).wait()
+            for _ in range(3):  # end of the broadcast, begin and end of the bare gather
+                _together(everyone)
+        receiver.close()
+
+
+def stand_in_stage(spec: ModelSpec, tp_size: int, dtype: torch.dtype) -> torch.nn.Module:
+    """One rank's parameters of the whole model under Megatron's names; there is nothing to run."""
+    module = torch.nn.Module()
+    layer = ["input_layernorm.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"]
+    layer += ["pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
+    names = [f"decoder.layers.{index}.{name}" for index in range(spec.num_layers) for name in layer]
+    for name in (hf_map.EMBEDDING, *names, hf_map.FINAL_NORM):
+        shapes = [tensor.local_shape(tp_size) for tensor in hf_map.sources(name, spec, 0)]
+        owner, (*path, leaf) = module, name.split(".")
+        for child in path:
+            if child not in dict(owner.named_children()):
+                owner.add_module(child, torch.nn.Module())
+            owner = owner.get_submodule(child)
+        values = torch.full((sum(shape[0] for shape in shapes), *shapes[0][1:]), 0.5, dtype=dtype)
+        owner.register_parameter(leaf, torch.nn.Parameter(values, requires_grad=False))
+    for index, child_layer in enumerate(module.get_submodule("decoder.layers").children()):
+        child_layer.layer_number = index + 1  # type: ignore[assignment]
+    return module
+
+
+def _spec(layers: int) -> ModelSpec:
+    return ModelSpec(
+        path="stand-in",
+        family="llama",
+        num_layers=layers,
+        hidden_size=1024,
+        ffn_size=2816,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=64,
+        vocab_size=32000,
+        rope_theta=1e6,
+        rope_scaling=None,
+        norm_eps=1e-6,
+        qkv_bias=False,
+        qk_norm=False,
+        tied=True,
+        max_positions=4096,
+        eos_token_ids=(1,),
+    )
+
+
+def _join(case: Case, name: str, rank: int, size: int) -> dist.ProcessGroup:
+    return wire.join_group("127.0.0.1", case.port, name, rank, size, "gloo", TIMEOUT_S, f"benchmark group {name}")
+
+
+def _together(group: dist.ProcessGroup) -> float:
+    """The time after all processes have come here."""
+    group.barrier().wait()
+    return time.perf_counter()
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
