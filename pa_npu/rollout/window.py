@@ -1,19 +1,22 @@
 """The admission window: how many sequences each engine has in flight, fixed or found while running.
 
 Few sequences in flight let groups finish one after another, so that training starts early; too few leave the engine
-underused. Throughput X(c) of c sequences in flight saturates, and what is wanted is the smallest c with
-X(c) >= SATURATION * max X, found from the groups of the run itself:
+underused. Throughput X(c) of c sequences in flight saturates. What is wanted is the smallest c with which an iteration's
+generation takes at most 1 / SATURATION of the shortest time, found from the groups of the run itself:
 
-  measure   Every group gives a sample: with m groups in flight on its engine (average over its life), its longest response of L
-            tokens took d seconds. By Little's law the engine then yields m * E[tokens] / E[d] tokens/s, and since E[tokens] / E[L]
-            does not depend on m, levels are compared by m / t(m) with t = E[d] / E[L], the seconds per token of a sequence.
-            Samples are binned by m; t is the weighted median of a bin, made non-decreasing in m.
-  climb     From about 16 sequences upwards by factors of 4, as long as a step gains at least MIN_GAIN or the cap is reached.
-  hold      The smallest m that reaches SATURATION of the best level seen, t interpolated linearly between levels. New samples
-            arrive all the time, at the window's level and, from the tail of each iteration, below; the choice is renewed with them.
-  recheck   After 1, 2, 4, then every 8 iterations, some groups run at twice the window, in case engine or lengths have changed.
+  measure   Every group gives a sample: with m groups in flight on its engine (average over its life), its longest
+            response of L tokens took d seconds, t = d / L per token. By Little's law the engine then yields
+            m * E[tokens] / E[d] tokens/s, and since E[tokens] / E[L] does not depend on m, levels are compared by
+            X = m / t(m). Samples are binned by m; t(m) is a local line through the bins' weighted medians.
+  climb     From about 16 sequences upwards by factors of 4, as long as a step gains at least MIN_GAIN, up to the cap.
+  hold      An iteration of M groups runs in k = ceil(M / m) waves, which take (k - 1) t(m) + t(rest) per token. The
+            smallest m within SATURATION of the best is held: for many waves that is the smallest with X(m) near its
+            maximum, for few it is one that divides M, because a last wave of stragglers costs as much as a full one.
+            Samples keep coming, at the window's level and, from each iteration's tail, below; the choice follows them.
+  recheck   After 1, 2, 4, then every 8 iterations, some groups run at twice the window, in case the engine or the
+            lengths have changed.
 
-What is sampled does not depend on the window (seeds, FACTS of the engine): only time does.
+What is sampled does not depend on the window, because every request has a seed of its own: only time does.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ _LONGEST_RECHECK = 8
 # Doublings of m over which neighbouring levels count for each other.
 _BANDWIDTH = 0.75
 _BANDWIDTH_ABOVE = 0.3
+# Groups of a full window see a little less than it on average, because the first and last of them see it fill and drain.
+_EXTRAPOLATION = 1.15
 
 
 @dataclass(frozen=True)
@@ -102,12 +107,13 @@ class FixedWindow:
 class AutoWindow:
     """rollout.window = auto. Counts in groups of `responses_per_prompt` sequences.
 
-    max_sequences: more than this is never useful (the engine's own limit, or all that an iteration has for one engine).
+    max_sequences: the engine's own limit. sequences_per_engine: what an iteration has for one engine.
     """
 
-    def __init__(self, responses_per_prompt: int, max_sequences: int) -> None:
+    def __init__(self, responses_per_prompt: int, max_sequences: int, sequences_per_engine: int) -> None:
         self._group = responses_per_prompt
-        self._cap = max(1, max_sequences // responses_per_prompt)
+        self._groups_per_iteration = max(1, sequences_per_engine // responses_per_prompt)
+        self._cap = max(1, min(max_sequences // responses_per_prompt, self._groups_per_iteration))
         self._level = min(self._cap, max(1, math.ceil(_FIRST_SEQUENCES / responses_per_prompt)))
         self._climbing = self._level < self._cap
         self._climbed_from: int | None = None
@@ -169,28 +175,39 @@ class AutoWindow:
 
     def _choose(self, reason: str) -> None:
         levels = self._levels()
-        candidates = range(1, min(self._cap, math.ceil(levels[-1].groups)) + 1)
-        throughput = [_throughput(levels, m) for m in candidates]
-        best = max(throughput)
-        choice = next(m for m in candidates if throughput[m - 1] >= SATURATION * best)
-        if (
-            reason == "climbed"
-            or choice > (1 + _HYSTERESIS_UP) * self._held
-            or choice < (1 - _HYSTERESIS_DOWN) * self._held
-        ):
-            halfway = reason != "climbed" and choice < self._held
-            self._held = math.ceil(math.sqrt(choice * self._held)) if halfway else choice
-            measured = ", ".join(
-                f"{level.groups * self._group:.0f}: {100 * _throughput(levels, level.groups) / best:.0f}"
-                for level in levels
-            )
+        candidates = range(1, min(self._cap, math.ceil(_EXTRAPOLATION * levels[-1].groups)) + 1)
+        times = {groups: self._iteration_time(levels, groups) for groups in candidates}
+        shortest = min(times.values())
+        choice = next(groups for groups in candidates if times[groups] <= shortest / SATURATION)
+        moves_up = choice > (1 + _HYSTERESIS_UP) * self._held
+        moves_down = choice < (1 - _HYSTERESIS_DOWN) * self._held
+        if reason == "climbed" or moves_up:
+            self._held = choice
+        elif moves_down:
+            # half of the way on a log scale, then the smallest window with as many waves
+            waves = self._waves(math.ceil(math.sqrt(choice * self._held)))
+            self._held = math.ceil(self._groups_per_iteration / waves)
+        if reason == "climbed" or moves_up or moves_down:
             logger.info(
-                "window: %d sequences per engine (%s); percent of best throughput by sequences in flight: %s",
+                "window: %d sequences per engine (%s), %d waves; percent of the best generation time by window: %s",
                 self._held * self._group,
                 reason,
-                measured,
+                self._waves(self._held),
+                ", ".join(
+                    f"{groups * self._group}: {100 * times[groups] / shortest:.0f}"
+                    for groups in sorted({min(candidates[-1], max(1, round(level.groups))) for level in levels})
+                ),
             )
         self._level = self._held
+
+    def _waves(self, groups: int) -> int:
+        return math.ceil(self._groups_per_iteration / groups)
+
+    def _iteration_time(self, levels: list[_Level], groups: int) -> float:
+        """Seconds per token of the longest responses, summed over an iteration's waves of `groups` groups."""
+        full_waves = self._waves(groups) - 1
+        rest = self._groups_per_iteration - full_waves * groups
+        return full_waves * _token_seconds_at(levels, groups) + _token_seconds_at(levels, rest)
 
     def _levels(self) -> list[_Level]:
         """Every bin with enough samples (every bin if none has), by groups in flight."""
@@ -212,11 +229,16 @@ def _token_seconds(samples: deque[_Sample]) -> float:
 
 
 def _throughput(levels: list[_Level], groups: float) -> float:
-    """Relative throughput of a number of groups in flight, from a local straight line through the levels' token seconds.
+    """Relative throughput of a number of groups in flight."""
+    return groups / _token_seconds_at(levels, groups)
+
+
+def _token_seconds_at(levels: list[_Level], groups: float) -> float:
+    """t(m) at m = groups, from a local straight line through the levels.
 
     The line is weighted by samples and by closeness on a log scale: t(m) is close to a + b m for every engine, so that
-    distant levels add little bias, and near ones take out the noise that a single level has. Outside of the measured
-    range t stays what it is at its ends.
+    distant levels add little bias, and near ones take out the noise that a single level has. Below the lowest level t
+    stays what it is there; above the highest the line is followed for a little way.
     """
     m, t, num_samples = np.array([(level.groups, level.token_s, level.num_samples) for level in levels]).T
     at = min(max(groups, m[0]), m[-1])
@@ -227,7 +249,8 @@ def _throughput(levels: list[_Level], groups: float) -> float:
     spread = weights @ (m - mean_m) ** 2
     # more in flight never makes a sequence faster
     slope = max(0.0, weights @ ((m - mean_m) * (t - mean_t)) / spread) if spread > 1e-12 else 0.0
-    return float(groups / max(mean_t + slope * (at - mean_m), 1e-9))
+    beyond = min(max(groups, at), _EXTRAPOLATION * m[-1])
+    return float(max(mean_t + slope * (beyond - mean_m), 1e-9))
 
 
 def make_window(
@@ -235,5 +258,5 @@ def make_window(
 ) -> WindowController:
     """The controller for `rollout.window`. sequences_per_engine: all sequences of an iteration over the engines, rounded up."""
     if window == "auto":
-        return AutoWindow(responses_per_prompt, min(max_num_seqs, sequences_per_engine))
+        return AutoWindow(responses_per_prompt, max_num_seqs, sequences_per_engine)
     return FixedWindow(int(window))
