@@ -7,7 +7,6 @@ Importing this package imports nothing heavy.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +40,17 @@ def missing(kind: str) -> str | None:
 
 @functools.cache
 def _create(kind: str) -> Platform:
-    module = importlib.import_module(f"pa_npu.platform.{kind}")
-    platform: Platform = getattr(module, f"{kind.capitalize()}Platform")()
-    return platform
+    if kind == "npu":
+        from pa_npu.platform.npu import NpuPlatform
+
+        return NpuPlatform()
+    if kind == "cuda":
+        from pa_npu.platform.cuda import CudaPlatform
+
+        return CudaPlatform()
+    from pa_npu.platform.cpu import CpuPlatform
+
+    return CpuPlatform()
 
 
 def _missing_npu() -> str | None:

@@ -32,7 +32,7 @@ class AcceleratorPlatform:
         return int(self._module.memory_allocated()), int(self._module.max_memory_allocated())
 
     def total_memory_bytes(self) -> int:
-        return int(self._module.get_device_properties(0).total_memory)
+        return int(self._module.get_device_properties(self._module.current_device()).total_memory)
 
     def synchronize(self) -> None:
         self._module.synchronize()

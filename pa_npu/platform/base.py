@@ -27,14 +27,25 @@ class FusedOps(Protocol):
 class Platform(Protocol):
     """One device kind (npu, cuda, cpu). Nothing outside this package asks which one it is talking to."""
 
-    name: str
-    comm_backend: str
-    """Backend of collectives on device tensors: hccl, nccl or gloo."""
-    process_group_backend: str
-    """Argument of `init_process_group`: also serves CPU tensors, which checkpoints and object collectives use."""
-    visible_devices_env: str | None
-    """Environment variable that restricts a process to some devices; None where there is none."""
-    ops: FusedOps
+    @property
+    def name(self) -> str:
+        """npu, cuda or cpu; also the device type of its tensors."""
+
+    @property
+    def comm_backend(self) -> str:
+        """Backend of collectives on device tensors: hccl, nccl or gloo."""
+
+    @property
+    def process_group_backend(self) -> str:
+        """Argument of `init_process_group`: also serves CPU tensors, which checkpoints and object collectives use."""
+
+    @property
+    def visible_devices_env(self) -> str | None:
+        """Environment variable that restricts a process to some devices; None where there is none."""
+
+    @property
+    def ops(self) -> FusedOps:
+        """The platform's kernels for what the model computes per token."""
 
     def device(self, local_index: int) -> torch.device:
         """Device `local_index` of this process's visible ones."""
