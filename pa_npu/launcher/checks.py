@@ -147,11 +147,10 @@ def check_dataset(path: str, tokenizer: Any, config: Config) -> str:
 
 
 def check_rewards(config: Config) -> None:
-    """Every reward function can be built: patterns compile, module:function can be imported and called."""
-    from pa_npu.data.rewards.functions import build_function, function_specs
+    """Every reward function can be built, tried in a worker as the run will use it: user code may do anything."""
+    from pa_npu.data.rewards.pool import check_reward_functions
 
-    for spec in function_specs(config.reward.functions):
-        build_function(spec)
+    check_reward_functions(config)
 
 
 def check_attached(config: Config) -> None:
