@@ -148,7 +148,7 @@ class MergePlan:
 class GatherPlan:
     """One bottom-right causal call: the queries of each segment against the keys of its whole path, gathered.
 
-    k_rows: path after path, so that a shared row occurs several times; None where nothing is shared and k is used as is.
+    k_rows: path after path, so that a shared row occurs several times; None where nothing is shared.
     """
 
     k_rows: Rows | None
