@@ -1,0 +1,380 @@
+#!/usr/bin/env python
+"""How many responses and tokens per second one coordinator and the rollout buffer sustain on one core.
+
+The coordinator's real path runs in this process, pinned to one core: admission, HTTP client, JSON decoding and checks, a
+reward stub, advantages, the group's bytes, the put into the c10d store. Around it, on the other cores, run what it talks
+to: stand-in engines (pa_npu.rollout.stand_in, faster than any row needs), the store's host, and a consumer that takes the
+groups out as trainers do.
+
+    python tools/bench_control_path.py [--seconds 8] [--rows 8x128,16x512] [--engines 2] [--profile] [--markdown FILE]
+
+A row GxR has groups of G responses of R tokens each. Columns:
+
+    responses/s, tokens/s   response tokens, by wall clock, with everything running
+    core                    share of its core that the coordinator used; below 100% something else was the limit
+    tokens/s of core        response tokens per second of the coordinator's CPU time: what a core of its own sustains
+    decode ... other        CPU microseconds of the coordinator per group, each part timed alone on the same group: JSON to
+                            checked arrays, advantages and Group, its bytes, the put; `other` is the rest of the total: HTTP
+                            (receiving and joining the body), the event loop, admission, bookkeeping
+    rewards                 what handing the group to the real reward workers and back would add (not in the total)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import cProfile
+import json
+import os
+import platform
+import pstats
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pa_npu.algorithm.advantages import group_advantages
+from pa_npu.buffer.group import Group
+from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
+from pa_npu.buffer.store import StoreChannel, connect
+from pa_npu.config.schema import Config, RewardConfig
+from pa_npu.data.prompts import Prompt
+from pa_npu.data.rewards.pool import RewardPool
+from pa_npu.data.rewards.types import RewardInput, RewardResult
+from pa_npu.rollout import wire
+from pa_npu.rollout.client import VllmEngine
+from pa_npu.rollout.pool import EnginePool
+from pa_npu.rollout.producer import Producer
+from pa_npu.rollout.protocol import Sampling
+from pa_npu.rollout.scoring import ScoredGroup, reward_input
+from pa_npu.rollout.window import FixedWindow
+from pa_npu.telemetry.timeline import Timeline
+
+ROOT = Path(__file__).resolve().parent.parent
+HOST = "127.0.0.1"
+VOCABULARY = 150_000
+STARTUP_S = 60.0
+# Groups in flight per engine: enough that none of them ever waits for the coordinator's next request.
+GROUPS_IN_FLIGHT = 8
+GROUPS_PER_ITERATION = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    responses: int
+    length: int
+    prompt: int
+    body_bytes_per_token: float
+    groups: int
+    seconds: float
+    cpu_s: float
+    decode_us: float
+    group_us: float
+    bytes_us: float
+    put_us: float
+    total_us: float
+    rewards_us: float
+
+    @property
+    def responses_per_s(self) -> float:
+        return self.groups * self.responses / self.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.responses_per_s * self.length
+
+    @property
+    def core(self) -> float:
+        return self.cpu_s / self.seconds
+
+    @property
+    def tokens_per_core_s(self) -> float:
+        return self.groups * self.responses * self.length / self.cpu_s
+
+    @property
+    def other_us(self) -> float:
+        return max(0.0, self.total_us - self.decode_us - self.group_us - self.bytes_us - self.put_us)
+
+
+class StubRewards:
+    """Rewards that cost nothing: the worker processes of the real ones are not the coordinator's core."""
+
+    async def score(self, group: RewardInput) -> RewardResult:
+        total = np.arange(len(group.responses), dtype=np.float32) % 2
+        return RewardResult(total, {"stub": total}, total > 0, ())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", default="8x128,8x512,16x512,16x2048", help="GxR, separated by commas")
+    parser.add_argument("--prompt", type=int, default=256, help="prompt tokens")
+    parser.add_argument("--seconds", type=float, default=8.0, help="measured seconds per row")
+    parser.add_argument("--engines", type=int, default=2, help="stand-in engines")
+    parser.add_argument("--profile", action="store_true", help="also print where Python time goes (slows the row down)")
+    parser.add_argument("--markdown", type=Path, help="write the tables there")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    arguments = parser.parse_args()
+
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) > 1:
+        os.sched_setaffinity(0, set(cores[1:]))  # inherited by everything started below
+    rows = []
+    for shape in arguments.rows.split(","):
+        responses, length = map(int, shape.split("x"))
+        with surroundings(arguments.engines, responses, length) as (urls, port):
+            if len(cores) > 1:
+                os.sched_setaffinity(0, {cores[0]})
+            row = measure(urls, port, responses, length, arguments.prompt, arguments.seconds, arguments.profile)
+            if len(cores) > 1:
+                os.sched_setaffinity(0, set(cores[1:]))
+        rows.append(row)
+        print(console_line(row), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if arguments.markdown:
+        arguments.markdown.write_text(markdown(rows, arguments.engines))
+    return 0
+
+
+@contextlib.contextmanager
+def surroundings(engines: int, responses: int, length: int) -> Iterator[tuple[list[str], int]]:
+    """Stand-in engines, store host and consumer as processes; yields the engines' URLs and the store's port."""
+    with contextlib.ExitStack() as stack:
+        # one step per response and no time per token: bounded by the stand-in's own CPU time alone
+        options = ["--variants", "64", "--stride", str(length), "--vocab-size", str(VOCABULARY)]
+        options += ["--max-num-seqs", str(GROUPS_IN_FLIGHT * responses)]
+        urls = []
+        for _ in range(engines):
+            line = start(stack, "-m", "pa_npu.rollout.stand_in", *options)
+            urls.append(line.split()[-1])
+        port = int(start(stack, __file__, "--as-store").split()[-1])
+        start(stack, __file__, "--as-consumer", str(port))
+        yield urls, port
+
+
+def start(stack: contextlib.ExitStack, *command: str) -> str:
+    """Start a Python child that ends with the stack, and return the first line that it prints."""
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    stack.callback(process.wait, 10)
+    stack.callback(process.kill)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"{' '.join(command)} ended before it was ready")
+    return line
+
+
+def measure(
+    urls: Sequence[str], port: int, responses: int, length: int, prompt_tokens: int, seconds: float, profile: bool
+) -> Row:
+    prompt = Prompt(0, np.arange(3, 3 + prompt_tokens, dtype=np.int32), "0", "prompt", {})
+    config = Config.model_validate(
+        {
+            "model": {"path": "none"},
+            "data": {"train": "none"},
+            "rollout": {"responses_per_prompt": responses, "max_response_tokens": length},
+            "schedule": {"prompts_per_iteration": GROUPS_PER_ITERATION},
+            "telemetry": {"samples_per_iteration": 0},
+        }
+    )
+    sampling = Sampling(length, 1.0, ignore_eos=True)
+    channel = StoreChannel(connect(HOST, port, STARTUP_S))
+    profiler = cProfile.Profile() if profile else None
+    groups, wall_s, cpu_s = asyncio.run(produce_for(urls, channel, config, sampling, prompt, seconds, profiler))
+    if profiler is not None:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(18)
+    body, parts = asyncio.run(time_parts(urls[0], channel, sampling, prompt, responses))
+    rewards_us = asyncio.run(time_rewards(body, sampling, prompt, responses))
+    return Row(
+        responses=responses,
+        length=length,
+        prompt=prompt_tokens,
+        body_bytes_per_token=len(body) / (responses * length),
+        groups=groups,
+        seconds=wall_s,
+        cpu_s=cpu_s,
+        **parts,
+        total_us=cpu_s / groups * 1e6,
+        rewards_us=rewards_us,
+    )
+
+
+async def produce_for(
+    urls: Sequence[str],
+    channel: StoreChannel,
+    config: Config,
+    sampling: Sampling,
+    prompt: Prompt,
+    seconds: float,
+    profiler: cProfile.Profile | None,
+) -> tuple[int, float, float]:
+    """(groups, wall seconds, CPU seconds) of whole iterations, after one that warms everything up."""
+    buffer = StoreRolloutBuffer(channel, "run", readers=1)
+    window = FixedWindow(GROUPS_IN_FLIGHT * config.rollout.responses_per_prompt)
+    with ThreadPoolExecutor(1) as store_thread:
+        async with EnginePool([VllmEngine(url, VOCABULARY) for url in urls]) as pool:
+            timeline = Timeline(None, "")
+            producer = Producer(config, pool, StubRewards(), buffer, window, sampling, timeline, store_thread)
+            prompts = [prompt] * GROUPS_PER_ITERATION
+            await producer.produce(0, prompts)
+            if profiler is not None:
+                profiler.enable()
+            start_s, start_cpu_s, iteration = time.perf_counter(), time.process_time(), 0
+            while time.perf_counter() - start_s < seconds:
+                iteration += 1
+                await producer.produce(iteration, prompts)
+            wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+            if profiler is not None:
+                profiler.disable()
+    return iteration * GROUPS_PER_ITERATION, wall_s, cpu_s
+
+
+async def time_parts(
+    url: str, channel: StoreChannel, sampling: Sampling, prompt: Prompt, responses: int
+) -> tuple[bytes, dict[str, float]]:
+    """A body, and the CPU microseconds of decoding, building, encoding and putting its group."""
+    async with VllmEngine(url, VOCABULARY) as engine:
+        request = wire.encode_request(prompt.tokens, responses, 0, sampling)
+        body = await engine._request("POST", "/v1/completions", request, STARTUP_S)
+
+    def decode() -> ScoredGroup:
+        completions = wire.decode_response(body, responses, sampling, VOCABULARY, url)
+        total = np.arange(responses, dtype=np.float32) % 2
+        return ScoredGroup(0, 0, prompt, completions, RewardResult(total, {}, total > 0, ()))
+
+    def build() -> Group:
+        return scored.with_advantages(group_advantages(scored.result.total, "group-std"))
+
+    scored = decode()
+    group = build()
+    data = group.to_bytes()
+    return body, {
+        "decode_us": cpu_us(decode),
+        "group_us": cpu_us(build),
+        "bytes_us": cpu_us(group.to_bytes),
+        "put_us": cpu_us(lambda: channel.put_bytes("bench", data)),
+    }
+
+
+async def time_rewards(body: bytes, sampling: Sampling, prompt: Prompt, responses: int) -> float:
+    """CPU microseconds of this process to have a group scored by a worker process (format reward)."""
+    completions = wire.decode_response(body, responses, sampling, VOCABULARY, "")
+    group = reward_input(prompt, completions)
+    config = RewardConfig.model_validate({"functions": [{"name": "format", "pattern": "^ t"}]})
+    async with RewardPool(config) as pool:
+        times = []
+        for _ in range(40):
+            start_s = time.process_time()
+            await pool.score(group)
+            times.append(time.process_time() - start_s)
+    return sorted(times)[len(times) // 2] * 1e6
+
+
+def cpu_us(action: Callable[[], object], repetitions: int = 40) -> float:
+    """Median CPU time of an action in microseconds."""
+    times = []
+    for _ in range(repetitions):
+        start_s = time.process_time()
+        action()
+        times.append(time.process_time() - start_s)
+    return sorted(times)[repetitions // 2] * 1e6
+
+
+def host_store() -> None:
+    """The store's host, as the launcher is."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    print(f"store on port {store.port}", flush=True)
+    while True:
+        time.sleep(1)
+
+
+def consume(port: int) -> None:
+    """Takes every group out of the buffer and parses it, as one trainer rank does, until it is killed."""
+    buffer = StoreRolloutBuffer(StoreChannel(connect(HOST, port, STARTUP_S)), "run", readers=1)
+    print("consumer ready", flush=True)
+    iteration = 0
+    while True:
+        for slot in range(GROUPS_PER_ITERATION):
+            buffer.wait(iteration, 0, slot, 600.0)
+            buffer.read(iteration, 0, slot)
+            buffer.done(iteration, 0, slot)
+        iteration += 1
+
+
+HEADER = (
+    "G x R",
+    "responses/s",
+    "tokens/s",
+    "core",
+    "tokens/s of core",
+    "decode",
+    "group",
+    "encode",
+    "put",
+    "other",
+    "rewards",
+)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    return (
+        f"{row.responses} x {row.length}",
+        f"{row.responses_per_s:,.0f}",
+        f"{row.tokens_per_s:,.0f}",
+        f"{row.core:.0%}",
+        f"{row.tokens_per_core_s:,.0f}",
+        *(f"{us:,.0f}" for us in (row.decode_us, row.group_us, row.bytes_us, row.put_us, row.other_us, row.rewards_us)),
+    )
+
+
+def console_line(row: Row) -> str:
+    return " | ".join(f"{name} {value}" for name, value in zip(HEADER, cells(row), strict=True))
+
+
+def markdown(rows: Sequence[Row], engines: int) -> str:
+    table = [HEADER, ("---",) * len(HEADER), *map(cells, rows)]
+    lines = ["| " + " | ".join(line) + " |" for line in table]
+    best = max(rows, key=lambda row: row.tokens_per_core_s)
+    per_token = best.decode_us / (best.responses * best.length)
+    return f"""# Control path
+
+`python tools/bench_control_path.py`: the coordinator's path from HTTP response to rollout buffer on one core, between
+{engines} stand-in engines, the store and a consumer on the other cores. Machine: {os.cpu_count()}-core
+{platform.machine()} virtual machine, CPython {platform.python_version()}. Prompts of {rows[0].prompt} tokens.
+
+{chr(10).join(lines)}
+
+"core" is the share of its core that the coordinator used by wall clock; "tokens/s of core" divides by its CPU time. The
+columns from "decode" on are microseconds of that CPU time per group: JSON to checked arrays, advantages and group,
+its bytes, the put, and everything else (HTTP, event loop, admission). "rewards" comes on top with real reward workers.
+
+A core sustains up to {best.tokens_per_core_s / 1e6:.1f} million response tokens per second. What limits it is the
+engines' JSON: {best.body_bytes_per_token:.0f} bytes per token (token strings, offsets and top log-probs that vLLM always
+sends). Decoding it takes {per_token * 1000:.0f} ns per token, {best.decode_us / best.total_us:.0%} of the CPU time, and
+receiving it is most of "other". Short responses cost more per token, because a request has a cost of its own.
+"""
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--as-store"]:
+        host_store()
+    elif sys.argv[1:2] == ["--as-consumer"]:
+        consume(int(sys.argv[2]))
+    else:
+        sys.exit(main())
