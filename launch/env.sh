@@ -56,7 +56,7 @@ _make_venv() {
   fi
   _use_pip_settings
   # several times faster than pip; without it pip does the same
-  "$PYTHON" -m uv --version >/dev/null 2>&1 || "$PYTHON" -m pip install --quiet uv || echo "no uv; installing with pip"
+  "$PYTHON" -m uv --version >/dev/null 2>&1 || "$PYTHON" -m pip install uv >"$VENV/install.log" 2>&1 || echo "no uv; installing with pip"
 }
 
 _install_cpu() {
