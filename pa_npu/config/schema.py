@@ -1,7 +1,7 @@
 """The typed configuration tree: every key, its meaning, default and bounds, and the rules between keys.
 
 One class per section, one sentence per key. Unknown keys are refused. Rules that involve several keys live in
-`Config.check_rules`; rules that need a model or dataset on disk live in `pa_npu.config.preflight`.
+`Config.check_rules`; rules that need the model, the disk or devices live in `pa_npu.launcher.checks`.
 This module imports nothing heavier than pydantic, so that it loads quickly in every process.
 """
 
@@ -18,7 +18,7 @@ from pa_npu.config.presets import PRESETS, PresetName, fill_overlong, fill_prese
 class Section(BaseModel):
     """Base of all sections: immutable, and no key is accepted and ignored."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
