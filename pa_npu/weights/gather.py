@@ -1,9 +1,9 @@
 """One stage's HF tensors, gathered over tensor parallelism into flat buckets of bounded size.
 
-Publishing and exporting read a stage through this. No rank ever holds more than two gathered buckets: tensors larger
-than a bucket are cut by rows, each rank contributing the same rows of its shard. With TP, a bucket takes one all-gather
-of the packed shards; tensors that TP does not cut come from the leader alone. With TP=1 the leader packs straight from
-the parameters.
+Publishing and exporting read a stage through this. A rank holds at most two packed and two gathered buckets: tensors
+larger than a bucket are cut by rows, each rank contributing the same rows of its shard. With TP the ranks exchange their
+packed shards, one bucket ahead of the one being laid out for the wire; tensors that TP does not cut come from the leader
+alone. With TP=1 the leader packs straight from the parameters.
 """
 
 from __future__ import annotations
@@ -66,6 +66,14 @@ class Piece:
     stop: int
 
 
+@dataclass(frozen=True)
+class Gather:
+    """The exchange of one bucket: [tp_size, elements], the ranks' rows of its pieces one after another; one work per peer."""
+
+    shards: torch.Tensor
+    works: list[dist.Work]
+
+
 class StageTensors:
     """The plan and the data of one stage. All TP ranks build the same plan from the same parameters."""
 
@@ -106,10 +114,13 @@ class StageTensors:
         asked for, because two buffers take turns.
         """
         buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        for index, bucket in enumerate(self.manifest.buckets):
-            pieces = self._plan[index]
+        upcoming = self._start_gather(self._plan[0])
+        for index, (pieces, bucket) in enumerate(zip(self._plan, self.manifest.buckets, strict=True)):
+            gather = upcoming
+            if index + 1 < len(self._plan):
+                upcoming = self._start_gather(self._plan[index + 1])
+            gathered = self._finish_gather(gather, deadline, index)
             key = (index % 2, bucket.torch_dtype)
-            gathered = self._gather(pieces, deadline, index)
             if self._position.tp_rank != 0:
                 yield None
                 continue
@@ -137,35 +148,36 @@ class StageTensors:
         return view.reshape(shape)[piece.start : piece.stop]
 
     @torch.no_grad()
-    def _gather(self, pieces: list[Piece], deadline: wire.Deadline, index: int) -> torch.Tensor | None:
-        """[tp_size, elements]: rows of the pieces that TP cuts, one after another; None where it cuts none.
+    def _start_gather(self, pieces: list[Piece]) -> Gather | None:
+        """Pack and exchange this bucket's shards; None where TP cuts none of its tensors.
 
         One broadcast per peer, all at once: as much traffic as an all-gather, but gloo's all-gather copies everything
         twice more (a tenth of the broadcast's speed), and HCCL has no gather to one rank.
         """
         size = self._position.tp_size
-        cut = [piece for piece in pieces if piece.tensor.shard_dim is not None]
-        if size == 1 or not cut:
+        rows = [self._rows(piece) for piece in pieces if piece.tensor.shard_dim is not None]
+        if size == 1 or not rows:
             return None
-        rows = [self._rows(piece) for piece in cut]
-        gathered = rows[0].new_empty(size, sum(row.numel() for row in rows))
-        packed, offset = gathered[self._position.tp_rank], 0
+        shards = rows[0].new_empty(size, sum(row.numel() for row in rows))
+        packed, offset = shards[self._position.tp_rank], 0
         for row in rows:
             packed[offset : offset + row.numel()].view(row.shape).copy_(row)
             offset += row.numel()
-        works = [(rank, wire.broadcast(self._position.tp_group, gathered[rank], root=rank)) for rank in range(1, size)]
-        for rank, work in works:
-            wire.wait(
-                work,
-                deadline,
-                lambda rank=rank: (  # type: ignore[misc]
-                    f"gathering weights over TP in stage {self._position.stage}, bucket {index + 1} of "
-                    f"{len(self._plan)} ({self.manifest.buckets[index].summary}): rank {self._position.tp_rank} of {size} "
-                    f"waits for the shard of rank {rank}"
-                ),
-                "look at the logs of the ranks of this tensor-parallel group for the one that stopped",
+        group = self._position.tp_group
+        return Gather(shards, [wire.broadcast(group, shards[rank], root=rank) for rank in range(1, size)])
+
+    def _finish_gather(self, gather: Gather | None, deadline: wire.Deadline, index: int) -> torch.Tensor | None:
+        if gather is None:
+            return None
+        for rank, work in enumerate(gather.works, start=1):
+            where = (
+                f"gathering weights over TP in stage {self._position.stage}, bucket {index + 1} of {len(self._plan)} "
+                f"({self.manifest.buckets[index].summary}): rank {self._position.tp_rank} of {self._position.tp_size} "
+                f"waits for the shard of rank {rank}"
             )
-        return gathered
+            remedy = "look at the logs of the ranks of this tensor-parallel group for the one that stopped"
+            wire.wait(work, deadline, where, remedy)
+        return gather.shards
 
     def _contiguous(self, pieces: list[Piece], gathered: torch.Tensor | None) -> torch.Tensor | None:
         """The bucket, where it already lies in memory as the wire wants it; padding may follow."""

@@ -160,9 +160,7 @@ class Publisher:
         wire.wait(
             work,
             deadline,
-            lambda: (
-                f"publish of version {version}, stage {self._position.stage}, {sending}: broadcast to {self._workers}"
-            ),
+            f"publish of version {version}, stage {self._position.stage}, {sending}: broadcast to {self._workers}",
             "check in the engines' logs that each is alive and in pa_receive of this version, or raise "
             "publish.timeout_s",
         )

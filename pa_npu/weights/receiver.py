@@ -184,7 +184,7 @@ class Receiver:
         wire.wait(
             work,
             deadline,
-            lambda: f"engine worker {self._rank} waits for weight version {version}, {message.name}",
+            f"engine worker {self._rank} waits for weight version {version}, {message.name}",
             "check in the trainer's logs that the leader of this stage is alive and publishing, or raise "
             "publish.timeout_s",
         )

@@ -16,7 +16,7 @@ import inspect
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -208,22 +208,23 @@ class Deadline:
         return self.seconds - self.elapsed_s
 
 
-def wait(work: dist.Work, deadline: Deadline, describe: Callable[[], str], remedy: str) -> None:
-    """Wait for a collective of any backend. `describe` and `remedy` are for the message.
+def wait(work: dist.Work, deadline: Deadline, what: str, remedy: str) -> None:
+    """Wait for a collective of any backend. `what` and `remedy` are for the message.
 
     Raises DeadlineExceeded past the deadline and WeightSyncError when the connection broke. Polls, because the timeout
     of Work.wait means different things per backend (gloo: give up; NCCL, HCCL: none unless in blocking mode).
     """
+    start = time.monotonic()
     while not work.is_completed():
         if deadline.remaining_s <= 0:
-            raise DeadlineExceeded(f"{describe()}: not done within {deadline.seconds:g} s; {remedy}")
-        time.sleep(min(_LONGEST_POLL_S, _SHORTEST_POLL_S + deadline.elapsed_s * _POLL_SHARE))
+            raise DeadlineExceeded(f"{what}: not done within {deadline.seconds:g} s; {remedy}")
+        waited_s = time.monotonic() - start
+        time.sleep(min(_LONGEST_POLL_S, _SHORTEST_POLL_S + waited_s * _POLL_SHARE))
     try:
         work.wait()
     except RuntimeError as error:
         raise WeightSyncError(
-            f"{describe()}: the connection broke after {deadline.elapsed_s:.1f} s ({str(error).splitlines()[0]}); "
-            f"{remedy}"
+            f"{what}: the connection broke after {deadline.elapsed_s:.1f} s ({_reason(error)}); {remedy}"
         ) from error
 
 
