@@ -95,7 +95,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=12, help="per run, the warm-up included; even")
     parser.add_argument("--window", type=int, default=16, help="sequences in flight, a multiple of 8")
-    parser.add_argument("--response", type=int, default=32, help="tokens per response")
+    parser.add_argument("--response", type=int, help="tokens per response; 32, or 64 with --shared-prompt")
     parser.add_argument("--rows", default=",".join(case.name for case in CASES), help="which rows, by name")
     parser.add_argument(
         "--shared-prompt", action="store_true", help="measure attention.shared_prompt on and off instead"
@@ -106,6 +106,8 @@ def main() -> int:
     unknown = set(args.rows.split(",")) - {case.name for case in CASES}
     if unknown:
         parser.error(f"--rows: {', '.join(sorted(unknown))} not among {', '.join(case.name for case in CASES)}")
+
+    args.response = args.response or (64 if args.shared_prompt else 32)
 
     with tempfile.TemporaryDirectory(prefix="bench_schedule_") as scratch:
         bench = Bench(Path(scratch), args)
