@@ -5,10 +5,10 @@
                                   [--bucket-mib 16,64] [--repeats 5] [--json FILE] [--markdown FILE]
 
 Trainer ranks (TP) and engine workers are processes of this machine. A publish is everything between the trainers' call
-and the moment when all workers have copied every HF tensor into memory of its own, as a loader does: gather over TP,
-packing, broadcast, assembly, copy. The bare broadcast sends one ready buffer into another, so it is the upper bound for
-this transport and machine. With TP > 1 the shards of the other ranks must reach the leader first; the bare gather does
-just that, in one broadcast per rank.
+and the moment when all workers have had every HF tensor complete in memory: gather over TP, packing, broadcast,
+assembly. (What an engine's loader then does with a tensor is its own; the bare broadcast has no loader either.) The bare
+broadcast sends one ready buffer into another, so it is the upper bound for this transport and machine. With TP > 1 the
+shards of the other ranks must reach the leader first; the bare gather does just that, in one broadcast per rank.
 
 Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadcast, and of bare gather and broadcast one
 after another (medians); the publish over each of the two (the aim: at least 0.5 of the broadcast); the share of a
@@ -214,12 +214,11 @@ def worker(case: Case, rank: int) -> None:
         manifest = wire.Manifest.from_json(announced["manifest"])
         group = _join(case, announced["name"], rank, 1 + case.workers)
         receiver = Receiver([manifest], [group], rank, torch.device("cpu"), TIMEOUT_S)
-        model = {name: torch.ones(shape, dtype=DTYPES[case.dtype]) for name, shape in manifest.shapes.items()}
         flat = torch.ones(manifest.num_bytes, dtype=torch.uint8)
         for repetition in range(case.repeats + 1):
             _together(everyone)
-            for name, tensor in receiver.receive(repetition):
-                model[name].copy_(tensor)
+            for _ in receiver.receive(repetition):
+                pass
             _together(everyone)
             _together(everyone)
             wire.broadcast(bare, flat).wait()
