@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ class AcceleratorPlatform:
     """Device functions through `torch.cuda` or `torch.npu`; a subclass names the kind and prepares Megatron."""
 
     name: str
+    _local_index = 0
 
     @property
     def _module(self) -> Any:
@@ -24,6 +27,7 @@ class AcceleratorPlatform:
 
     def set_device(self, local_index: int) -> None:
         self._module.set_device(local_index)
+        self._local_index = local_index
 
     def device_count(self) -> int:
         return int(self._module.device_count())
@@ -36,6 +40,16 @@ class AcceleratorPlatform:
 
     def synchronize(self) -> None:
         self._module.synchronize()
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        self._module.set_device(self._local_index)  # which device is the current one is a thread's own
+        stream = self._module.Stream()
+        stream.wait_stream(self._module.default_stream())
+        with self._module.stream(stream):
+            yield
+        # not after an error: what failed may never finish
+        stream.synchronize()
 
     def seed_all(self, seed: int) -> None:
         base.seed_host(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -64,6 +65,14 @@ class Platform(Protocol):
 
     def synchronize(self) -> None:
         """Wait until everything queued on the current device is done."""
+
+    def side_stream(self) -> AbstractContextManager[None]:
+        """For a background thread: what it queues inside does not wait behind the training stream, nor the other way.
+
+        On entry the stream waits for what the training stream holds by then (such as the optimizer's update), on exit
+        the thread waits for the stream, so that its results may be used anywhere. Each entry takes a stream of its own;
+        the calling thread is put on the device of set_device(). Without device queues it does nothing.
+        """
 
     def seed_all(self, seed: int) -> None:
         """Seed Python, numpy and torch (host and device)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ class CpuPlatform:
 
     def synchronize(self) -> None:
         """Everything runs in order already."""
+
+    def side_stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def seed_all(self, seed: int) -> None:
         base.seed_host(seed)

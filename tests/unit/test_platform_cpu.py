@@ -67,3 +67,8 @@ def test_deterministic_switch() -> None:
     assert torch.are_deterministic_algorithms_enabled()
     PLATFORM.set_deterministic(False)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_side_stream_is_a_context_that_changes_nothing() -> None:
+    with PLATFORM.side_stream():
+        assert torch.ones(2).sum() == 2
