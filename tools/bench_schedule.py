@@ -205,6 +205,7 @@ class Bench:
             f"schedule.prompts_per_iteration={groups}",
             f"rollout.window={self._args.window}",
             f"rollout.attach=[{self._url}]",
+            f"rollout.key_file={self._scratch / 'engines-engines' / 'api_key'}",
             *overrides,
         ]
         result = subprocess.run(self._command("run", settings), cwd=ROOT, capture_output=True, text=True, check=False)

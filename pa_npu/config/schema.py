@@ -66,6 +66,12 @@ class RolloutConfig(Section):
         description="URLs of running engines (see `pa_npu.launcher engines`) to use instead of starting any; they must serve "
         "this model.path, one for each of rollout.engines.",
     )
+    key_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the API key of attached engines, which `pa_npu.launcher engines` names; none means VLLM_API_KEY of "
+        "the environment.",
+    )
     tensor_parallel: int = Field(1, ge=1, description="Devices per engine.")
     python: str | None = Field(None, description="Interpreter of the engines' own environment; none means this one.")
     responses_per_prompt: int = Field(8, ge=2, description="G, the number of responses per prompt (one group).")
@@ -423,6 +429,8 @@ def _broken_rules(c: Config) -> Iterator[str]:
         yield f"rollout.top_k: {r.top_k}: the trainer's log-probs would not match a truncated distribution; set it to -1"
     if r.attach and len(r.attach) != r.engines:
         yield f"rollout.attach: {len(r.attach)} URLs for rollout.engines = {r.engines}; list one URL per engine"
+    if r.key_file and not r.attach:
+        yield "rollout.key_file: only attached engines have a key already (rollout.attach); remove the key"
     if r.window != "auto" and r.window < r.responses_per_prompt:
         yield (
             f"rollout.window: {r.window} sequences cannot hold one group of rollout.responses_per_prompt = "

@@ -19,6 +19,7 @@ from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.preflight import check_model
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, DataError, UserError
+from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.placement import Placement, available_cores, place, port_problem
 from pa_npu.launcher.readiness import served_model
 from pa_npu.launcher.run_directory import check_run_directory
@@ -155,13 +156,14 @@ def check_rewards(config: Config) -> None:
 
 def check_attached(config: Config) -> None:
     """Every attached engine answers and serves this model."""
+    key = engine_key(config)
     for url in config.rollout.attach:
         try:
-            model = served_model(url)
+            model = served_model(url, key)
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(
                 f"rollout.attach: {url} does not answer as an engine ({error}); start it with "
-                f"python -m pa_npu.launcher engines, or remove the key"
+                f"python -m pa_npu.launcher engines and use the keys that this prints, or remove rollout.attach"
             ) from None
         if Path(model).resolve() != Path(config.model.path).resolve():
             raise UserError(

@@ -14,6 +14,7 @@ from pa_npu.config.schema import Config
 from pa_npu.launcher.placement import Placement, visible_devices
 from pa_npu.platform.base import Platform
 from pa_npu.rollout.engine import server_command
+from pa_npu.rollout.engine_guard import KEY_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,18 @@ def engine_url(config: Config, port: int) -> str:
 
 
 def engine_commands(
-    config: Config, spec: ModelSpec, platform: Platform, placement: Placement, ports: Sequence[int]
+    config: Config, spec: ModelSpec, platform: Platform, placement: Placement, ports: Sequence[int], key: str
 ) -> Iterator[Command]:
     for index, port in enumerate(ports):
         command = server_command(config, spec, index, port)
-        env = _common_env(config)
+        env = _common_env(config) | {KEY_VARIABLE: key}
         env |= visible_devices(platform.visible_devices_env, placement.engine_devices[index], os.environ)
         yield Command(f"engine-{index}", command.argv, env | command.env, placement.engine_cores[index])
 
 
-def coordinator_command(config: Config, platform: Platform, urls: Sequence[str], store: Store) -> Command:
+def coordinator_command(config: Config, platform: Platform, urls: Sequence[str], store: Store, key: str) -> Command:
     argv = (sys.executable, "-m", "pa_npu.rollout.coordinator", "--config", _config_file(config))
-    env = _common_env(config) | store.env() | platform.environment("coordinator")
+    env = _common_env(config) | store.env() | platform.environment("coordinator") | ({KEY_VARIABLE: key} if key else {})
     return Command("coordinator", (*argv, "--engines", ",".join(urls)), env)
 
 
@@ -74,6 +75,7 @@ def _config_file(config: Config) -> str:
 
 def _common_env(config: Config) -> dict[str, str]:
     env = dict(os.environ)
+    env.pop(KEY_VARIABLE, None)  # for engines and coordinator alone
     env |= {
         "PA_NPU_RUN_DIR": str(Path(config.run.dir).resolve()),
         "PYTHONUNBUFFERED": "1",  # log lines appear when they are written

@@ -39,9 +39,10 @@ def engine_answers(url: str) -> bool:
         return False
 
 
-def served_model(url: str) -> str:
+def served_model(url: str, key: str) -> str:
     """The model directory that a running engine was started with. Raises OSError or ValueError when it does not say."""
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=_MODELS_TIMEOUT_S) as reply:
+    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+    with urllib.request.urlopen(request, timeout=_MODELS_TIMEOUT_S) as reply:
         return str(json.load(reply)["data"][0]["root"])
 
 

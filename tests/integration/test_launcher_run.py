@@ -126,10 +126,10 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
     """Whole runs, one after the other, on engines that outlive them."""
     engines = launch("engines", *settings(tiny, tmp_path / "shared"))
     engines.wait_for(lambda: "engine-0 ready" in engines.output, "the engine is ready", RUN_TIMEOUT_S)
-    attach = next(line for line in engines.output.splitlines() if "rollout.attach=" in line).split()[-1]
+    attach = next(line for line in engines.output.splitlines() if "rollout.attach=" in line).split()[-2:]
     for number in (1, 2):
         directory = tmp_path / f"run{number}"
-        run = launch("run", *settings(tiny, directory), attach)
+        run = launch("run", *settings(tiny, directory), *attach)
         while run.popen.poll() is None:
             run.family()
             assert engines.popen.poll() is None, engines.output

@@ -23,7 +23,7 @@ from pa_npu.config import Config, dump_config
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.rollout.seeds import group_seed
 from pa_npu.rollout.stand_in import Speed
-from tests.helpers.stand_in_engine import Served, stand_in_engines
+from tests.helpers.stand_in_engine import API_KEY, Served, stand_in_engines
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,12 @@ class Run:
                 *(sys.executable, "-m", "pa_npu.rollout.coordinator", "--config", str(self.dir / "config.yaml")),
                 *("--engines", ",".join(engine.url for engine in engines)),
             ],
-            env={"PATH": "/usr/bin:/bin", "PA_NPU_STORE": f"127.0.0.1:{self.server.port}", "OMP_NUM_THREADS": "1"},
+            env={
+                "PATH": "/usr/bin:/bin",
+                "PA_NPU_STORE": f"127.0.0.1:{self.server.port}",
+                "VLLM_API_KEY": API_KEY,
+                "OMP_NUM_THREADS": "1",
+            },
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

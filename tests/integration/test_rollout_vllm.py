@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,7 @@ from pa_npu.config import Config, ModelSpec
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.rollout.client import VllmEngine
 from pa_npu.rollout.engine import server_command
+from pa_npu.rollout.engine_guard import KEY_VARIABLE
 from pa_npu.rollout.pool import EnginePool
 from pa_npu.rollout.protocol import Completion, EngineError, Sampling
 from pa_npu.rollout.tasks import gather
@@ -38,6 +40,7 @@ MAX_PROMPT, MAX_RESPONSE = 64, 64
 BUDGET = 160
 SAMPLING = Sampling(max_tokens=32, temperature=1.0, stop_token_ids=(EOS,))
 DEADLINE_S = 120.0
+API_KEY = "key-of-this-test"
 
 
 class Server:
@@ -74,7 +77,7 @@ class Server:
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command.argv,
-                env={**os.environ, **command.env},
+                env={**os.environ, **command.env, KEY_VARIABLE: API_KEY},
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -82,7 +85,7 @@ class Server:
             )
 
     def client(self) -> VllmEngine:
-        return VllmEngine(self.url, vocab_size=128)
+        return VllmEngine(self.url, vocab_size=128, api_key=API_KEY)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -208,6 +211,21 @@ async def test_worker_extension_answers_and_unknown_methods_are_refused(server):
             await client.rpc("pa_nonsense", deadline_s=30)
 
 
+@pytest.mark.parametrize("path", ["/collective_rpc", "/v1/completions", "/reset_prefix_cache", "/metrics", "/docs"])
+async def test_without_the_key_every_path_but_health_is_refused(server, path):
+    call = {"method": "pa_version"}
+    async with aiohttp.ClientSession() as session:
+        for headers in ({}, {"Authorization": "Bearer another"}):
+            async with session.post(server.url + path, json=call, headers=headers) as response:
+                assert response.status == 401 and (await response.text()).count("\n") == 1
+        async with session.get(server.url + "/health") as response:
+            assert response.status == 200
+        headers = {"Authorization": f"Bearer {API_KEY}"}
+        async with session.post(server.url + "/collective_rpc", json=call, headers=headers) as response:
+            assert (await response.json())["results"] == [{"version": None}]
+    assert API_KEY not in server.log.read_text(), "keys are not for logs"
+
+
 async def test_killed_engine_fails_requests_in_flight_within_seconds(server):
     """Last in this file: it ends the shared server."""
     async with server.client() as client:
@@ -226,9 +244,8 @@ async def test_killed_engine_fails_requests_in_flight_within_seconds(server):
 
 async def _metrics_running(server: Server) -> bool:
     """Whether the engine has sequences running."""
-    import aiohttp
-
-    async with aiohttp.ClientSession() as session, session.get(server.url + "/metrics") as response:
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    async with aiohttp.ClientSession(headers=headers) as session, session.get(server.url + "/metrics") as response:
         lines = (await response.text()).splitlines()
     running = [line for line in lines if line.startswith("vllm:num_requests_running")]
     return any(float(line.split()[-1]) > 0 for line in running)

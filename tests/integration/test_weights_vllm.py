@@ -31,6 +31,7 @@ from tests.helpers.weights_rank import ROOT, start_ranks
 
 pytestmark = pytest.mark.integration
 TOLERANCE = 1e-4
+API_KEY = "key-of-this-test"
 # longer than the CPU engine's cache blocks (128 tokens), so that prefixes are cached
 PROMPT = torch.randint(3, 128, (150,), generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -62,7 +63,7 @@ class Engine:
         with open(log, "wb") as output:
             self.process = subprocess.Popen(
                 command.argv,
-                env={**os.environ, **command.env},
+                env={**os.environ, **command.env, "VLLM_API_KEY": API_KEY},
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -72,7 +73,9 @@ class Engine:
     def call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = 90.0) -> Any:
         """The JSON answer; AssertionError with the body on another status than 200."""
         request = urllib.request.Request(
-            self.url + path, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}
+            self.url + path,
+            json.dumps(body or {}).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"},
         )
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:

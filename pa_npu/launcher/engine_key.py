@@ -1,0 +1,67 @@
+"""The API key of a run's engines: random for every run, known to engines and coordinator only.
+
+It reaches processes through their environment (VLLM_API_KEY), never through a command line, a log or config.yaml. While
+engines run, a file that only the user can read holds it, for whoever attaches to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from pa_npu.config.schema import Config
+from pa_npu.errors import ConfigError, UserError
+from pa_npu.rollout.engine_guard import KEY_VARIABLE
+
+KEY_FILE = "api_key"
+
+
+def engine_key(config: Config) -> str:
+    """The key of the attached engines, or that of the engines to start: the user's own if there is one, else a new one.
+
+    Empty where attached engines have none that is known. Raises UserError when the key cannot be read or sent.
+    """
+    if config.rollout.key_file:
+        return _read(config.rollout.key_file)
+    users = os.environ.get(KEY_VARIABLE, "")
+    if users or config.rollout.attach:
+        return _checked(users, KEY_VARIABLE)
+    return secrets.token_hex(32)
+
+
+@contextlib.contextmanager
+def key_file(directory: Path, key: str) -> Iterator[Path]:
+    """DIRECTORY/api_key with mode 0600, for as long as the context lasts."""
+    file = directory / KEY_FILE
+    file.unlink(missing_ok=True)  # a killed launcher's, whose mode might be another
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        stream.write(key + "\n")
+    try:
+        yield file
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _read(path: str) -> str:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"rollout.key_file: {path} cannot be read ({reason}); give the file that `pa_npu.launcher engines` names"
+        ) from None
+    if not text.strip():
+        raise ConfigError(f"rollout.key_file: {path} is empty; give the file that `pa_npu.launcher engines` names")
+    return _checked(text.strip(), f"rollout.key_file: {path}")
+
+
+def _checked(key: str, where: str) -> str:
+    """The key itself never appears in a message."""
+    if not all("!" <= character <= "~" for character in key):
+        raise UserError(
+            f"{where}: the API key holds spaces or characters beyond ASCII, which an HTTP header cannot; choose another"
+        )
+    return key
