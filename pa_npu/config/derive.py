@@ -77,7 +77,7 @@ def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
             ("weights", weights * element),
             ("gradients", weights * _FP32),
             ("optimizer", weights * (2 * _FP32 + master) // shards),
-            ("frozen models", weights * element * len(config.frozen_models)),
+            ("frozen models", weights * _BYTES[config.frozen_dtype] * len(config.frozen_models)),
             ("activations", _activation_bytes(config, spec)),
             ("logits chunk", _logits_bytes(config, spec)),
             ("publish buckets", 2 * min(int(config.publish.bucket_mib * 2**20), weights * element)),

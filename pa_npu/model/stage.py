@@ -8,7 +8,7 @@
     ddp = data_parallel(stage, distributed_optimizer=True)
     output = ddp(tokens, layout, rows, targets, temperature, chunk, entropy_grad=False)
         tokens int64 [1, T], layout PrefixLayout of T tokens, rows int64 [N], targets int64 [N]
-        -> ModelOutput on the last stage; before it hidden states [T, models, hidden] for Megatron's schedule to send
+        -> ModelOutput on the last stage; before it hidden states [T, 1, width] for Megatron's schedule to send
 
 `rows` are packed rows whose hidden state predicts `targets` (PrefixLayout.predictor_rows); only they meet the LM head.
 With sequence parallelism T must be a multiple of TP (PrefixLayout.pad). In bf16 the parameters themselves are bf16, so
@@ -55,8 +55,10 @@ class ModelOutput:
 class TriModel(MegatronModule):
     """One pipeline stage of the policy and of up to two frozen models with the same shape.
 
-    Between stages the hidden states travel concatenated on the batch dimension, [tokens, models, hidden], so that one
-    1F1B pass serves all models and the schedule needs to know nothing of it. The frozen parts carry no gradient.
+    Between stages the hidden states of all models travel side by side in one tensor [tokens, 1, width], so that one 1F1B pass
+    serves all models and the schedule needs to know nothing of it. Its type is the policy's; frozen models of a narrower
+    type (model.frozen_dtype) put their own bits there, two bf16 numbers in the place of one fp32, so that nothing is rounded
+    or widened on the way. The frozen parts carry no gradient.
     """
 
     def __init__(self, config: TransformerConfig, policy: GPT, frozen: dict[str, GPT], rotary: RotaryTable) -> None:
@@ -85,7 +87,7 @@ class TriModel(MegatronModule):
         return self.policy.shared_embedding_or_output_weight()
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Hidden states from the previous stage, [tokens, models, hidden], or None on the first."""
+        """Hidden states from the previous stage, [tokens, 1, width], or None on the first."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def sharded_state_dict(
@@ -102,7 +104,7 @@ class TriModel(MegatronModule):
 
     @torch.no_grad()
     def copy_policy_to(self, name: str) -> None:
-        """Make the frozen model `name` equal to the policy as it is now."""
+        """Make the frozen model `name` equal to the policy as it is now, rounded to its own type."""
         for target, source in zip(self.frozen[name].parameters(), self.policy.parameters(), strict=True):
             target.copy_(source)
 
@@ -118,21 +120,18 @@ class TriModel(MegatronModule):
     ) -> ModelOutput | torch.Tensor:
         """One microbatch through this stage; see the module's docstring for shapes."""
         self._check(tokens, layout)
-        context = self._context(layout, tokens.device)
-        inputs: list[torch.Tensor | None] = [None] * (1 + len(self.frozen))
-        if self.input_tensor is not None:
-            # views of the received buffer: the policy's gradient flows back into its slice, the others stay zero
-            inputs = list(self.input_tensor.chunk(len(inputs), dim=1)) if self.frozen else [self.input_tensor]
+        contexts = self._contexts(layout, tokens.device)
+        inputs = self._unpack()
 
         frozen_hidden: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for (name, model), received in zip(self.frozen.items(), inputs[1:], strict=True):
-                model.set_input_tensor(None if received is None else received.detach())
-                frozen_hidden[name] = model(tokens, context)
-        self.policy.set_input_tensor(inputs[0])
-        hidden = self.policy(tokens, context)
+            for name, model in self.frozen.items():
+                model.set_input_tensor(inputs.get(name))
+                frozen_hidden[name] = model(tokens, contexts[model.config.params_dtype])
+        self.policy.set_input_tensor(inputs.get("policy"))
+        hidden = self.policy(tokens, contexts[self.config.params_dtype])
         if not self.post_process:
-            return torch.cat([hidden, *frozen_hidden.values()], dim=1) if frozen_hidden else hidden
+            return _pack(hidden, list(frozen_hidden.values()))
 
         with torch.no_grad():
             frozen_logprobs = {
@@ -146,10 +145,25 @@ class TriModel(MegatronModule):
         )
         return ModelOutput(logprobs, entropy, frozen_logprobs)
 
-    def _context(self, layout: PrefixLayout, device: torch.device) -> AttentionContext:
+    def _unpack(self) -> dict[str, torch.Tensor]:
+        """Each model's hidden states out of what the previous stage packed; nothing on the first stage."""
+        if self.input_tensor is None:
+            return {}
+        own, hidden_size = self.config.params_dtype, self.config.hidden_size
+        dtypes = {name: model.config.params_dtype for name, model in self.gpts().items()}
+        widths = [hidden_size * dtype.itemsize // own.itemsize for dtype in dtypes.values()]
+        # views of the received buffer: the policy's gradient flows back into its part, the others stay zero
+        parts = dict(zip(dtypes, self.input_tensor.split(widths, dim=-1), strict=True))
+        return {name: part if name == "policy" else part.detach().view(dtypes[name]) for name, part in parts.items()}
+
+    def _contexts(self, layout: PrefixLayout, device: torch.device) -> dict[torch.dtype, AttentionContext]:
+        """One for each type that a model of this stage computes in."""
         num_positions = max(offset + length for offset, length in zip(layout.offsets, layout.lengths, strict=True))
-        cos, sin = self.rotary.rows(layout.position_ids(device), num_positions, self.config.params_dtype)
-        return AttentionContext(layout, cos, sin)
+        positions = layout.position_ids(device)
+        return {
+            dtype: AttentionContext(layout, *self.rotary.rows(positions, num_positions, dtype))
+            for dtype in {model.config.params_dtype for model in self.gpts().values()}
+        }
 
     def _check(self, tokens: torch.Tensor, layout: PrefixLayout) -> None:
         if tokens.shape != (1, layout.total):
@@ -178,8 +192,9 @@ def build_stage(
     if unknown or len(set(frozen)) != len(frozen):
         raise ValueError(f"frozen: {frozen} must be distinct names out of {FROZEN}")
     megatron_config = transformer_config(spec, config, platform, initialise=initialise)
+    frozen_config = transformer_config(spec, config, platform, dtype=config.frozen_dtype, initialise=initialise)
 
-    def build() -> GPT:
+    def build(megatron_config: TransformerConfig) -> GPT:
         model = GPT(megatron_config, spec, platform.ops, config.attention.implementation)
         if not initialise:
             _mark_tensor_parallel(model)
@@ -188,7 +203,15 @@ def build_stage(
                     parameter.fill_(float("nan"))
         return model
 
-    return TriModel(megatron_config, build(), {name: build() for name in frozen}, RotaryTable(spec))
+    policy = build(megatron_config)
+    return TriModel(megatron_config, policy, {name: build(frozen_config) for name in frozen}, RotaryTable(spec))
+
+
+def _pack(policy: torch.Tensor, frozen: list[torch.Tensor]) -> torch.Tensor:
+    """[tokens, 1, hidden] of each model -> [tokens, 1, width] in the policy's type, the frozen models' bits unchanged."""
+    if not frozen:
+        return policy
+    return torch.cat([policy, *(states.view(policy.dtype) for states in frozen)], dim=-1)
 
 
 def _mark_tensor_parallel(model: GPT) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +19,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def transformer_config(
-    spec: ModelSpec, config: Config, platform: Platform, *, initialise: bool = False
+    spec: ModelSpec,
+    config: Config,
+    platform: Platform,
+    *,
+    dtype: Literal["fp32", "bf16"] | None = None,
+    initialise: bool = False,
 ) -> TransformerConfig:
     """Megatron's view of the model and its parallel layout.
 
+    dtype: of weights and activations; None means model.dtype.
     initialise: give weights their random initial values; otherwise they must be loaded.
     Raises ConfigError when the model's sizes do not divide by the parallel sizes.
     """
     check_divisible(spec, config)
     trainer = config.trainer
-    dtype = DTYPES[config.model.dtype]
+    params_dtype = DTYPES[dtype or config.model.dtype]
     fields: dict[str, Any] = {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
@@ -46,12 +52,12 @@ def transformer_config(
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "perform_initialization": initialise,
-        "params_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
+        "params_dtype": params_dtype,
+        "bf16": params_dtype == torch.bfloat16,
         "tensor_model_parallel_size": trainer.tensor_parallel,
         "pipeline_model_parallel_size": trainer.pipeline_parallel,
         "sequence_parallel": trainer.sequence_parallel,
-        "pipeline_dtype": dtype,
+        "pipeline_dtype": params_dtype,
         "variable_seq_lengths": True,
         "deallocate_pipeline_outputs": True,
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths even without experts

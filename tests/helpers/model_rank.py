@@ -3,7 +3,8 @@
     python -m tests.helpers.model_rank JOB.json      with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 
 JOB.json: {"model": directory, "reference": directory, "layouts": {name: {section: {key: value}}}, "out": file}; rank 0 writes
-{name: result} to "out". `run_layout` runs one layout in the calling process.
+{name: result} to "out". `run_layout` runs one layout in the calling process. With "passes": {name: sections} and "old":
+directory, tri-model and separate passes are compared under these layouts too (helpers/passes.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
 from pa_npu.model.logprob import vocab_parallel_logprobs
 from tests.helpers.megatron import PLATFORM, build_stage, initialise_parallel, load_hf, model_config, shutdown_parallel
+from tests.helpers.passes import compare_passes
 
 ROOT = Path(__file__).resolve().parents[2]
 STACKS_AFTER_S = 90  # a rank that hangs writes its stacks to its log before `launch` gives up
@@ -206,12 +208,21 @@ def main(job_file: str) -> None:
     faulthandler.dump_traceback_later(STACKS_AFTER_S)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    results: dict[str, Any] = {
-        "vocab_parallel": vocab_parallel_error(dist.PrefixStore("vocab", store), rank, world_size)
-    }
-    for name, sections in job["layouts"].items():
+    results: dict[str, Any] = {}
+    if "layouts" in job:
+        results["vocab_parallel"] = vocab_parallel_error(dist.PrefixStore("vocab", store), rank, world_size)
+    for name, sections in job.get("layouts", {}).items():
         config = model_config(Path(job["model"]), **sections)
         results[name] = run_layout(config, Path(job["reference"]), dist.PrefixStore(name, store), rank, world_size)
+    models = {
+        name: Path(job[key])
+        for name, key in (("policy", "model"), ("old", "old"), ("reference", "reference"))
+        if key in job
+    }
+    for name, sections in job.get("passes", {}).items():
+        config = model_config(Path(job["model"]), **sections)
+        passes = dist.PrefixStore(f"passes {name}", store)
+        results[name] = compare_passes(config, models, passes, rank, world_size, microbatches())
     if rank == 0:
         Path(job["out"]).write_text(json.dumps(results))
 

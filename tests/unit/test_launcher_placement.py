@@ -179,6 +179,21 @@ def test_trainer_memory_of_a_known_model() -> None:
     assert sharded["activations"] == pytest.approx(parts["activations"] / 4, rel=1e-3)
 
 
+def test_frozen_models_are_counted_in_their_own_type() -> None:
+    def frozen(dtype: str, frozen_dtype: str, **sections: dict[str, object]) -> tuple[int, int]:
+        config = make_config(**{"algorithm": {"kl_coef": 0.1}, **sections})
+        model = config.model.model_copy(update={"dtype": dtype, "frozen_dtype": frozen_dtype})
+        parts = dict(trainer_memory(config.model_copy(update={"model": model}), QWEN_7B).parts)
+        return parts["frozen models"], parts["weights"]
+
+    wide, weights = frozen("fp32", "same")
+    assert wide == weights == pytest.approx(4 * 7.6156e9, rel=1e-3)
+    assert frozen("fp32", "bf16") == (wide // 2, weights)
+    assert frozen("bf16", "same") == frozen("bf16", "bf16") == (wide // 2, weights // 2)
+    both = frozen("fp32", "bf16", schedule={"updates_per_iteration": 2})
+    assert both == (wide, weights), "old policy and reference"
+
+
 def test_recompute_and_pipeline_lower_what_a_rank_holds() -> None:
     plain = trainer_memory(make_config(), QWEN_7B)
     full = trainer_memory(make_config(trainer={"recompute": "full"}), QWEN_7B)

@@ -73,7 +73,7 @@ def source(groups: list[Group], iteration: int = 0, max_tokens: int | None = Non
     )
 
 
-def make_config(model: Path, **sections: dict[str, Any]) -> Config:
+def make_config(model: Path, /, **sections: dict[str, Any]) -> Config:
     base: dict[str, dict[str, Any]] = {
         "rollout": {"responses_per_prompt": RESPONSES, "max_response_tokens": 16},
         "schedule": {"prompts_per_iteration": GROUPS, "order": "prompt"},
@@ -225,6 +225,14 @@ def test_merged_report_adds_work_and_averages_the_rest() -> None:
         (
             {"schedule": {"updates_per_iteration": 2}, "algorithm": {"loss": "reinforce"}},
             "algorithm.loss=reinforce has no ratio .* set it to 1, or algorithm.loss=clip",
+        ),
+        (
+            {
+                "schedule": {"updates_per_iteration": 2},
+                "algorithm": {"name": "gspo"},
+                "model": {"frozen_dtype": "bf16"},
+            },
+            "model.frozen_dtype: bf16 rounds .* more than the clip range 0.0003",
         ),
         ({"algorithm": {"reference_refresh_every": 2}}, "there is no reference with algorithm.kl_coef = 0"),
         (
