@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pa_npu.launcher.keeper import descendants
+from tests.helpers.sockets import listening, outside_loopback
 from tools import make_tiny_model
 
 pytestmark = [
@@ -123,15 +124,26 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 def test_engines_serve_two_runs_and_leave_on_ctrl_c(
     launch: Callable[..., Launched], tiny: Path, tmp_path: Path
 ) -> None:
-    """Whole runs, one after the other, on engines that outlive them."""
+    """Whole runs, one after the other, on engines that outlive them; nobody listens but on loopback; the key stays secret."""
+    sockets: dict[str, set[tuple[int, str, int]]] = {"engines": set(), "run": set()}
+    exposed: dict[tuple[int, str, int], str] = {}
+
+    def look(name: str, launched: Launched) -> None:
+        family = launched.family() | {launched.popen.pid: "launcher"}
+        found = listening(family)
+        sockets[name] |= found
+        exposed.update({socket: family[socket[0]] for socket in outside_loopback(found)})
+
     engines = launch("engines", *settings(tiny, tmp_path / "shared"))
     engines.wait_for(lambda: "engine-0 ready" in engines.output, "the engine is ready", RUN_TIMEOUT_S)
     attach = next(line for line in engines.output.splitlines() if "rollout.attach=" in line).split()[-2:]
+    key = (tmp_path / "shared-engines" / "api_key").read_text().strip()
     for number in (1, 2):
         directory = tmp_path / f"run{number}"
         run = launch("run", *settings(tiny, directory), *attach)
         while run.popen.poll() is None:
-            run.family()
+            look("run", run)
+            look("engines", engines)
             assert engines.popen.poll() is None, engines.output
             time.sleep(0.5)
         assert run.popen.returncode == 0, run.output
@@ -142,12 +154,21 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
         names = {path.name for path in directory.iterdir()}
         assert {"config.yaml", "samples.jsonl", "timeline.json", "logs", "checkpoints", "hf"} <= names
         assert json.loads((directory / "timeline.json").read_text())["traceEvents"]
+    assert len(sockets["engines"]) >= 1 and len({pid for pid, _, _ in sockets["run"]}) >= 2, sockets
+    assert not exposed, f"listening beyond loopback: {exposed}"
+    written = [
+        path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".log", ".out", ".yaml", ".jsonl")
+    ]
+    assert written and not [path for path in written if key in path.read_text(errors="replace")], (
+        "keys are not for logs"
+    )
     engines.family()
     began = time.monotonic()
     engines.popen.send_signal(signal.SIGINT)
     assert engines.popen.wait(15) == 128 + signal.SIGINT
     assert time.monotonic() - began < 10
     engines.assert_nothing_survives()
+    assert not list(tmp_path.rglob("api_key"))
 
 
 @pytest.mark.parametrize(
