@@ -56,7 +56,13 @@ def write_model(directory: Path) -> None:
 class Run:
     """A run directory, a store, and the coordinator as a child process."""
 
-    def __init__(self, directory: Path, engines: list[Served], **sections: dict[str, object]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        engines: list[Served],
+        environment: dict[str, str] | None = None,
+        **sections: dict[str, object],
+    ) -> None:
         write_model(directory / "model")
         for name, count in (("train", 40), ("test", 6)):
             rows = [{"question": f"w{3 + i} w{4 + i}", "answer": f"#### {i}"} for i in range(count)]
@@ -100,6 +106,7 @@ class Run:
                 "PA_NPU_STORE": f"127.0.0.1:{self.server.port}",
                 "VLLM_API_KEY": API_KEY,
                 "OMP_NUM_THREADS": "1",
+                **(environment or {}),
             },
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -229,6 +236,46 @@ def test_a_dead_engine_ends_the_coordinator_with_one_line_that_names_it(tmp_path
     assert run.process.returncode == 1, output
     last = output.strip().splitlines()[-1]
     assert "EngineError" in last and engines[0].url in last and "Traceback" not in output, output
+
+
+def test_a_reward_over_its_time_limit_is_zero_logged_and_counted_and_the_run_goes_on(tmp_path, runs):
+    """Of every prompt's number: w3, w7, w11, ... are slow."""
+    (tmp_path / "slow_rewards.py").write_text(
+        "import time\n"
+        "def slow(group):\n"
+        "    if int(group.answer.split()[-1]) % 4 == 0:\n"
+        "        time.sleep(3600)\n"
+        "    return [1.0] * len(group.responses)\n"
+    )
+    reward = {"functions": [{"name": "slow_rewards:slow"}], "timeout_s": 0.5, "workers": 2}
+    with stand_in_engines(1, Speed(stride=4)) as engines:
+        data = {"test": None, "shuffle": False, "train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 16}
+        environment = {"PYTHONPATH": str(tmp_path)}
+        run = Run(
+            tmp_path,
+            engines,
+            environment,
+            reward=reward,
+            data=data,
+            schedule={"iterations": 1, "prompts_per_iteration": GROUPS},
+        )
+        runs.append(run)
+        run.channel.put_json("publish/manifest/0", {"name": "publish-0", "manifest": {}})
+        run.announce(0, None)
+        run.published(0)
+        groups = {group.index: group for group in run.consume(0)}
+        run.announce(1, {"loss": 0.0, "train_s": 1.0, "wait_s": 0.0, "tokens_computed": 1})
+        run.published(1)
+        output = run.end()
+    assert run.process.returncode == 0, output
+    assert [groups[index].rewards.tolist() for index in range(GROUPS)] == [
+        [0.0 if index % 4 == 0 else 1.0] * RESPONSES for index in range(GROUPS)
+    ]
+    (record,) = run.lines("metrics.jsonl")
+    assert record["reward_errors"] == GROUPS // 4 and record["reward_mean"] == pytest.approx(0.75)
+    said = [line for line in output.splitlines() if "reward.timeout_s = 0.5 s" in line]
+    assert len(said) == GROUPS // 4 and all("zero for the responses to" in line for line in said), output
+    assert "Traceback" not in output
 
 
 def test_trainers_that_never_come_end_the_coordinator_at_the_deadline(tmp_path, runs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -135,7 +136,7 @@ async def test_what_a_function_prints_or_reads_does_not_disturb_the_protocol() -
         ({"rewards": [1.0, float("nan")]}, "not finite"),
         ({"rewards": None}, "TypeError"),
         ({"rewards": "ab"}, "ValueError"),
-        ({"exit": 3}, "the reward worker died (exit code 3)"),
+        ({"exit": 3}, "its reward worker died 3 times (last: exit code 3)"),
     ],
 )
 async def test_a_failing_function_is_a_logged_zero_and_the_next_group_is_fine(
@@ -170,6 +171,29 @@ async def test_a_group_over_the_time_limit_is_killed_with_its_children_and_gets_
         await until_gone(child)
     assert slow.total.tolist() == [0, 0] and "reward.timeout_s = 1 s" in slow.errors[0]
     assert behind.total.tolist() == [2, 3] and behind.errors == (), "the group behind must not pay for the slow one"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_group_whose_worker_is_killed_is_scored_again_with_those_behind_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, workers: int
+) -> None:
+    """I6: whoever kills a worker, rewards are those of the run in which nobody did."""
+    pid_file, release = tmp_path / "pids", tmp_path / "release"
+    async with RewardPool(users_config(workers=workers, timeout_s=60)) as pool:
+        hit = asyncio.create_task(pool.score(group(wait_for=str(release), pid_file=str(pid_file))))
+        behind = [asyncio.create_task(pool.score(group(["abcd", "a"]))) for _ in range(6)]
+        killed = []
+        for _ in range(2):
+            while not (pids := pid_file.read_text().split() if pid_file.exists() else []) or pids[0] in killed:
+                await asyncio.sleep(0.01)
+            killed.append(pids[0])
+            os.kill(int(pids[0]), signal.SIGKILL)
+        release.touch()
+        result = await asyncio.wait_for(hit, 30)
+        others = await asyncio.wait_for(asyncio.gather(*behind), 30)
+    assert result.total.tolist() == [2, 3] and result.errors == ()
+    assert [(other.total.tolist(), other.errors) for other in others] == [([4, 1], ())] * 6
+    assert caplog.text.count("(SIGKILL) while scoring a group, which is scored again") == 2
 
 
 async def test_one_slow_group_does_not_stall_the_others(tmp_path: Path) -> None:
@@ -268,8 +292,8 @@ async def test_a_pool_whose_workers_cannot_start_any_more_fails_instead_of_hangi
         died, waited = await asyncio.gather(
             pool.score(group(exit=1)), pool.score(group(wait_for="never")), return_exceptions=True
         )
-        assert isinstance(died, pool_module.RewardResult) and died.errors
-        assert isinstance(waited, PaNpuError) and "the disk is gone" in str(waited)
+        for outcome in (died, waited):
+            assert isinstance(outcome, PaNpuError) and "the disk is gone" in str(outcome)
         with pytest.raises(PaNpuError, match="the disk is gone"):
             await pool.score(group())
 

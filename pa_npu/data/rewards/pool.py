@@ -1,9 +1,11 @@
 """RewardPool: reward functions in worker processes, from asyncio, with a time limit per group.
 
     score(group) ──> waiting ──> worker (head, then up to PIPELINE_DEPTH - 1 behind it) ──> RewardResult
-                        ▲                │ time limit or crash: the head gets zeros and a log line,
-                        └────────────────┘ the groups behind it wait again, the worker is started anew
+                        ▲                │ time limit: the head gets zeros and a log line
+                        └────────────────┘ worker died: the head is scored again, and gets zeros when it dies of it a third time;
+                                           in both cases the groups behind it wait again, and the worker is started anew
 
+So a worker that somebody kills changes no reward (I6), and a function that kills its worker every time costs its group.
 A group's time limit runs while it is the head, not while it waits. Groups behind a slow head do not stall: a worker
 without work takes them over (a reward is a function of the group, so whoever answers first is right).
 """
@@ -28,6 +30,7 @@ from pa_npu.errors import PaNpuError
 __all__ = ["RewardInput", "RewardPool", "RewardResult", "check_reward_functions"]
 
 PIPELINE_DEPTH = 4  # groups in a worker at once, so that it never waits for the event loop
+ATTEMPTS = 3  # workers that may die of one group
 FAILED_STARTS = 3  # in a row, then the pool gives up
 
 log = logging.getLogger(__name__)
@@ -35,19 +38,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Job:
-    """A group on its way. future: resolves to the worker's reply. workers: indices of those that hold it now."""
+    """A group on its way. future: resolves to the worker's reply. workers: indices of those that hold it now.
+
+    deaths: of workers while it was their head.
+    """
 
     line: bytes
     identity: int
     future: asyncio.Future[dict[str, Any]]
     workers: set[int] = field(default_factory=set)
+    deaths: int = 0
 
 
 class RewardPool:
     """`async with RewardPool(config.reward) as pool: result = await pool.score(group)`.
 
     Entering starts the workers and raises DataError where a function cannot be used. A function that raises, returns
-    nonsense, crashes its worker or exceeds reward.timeout_s costs the group that reward, logged; `score` raises only
+    nonsense, crashes every worker or exceeds reward.timeout_s costs the group that reward, logged; `score` raises only
     when no worker can be started any more or the pool is closed.
     """
 
@@ -208,7 +215,7 @@ class _Worker:
             self._pool.dispatch()
 
     def _bury(self, cause: str) -> None:
-        """The process died: the head gets zeros, unless it just became the head when another ran out of time."""
+        """The process died, of its head perhaps, unless that just became the head when another ran out of time."""
         self._set_clock(None)
         overdue, self._overdue = self._overdue, None
         jobs = list(self.jobs)
@@ -216,7 +223,14 @@ class _Worker:
         if not jobs and overdue is None:
             log.warning("reward worker %d died without work (%s); it is started anew", self._index, cause)
         elif jobs and overdue is None:
-            self._resolve(jobs.pop(0), {"rewards": [], "errors": [f"the reward worker died ({cause})"]})
+            jobs[0].deaths += 1
+            if jobs[0].deaths < ATTEMPTS:
+                log.warning(
+                    "reward worker %d died (%s) while scoring a group, which is scored again", self._index, cause
+                )
+            else:
+                reason = f"its reward worker died {ATTEMPTS} times (last: {cause})"
+                self._resolve(jobs.pop(0), {"rewards": [], "errors": [reason]})
         elif jobs and jobs[0] is overdue:
             reason = f"not done within reward.timeout_s = {self._pool.timeout_s:g} s, so its worker was killed"
             self._resolve(jobs.pop(0), {"rewards": [], "errors": [reason]})
