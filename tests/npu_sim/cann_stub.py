@@ -59,7 +59,7 @@ def build(torch_npu: Path, directory: Path) -> None:
 
 
 def load(directory: Path) -> None:
-    """Load the stubs into this process; torch_npu's libraries then find them by their names."""
+    """Load the stubs into this process; torch_npu's libraries then find them by their names. Before importing torch_npu."""
     for library in [directory / MAIN_LIBRARY, *sorted(directory.glob("lib*.so"))]:
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 

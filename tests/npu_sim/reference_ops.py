@@ -155,6 +155,37 @@ def rotary_backward(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, 
     return dx.to(x.dtype), dcos.to(cos.dtype), dsin.to(sin.dtype)
 
 
+def swiglu(given: dict[str, Any]) -> torch.Tensor:
+    """npu_swiglu: silu(a) * b for the halves (a, b)."""
+    gate, up = given["input"].float().chunk(2, given.get("dim", -1))
+    return (torch.nn.functional.silu(gate) * up).to(given["input"].dtype)
+
+
+def swiglu_backward(given: dict[str, Any]) -> torch.Tensor:
+    gate, up = given["input"].float().chunk(2, given.get("dim", -1))
+    grad, sigmoid = given["grad_output"].float(), gate.sigmoid()
+    grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat((grad_gate, grad * gate * sigmoid), given.get("dim", -1)).to(given["input"].dtype)
+
+
+def fused_adamw(given: dict[str, Any]) -> None:
+    """aten::_fused_adamw_ as torch_npu hands it to aclnnApplyAdamWV2, in place; steps are int64 and count from 1.
+
+    Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2.
+    """
+    assert not given["amsgrad"] and not given["maximize"]
+    lr, beta1, beta2, eps = given["lr"], given["beta1"], given["beta2"], given["eps"]
+    names = ("self", "grads", "exp_avgs", "exp_avg_sqs", "state_steps")
+    for parameter, grad, average, square, step in zip(*(given[name] for name in names), strict=True):
+        assert step.dtype == torch.int64
+        count = int(step)
+        parameter.mul_(1 - lr * given["weight_decay"])
+        average.lerp_(grad.to(average.dtype), 1 - beta1)
+        square.mul_(beta2).addcmul_(grad.to(square.dtype), grad.to(square.dtype), value=1 - beta2)
+        denominator = (square / (1 - beta2**count)).sqrt().add_(eps)
+        parameter.addcdiv_(average, denominator, value=-lr / (1 - beta1**count))
+
+
 def _rotated(x: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
@@ -167,4 +198,7 @@ def all_references(knows_softmax_layout: bool = True) -> dict[str, Any]:
         "npu::npu_rms_norm_backward": rms_norm_backward,
         "npu::npu_rotary_mul": rotary,
         "npu::npu_rotary_mul_backward": rotary_backward,
+        "npu::npu_swiglu": swiglu,
+        "npu::npu_swiglu_backward": swiglu_backward,
+        "aten::_fused_adamw_": fused_adamw,
     }

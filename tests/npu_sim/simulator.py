@@ -8,9 +8,12 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -33,12 +36,15 @@ NATIVE = {
 MIXED = {"aten::copy_", "aten::_to_copy", "aten::set_"}
 RUNS_EVERYWHERE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
 STRUCTURED = "CompositeExplicitAutogradNonFunctional"
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 Reference = Callable[[dict[str, Any]], Any]
 
 
 class NpuSim(TorchDispatchMode):
     """While active, operators on npu tensors run on CPU aliases of their memory.
+
+    Collectives run on gloo: on the CPU backend of their group, which a group of hccl alone is given when it first needs it.
 
     references: by name ("npu::npu_fusion_attention"), functions of a dictionary of the schema's arguments.
     calls: how often each operator ran. without_kernel: operators that torch_npu has no kernel for, which a real NPU
@@ -95,10 +101,12 @@ class NpuSim(TorchDispatchMode):
             host_kwargs["device"] = torch.device("cpu")
         host_kwargs.pop("pin_memory", None)
         schema = func._schema
-        if not schema.name.startswith("npu::"):
-            return tree_map(to_target, func(*host_args, **host_kwargs))
         if schema.name not in self.references:
-            raise NotImplementedError(f"NpuSim has no reference for {schema.name}; add one to reference_ops")
+            if schema.name.startswith("npu::"):
+                raise NotImplementedError(f"NpuSim has no reference for {schema.name}; add one to reference_ops")
+            if schema.name.startswith("c10d::"):
+                _give_gloo(args)
+            return tree_map(to_target, func(*host_args, **host_kwargs))
         named = {argument.name: value for argument, value in zip(schema.arguments, host_args, strict=False)}
         return tree_map(to_target, self.references[schema.name](named | host_kwargs))
 
@@ -114,6 +122,17 @@ class NpuSim(TorchDispatchMode):
             out = f"{func._schema.name.rstrip('_')}.out"  # structured operators are written in terms of this one
             if not (_has_kernel(name, STRUCTURED) and _has_kernel(out, "PrivateUse1")):
                 self.without_kernel.add(name)
+
+
+def _give_gloo(args: tuple) -> None:
+    """Register a gloo backend for the CPU in a collective's group if it has none, beside its own and on its own store."""
+    boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+    group = dist.ProcessGroup.unbox(boxed)
+    cpu, gloo = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
+    if cpu in group._device_types:
+        return
+    store = dist.PrefixStore("gloo of the simulator", c10d._world.pg_map[group][1])
+    group._register_backend(cpu, gloo, dist.ProcessGroupGloo(store, group.rank(), group.size(), COLLECTIVE_TIMEOUT))
 
 
 def _has_kernel(name: str, key: str) -> bool:

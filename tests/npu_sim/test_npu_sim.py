@@ -1,4 +1,4 @@
-"""Run the tests of inside/ in a process of their own, with torch_npu."""
+"""Run the tests of inside/ in a process of their own, with torch_npu, and again with MindSpeed where there is a checkout."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.npu_sim import cann_stub
+
 ROOT = Path(__file__).parents[2]
 INSIDE = Path(__file__).with_name("inside")
 # torch_npu lives beside the environment, not in it: where it is installed, a plain `import torch` wants CANN.
 DIRECTORY = Path(os.environ.get("PA_NPU_TORCH_NPU") or ROOT / ".venv-npu")
 INSTALL = f"python -m pip install --no-deps --target {DIRECTORY.name} torch_npu==2.13.0"
+# What MindSpeed needs: the variables that name checkouts, and a folder that proves each.
+CHECKOUTS = {"MINDSPEED_HOME": "mindspeed", "MEGATRON_LM_HOME": "megatron/training"}
 TIME_LIMIT_S = 300
 
 
@@ -30,15 +34,37 @@ def _missing() -> str | None:
     return f"{', '.join(tools)} not found; install gcc and binutils" if tools else None
 
 
-@pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
-def test_everything_inside() -> None:
+def run_inside(stubs: Path, paths: list[Path], python_path: list[Path], **variables: str) -> None:
+    cann_stub.build(DIRECTORY / "torch_npu", stubs)
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(DIRECTORY)]),
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, DIRECTORY, *python_path])),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "CANN_STUB_DEVICES": "1",
-        "PA_NPU_INSIDE_SIM": str(DIRECTORY / "torch_npu"),
+        "PA_NPU_SIM_STUBS": str(stubs),
+        **variables,
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INSIDE)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, paths)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S)
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     print(done.stdout)
+
+
+@pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
+def test_everything_inside(tmp_path: Path) -> None:
+    run_inside(tmp_path, [INSIDE], [])
+
+
+@pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
+@pytest.mark.skipif(
+    not all(os.environ.get(name) for name in CHECKOUTS),
+    reason="MINDSPEED_HOME and MEGATRON_LM_HOME do not name checkouts (MindSpeed 26.x_core_r0.12.1, Megatron-LM core_v0.12.1)",
+)
+def test_model_and_trainer_with_mindspeed(tmp_path: Path) -> None:
+    homes = []
+    for variable, contents in CHECKOUTS.items():
+        homes.append(Path(os.environ[variable]).resolve())
+        assert (homes[-1] / contents).is_dir(), (
+            f"{variable}: {homes[-1]} has no {contents}; name a checkout's directory"
+        )
+    tests = [INSIDE / "test_model_stage.py", INSIDE / "test_trainer.py"]
+    run_inside(tmp_path, tests, homes, PA_NPU_SIM_MINDSPEED="1")

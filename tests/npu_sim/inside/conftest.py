@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 
-TORCH_NPU = os.environ.get("PA_NPU_INSIDE_SIM")
-collect_ignore_glob = [] if TORCH_NPU else ["test_*.py"]
+collect_ignore_glob = [] if "PA_NPU_SIM_STUBS" in os.environ else ["test_*.py"]
 
-if TORCH_NPU:
-    from tests.npu_sim import cann_stub
-
-    with tempfile.TemporaryDirectory() as stubs:  # loaded libraries stay mapped when their files go
-        cann_stub.build(Path(TORCH_NPU), Path(stubs))
-        cann_stub.load(Path(stubs))
-        import torch_npu  # noqa: F401
+if not collect_ignore_glob:
+    import tests.npu_sim.environment  # noqa: F401 - imported for its effect

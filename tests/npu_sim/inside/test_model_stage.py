@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,21 +20,9 @@ from tests.npu_sim.simulator import NpuSim
 PROMPT, RESPONSES = 6, (4, 3)
 
 
-def swiglu(given: dict[str, Any]) -> torch.Tensor:
-    gate, up = given["input"].float().chunk(2, given.get("dim", -1))
-    return (torch.nn.functional.silu(gate) * up).to(given["input"].dtype)
-
-
-def swiglu_backward(given: dict[str, Any]) -> torch.Tensor:
-    gate, up = given["input"].float().chunk(2, given.get("dim", -1))
-    grad, sigmoid = given["grad_output"].float(), gate.sigmoid()
-    grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return torch.cat((grad_gate, grad * gate * sigmoid), given.get("dim", -1)).to(given["input"].dtype)
-
-
 @pytest.fixture
 def sim() -> NpuSim:
-    return NpuSim(all_references() | {"npu::npu_swiglu": swiglu, "npu::npu_swiglu_backward": swiglu_backward})
+    return NpuSim(all_references())
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -1,0 +1,195 @@
+"""The real trainer on two ranks of npu tensors over cpu:gloo,npu:hccl, against one rank on the CPU.
+
+The ranks are started once for all tests; this process is the engine worker that they publish to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from pa_npu.config.load import dump_config
+from pa_npu.config.schema import Config
+from pa_npu.weights import wire
+from pa_npu.weights.receiver import Receiver
+from tests.helpers.models import make_model
+from tests.npu_sim.reference_ops import all_references
+from tests.npu_sim.simulator import NpuSim
+from tests.npu_sim.train_rank import ITERATIONS
+
+ROOT = Path(__file__).parents[3]
+TIME_LIMIT_S = 180
+GROUPS = 4
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"devices": 2, "tensor_parallel": 2, "recompute": "none"},
+    "TP2+SP": {"devices": 2, "tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"},
+    "DP2": {"devices": 2, "recompute": "none"},
+}
+
+
+def make_config(model: Path, device: str, trainer: dict[str, Any]) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"seed": 3, "device": device},
+        "model": {"path": str(model), "dtype": "fp32"},
+        "data": {"train": "unused.jsonl"},
+        "rollout": {"responses_per_prompt": 4, "max_response_tokens": 16},
+        "attention": {"implementation": "merge"},
+        "algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01},
+        # an epsilon above the rounding of the gradients, which Adam would otherwise scale to whole steps where they are zero
+        "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1, "warmup_iterations": 0, "epsilon": 1e-4},
+        "schedule": {"prompts_per_iteration": GROUPS, "iterations": ITERATIONS, "order": "prompt"},
+        "trainer": trainer,
+    }
+    return Config.model_validate(tree)
+
+
+class Run:
+    """Several layouts on one set of rank processes; `stores` has each layout's."""
+
+    def __init__(self, directory: Path, model: Path, device: str, layouts: dict[str, Any], engine_workers: int) -> None:
+        self.directory = directory
+        directory.mkdir()
+        self.stores = {
+            name: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+            for name in layouts
+        }
+        job: dict[str, Any] = {"layouts": {}, "out": str(directory), "engine_workers": engine_workers}
+        for name, trainer in layouts.items():
+            file = directory / f"{name}.yaml"
+            file.write_text(dump_config(make_config(model, device, trainer)))
+            job["layouts"][name] = {"config": str(file), "port": self.stores[name].port}
+        (directory / "job.json").write_text(json.dumps(job))
+        self.processes = []
+        for rank in range(max(trainer["devices"] for trainer in layouts.values())):
+            with open(directory / f"rank{rank}.log", "w") as log:
+                command = [sys.executable, "-m", "tests.npu_sim.train_rank", str(directory / "job.json"), str(rank)]
+                environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+                self.processes.append(
+                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                )
+
+    def finish(self) -> None:
+        codes = [process.wait(TIME_LIMIT_S) for process in self.processes]
+        assert not any(codes), f"exit codes {codes}\n{self.logs}"
+
+    @property
+    def logs(self) -> str:
+        return "\n".join(f"--- {file.name}\n{file.read_text()[-4000:]}" for file in self.directory.glob("rank*.log"))
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def weights(self, layout: str) -> dict[str, torch.Tensor]:
+        return load_file(self.directory / layout / "hf" / "model.safetensors")
+
+    def ranks(self, layout: str) -> list[dict[str, Any]]:
+        return [torch.load(file, weights_only=False) for file in sorted((self.directory / layout).glob("rank*.pt"))]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Run, dict[str, Any]]]:
+    """The CPU's run, the NPU's, and what a receiver got from each of its layouts: version, device and tensors."""
+    directory = tmp_path_factory.mktemp("trainer")
+    model = make_model(directory / "model", "qwen3", tied=True)
+    npu = Run(directory / "npu", model, "npu", LAYOUTS, engine_workers=1)
+    cpu = Run(directory / "cpu", model, "cpu", {"one rank": {"devices": 1}}, engine_workers=0)
+    try:
+        received = {name: receive(npu, name) for name in LAYOUTS}
+        npu.finish()
+        cpu.finish()
+        yield cpu, npu, received
+    finally:
+        npu.stop()
+        cpu.stop()
+
+
+def receive(run: Run, layout: str) -> dict[str, torch.Tensor]:
+    """Be the engine's worker: join the stage's group and read one version into npu tensors."""
+    store = run.stores[layout]
+    try:
+        stage = json.loads(store.get("manifest"))
+    except dist.DistError as error:
+        raise AssertionError(f"{layout}: no manifest ({error})\n{run.logs}") from error
+    manifest = wire.Manifest.from_json(stage["manifest"])
+    with NpuSim(all_references()):
+        group = wire.join_group("127.0.0.1", store.port, stage["name"], 1, 2, "hccl", 30.0, f"receiver of {layout}")
+        receiver = Receiver([manifest], [group], 1, torch.device("npu", 0), 30.0)
+        tensors = dict(receiver.receive(ITERATIONS))
+        assert {tensor.device.type for tensor in tensors.values()} == {"npu"}
+        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        receiver.close()
+    return tensors
+
+
+def largest_difference(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor]) -> tuple[float, Any]:
+    assert ours.keys() == theirs.keys()
+    return max(((ours[name] - theirs[name]).abs().max().item(), name) for name in ours)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probs_and_weights_after_the_steps_equal_the_cpu_run(layout: str, runs: Any) -> None:
+    cpu, npu, _ = runs
+    expected = cpu.ranks("one rank")[0]
+    first_version = load_file(cpu.directory.parent / "model" / "model.safetensors")
+    after = cpu.weights("one rank")
+    assert largest_difference(after, {name: first_version[name] for name in after})[0] > 1e-3, "nothing was learned"
+    found: dict[int, torch.Tensor] = {}
+    for rank in npu.ranks(layout):
+        for report, wanted in zip(rank["reports"], expected["reports"], strict=True):
+            for name in ("loss", "grad_norm", "kl", "entropy"):
+                assert report[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
+        found |= rank["logprobs"]
+    assert len(found) == GROUPS * ITERATIONS
+    difference, group = largest_difference(found, expected["logprobs"])
+    assert difference < 1e-5, f"log-probs of group {group} differ by {difference:.1e}"
+    difference, name = largest_difference(npu.weights(layout), after)
+    assert difference < 1e-5, f"{name} differs by {difference:.1e}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_receiver_on_an_npu_group_gets_the_trained_weights(layout: str, runs: Any) -> None:
+    _, npu, received = runs
+    weights = npu.weights(layout)
+    assert received[layout].keys() == weights.keys()
+    different = [name for name, tensor in received[layout].items() if not torch.equal(tensor, weights[name])]
+    assert not different, f"{layout}: received other weights than the trainer has: {different}"
+
+
+def test_tensor_parallel_peers_get_the_groups_from_their_leader_over_the_device(runs: Any) -> None:
+    _, npu, _ = runs
+    leader, peer = npu.ranks("TP2")
+    assert leader["reads"] == GROUPS * ITERATIONS and peer["reads"] == 0
+    assert peer["calls"]["c10d::broadcast_"] >= 2 * GROUPS * ITERATIONS, "length and payload of every group"
+    first, second = npu.ranks("DP2")
+    assert first["reads"] == second["reads"] == GROUPS * ITERATIONS // 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fused_operators_run_and_no_operator_lacks_an_npu_kernel(layout: str, runs: Any) -> None:
+    _, npu, _ = runs
+    fused = ("npu::npu_rms_norm", "npu::npu_rotary_mul", "npu::npu_swiglu", "npu::npu_fusion_attention")
+    for rank in npu.ranks(layout):
+        calls = rank["calls"]
+        for name in fused:
+            assert calls[name] and calls.get(f"{name}_backward", 0) + calls.get(f"{name}_grad", 0), name
+        assert calls["aten::_fused_adamw_"]
+        assert rank["without_kernel"] == []
+
+
+def test_mindspeed_is_active_where_it_was_asked_for(runs: Any) -> None:
+    _, npu, _ = runs
+    wanted = "PA_NPU_SIM_MINDSPEED" in os.environ
+    assert {rank["mindspeed"] for layout in LAYOUTS for rank in npu.ranks(layout)} == {wanted}

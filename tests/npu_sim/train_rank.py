@@ -1,0 +1,121 @@
+"""One trainer rank that trains prepared groups in several parallel layouts, one after another, on the CPU or a simulated NPU.
+
+    python -m tests.npu_sim.train_rank JOB.json RANK
+
+JOB.json: {"layouts": {name: {"config": file, "port": port of the layout's store}}, "out": directory, "engine_workers": n}.
+With engine workers it publishes at the end, to whoever reads `manifest` in the layout's store. In `out` each layout leaves
+NAME/hf, the policy after the last step, and NAME/rankN.pt: log-probs of every group, reports and what ran on the device.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ITERATIONS = 2  # the second also shows that the first one's update was the same
+
+
+def main(job_file: str, rank: int) -> None:
+    from pa_npu import platform as platforms
+    from pa_npu.config.load import load_config
+
+    job: dict[str, Any] = json.loads(Path(job_file).read_text())
+    layouts = {name: (load_config([layout["config"]]), layout["port"]) for name, layout in job["layouts"].items()}
+    device = next(iter(layouts.values()))[0].run.device
+    sim: Any = nullcontext()
+    if device == "npu":
+        import tests.npu_sim.environment  # noqa: F401 - imported for its effect
+        from tests.npu_sim.reference_ops import all_references
+        from tests.npu_sim.simulator import NpuSim
+
+        sim = NpuSim(all_references())
+    platform = platforms.get(device)
+    platform.prepare_megatron()
+    for name, (config, port) in layouts.items():
+        directory = Path(job["out"]) / name
+        directory.mkdir(parents=True, exist_ok=True)
+        with sim:
+            found = train(config, platform, port, rank, directory, job["engine_workers"])
+        if device == "npu":
+            found |= {"calls": dict(sim.calls), "without_kernel": sorted(sim.without_kernel)}
+            sim.calls.clear()
+        found["mindspeed"] = "mindspeed.megatron_adaptor" in sys.modules
+        torch.save(found, directory / f"rank{rank}.pt")
+
+
+def train(config: Any, platform: Any, port: int, rank: int, directory: Path, engine_workers: int) -> dict[str, Any]:
+    from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
+    from pa_npu.buffer.store import StoreChannel, connect
+    from pa_npu.config.model_spec import ModelSpec
+    from pa_npu.model.parallel import initialise_parallel, shutdown_parallel
+    from pa_npu.telemetry.timeline import Timeline
+    from pa_npu.trainer.assemble import load_stage, rollout_source
+    from pa_npu.trainer.loop import consume
+    from pa_npu.trainer.megatron_backend import MegatronBackend
+    from pa_npu.weights.publisher import Publisher
+    from tests.helpers.trainer_rank import put_groups
+
+    logprobs: dict[int, torch.Tensor] = {}
+
+    class RecordingBackend(MegatronBackend):
+        def _training_loss(self, microbatch: Any, output: Any) -> torch.Tensor:
+            (group,) = microbatch.group_indices
+            assert output.logprobs.device == device == microbatch.tokens.device
+            logprobs[microbatch.iteration * config.schedule.prompts_per_iteration + group] = (
+                output.logprobs.detach().cpu()
+            )
+            return super()._training_loss(microbatch, output)
+
+    class CountingChannel(StoreChannel):
+        num_reads = 0
+
+        def get_bytes(self, key: str) -> bytes:
+            self.num_reads += 1
+            return super().get_bytes(key)
+
+    store = connect("127.0.0.1", port, 60)
+    platform.seed_all(config.run.seed)
+    platform.set_deterministic(True)
+    ranks = initialise_parallel(config, platform, dist.PrefixStore("trainer", store), rank, config.trainer.devices)
+    device = platform.device(0)
+    spec = ModelSpec.read(config.model.path)
+    stage = load_stage(config, spec, platform)
+    backend = RecordingBackend(stage, config, spec, platform, device, None, Timeline(None, ""))
+    assert {parameter.device for parameter in stage.parameters()} == {device}
+    channel = CountingChannel(store)
+    rollouts = rollout_source(config, channel, ranks, device, Timeline(None, ""))
+    reports = []
+    for iteration in range(ITERATIONS):
+        if rank == 0:
+            put_groups(config, StoreRolloutBuffer(StoreChannel(store), "run", readers=1), iteration, None)
+        backend.publish(iteration)
+        reports.append(consume(backend, rollouts(iteration), 1))
+    backend.export(directory / "hf")
+    if engine_workers and ranks.data_rank == 0:
+        with Publisher(
+            stage.policy,
+            spec,
+            store_host="127.0.0.1",
+            store_port=port,
+            engine_workers=engine_workers,
+            bucket_bytes=16 * 1024,
+            timeout_s=30,
+            backend=platform.comm_backend,
+            device=device,
+        ) as publisher:
+            if ranks.is_stage_leader:
+                store.set("manifest", json.dumps(publisher.manifest()))
+            publisher.connect(60)
+            publisher.publish(ITERATIONS)
+    shutdown_parallel()
+    return {"logprobs": logprobs, "reports": reports, "reads": channel.num_reads}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
