@@ -11,13 +11,14 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
+from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.buffer.group import Group
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
@@ -60,6 +61,7 @@ class Job:
     save_at: tuple[int, ...] = ()
     export: str | None = None
     order: list[int] | None = None  # arrival order of the groups, by index; only with schedule.order=completion
+    advantages_of_rewards: bool = False  # as the coordinator computes them; otherwise random numbers
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -78,6 +80,7 @@ def run_job(job: Job, timeout_s: float = 240) -> list[dict[str, float]]:
                 "save_at": job.save_at,
                 "export": job.export,
                 "order": job.order,
+                "advantages_of_rewards": job.advantages_of_rewards,
                 "out": str(out),
             }
         )
@@ -149,7 +152,8 @@ def main(job_file: str) -> None:
     reports = []
     for iteration in range(job["first"], job["last"]):
         if rank == 0:
-            put_groups(config, StoreRolloutBuffer(channel, "run", readers=1), iteration, job["order"])
+            buffer = StoreRolloutBuffer(channel, "run", readers=1)
+            put_groups(config, buffer, iteration, job["order"], job["advantages_of_rewards"])
         backend.publish(iteration)
         reports.append(consume(backend, rollouts(iteration), config.schedule.updates_per_iteration))
         if iteration + 1 in job["save_at"]:
@@ -162,11 +166,16 @@ def main(job_file: str) -> None:
     shutdown_parallel()
 
 
-def put_groups(config: Config, buffer: Any, iteration: int, order: list[int] | None) -> None:
+def put_groups(
+    config: Config, buffer: Any, iteration: int, order: list[int] | None, advantages_of_rewards: bool
+) -> None:
     """Slots as the coordinator assigns them with order=prompt, or in the given arrival order."""
     groups = make_groups(
         iteration, config.schedule.prompts_per_iteration, config.rollout.responses_per_prompt, config.run.seed
     )
+    kind = config.algorithm.advantage
+    if advantages_of_rewards and kind != "batch-std":
+        groups = [replace(group, advantages=group_advantages(group.rewards, kind)) for group in groups]
     for place, index in enumerate(order or range(len(groups))):
         buffer.put(groups[index], place % config.data_parallel, place // config.data_parallel)
 
