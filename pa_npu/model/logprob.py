@@ -69,6 +69,7 @@ class _ChunkedLogprob(torch.autograd.Function):
         kept = None
         for start in range(0, num_rows, chunk):
             rows = slice(start, min(start + chunk, num_rows))
+            kept = None  # before the next chunk's logits exist
             logits = _logits(hidden[rows], weight, inverse_temperature, wide)
             maximum = logits.amax(-1)
             if group is not None:
@@ -88,6 +89,7 @@ class _ChunkedLogprob(torch.autograd.Function):
                 entropy[rows] = log_sum - total[2] / total[0]
             maxima[rows], log_sums[rows] = maximum, log_sum
             kept = shifted
+            del logits, shifted, exponentials, sums
         ctx.save_for_backward(hidden, weight, local_targets, is_local, maxima, log_sums, entropy)
         ctx.settings = settings
         ctx.kept = kept if any(ctx.needs_input_grad[:2]) else None
@@ -104,7 +106,7 @@ class _ChunkedLogprob(torch.autograd.Function):
         num_rows = hidden.shape[0]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = _WeightGradient(weight, num_chunks=-(-num_rows // chunk)) if need_weight else None
-        shifted = ctx.kept
+        shifted, ctx.kept = ctx.kept, None
         for start in reversed(range(0, num_rows, chunk)):
             rows = slice(start, min(start + chunk, num_rows))
             if shifted is None:
@@ -126,6 +128,7 @@ class _ChunkedLogprob(torch.autograd.Function):
                 grad_hidden[rows] = grad_narrow @ weight
             if grad_weight is not None:
                 grad_weight.add(grad_narrow, hidden[rows])
+            del log_softmax, grad_logits, grad_narrow  # before the next chunk's logits exist
         if grad_hidden is not None and group is not None and reduce_hidden_grad:
             dist.all_reduce(grad_hidden, group=group)
         return grad_hidden, None if grad_weight is None else grad_weight.result(), None, None
