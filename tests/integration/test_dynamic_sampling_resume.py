@@ -1,0 +1,114 @@
+"""Dynamic sampling in whole runs of the coordinator: a resumed run takes, discards and trains what the undisturbed one does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pa_npu.buffer.group import Group
+from pa_npu.rollout.stand_in import Speed
+from tests.helpers.stand_in_engine import stand_in_engines
+from tests.integration.test_rollout_coordinator import GROUPS, RESPONSES, Run
+
+pytestmark = pytest.mark.integration
+ITERATIONS, RESUMED_AT = 4, 2
+# about two of five groups of stand-in responses are all wrong under it, so that an iteration takes about 20 prompts of 40
+PATTERN = "t77|t78"
+
+
+@dataclass
+class Outcome:
+    """By iteration or, positions, by weight version; sampled: the seeds of all training requests."""
+
+    trained: dict[int, list[Group]]
+    positions: dict[int, int]
+    dispatched: dict[int, int]
+    sampled: set[int]
+
+
+def produce(directory: Path, order: str, first: int, speed: Speed, engines: int, checkpoint: Path | None) -> Outcome:
+    """A run from version `first`, its trainers played here."""
+    directory.mkdir()
+    with stand_in_engines(engines, speed) as served:
+        run = Run(
+            directory,
+            served,
+            data={"train": str(directory / "train.jsonl"), "test": None, "max_prompt_tokens": 16},
+            reward={"functions": [{"name": "format", "pattern": PATTERN}]},
+            schedule={
+                "iterations": ITERATIONS,
+                "prompts_per_iteration": GROUPS,
+                "order": order,
+                "dynamic_sampling": True,
+            },
+            checkpoint={"load": str(checkpoint) if checkpoint else None},
+        )
+        try:
+            run.channel.put_json("publish/manifest/0", {"name": "publish-0", "manifest": {}})
+            trained, positions = {}, {}
+            for version in range(first, ITERATIONS + 1):
+                run.announce(version, None if version == first else {"loss": 0.0})
+                run.published(version)
+                if version < ITERATIONS:
+                    trained[version] = run.consume(version)
+                    # what a trainer puts into the checkpoint of the next version
+                    positions[version + 1] = int(json.loads(run._wait(f"data/position/{version + 1}"))["position"])
+            output = run.end()
+        finally:
+            run.process.kill()
+            run.process.wait(10)
+        assert run.process.returncode == 0, output
+        requests = [request for engine in served for request in engine.engine.requests if request["n"] == RESPONSES]
+    dispatched = {record["iteration"]: record["groups_dispatched"] for record in run.lines("metrics.jsonl")}
+    return Outcome(trained, positions, dispatched, {request["seed"] for request in requests})
+
+
+def content(groups: list[Group]) -> list[tuple[Any, ...]]:
+    """All of a group but its place, which with order=completion is the order of arrival."""
+    return sorted(
+        (
+            group.prompt_id,
+            group.prompt_tokens.tolist(),
+            group.response_tokens.tolist(),
+            group.logprobs.tolist(),
+            group.rewards.tolist(),
+            group.advantages.tolist(),
+        )
+        for group in groups
+    )
+
+
+@pytest.mark.parametrize("order", ["prompt", "completion"])
+def test_a_resumed_run_goes_on_as_the_undisturbed_one(order: str, tmp_path: Path) -> None:
+    whole = produce(tmp_path / "whole", order, 0, Speed(step_s=0.0005, stride=4), 2, None)
+    checkpoint = tmp_path / f"iteration_{RESUMED_AT:06d}"
+    checkpoint.mkdir()
+    meta = {"version": RESUMED_AT, "data_position": whole.positions[RESUMED_AT], "seed": 3, "world_size": 2}
+    (checkpoint / "pa_npu.json").write_text(json.dumps(meta))
+    # another number of engines and another speed, so that groups finish in another order
+    resumed = produce(tmp_path / "resumed", order, RESUMED_AT, Speed(step_s=0.002, stride=8), 1, checkpoint)
+
+    later = range(RESUMED_AT, ITERATIONS)
+    assert set(resumed.trained) == set(later)
+    for iteration in later:
+        assert content(resumed.trained[iteration]) == content(whole.trained[iteration]), f"iteration {iteration}"
+        if order == "prompt":
+            ours, expected = resumed.trained[iteration], whole.trained[iteration]
+            assert [group.to_bytes() for group in ours] == [group.to_bytes() for group in expected]
+        assert resumed.positions[iteration + 1] == whole.positions[iteration + 1]
+        assert resumed.dispatched[iteration] == whole.dispatched[iteration]
+    assert resumed.sampled < whole.sampled, "the discarded groups are sampled alike too"
+    assert len(resumed.sampled) == sum(resumed.dispatched.values())
+
+    # what would make the above empty
+    assert all(count > GROUPS for count in whole.dispatched.values()), "some groups were replaced in every iteration"
+    assert whole.positions == {v: sum(whole.dispatched[i] for i in range(v)) for v in range(1, ITERATIONS + 1)}
+    assert whole.positions[ITERATIONS] > 40, "the prompts went into their second epoch"
+    for groups in whole.trained.values():
+        assert len(groups) == GROUPS and all(len(set(group.rewards.tolist())) > 1 for group in groups)
+    taken = [group.prompt_id for iteration in later for group in whole.trained[iteration]]
+    assert taken != [group.prompt_id for iteration in (0, 1) for group in whole.trained[iteration]]
