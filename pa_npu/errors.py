@@ -23,5 +23,9 @@ class DeadlineExceeded(PaNpuError):
     """A wait reached its deadline; the message names what was awaited, from whom, and for how long."""
 
 
+class CheckpointError(PaNpuError):
+    """The run's last checkpoint could not be written; what it trained since the one before is lost."""
+
+
 class InvariantViolation(PaNpuError):
     """One of the invariants I1 to I6 of the architecture does not hold; the run must not continue."""

@@ -260,6 +260,17 @@ class PublishConfig(Section):
 class CheckpointConfig(Section):
     every: int = Field(0, ge=0, description="Save every n iterations; 0 only after the last one.")
     load: str | None = Field(None, description="Checkpoint directory (.../iteration_000010) to continue from.")
+    resume: Literal["auto"] | None = Field(
+        None,
+        description="auto: continue from the newest complete checkpoint of run.dir; where there is none, start from "
+        "checkpoint.load or from the beginning.",
+    )
+    asynchronous: bool = Field(True, description="Write checkpoints in the background, while training goes on.")
+    timeout_s: float = Field(600.0, gt=0, description="Deadline of writing a checkpoint in the background.")
+    keep_last: int = Field(0, ge=0, description="Keep the newest n checkpoints and delete older ones; 0 keeps all.")
+    keep_best: int = Field(
+        0, ge=0, description="Keep, beside keep_last, the n checkpoints with the best evaluation accuracy."
+    )
     export_hf: bool = Field(True, description="Write the final weights as an HF directory.")
 
 
@@ -422,10 +433,15 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"algorithm.reference_refresh_every: {refresh}: there is no reference with algorithm.kl_coef = 0; set kl_coef, or "
             f"remove the key"
         )
-    if refresh and c.checkpoint.every % refresh:
+    if c.checkpoint.keep_best and not c.checkpoint.keep_last:
         yield (
-            f"checkpoint.every: {c.checkpoint.every} is not a multiple of algorithm.reference_refresh_every = {refresh}; a "
-            f"checkpoint in between could not be continued, because the reference is not in it; set it to a multiple"
+            f"checkpoint.keep_best: {c.checkpoint.keep_best} has no effect with checkpoint.keep_last = 0, which keeps all; set "
+            f"keep_last, or remove the key"
+        )
+    if c.checkpoint.keep_best and not (c.data.test and s.evaluate_every):
+        yield (
+            f"checkpoint.keep_best: {c.checkpoint.keep_best}: without evaluations in between no checkpoint is better than "
+            f"another; set data.test and schedule.evaluate_every, or remove the key"
         )
     if r.responses_per_prompt % c.microbatch_responses or c.microbatch_responses < 1:
         yield (

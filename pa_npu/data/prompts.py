@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
@@ -205,6 +206,10 @@ class PromptStream:
 
     def fingerprint(self) -> str:
         """Changes with the prompts' tokens or answers, their order, the seed and the shuffling."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         digest = hashlib.blake2b(f"{self._seed} {self._shuffle}".encode(), digest_size=8)
         for prompt in self._prompts:
             digest.update(np.asarray(prompt.tokens, "<i4").tobytes())

@@ -22,6 +22,7 @@ from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.placement import Placement, available_cores, place, port_problem
 from pa_npu.launcher.readiness import served_model
+from pa_npu.launcher.resume import check_checkpoint
 from pa_npu.launcher.run_directory import check_run_directory
 from pa_npu.platform.base import Platform
 
@@ -88,7 +89,8 @@ def check_surroundings(config: Config, platform: Platform | None, *, forgive: bo
     check_rewards(config)
     local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
     local(lambda: check_ports(config))
-    local(lambda: check_checkpoint(config))
+    changed = local(lambda: check_checkpoint(config))
+    findings.notes += [changed] if changed else []
     check_run_directory(config)
     if platform is not None and findings.spec is not None:
         warning = _memory_warning(config, findings.spec, platform)
@@ -208,12 +210,6 @@ def check_ports(config: Config) -> None:
                 f"placement.{key}: port {port} of {placement.host} cannot be used ({problem}); "
                 f"choose another, or 0 for a free one"
             )
-
-
-def check_checkpoint(config: Config) -> None:
-    load = config.checkpoint.load
-    if load is not None and not Path(load).is_dir():
-        raise ConfigError(f"checkpoint.load: {load} is not a directory; give one written as .../iteration_NNNNNN")
 
 
 def _num_devices(platform: Platform) -> int | None:

@@ -77,7 +77,9 @@ def _config(options: argparse.Namespace, rest: Sequence[str]) -> Config:
 
 
 def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    config = _config(options, rest)
+    from pa_npu.launcher.resume import resolve_resume
+
+    config = resolve_resume(_config(options, rest), lambda line: print(line, file=sys.stderr))
     if options.dry_run:
         return _dry_run(config)
     from pa_npu.launcher.run import run  # imports torch; --help and mistakes in the configuration need not wait for it

@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
+from pa_npu.data.checkpoint_store import clean, version_of
+from pa_npu.data.provenance import changes_the_run, config_tree, differences
 from pa_npu.errors import ConfigError, UserError
+from pa_npu.launcher.resume import checkpoints_directory, continues_own_run
 
 CONFIG_FILE = "config.yaml"
 EARLIER = "earlier"
 LOCK = ".lock"
 
-# A run that continues from a checkpoint may change these and stay the same run.
-_MAY_CHANGE = ("checkpoint.", "placement.", "telemetry.", "schedule.iterations", "schedule.evaluate_every")
+# A run that finds nothing to continue begins again, whatever it was told to continue from.
+_WHERE_FROM = ("checkpoint.load", "checkpoint.resume")
 
 
 def check_run_directory(config: Config) -> None:
@@ -39,9 +41,9 @@ def check_run_directory(config: Config) -> None:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"run.dir: {file} cannot be read ({reason}); choose another run.dir") from None
-    different = _differences(_flat(found), _flat(yaml.safe_load(dump_config(config))))
-    if config.checkpoint.load:
-        different = [key for key in different if not key.startswith(_MAY_CHANGE)]
+    different = [key for key in differences(found, config_tree(config)) if key not in _WHERE_FROM]
+    if continues_own_run(config):
+        different = changes_the_run(different)
     if different:
         some = ", ".join(different[:3]) + (", ..." if len(different) > 3 else "")
         raise ConfigError(
@@ -51,11 +53,11 @@ def check_run_directory(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def own_run_directory(config: Config) -> Iterator[Path]:
+def own_run_directory(config: Config, say: Callable[[str], None] = print) -> Iterator[Path]:
     """Create the directory, keep other runs out of it, and write config.yaml.
 
-    Files of an earlier run of the same configuration move to earlier/<n>, unless this run continues one of its
-    checkpoints. Raises UserError when another run is at work in it.
+    Files of an earlier run of the same configuration move to earlier/<n>; where this run continues one of its checkpoints,
+    only those that are newer. `say` hears what was tidied up. Raises UserError when another run is at work in it.
     """
     directory = Path(config.run.dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -64,26 +66,48 @@ def own_run_directory(config: Config) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"run.dir: another run is at work in {directory}; choose another run.dir") from None
-        load = config.checkpoint.load
-        if not load or directory.resolve() not in Path(load).resolve().parents:
+        if not continues_own_run(config):
             _set_aside(directory)
-        (directory / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+        begin_attempt(config, say)
         yield directory
 
 
+def begin_attempt(config: Config, say: Callable[[str], None]) -> None:
+    """Make the directory ready for processes that start with `config`; call it while none runs.
+
+    Half-written checkpoints are removed. Checkpoints newer than the one that is continued would be taken for this run's
+    later on, so they move to earlier/<n>.
+    """
+    directory, checkpoints = Path(config.run.dir), checkpoints_directory(config)
+    for line in clean(checkpoints):
+        say(line)
+    if continues_own_run(config):
+        first = version_of(Path(str(config.checkpoint.load))) or 0
+        newer = sorted(path for path in checkpoints.iterdir() if (version_of(path) or 0) > first)
+        for path in newer:
+            say(f"checkpoint {path} is newer than what the run continues from and moves to earlier/")
+        _move_to_earlier(directory, newer)
+    (directory / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+
+
 def _set_aside(directory: Path) -> None:
-    if not (directory / CONFIG_FILE).exists():  # not a run's: leave what is there alone
-        return
-    left = [path for path in directory.iterdir() if path.name not in (CONFIG_FILE, EARLIER, LOCK)]
-    if not left:
+    if (directory / CONFIG_FILE).exists():  # else it is not a run's: leave what is there alone
+        _move_to_earlier(
+            directory, [path for path in directory.iterdir() if path.name not in (CONFIG_FILE, EARLIER, LOCK)]
+        )
+
+
+def _move_to_earlier(directory: Path, paths: Sequence[Path]) -> None:
+    if not paths:
         return
     number = 1
     while (directory / EARLIER / str(number)).exists():
         number += 1
     target = directory / EARLIER / str(number)
-    target.mkdir(parents=True)
-    for path in left:
-        shutil.move(str(path), str(target / path.name))
+    for path in paths:
+        destination = target / path.relative_to(directory)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(str(path), str(destination))
 
 
 def _writable(directory: Path) -> bool:
@@ -95,16 +119,3 @@ def _writable(directory: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}.{name}" if prefix else str(name))
-    return flat
-
-
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))

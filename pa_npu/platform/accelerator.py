@@ -55,6 +55,14 @@ class AcceleratorPlatform:
         base.seed_host(seed)
         self._module.manual_seed_all(seed)
 
+    def rng_state(self) -> torch.Tensor | None:
+        state: torch.Tensor = self._module.get_rng_state()
+        return state
+
+    def set_rng_state(self, state: torch.Tensor | None) -> None:
+        if state is not None:
+            self._module.set_rng_state(state)
+
 
 def without_users(defaults: dict[str, str]) -> dict[str, str]:
     """The defaults that the user's environment does not set already."""

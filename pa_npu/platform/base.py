@@ -77,6 +77,12 @@ class Platform(Protocol):
     def seed_all(self, seed: int) -> None:
         """Seed Python, numpy and torch (host and device)."""
 
+    def rng_state(self) -> torch.Tensor | None:
+        """State of the current device's generator; None where it is the host's."""
+
+    def set_rng_state(self, state: torch.Tensor | None) -> None:
+        """Restore what `rng_state` gave; nothing for None."""
+
     def set_deterministic(self, enabled: bool) -> None:
         """Choose deterministic kernels, or allow others. Call it before the first collective and the first kernel."""
 

@@ -57,6 +57,12 @@ class CpuPlatform:
     def seed_all(self, seed: int) -> None:
         base.seed_host(seed)
 
+    def rng_state(self) -> torch.Tensor | None:
+        return None
+
+    def set_rng_state(self, state: torch.Tensor | None) -> None:
+        """The host's generator is restored by whoever restores it."""
+
     def set_deterministic(self, enabled: bool) -> None:
         base.use_deterministic_algorithms(enabled)
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import math
 import os
@@ -37,6 +36,7 @@ from pa_npu.buffer.store import StoreChannel, connect
 from pa_npu.config.load import load_config
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
+from pa_npu.data.checkpoint_store import read_meta
 from pa_npu.data.prompts import Prompt, PromptStream, load_prompts
 from pa_npu.data.rewards.pool import RewardPool
 from pa_npu.errors import PaNpuError, UserError
@@ -155,8 +155,8 @@ class Coordinator:
             current = _Iteration(production, evaluation, border)
 
     def _put_position(self, version: int, train: PromptStream) -> None:
-        """How many prompts were taken before iteration `version`, for the trainers' checkpoint of that version."""
-        self._channel.put_json(f"data/position/{version}", {"position": train.position})
+        """Which prompts were taken before iteration `version`, for the trainers' checkpoint of that version."""
+        self._channel.put_json(f"data/position/{version}", train.state())
 
     async def _cross(self, version: int, prompt: Prompt, *, is_first: bool, is_final: bool) -> _Border:
         """Weight version `version` from trainers to engines."""
@@ -261,24 +261,13 @@ def load_prompt_sets(config: Config) -> tuple[PromptStream, Sequence[Prompt]]:
         logger.info("evaluating on %s", test.summary)
     stream = PromptStream(train, config.run.seed, config.data.shuffle)
     if config.checkpoint.load:
-        stream.restore(_checkpoint_meta(config)["data_position"])
+        stream.restore(read_meta(Path(config.checkpoint.load)).data)
     return stream, test or ()
 
 
 def first_version(config: Config) -> int:
     """The weight version that is published first: 0, or that of the checkpoint."""
-    return int(_checkpoint_meta(config)["version"]) if config.checkpoint.load else 0
-
-
-def _checkpoint_meta(config: Config) -> dict[str, Any]:
-    path = Path(str(config.checkpoint.load)) / "pa_npu.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"checkpoint.load: {config.checkpoint.load} is not a complete checkpoint ({error}); give the path of a directory "
-            f"named iteration_NNNNNN"
-        ) from None
+    return read_meta(Path(config.checkpoint.load)).version if config.checkpoint.load else 0
 
 
 def _store_address() -> tuple[str, int]:

@@ -11,13 +11,18 @@ from typing import Any
 from pa_npu.config.schema import Config
 from pa_npu.rollout.pool import EngineUse
 from pa_npu.rollout.production import Production
-from pa_npu.telemetry.metrics import MetricsWriter
+from pa_npu.telemetry.metrics import MetricsWriter, drop_records
 from pa_npu.telemetry.progress import progress_line, remaining_s
 from pa_npu.telemetry.tpspd import Work, throughput
 
+SAMPLES = "samples.jsonl"
+
 
 class RunRecords:
-    """Writes metrics.jsonl, samples.jsonl and the progress lines. Owns its files: use `with`."""
+    """Writes metrics.jsonl, samples.jsonl and the progress lines. Owns its files: use `with`.
+
+    first_iteration: records of it and later ones, which an earlier attempt wrote after its last checkpoint, are removed.
+    """
 
     def __init__(self, config: Config, first_iteration: int) -> None:
         self._config = config
@@ -25,7 +30,8 @@ class RunRecords:
         self._seconds: list[float] = []
         run_dir = Path(config.run.dir)
         self._metrics = MetricsWriter(run_dir, config.telemetry.tensorboard, first_iteration)
-        self._samples = (run_dir / "samples.jsonl").open("a", encoding="utf-8", buffering=1)
+        drop_records(run_dir / SAMPLES, "iteration", first_iteration)
+        self._samples = (run_dir / SAMPLES).open("a", encoding="utf-8", buffering=1)
 
     def __enter__(self) -> RunRecords:
         return self

@@ -26,9 +26,9 @@ class MetricsWriter:
     def __init__(self, run_dir: Path | str, tensorboard: bool, first_iteration: int = 0) -> None:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        _drop_lines(self.run_dir / METRICS, "iteration", first_iteration)
+        drop_records(self.run_dir / METRICS, "iteration", first_iteration)
         # The evaluation of version v comes before iteration v; the checkpoint that is resumed holds version v.
-        _drop_lines(self.run_dir / EVALUATIONS, "version", first_iteration)
+        drop_records(self.run_dir / EVALUATIONS, "version", first_iteration)
         self._metrics: TextIO = (self.run_dir / METRICS).open("a", encoding="utf-8", buffering=1)
         self._evaluations: TextIO = (self.run_dir / EVALUATIONS).open("a", encoding="utf-8", buffering=1)
         self._board = _open_board(self.run_dir / TENSORBOARD, first_iteration) if tensorboard else None
@@ -99,8 +99,8 @@ def _read_lines(path: Path, key: str) -> list[dict[str, Any]]:
     return records
 
 
-def _drop_lines(path: Path, key: str, first: int) -> None:
-    """Keeps the records below `first` and drops a last line cut short by a kill."""
+def drop_records(path: Path, key: str, first: int) -> None:
+    """Keep the lines whose `key` is below `first`, as a run that is resumed there needs it; one cut short by a kill goes too."""
     if not path.is_file():
         return
     kept = []
@@ -111,7 +111,9 @@ def _drop_lines(path: Path, key: str, first: int) -> None:
             continue
         if record[key] < first:
             kept.append(line + "\n")
-    path.write_text("".join(kept), encoding="utf-8")
+    shortened = path.with_name(f"{path.name}.tmp")
+    shortened.write_text("".join(kept), encoding="utf-8")
+    shortened.replace(path)
 
 
 def _open_board(directory: Path, first_iteration: int) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,21 +56,13 @@ class Border:
         with self._timeline.span("probe", version=version):
             return numbers | self._check_probe(version, probe_microbatches(done["probe"], version, self._config))
 
-    def data_position(self, version: int) -> int:
-        """How many prompts the coordinator had taken before iteration `version`: where a resumed run goes on."""
-        position = self._channel.wait_json(
+    def data_position(self, version: int) -> dict[str, Any]:
+        """PromptStream.state() of the coordinator before iteration `version`: where a resumed run goes on."""
+        return self._channel.wait_json(
             f"data/position/{version}",
             self._config.trainer.wait_timeout_s,
             f"the coordinator to say how many prompts were taken before iteration {version}",
         )
-        return int(position["position"])
-
-    def timed(self, name: str, action: Callable[[], None]) -> dict[str, float]:
-        """Run `action` at the border and return its seconds under `<name>_s`."""
-        start = time.perf_counter()
-        with self._timeline.span(name):
-            action()
-        return {f"{name}_s": time.perf_counter() - start}
 
     def _check_probe(self, version: int, microbatches: list[Microbatch]) -> dict[str, float]:
         result = self._backend.probe(microbatches)

@@ -1,14 +1,13 @@
-"""Megatron dist-checkpoints of a run: model, optimizer, RNG, weight version and data position; complete or not there at all."""
+"""What a checkpoint holds of a rank and how it comes back: policy, optimizer, scheduler, refreshed reference, RNG states."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import shutil
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -16,78 +15,109 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from pa_npu.config.schema import Config
-from pa_npu.errors import UserError
+from pa_npu.data.checkpoint_store import CheckpointMeta, read_meta
+from pa_npu.model.stage import TriModel
+from pa_npu.platform.base import Platform
+from pa_npu.trainer.checkpoint_shards import PlannedShards
 
 logger = logging.getLogger(__name__)
 
-META_FILE = "pa_npu.json"
+_REFERENCE = "reference."
+# What a parameter group takes from the configuration; the rest of it is state.
+_FROM_CONFIG = ("max_lr", "min_lr", "betas", "eps", "start_wd", "end_wd")
 
 
-def directory_name(version: int) -> str:
-    return f"iteration_{version:06d}"
+class CheckpointContents:
+    """One rank's model, optimizer and generators. Every method is collective."""
 
+    def __init__(self, stage: TriModel, optimizer: Any, scheduler: Any, config: Config, platform: Platform) -> None:
+        self._stage = stage
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._config = config
+        self._platform = platform
 
-def save(parent: Path, version: int, data_position: int, config: Config, stage: Any, optimizer: Any) -> Path:
-    """Write `parent`/iteration_<version>. Collective; the directory is renamed into place when all ranks have written."""
-    final, temporary = parent / directory_name(version), parent / f".{directory_name(version)}.incomplete"
-    if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(_sharded_state(stage, optimizer, is_loading=False), str(temporary))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        meta = {
-            "version": version,
-            "data_position": data_position,
-            "seed": config.run.seed,
-            "world_size": dist.get_world_size(),
+    def plan(self, directory: Path, reference_version: int) -> PlannedShards:
+        """reference_version: of the policy that the reference is a copy of; 0 is the HF model, which needs no saving."""
+        has_reference = "reference" in self._stage.frozen
+        save_reference = has_reference and reference_version > 0
+        description = {
+            "updates": int(self._scheduler.num_steps),
+            "layout": layout(self._config),
+            "reference": {"version": reference_version, "saved": save_reference} if has_reference else None,
         }
-        (temporary / META_FILE).write_text(json.dumps(meta, indent=2))
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        logger.info("saved checkpoint %s", final)
-    dist.barrier()
-    return final
+        state = self._sharded(is_loading=False, with_rng=True, with_reference=save_reference)
+        return PlannedShards(state, directory, description)
+
+    def load(self, directory: Path) -> CheckpointMeta:
+        """Restore everything from `directory`, whatever the parallel sizes it was written at.
+
+        RNG states are those of ranks, so they are restored only at the same sizes. Raises UserError when it is not complete.
+        """
+        meta = read_meta(directory)
+        same_layout = meta.layout == layout(self._config)
+        with_reference = self._has_other_reference(meta)
+        from_config = [{key: group[key] for key in _FROM_CONFIG if key in group} for group in self._groups()]
+        state = self._sharded(is_loading=True, with_rng=same_layout, with_reference=with_reference)
+        loaded = dist_checkpointing.load(state, str(directory))
+        load_policy(self._stage, loaded["model"])
+        if with_reference:
+            self._stage.frozen["reference"].load_state_dict(_without_prefix(loaded["reference"]))
+        with torch.no_grad():
+            self._optimizer.load_state_dict(loaded["optimizer"])
+        for group, values in zip(self._groups(), from_config, strict=True):
+            group.update(values)
+        self._scheduler.num_steps = 0
+        self._scheduler.step(increment=meta.updates)
+        if same_layout:
+            _set_rng_state(loaded["rng"], self._platform)
+        else:
+            logger.info("checkpoint %s was written with %s: RNG states are not restored", directory, meta.layout)
+        return meta
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return list(self._optimizer.param_groups)
+
+    def _has_other_reference(self, meta: CheckpointMeta) -> bool:
+        """Whether the reference differs from the HF model that the stage already has."""
+        return "reference" in self._stage.frozen and bool(meta.reference and meta.reference["saved"])
+
+    def _sharded(self, *, is_loading: bool, with_rng: bool, with_reference: bool) -> dict[str, Any]:
+        model = self._stage.sharded_state_dict()
+        state = {
+            "model": model,
+            "optimizer": self._optimizer.sharded_state_dict(model, is_loading=is_loading, **_sharding_arguments()),
+        }
+        if with_reference:
+            state["reference"] = self._stage.frozen["reference"].sharded_state_dict(_REFERENCE)
+        if with_rng:
+            shape, place = (dist.get_world_size(),), (dist.get_rank(),)
+            state["rng"] = ShardedObject("rng", _rng_state(self._platform), shape, place)
+        return state
 
 
-def read_meta(directory: Path) -> dict[str, Any]:
-    """The meta data of a complete checkpoint. Raises UserError when `directory` is not one."""
-    try:
-        meta = json.loads((directory / META_FILE).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(
-            f"checkpoint.load: {directory} is not a complete checkpoint ({error}); give the path of an iteration_NNNNNN directory"
-        ) from None
-    return dict(meta)
+def load_policy_only(stage: TriModel, directory: Path) -> None:
+    """The policy's weights alone, as an export needs them."""
+    loaded = dist_checkpointing.load({"model": stage.sharded_state_dict()}, str(directory))
+    load_policy(stage, loaded["model"])
 
 
-def load(directory: Path, config: Config, stage: Any, optimizer: Any) -> int:
-    """Restore model, optimizer and RNG from `directory`; returns the weight version. Collective."""
-    meta = read_meta(directory)
-    same_world = meta["world_size"] == dist.get_world_size()
-    state = _sharded_state(stage, optimizer, is_loading=True, with_rng=same_world)
-    loaded = dist_checkpointing.load(state, str(directory))
-    stage.load_state_dict(loaded["model"], strict=False)
-    with torch.no_grad():
-        optimizer.load_state_dict(loaded["optimizer"])
-    if same_world:
-        _set_rng_state(loaded["rng"])
-    else:
-        logger.info("the checkpoint was written by %d ranks, so RNG states are not restored", meta["world_size"])
-    return int(meta["version"])
+def load_policy(stage: TriModel, state: dict[str, Any]) -> None:
+    stage.policy.load_state_dict(state)
 
 
-def _sharded_state(stage: Any, optimizer: Any, *, is_loading: bool, with_rng: bool = True) -> dict[str, Any]:
-    model = stage.sharded_state_dict()
-    state = {
-        "model": model,
-        "optimizer": optimizer.sharded_state_dict(model, is_loading=is_loading, **_sharding_arguments()),
+def layout(config: Config) -> dict[str, int]:
+    """What decides which rank holds what."""
+    trainer = config.trainer
+    return {
+        "devices": trainer.devices,
+        "tensor_parallel": trainer.tensor_parallel,
+        "pipeline_parallel": trainer.pipeline_parallel,
     }
-    if with_rng:
-        rank = dist.get_rank()
-        state["rng"] = ShardedObject("rng", _rng_state(), (dist.get_world_size(),), (rank,))
-    return state
+
+
+def _without_prefix(state: dict[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(_REFERENCE): value for name, value in state.items()}
 
 
 def _sharding_arguments() -> dict[str, Any]:
@@ -99,10 +129,19 @@ def _sharding_arguments() -> dict[str, Any]:
     return {"metadata": {"distrib_optim_sharding_type": "fully_sharded_model_space"}}
 
 
-def _rng_state() -> dict[str, Any]:
-    return {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+def _rng_state(platform: Platform) -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": platform.rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
+def _set_rng_state(state: dict[str, Any], platform: Platform) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+    platform.set_rng_state(state["device"])
     get_cuda_rng_tracker().set_states(state["tracker"])

@@ -12,13 +12,13 @@ loop is the same for both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from pa_npu.buffer.iterator import MicrobatchIterator
 from pa_npu.config.schema import Config
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.border import Border
+from pa_npu.trainer.checkpointing import Checkpointing
 from pa_npu.trainer.protocol import TrainBackend
 from pa_npu.trainer.statistics import merge_updates
 
@@ -31,25 +31,22 @@ def train(
     timeline: Timeline,
 ) -> None:
     """Run from the loaded checkpoint (or version 0) to `schedule.iterations`; leaves a checkpoint and an HF export behind."""
-    run_dir = Path(config.run.dir)
-    first = backend.load(Path(config.checkpoint.load)) if config.checkpoint.load else 0
+    checkpoints = Checkpointing(config, backend, border.data_position, timeline)
+    first = checkpoints.load()
     report: dict[str, float] | None = None
 
     for version in range(first, config.schedule.iterations):
         border_numbers = border.cross(version, report)
         with timeline.span("iteration", iteration=version):
             report = consume(backend, rollouts(version), config.schedule.updates_per_iteration)
-        report |= border_numbers
-        if config.checkpoint.every and (version + 1) % config.checkpoint.every == 0:
-            position = border.data_position(version + 1)
-            report |= border.timed("checkpoint", partial(backend.save, run_dir / "checkpoints", version + 1, position))
+        report |= border_numbers | checkpoints.at_border(version + 1)
 
     border.cross(config.schedule.iterations, report)
-    if not config.checkpoint.every or config.schedule.iterations % config.checkpoint.every:
-        position = border.data_position(config.schedule.iterations)
-        backend.save(run_dir / "checkpoints", config.schedule.iterations, position)
-    if config.checkpoint.export_hf:
-        backend.export(run_dir / "hf")
+    try:
+        checkpoints.finish(config.schedule.iterations)
+    finally:  # also where the checkpoint does not fit on the disk: the weights alone are a sixth of it
+        if config.checkpoint.export_hf:
+            backend.export(Path(config.run.dir) / "hf")
 
 
 def consume(backend: TrainBackend, microbatches: MicrobatchIterator, updates: int) -> dict[str, float]:

@@ -19,11 +19,12 @@ from pa_npu.algorithm.policy_losses import find_policy_loss
 from pa_npu.buffer.microbatch import Microbatch
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
-from pa_npu.errors import InvariantViolation, UserError
+from pa_npu.errors import InvariantViolation
 from pa_npu.model.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.timeline import Timeline
-from pa_npu.trainer import checkpoint
+from pa_npu.trainer.checkpoint import CheckpointContents
+from pa_npu.trainer.checkpoint_shards import PlannedShards
 from pa_npu.trainer.optimizer import build_optimizer, build_scheduler
 from pa_npu.trainer.protocol import MicrobatchSource, ProbeResult
 from pa_npu.trainer.schedule import Loss, run_pipelined, run_sequential, with_spans
@@ -60,6 +61,8 @@ class MegatronBackend:
         self._policy_loss = find_policy_loss(config.algorithm.loss)
         self._metric_names = metric_names(config.algorithm)
         self._policy_version: int | None = None  # of the weights in the policy; unknown until the first publish
+        self._reference_version = 0  # the policy's that the reference was last made equal to; 0 is the HF model
+        self._contents = CheckpointContents(stage, self._optimizer, self._scheduler, config, platform)
         self._reset_sums()
 
     def accumulate(self, microbatches: MicrobatchSource) -> None:
@@ -106,25 +109,18 @@ class MegatronBackend:
         refresh = self._config.algorithm.reference_refresh_every
         if refresh and version and version % refresh == 0:
             self._stage.copy_policy_to("reference")
+            self._reference_version = version
         if self._publisher is None:
             return 0.0
         return self._publisher.publish(version).seconds
 
-    def save(self, directory: Path, version: int, data_position: int) -> None:
-        checkpoint.save(directory, version, data_position, self._config, self._stage, self._optimizer)
+    def plan_save(self, directory: Path) -> PlannedShards:
+        return self._contents.plan(directory, self._reference_version)
 
     def load(self, directory: Path) -> int:
-        version = int(checkpoint.read_meta(directory)["version"])
-        refresh = self._config.algorithm.reference_refresh_every
-        if refresh and version % refresh:
-            raise UserError(
-                f"checkpoint.load: {directory} is of version {version}, between two refreshes of the reference, which is not in "
-                f"it; load one whose version is a multiple of algorithm.reference_refresh_every = {refresh}"
-            )
-        checkpoint.load(directory, self._config, self._stage, self._optimizer)
-        self._scheduler.num_steps = 0
-        self._scheduler.step(increment=version * self._config.schedule.updates_per_iteration)
-        return version
+        meta = self._contents.load(directory)
+        self._reference_version = meta.reference["version"] if meta.reference else 0
+        return meta.version
 
     def export(self, directory: Path) -> None:
         export_hf(self._stage.policy, self._spec, directory)

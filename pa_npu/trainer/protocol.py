@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from pa_npu.buffer.microbatch import Microbatch
 
@@ -28,6 +28,22 @@ class MicrobatchSource(Protocol):
     def __next__(self) -> Microbatch: ...
 
 
+class PlannedSave(Protocol):
+    """This rank's share of a checkpoint, with the weights as they were when it was planned."""
+
+    description: dict[str, Any]
+    """The backend's fields of CheckpointMeta."""
+
+    def write(self) -> list[Any]:
+        """Write this rank's files, alone, possibly in a forked process; returns what `complete` needs."""
+
+    def release(self) -> None:
+        """Drop the data, which a forked process has."""
+
+    def complete(self, written: list[Any]) -> None:
+        """Collective, when all ranks have written: make the files a checkpoint that `load` reads."""
+
+
 class TrainBackend(Protocol):
     """One rank's share of the policy. Every method is collective: all trainer ranks call it in the same order."""
 
@@ -43,11 +59,8 @@ class TrainBackend(Protocol):
     def publish(self, version: int) -> float:
         """Send the weights to all engines, and freeze them as the old policy where needed; returns this rank's seconds."""
 
-    def save(self, directory: Path, version: int, data_position: int) -> None:
-        """Write a complete checkpoint of weight version `version`, before which data_position prompts were taken.
-
-        It appears under `directory` only when complete.
-        """
+    def plan_save(self, directory: Path) -> PlannedSave:
+        """Agree on what each rank writes into `directory` of the state as it is."""
 
     def load(self, directory: Path) -> int:
         """Restore a checkpoint and return its weight version."""

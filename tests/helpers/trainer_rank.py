@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,6 @@ class Job:
     directory: Path
     first: int = 0
     last: int = 1
-    load: str | None = None
-    save_at: tuple[int, ...] = ()
     export: str | None = None
     order: list[int] | None = None  # arrival order of the groups, by index; only with schedule.order=completion
     advantages_of_rewards: bool = False  # as the coordinator computes them; otherwise random numbers
@@ -76,8 +75,6 @@ def run_job(job: Job, timeout_s: float = 240) -> list[dict[str, float]]:
                 "config": str(config_file),
                 "first": job.first,
                 "last": job.last,
-                "load": job.load,
-                "save_at": job.save_at,
                 "export": job.export,
                 "order": job.order,
                 "advantages_of_rewards": job.advantages_of_rewards,
@@ -132,6 +129,7 @@ def main(job_file: str) -> None:
     from pa_npu.model.parallel import initialise_parallel, shutdown_parallel
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import load_stage, rollout_source
+    from pa_npu.trainer.checkpointing import Checkpointing
     from pa_npu.trainer.loop import consume
     from pa_npu.trainer.megatron_backend import MegatronBackend
 
@@ -147,23 +145,28 @@ def main(job_file: str) -> None:
     backend = MegatronBackend(load_stage(config, spec, platform), config, spec, platform, device, None, timeline)
     channel = StoreChannel(store)
     rollouts = rollout_source(config, channel, ranks, device, timeline)
-    if job["load"]:
-        assert backend.load(Path(job["load"])) == job["first"]
+    checkpoints = Checkpointing(config, backend, partial(data_state, config), timeline)
+    assert checkpoints.load() == job["first"]
     reports = []
     for iteration in range(job["first"], job["last"]):
         if rank == 0:
             buffer = StoreRolloutBuffer(channel, "run", readers=1)
             put_groups(config, buffer, iteration, job["order"], job["advantages_of_rewards"])
         backend.publish(iteration)
-        reports.append(consume(backend, rollouts(iteration), config.schedule.updates_per_iteration))
-        if iteration + 1 in job["save_at"]:
-            position = (iteration + 1) * config.schedule.prompts_per_iteration
-            backend.save(Path(config.run.dir) / "checkpoints", iteration + 1, position)
+        report = consume(backend, rollouts(iteration), config.schedule.updates_per_iteration)
+        reports.append(report | checkpoints.at_border(iteration + 1))
+    if config.checkpoint.every:
+        checkpoints.finish(job["last"])
     if job["export"]:
         backend.export(Path(job["export"]))
     if rank == 0:
         Path(job["out"]).write_text(json.dumps(reports))
     shutdown_parallel()
+
+
+def data_state(config: Config, version: int) -> dict[str, Any]:
+    """What the coordinator would say of the prompts taken before iteration `version`."""
+    return {"position": version * config.schedule.prompts_per_iteration, "fingerprint": "prepared groups"}
 
 
 def put_groups(

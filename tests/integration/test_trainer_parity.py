@@ -46,8 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Four iterations of the single-process run, with a checkpoint after the second and an export."""
     directory = tmp_path_factory.mktemp("single")
-    config = make_config(model, directory)
-    reports = run_job(Job(config, directory, last=4, save_at=(2,), export=str(directory / "hf")))
+    config = make_config(model, directory, checkpoint={"every": 2})
+    reports = run_job(Job(config, directory, last=4, export=str(directory / "hf")))
     return {"reports": reports, "directory": directory, "weights": load_file(directory / "hf" / "model.safetensors")}
 
 
@@ -117,8 +117,8 @@ def test_update_does_not_depend_on_packing_groups_together(
 
 def test_resume_continues_bit_identically(model: Path, single: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = single["directory"] / "checkpoints" / "iteration_000002"
-    config = make_config(model, tmp_path)
-    reports = run_job(Job(config, tmp_path, first=2, last=4, load=str(checkpoint), export=str(tmp_path / "hf")))
+    config = make_config(model, tmp_path, checkpoint={"load": str(checkpoint)})
+    reports = run_job(Job(config, tmp_path, first=2, last=4, export=str(tmp_path / "hf")))
     names = ("loss", "grad_norm", "kl", "learning_rate")
     assert [[r[n] for n in names] for r in reports] == [[r[n] for n in names] for r in single["reports"][2:]]
     weights = load_file(tmp_path / "hf" / "model.safetensors")

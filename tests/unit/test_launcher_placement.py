@@ -129,10 +129,14 @@ def test_the_same_run_again_sets_the_earlier_files_aside_and_a_continued_one_kee
             assert not (directory / "metrics.jsonl").exists()
             (directory / "metrics.jsonl").write_text(f"{number}")
     assert (tmp_path / "earlier" / "1" / "metrics.jsonl").read_text() == "1"
+    for version in (1, 3):
+        (tmp_path / "checkpoints" / f"iteration_{version:06d}").mkdir(parents=True)
     continued = make_config(run=run, checkpoint={"load": str(tmp_path / "checkpoints" / "iteration_000001")})
     check_run_directory(continued)
     with own_run_directory(continued) as directory:
         assert (directory / "metrics.jsonl").read_text() == "2"
+        assert [path.name for path in (directory / "checkpoints").iterdir()] == ["iteration_000001"]
+    assert (tmp_path / "earlier" / "2" / "checkpoints" / "iteration_000003").is_dir(), "newer than what is continued"
 
 
 def test_a_directory_in_use_or_not_a_directory_is_refused(tmp_path: Path) -> None:

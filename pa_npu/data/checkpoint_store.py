@@ -1,0 +1,229 @@
+"""Checkpoint directories on disk: their names and meta data, which are complete, which is the newest, which are deleted.
+
+    RUN/checkpoints/iteration_000004/                 complete: META_FILE is there and names every file with its size
+    RUN/checkpoints/.iteration_000006.incomplete/     being written; takes its name when complete, else removed by the next run
+    RUN/checkpoints/.iteration_000004.replaced/       the earlier one of a version that is saved again, until that is in place
+    RUN/checkpoints/.iteration_000002.deleted/        on its way out
+
+Launcher, coordinator and trainers all read checkpoints and may not import each other, so this lies below them; it needs
+neither torch nor Megatron. Only trainer rank 0 writes, or the launcher while no trainer runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pa_npu.errors import UserError
+
+CHECKPOINTS = "checkpoints"
+META_FILE = "pa_npu.json"
+_PREFIX = "iteration_"
+_INCOMPLETE, _REPLACED, _DELETED = ".incomplete", ".replaced", ".deleted"
+
+
+@dataclass(frozen=True)
+class CheckpointMeta:
+    """META_FILE.
+
+    version: of the weights, which is also the iteration that comes next. updates: optimizer steps so far.
+    data: PromptStream.state() before that iteration. seed: run.seed. config, config_digest: the run's resolved tree.
+    layout: trainer ranks and their TP and PP sizes. model: path and fingerprint of the HF model the run began with.
+    reference: of which version the reference is (0: the HF model), and whether it is in the checkpoint; null without one.
+    files: every other file of the directory with its size in bytes.
+    """
+
+    version: int
+    updates: int
+    data: dict[str, Any]
+    seed: int
+    layout: dict[str, int]
+    model: dict[str, str]
+    reference: dict[str, Any] | None
+    config: dict[str, Any]
+    config_digest: str
+    files: dict[str, int]
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "version": int,
+    "updates": int,
+    "seed": int,
+    "config_digest": str,
+    "reference": (dict, type(None)),
+}
+
+
+def directory_name(version: int) -> str:
+    return f"{_PREFIX}{version:06d}"
+
+
+def version_of(directory: Path) -> int | None:
+    """The version in a checkpoint directory's name; None for anything else."""
+    digits = directory.name.removeprefix(_PREFIX)
+    return int(digits) if directory.name.startswith(_PREFIX) and digits.isdigit() else None
+
+
+def read_meta(directory: Path) -> CheckpointMeta:
+    """Raises UserError, naming checkpoint.load, when `directory` is not a complete checkpoint."""
+    meta = _read(directory)
+    if isinstance(meta, CheckpointMeta):
+        return meta
+    raise UserError(
+        f"checkpoint.load: {directory} is not a complete checkpoint: {meta}; give another iteration_NNNNNN directory, or "
+        f"checkpoint.resume=auto to continue from the newest complete one"
+    )
+
+
+def problem(directory: Path) -> str | None:
+    """What makes `directory` unusable as a checkpoint; None for a complete one."""
+    meta = _read(directory)
+    return None if isinstance(meta, CheckpointMeta) else meta
+
+
+def complete(parent: Path) -> list[Path]:
+    """The complete checkpoints in `parent`, oldest first."""
+    return [path for path in _named(parent) if problem(path) is None]
+
+
+def newest(parent: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest complete checkpoint in `parent`; `say` hears of each newer one that is not complete."""
+    for path in reversed(_named(parent)):
+        reason = problem(path)
+        if reason is None:
+            return path
+        say(f"checkpoint {path} is skipped: {reason}")
+    return None
+
+
+def incomplete(parent: Path, version: int) -> Path:
+    """Where the checkpoint of `version` is written before it has its name."""
+    return _hidden(parent, version, _INCOMPLETE)
+
+
+def start(parent: Path, version: int) -> Path:
+    """An empty directory to write the checkpoint of `version` into."""
+    temporary = incomplete(parent, version)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def commit(temporary: Path, meta: CheckpointMeta) -> Path:
+    """Write META_FILE and give the directory its name; an earlier checkpoint of that version goes only then."""
+    parent, final = temporary.parent, temporary.parent / directory_name(meta.version)
+    with (temporary / META_FILE).open("w", encoding="utf-8") as file:
+        file.write(meta.dump())
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_directory(temporary)
+    replaced = _hidden(parent, meta.version, _REPLACED)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    temporary.rename(final)
+    _sync_directory(parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def abandon(parent: Path, version: int) -> None:
+    """Remove what was written of a checkpoint that will not be completed."""
+    shutil.rmtree(incomplete(parent, version), ignore_errors=True)
+
+
+def clean(parent: Path) -> list[str]:
+    """Finish what a killed run left half done; returns it in words. No trainer may be writing."""
+    said = []
+    for path in sorted(parent.glob(f".{_PREFIX}*")) if parent.is_dir() else []:
+        final = parent / path.stem.removeprefix(".")
+        if path.suffix == _REPLACED and problem(final) is not None and problem(path) is None:
+            shutil.rmtree(final, ignore_errors=True)
+            path.rename(final)
+            said.append(f"checkpoint {final} is put back: its replacement was not completed")
+        elif path.suffix in (_INCOMPLETE, _REPLACED, _DELETED):
+            shutil.rmtree(path, ignore_errors=True)
+            if path.suffix == _INCOMPLETE:
+                said.append(f"checkpoint {final}: its incomplete files are removed")
+    return said
+
+
+def delete(directory: Path) -> None:
+    """In two steps, so that a kill in the middle leaves no directory that looks like a checkpoint."""
+    going = directory.with_name(f".{directory.name}{_DELETED}")
+    shutil.rmtree(going, ignore_errors=True)
+    directory.rename(going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def superfluous(parent: Path, keep_last: int, keep_best: int, accuracy: Mapping[int, float]) -> list[Path]:
+    """The complete checkpoints that retention lets go, oldest first; never the newest, and none with keep_last = 0.
+
+    accuracy: by version, of those that were evaluated. Among equals the newer is the better.
+    """
+    found = {version: path for path in complete(parent) if (version := version_of(path)) is not None}
+    if not keep_last:
+        return []
+    evaluated = sorted((version for version in found if version in accuracy), key=lambda v: (accuracy[v], v))
+    kept = {*sorted(found)[-keep_last:], *(evaluated[-keep_best:] if keep_best else ())}
+    return [path for version, path in sorted(found.items()) if version not in kept]
+
+
+def list_files(directory: Path) -> dict[str, int]:
+    """Every file below `directory` with its size, META_FILE excepted."""
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {str(path.relative_to(directory)): path.stat().st_size for path in files if path.name != META_FILE}
+
+
+def _read(directory: Path) -> CheckpointMeta | str:
+    """The meta data of a complete checkpoint, or what is wrong with it."""
+    try:
+        values = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
+    except OSError as error:
+        return f"{META_FILE} cannot be read ({error.strerror})"
+    except ValueError as error:
+        return f"{META_FILE} is damaged ({error})"
+    if not isinstance(values, dict):
+        return f"{META_FILE} is damaged (not an object)"
+    for field in fields(CheckpointMeta):
+        if not isinstance(values.get(field.name, ...), _TYPES.get(field.name, dict)):
+            return f"{META_FILE} is damaged or of another release (no valid {field.name!r})"
+    meta = CheckpointMeta(**{field.name: values[field.name] for field in fields(CheckpointMeta)})
+    for name, size in meta.files.items():
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    return meta
+
+
+def _named(parent: Path) -> list[Path]:
+    """Directories named like checkpoints, by version."""
+    if not parent.is_dir():
+        return []
+    found = {version: path for path in parent.iterdir() if (version := version_of(path)) is not None and path.is_dir()}
+    return [found[version] for version in sorted(found)]
+
+
+def _hidden(parent: Path, version: int, suffix: str) -> Path:
+    return parent / f".{directory_name(version)}{suffix}"
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make names in `directory` durable, where the file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

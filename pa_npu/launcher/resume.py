@@ -1,0 +1,62 @@
+"""Which checkpoint a run continues from: resolved once by the launcher, so that all its processes agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pa_npu.config.schema import Config
+from pa_npu.data import checkpoint_store as store
+from pa_npu.data.provenance import check_continuation, model_fingerprint
+from pa_npu.errors import ConfigError
+
+
+def resolve_resume(config: Config, say: Callable[[str], None], *, restart: bool = False) -> Config:
+    """The configuration with checkpoint.load set to the newest complete checkpoint of run.dir.
+
+    Only with checkpoint.resume=auto, or where `restart` says that this run itself begins again. Without any checkpoint the
+    configuration stays as it is: the run begins with checkpoint.load, or from the beginning. `say` hears, in a line each, of
+    newer checkpoints that are damaged and of the one that was chosen. Reads only.
+    """
+    if config.checkpoint.resume != "auto" and not restart:
+        return config
+    directory = checkpoints_directory(config)
+    found = store.newest(directory, say)
+    if found is None:
+        other = config.checkpoint.load
+        say(f"no complete checkpoint in {directory}: the run starts from {other or 'the beginning'}")
+        return config
+    say(f"the run continues from {found}")
+    checkpoint = config.checkpoint.model_copy(update={"load": str(found)})
+    return config.model_copy(update={"checkpoint": checkpoint})
+
+
+def checkpoints_directory(config: Config) -> Path:
+    return Path(config.run.dir) / store.CHECKPOINTS
+
+
+def continues_own_run(config: Config) -> bool:
+    """Whether the run goes on with a checkpoint of its own directory, so that records and logs go on too."""
+    load = config.checkpoint.load
+    return bool(load) and checkpoints_directory(config).resolve() == Path(str(load)).resolve().parent
+
+
+def check_checkpoint(config: Config) -> str | None:
+    """Raises UserError when checkpoint.load cannot be continued with this configuration; returns what differs, in words."""
+    load = config.checkpoint.load
+    if load is None:
+        return None
+    if not Path(load).is_dir():
+        raise ConfigError(f"checkpoint.load: {load} is not a directory; give one written as .../iteration_NNNNNN")
+    meta = store.read_meta(Path(load))
+    if meta.version > config.schedule.iterations:
+        raise ConfigError(
+            f"checkpoint.load: {load} is after {meta.version} iterations, more than schedule.iterations = "
+            f"{config.schedule.iterations}; raise schedule.iterations"
+        )
+    if meta.model["fingerprint"] != model_fingerprint(config.model.path):
+        raise ConfigError(
+            f"model.path: {config.model.path} is not the model that {load} began with ({meta.model['path']}), which gives the "
+            f"shape and the reference; name that one"
+        )
+    return check_continuation(meta.config, config, load)
