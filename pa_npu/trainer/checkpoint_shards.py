@@ -7,12 +7,15 @@ ranks have succeeded before any of them goes on. Works on core 0.12.1 to 0.16.1,
 
 from __future__ import annotations
 
+import json
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -26,6 +29,9 @@ from megatron.core.dist_checkpointing.strategies.base import (
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
 # Files per rank. They are written one after another, so that more would gain nothing.
 _FILES_PER_RANK = 1
@@ -52,11 +58,11 @@ class PlannedShards:
         self._buckets = FileSystemWriterAsync.preload_tensors(writer.write_buckets or [], True)
         writer.write_buckets = None
 
-    def write(self) -> list[Any]:
-        """Write and sync this rank's files; returns what `complete` needs. Raises OSError and whatever torch.save makes of it."""
+    def write(self) -> None:
+        """Write and sync this rank's files. Raises OSError, or what torch's writer makes of one."""
         if self._common.failure is not None:
             raise self._common.failure
-        written: list[Any] = []
+        written: list[WriteResult] = []
         for number, bucket in enumerate(self._buckets):
             # Megatron's function is made for a pool of processes, but asks no more of its queues than this
             results: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -67,18 +73,22 @@ class PlannedShards:
             if isinstance(result, Exception):
                 raise result
             written += result
-        return written
+        _list_of(self._directory, dist.get_rank()).write_text(json.dumps([_describe(result) for result in written]))
 
     def release(self) -> None:
         """Drop the data: a forked process has it."""
         self._buckets = []
 
-    def complete(self, written: list[Any]) -> None:
-        """Collective, when all ranks have written; rank 0 writes the index, which may raise OSError there."""
-        everything = self._strategy.wrapper.gather_object(written)
-        if dist.get_rank() == 0:
-            self._strategy.writer.finish(self._strategy.metadata, everything)
-            save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(self._directory))
+    def complete(self) -> None:
+        """Write the index from what all ranks have written. Raises OSError."""
+        if dist.get_rank() != 0:
+            return
+        lists = [_list_of(self._directory, rank) for rank in range(dist.get_world_size())]
+        written = [[_restore(item) for item in json.loads(file.read_text())] for file in lists]
+        self._strategy.writer.finish(self._strategy.metadata, written)
+        save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(self._directory))
+        for file in lists:
+            file.unlink()
 
 
 class _PlanOnly(TorchDistSaveShardedStrategy):
@@ -88,7 +98,7 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1, thread_count=_FILES_PER_RANK)
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
-        self.writer, (_, self.metadata, self.wrapper) = writer, save_state_dict_ret
+        self.writer, self.metadata = writer, save_state_dict_ret[1]
         return AsyncRequest(None, (), [])
 
 
@@ -114,3 +124,23 @@ class _CommonPart(TorchCommonSaveStrategy):
             super().save_common(common_state_dict, checkpoint_dir)
         except (OSError, RuntimeError) as error:  # RuntimeError: torch's writer, closing a file that lacks its end
             self.failure = error
+
+
+def _list_of(directory: Path, rank: int) -> Path:
+    """Where a rank, or its forked writer, says what it has written: for rank 0, which may be on another node."""
+    return directory / f".written_{rank}.json"
+
+
+def _describe(result: WriteResult) -> dict[str, Any]:
+    index = result.index
+    offset = None if index.offset is None else list(index.offset)
+    place = {"fqn": index.fqn, "offset": offset, "index": index.index}
+    return {"place": place, "bytes": result.size_in_bytes, "storage": asdict(result.storage_data)}
+
+
+def _restore(item: dict[str, Any]) -> WriteResult:
+    place = item["place"]
+    offset = None if place["offset"] is None else torch.Size(place["offset"])
+    return WriteResult(
+        MetadataIndex(place["fqn"], offset, place["index"]), item["bytes"], _StorageInfo(**item["storage"])
+    )

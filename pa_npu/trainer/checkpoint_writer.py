@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
-import multiprocessing
 import os
+import select
 import signal
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Protocol
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_REAP_TIMEOUT_S = 5.0  # a killed process is gone within milliseconds
+_WRITTEN = b"written"
+_REAP_TIMEOUT_S = 5.0  # a killed process is gone within milliseconds, unless its disk hangs
+_REASON_BYTES = 4000  # less than a pipe holds, so that the writer never waits for its reader
 
 
 class WriteFailed(Exception):
@@ -22,8 +24,8 @@ class WriteFailed(Exception):
 
 
 class Writer(Protocol):
-    def poll(self) -> list[Any] | None:
-        """The result when the write is done, None while it runs. Raises WriteFailed."""
+    def poll(self) -> bool:
+        """Whether the write is done. Raises WriteFailed."""
 
     def cancel(self) -> None:
         """Stop, if it still runs; nothing is written afterwards."""
@@ -32,14 +34,15 @@ class Writer(Protocol):
 class InPlace:
     """A write that happens when it is first asked for."""
 
-    def __init__(self, write: Callable[[], list[Any]]) -> None:
+    def __init__(self, write: Callable[[], None]) -> None:
         self._write = write
 
-    def poll(self) -> list[Any]:
+    def poll(self) -> bool:
         try:
-            return self._write()
-        except Exception as error:  # OSError, and whatever torch.save makes of one
+            self._write()
+        except Exception as error:  # OSError, and whatever torch's writer makes of one
             raise WriteFailed(root_cause(error)) from error
+        return True
 
     def cancel(self) -> None:
         """Nothing runs."""
@@ -52,50 +55,53 @@ class Forked:
     Raises WriteFailed when it cannot be started.
     """
 
-    def __init__(self, write: Callable[[], list[Any]], timeout_s: float) -> None:
-        context = multiprocessing.get_context("fork")
-        self._connection, theirs = context.Pipe(duplex=False)
+    def __init__(self, write: Callable[[], None], timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._process = context.Process(
-            target=_child, args=(write, theirs, os.getpid()), name="checkpoint-writer", daemon=True
-        )
+        self._ended = False
+        parent = os.getpid()
         try:
-            self._process.start()
+            self._read_end, write_end = os.pipe()
+            self.pid = os.fork()
         except OSError as error:
             raise WriteFailed(f"its writer process cannot be started ({error.strerror})") from error
-        finally:
-            theirs.close()
+        if self.pid == 0:
+            _child(write, write_end, parent)
+        os.close(write_end)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid or 0
-
-    def poll(self) -> list[Any] | None:
-        if self._connection.poll():
-            return self._result()
+    def poll(self) -> bool:
+        if self._ended:
+            return True
+        readable, _, _ = select.select([self._read_end], [], [], 0)
+        if readable:
+            word = os.read(self._read_end, _REASON_BYTES)
+            status = self._reap()
+            if word == _WRITTEN:
+                return True
+            raise WriteFailed(word.decode(errors="replace") or f"its writer process {self.pid} {_in_words(status)}")
         if time.monotonic() > self._deadline:
             raise WriteFailed(
                 f"its writer process {self.pid} has not finished within {self._timeout_s:g} s (checkpoint.timeout_s)"
             )
-        return None
+        return False
 
     def cancel(self) -> None:
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join(_REAP_TIMEOUT_S)
-        self._connection.close()
+        if not self._ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self._reap()
 
-    def _result(self) -> list[Any]:
-        try:
-            written, reason = self._connection.recv()
-        except (EOFError, OSError):
-            self._process.join(_REAP_TIMEOUT_S)
-            raise WriteFailed(f"its writer process {self.pid} ended with exit code {self._process.exitcode}") from None
-        self.cancel()
-        if reason is not None:
-            raise WriteFailed(reason)
-        return list(written)
+    def _reap(self) -> int | None:
+        """The end of a process that has closed its pipe or was killed; None where the kernel does not let it go."""
+        os.close(self._read_end)
+        self._ended = True
+        deadline = time.monotonic() + _REAP_TIMEOUT_S
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return status
+            time.sleep(0.002)
+        return None
 
 
 def root_cause(error: BaseException) -> str:
@@ -108,16 +114,31 @@ def root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _child(write: Callable[[], list[Any]], connection: Connection, parent: int) -> None:
+def _child(write: Callable[[], None], write_end: int, parent: int) -> None:
     """Only reads memory and writes files: no collective, no device call, no thread pool of the parent's survives a fork."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-    gc.disable()  # a collected tensor of the parent's would be freed on its device
+    word = b""
     try:
-        result: tuple[list[Any] | None, str | None] = (write(), None)
-    except Exception as error:  # handed over and raised there
-        result = (None, root_cause(error))
-    connection.send(result)
-    connection.close()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        gc.disable()  # a collected tensor of the parent's would be freed on its device
+        if os.getppid() == parent:
+            write()
+            word = _WRITTEN
+    except (
+        BaseException
+    ) as error:  # handed over, and raised there; nothing of the parent's stack may run on in the child
+        word = root_cause(error).encode()[:_REASON_BYTES]
+    finally:
+        with contextlib.suppress(OSError):
+            os.write(write_end, word)
+        os._exit(0 if word == _WRITTEN else 1)
+
+
+def _in_words(status: int | None) -> str:
+    if status is None:
+        return "has stopped, but does not end"
+    if os.WIFSIGNALED(status):
+        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"ended with {os.WEXITSTATUS(status)}"

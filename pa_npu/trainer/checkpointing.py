@@ -139,10 +139,8 @@ class Checkpointing:
         if saving is None:
             return None
         while True:
-            written, mine = None, ""
             try:
-                written = saving.writer.poll()
-                mine = _RUNNING if written is None else ""
+                mine = "" if saving.writer.poll() else _RUNNING
             except WriteFailed as failure:
                 mine = str(failure)
             said = _gather(mine)
@@ -155,15 +153,15 @@ class Checkpointing:
         self._saving = None
         reasons = {rank: word for rank, word in enumerate(said) if word not in ("", _RUNNING)}
         if not reasons:
-            reasons = _together(lambda: self._name(saving, written or []))
+            reasons = _together(lambda: self._name(saving))
         if reasons:
             return self._failed(saving.version, reasons, saving.writer)
         self.saved = saving.version
         self._timeline.complete("checkpoint write", saving.began_s, now(), "checkpoint", version=saving.version)
         return None
 
-    def _name(self, saving: _Saving, written: list[Any]) -> None:
-        saving.plan.complete(written)
+    def _name(self, saving: _Saving) -> None:
+        saving.plan.complete()
         if dist.get_rank() != 0:
             return
         config = self._config

@@ -34,14 +34,14 @@ class PlannedSave(Protocol):
     description: dict[str, Any]
     """The backend's fields of CheckpointMeta."""
 
-    def write(self) -> list[Any]:
-        """Write this rank's files, alone, possibly in a forked process; returns what `complete` needs."""
+    def write(self) -> None:
+        """Write this rank's files, alone, possibly in a forked process."""
 
     def release(self) -> None:
         """Drop the data, which a forked process has."""
 
-    def complete(self, written: list[Any]) -> None:
-        """Collective, when all ranks have written: make the files a checkpoint that `load` reads."""
+    def complete(self) -> None:
+        """When all ranks have written: make the files a checkpoint that `load` reads. A rank does its part alone."""
 
 
 class TrainBackend(Protocol):
