@@ -10,16 +10,16 @@ import numpy.typing as npt
 
 Rewards = npt.NDArray[np.float32]
 
-# Keeps groups with nearly equal rewards from exploding; the constant of the GRPO reference implementation.
+# Keeps groups with nearly equal rewards from exploding; the constant of TRL (verl adds 1e-6).
 STD_EPSILON = 1e-4
 
 
 def group_advantages(rewards: Rewards, kind: Literal["group-std", "centred", "leave-one-out"]) -> Rewards:
     """Advantages [G] of one group's `rewards` [G].
 
-    group-std      A_i = (r_i - mean(r)) / std(r), the sample deviation: GRPO, arXiv 2402.03300, section 4.1.2.
-    centred        A_i = r_i - mean(r): Dr.GRPO, arXiv 2503.20783, section 3.2.
-    leave-one-out  A_i = r_i - mean of the other rewards = (r_i - mean(r)) G / (G - 1): RLOO, arXiv 2402.14740, eq. 8.
+    group-std      A_i = (r_i - mean(r)) / std(r), GRPO, arXiv 2402.03300, with the sample deviation, as TRL and verl.
+    centred        A_i = r_i - mean(r): Dr.GRPO, arXiv 2503.20783.
+    leave-one-out  A_i = r_i - mean of the other rewards = (r_i - mean(r)) G / (G - 1): RLOO, arXiv 2402.14740.
 
     A group whose rewards are all equal has zero advantages. Depends on one group only, hence usable while streaming.
     """
@@ -34,7 +34,8 @@ def group_advantages(rewards: Rewards, kind: Literal["group-std", "centred", "le
 def batch_advantages(rewards: Sequence[Rewards]) -> list[Rewards]:
     """Centre each group by its own mean and divide by the deviation of all centred rewards of the iteration.
 
-    REINFORCE++ with baseline, arXiv 2501.03262; the mean of the centred rewards over the batch is zero already.
+    REINFORCE++ with baseline, arXiv 2501.03262; the mean of the centred rewards over the batch is zero already. Every response
+    counts once; verl whitens tokens instead, so that there a response counts by its length.
     Needs every group of the iteration, so the configuration refuses it while streaming.
     """
     centred = [_centre(group) for group in rewards]

@@ -7,7 +7,7 @@ ends, so the sum can be accumulated over any cut into microbatches and replicas 
 |---------------|----------------|--------------------------|---------------------------------|
 | token-mean    | 1              | response tokens          | DAPO, arXiv 2503.14476, eq. 8   |
 | sequence-mean | 1 / len(o_i)   | responses                | GRPO, arXiv 2402.03300, eq. 3   |
-| sequence-sum  | 1              | responses                | RLOO, arXiv 2402.14740, eq. 6   |
+| sequence-sum  | 1              | responses                | RLOO, arXiv 2402.14740          |
 | dr-grpo       | 1              | responses x max length   | Dr.GRPO, arXiv 2503.20783       |
 """
 

@@ -10,18 +10,22 @@ from pa_npu.algorithm.batch import TokenBatch
 def k1(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """-d with d = other - policy: unbiased for KL(policy || other) on the policy's samples; may be negative.
 
-    Estimators k1, k2, k3 after J. Schulman, "Approximating KL Divergence", 2020. All are per token, [tokens].
+    In the loss its expected gradient is zero, because that of log pi is; it acts in the reward only. Estimators k1, k2, k3
+    after J. Schulman, "Approximating KL Divergence", 2020. All are per token, [tokens].
     """
     return logprobs - other
 
 
 def k2(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """d^2 / 2: biased, low variance; its gradient is the KL's in expectation."""
+    """d^2 / 2: biased, low variance; its expected gradient is that of KL(policy || other)."""
     return 0.5 * (other - logprobs).square()
 
 
 def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """exp(d) - 1 - d: unbiased and never negative. GRPO's choice, arXiv 2402.03300, eq. 4."""
+    """exp(d) - 1 - d: unbiased and never negative; its expected gradient is that of KL(other || policy), the other direction.
+
+    GRPO's choice, arXiv 2402.03300, eq. 4.
+    """
     difference = other - logprobs
     return difference.exp() - 1.0 - difference
 
@@ -32,8 +36,8 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 def kl_reward_advantages(batch: TokenBatch, estimator: str, coefficient: float, kind: str) -> torch.Tensor:
     """What -coefficient * KL(old policy || reference) of each response, as part of its reward, adds to the advantages, [tokens].
 
-    KL is estimated by the sum over the response's tokens: with k1 the reward of RLOO, arXiv 2402.14740, eq. 2. Advantages that
-    are linear in the rewards (centred, leave-one-out) are the sum of the rewards' and the KL's, so that the coordinator
+    KL is estimated by the sum over the response's tokens: with k1 the reward of RLOO, arXiv 2402.14740. Advantages that are
+    linear in the rewards (centred, leave-one-out) are the sum of the rewards' and the KL's, so that the coordinator
     need not know the KL. Every group of the batch must be whole.
     """
     if batch.reference_logprobs is None or batch.num_responses % batch.group_size:
@@ -53,8 +57,8 @@ def engine_weights(batch: TokenBatch, level: str, cap: float) -> tuple[torch.Ten
     """Truncated importance weights min(pi_old / pi_engine, cap), [tokens], and where they were truncated, [tokens] bool.
 
     level "token": of each token; "sequence": of the whole response (product over its tokens). They correct for an engine whose
-    log-probs differ from the trainer's for the same weights. TIS: Yao et al., "Your efficient RL framework secretly brings
-    you off-policy RL training", 2025; truncation: Ionides, 2008.
+    log-probs differ from the trainer's for the same weights, and leave the KL and entropy terms alone. TIS: Yao et al., "Your
+    efficient RL framework secretly brings you off-policy RL training", 2025; truncation: Ionides, 2008.
     """
     log_ratio = batch.old_logprobs - batch.engine_logprobs
     if level == "sequence":

@@ -40,7 +40,7 @@ def clip(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
 def gspo(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
     """The clip on the sequence ratio s_i = (pi(o_i) / pi_old(o_i))^(1/|o_i|), which all tokens of a response share.
 
-    GSPO, arXiv 2507.18071, eq. 5 to 7.
+    GSPO, arXiv 2507.18071, eq. 5 to 7. The paper averages over responses: aggregation=sequence-mean.
     """
     sequence_ratio = batch.response_mean(batch.logprobs - batch.old_logprobs).exp()
     return _clipped(batch.per_token(sequence_ratio), batch.advantages, config)
@@ -49,7 +49,7 @@ def gspo(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
 def cispo(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
     """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: clips the weight and keeps every token's gradient.
 
-    MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
+    MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; no lower bound there (clip_low=1), the upper one is not published.
     """
     ratio = (batch.logprobs.detach() - batch.old_logprobs).exp()
     weight = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -57,7 +57,7 @@ def cispo(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
 
 
 def reinforce(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
-    """-A log pi, no ratio and no clip: exact on-policy REINFORCE, as RLOO uses it, arXiv 2402.14740, eq. 6."""
+    """-A log pi, no ratio and no clip: exact on-policy REINFORCE, as RLOO uses it, arXiv 2402.14740."""
     return PolicyTerms(-batch.advantages * batch.logprobs, torch.zeros_like(batch.logprobs, dtype=torch.bool))
 
 

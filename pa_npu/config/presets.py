@@ -31,7 +31,7 @@ class Preset:
 # Every preset names all keys that tell the algorithms apart, so that a changed default cannot change a preset.
 PRESETS: dict[PresetName, Preset] = {
     "grpo": Preset(
-        "GRPO, arXiv 2402.03300, eq. 3 and 4, section 4.1.2; coefficients of section 4.2",
+        "GRPO, arXiv 2402.03300, eq. 3 and 4, with its KL coefficient and PPO's clip range",
         {
             "loss": "clip",
             "advantage": "group-std",
@@ -44,7 +44,7 @@ PRESETS: dict[PresetName, Preset] = {
         },
     ),
     "dr-grpo": Preset(
-        "Dr.GRPO, arXiv 2503.20783, section 3.2: neither divided by the deviation nor by the length",
+        "Dr.GRPO, arXiv 2503.20783: neither divided by the deviation nor by the length",
         {
             "loss": "clip",
             "advantage": "centred",
@@ -68,7 +68,7 @@ PRESETS: dict[PresetName, Preset] = {
         reward={"functions": ({"name": "math"}, {"name": "overlong"})},
     ),
     "rloo": Preset(
-        "RLOO, arXiv 2402.14740, eq. 6 and 8",
+        "RLOO, arXiv 2402.14740",
         {
             "loss": "reinforce",
             "advantage": "leave-one-out",
@@ -103,7 +103,7 @@ PRESETS: dict[PresetName, Preset] = {
         },
     ),
     "cispo": Preset(
-        "CISPO, arXiv 2506.13585, eq. 4 and 5, no lower clip; upper clip of ScaleRL, arXiv 2510.13786",
+        "CISPO, arXiv 2506.13585, eq. 4 and 5, no lower clip; weights up to 5, as TRL sets it for ScaleRL, arXiv 2510.13786",
         {
             "loss": "cispo",
             "advantage": "group-std",

@@ -146,7 +146,10 @@ class AlgorithmConfig(Section):
     kl_coef: float = Field(
         0.0, ge=0, description="Coefficient of the KL divergence to the reference; 0 builds no reference."
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL term.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="Estimator of the KL term; in the loss k1 has an expected gradient of zero, so use it in the reward.",
+    )
     kl_in: Literal["loss", "reward"] = Field(
         "loss",
         description="Where the KL term goes: into the loss of each token, or, summed over the response, off its reward.",
@@ -221,8 +224,8 @@ class ScheduleConfig(Section):
     updates_per_iteration: int = Field(
         1,
         ge=1,
-        description="Optimizer steps per iteration, on equal shares of its groups in schedule.order; more than 1 keeps an old "
-        "policy to take ratios against.",
+        description="Optimizer steps per iteration, on equal shares of its groups in schedule.order (completion: which groups "
+        "share a step depends on arrival); more than 1 keeps an old policy to take ratios against.",
     )
     prompts_per_iteration: int = Field(16, ge=1, description="B, the number of groups per iteration.")
     stream: bool | Literal["alternate"] = Field(

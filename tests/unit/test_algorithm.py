@@ -118,8 +118,15 @@ def test_kl_estimators_against_the_exact_kl_of_a_categorical() -> None:
     for estimator in (k1, k3):
         assert (samples.exp() * estimator(samples, q)).sum().item() == pytest.approx(exact.item(), rel=1e-12)
     (gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
-    (expected,) = torch.autograd.grad((samples.exp() * k2(p, q)).sum(), logits)
-    torch.testing.assert_close(expected, gradient)
+    expected = {
+        estimator: torch.autograd.grad((samples.exp() * estimator(p, q)).sum(), logits, retain_graph=True)[0]
+        for estimator in (k1, k2, k3)
+    }
+    torch.testing.assert_close(expected[k2], gradient)
+    torch.testing.assert_close(expected[k1], torch.zeros_like(gradient))
+    (reverse,) = torch.autograd.grad((q.exp() * (q - p)).sum(), logits)
+    torch.testing.assert_close(expected[k3], reverse)
+    assert (reverse - gradient).abs().max() > 1e-2, "the two directions of the KL must differ for this to show anything"
 
 
 def test_gspo_clips_the_geometric_mean_ratio_of_each_response() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,41 @@ def test_weights_are_those_of_the_updates_by_hand(updates: int, max_tokens: int 
         other, _ = by_hand(config, iterations, 1)
         difference = max((other[name] - weights[name]).abs().max().item() for name in weights)
         assert difference > 100 * 2e-6, "another number of updates must show"
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights_and_their_statistics_are_those_by_hand(level: str, model: Path) -> None:
+    """Truncated at 1.3 between engine log-probs that are off by about 0.2 per token and the trainer's own."""
+    config = make_config(model, algorithm={"importance_sampling": level, "importance_cap": 1.3})
+    stage = load_stage(make_config(model), ModelSpec.read(config.model.path), PLATFORM)
+    generator = torch.Generator().manual_seed(1)
+    groups, terms, weights, truncated = [], [], [], 0
+    for group in make_groups(0, GROUPS, RESPONSES, seed=5):
+        (m,) = build_microbatches(group, RESPONSES, True, 1)
+        logprobs = stage(m.tokens[None], m.layout, m.rows, m.targets, temperature=1.0, chunk=64).logprobs
+        engine = (logprobs.detach() + 0.2 * torch.randn(logprobs.shape, generator=generator)).clamp(max=0)
+        groups.append(replace(group, logprobs=engine.numpy()))
+        lengths, advantages = group.response_lengths.tolist(), group.advantages.tolist()
+        for ours, theirs, advantage in zip(logprobs.split(lengths), engine.split(lengths), advantages, strict=True):
+            log_ratio = (ours - theirs).detach().double()
+            ratio = log_ratio.exp() if level == "token" else log_ratio.sum().exp().expand(len(ours))
+            terms.append(-advantage * ratio.clamp(max=1.3) * ours)
+            weights += ratio.clamp(max=1.3).tolist()
+            truncated += int((ratio > 1.3).sum())
+    loss = torch.cat(terms).mean()
+    loss.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in stage.policy.parameters()]).norm()
+
+    backend, _ = make_backend(config)
+    backend.publish(0)
+    report = consume(backend, source(groups), 1)
+    assert report["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert report["importance_weight_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-5)
+    assert report["importance_truncated_ratio"] == pytest.approx(truncated / len(weights), rel=1e-6)
+    assert 0.02 < truncated / len(weights) < 0.9, "the case must lie on both sides of the cap"
+    plain, _ = make_backend(make_config(model))
+    plain.publish(0)
+    assert consume(plain, source(groups), 1)["grad_norm"] != pytest.approx(norm.item(), rel=1e-3), "weights must show"
 
 
 def test_learning_rate_schedule_counts_updates(model: Path) -> None:
