@@ -430,6 +430,7 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"algorithm.kl_in: reward needs all responses of a group in one microbatch, but microbatch.responses = "
             f"{c.microbatch_responses} of {r.responses_per_prompt}; remove microbatch.responses, or set kl_in to loss"
         )
+    yield from _unread_keys(c.algorithm)
     refresh = c.algorithm.reference_refresh_every
     if refresh and not c.algorithm.kl_coef:
         yield (
@@ -509,6 +510,22 @@ def _broken_rules(c: Config) -> Iterator[str]:
                 f"reward.functions: overlong has buffer_tokens = {function.buffer_tokens}, more than its max_tokens = "
                 f"{function.max_tokens}; lower buffer_tokens"
             )
+
+
+def _unread_keys(a: AlgorithmConfig) -> Iterator[str]:
+    """Keys that were changed and do nothing with the others as they are; a preset's own values stand for when they do."""
+    preset = PRESETS[a.name].algorithm if a.name else {}
+    has_ratio = a.loss != "reinforce"
+    for key, is_read, remedy in (
+        ("kl_in", a.kl_coef > 0, "set algorithm.kl_coef"),
+        ("kl_estimator", a.kl_coef > 0, "set algorithm.kl_coef"),
+        ("importance_cap", a.importance_sampling != "none", "set algorithm.importance_sampling to token or sequence"),
+        ("clip_low", has_ratio, "take an algorithm.loss with a ratio to clip"),
+        ("clip_high", has_ratio, "take an algorithm.loss with a ratio to clip"),
+    ):
+        value = getattr(a, key)
+        if not is_read and value not in (AlgorithmConfig.model_fields[key].default, preset.get(key)):
+            yield f"algorithm.{key}: {value} would be read by nothing; {remedy}, or remove the key"
 
 
 def _of_preset(c: Config, key: str) -> str:

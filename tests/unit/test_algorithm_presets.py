@@ -224,6 +224,20 @@ def test_kl_in_the_reward_is_refused_where_it_cannot_be_exact(
         Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, **overrides, "algorithm": algorithm})
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"kl_in": "reward"}, "algorithm.kl_in: reward would be read by nothing; set algorithm.kl_coef"),
+        ({"kl_estimator": "k1"}, "algorithm.kl_estimator: k1 would be read by nothing"),
+        ({"importance_cap": 3.0}, "algorithm.importance_cap: 3.0 .* set algorithm.importance_sampling to token or"),
+        ({"name": "rloo", "clip_high": 0.3}, "algorithm.clip_high: 0.3 .* with a ratio to clip, or remove the key"),
+    ],
+)
+def test_a_changed_key_that_nothing_reads_is_refused(algorithm: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": algorithm})
+
+
 def test_every_preset_has_a_formula_and_only_known_keys() -> None:
     assert set(FORMULAS) == set(PRESETS) == set(get_args(PresetName))
     for name, preset in PRESETS.items():
