@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class PaNpuError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose. Its message is one printable line, whatever is quoted in it."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message if message.isprintable() else "".join(map(_printable, message)))
 
 
 class UserError(PaNpuError):
@@ -29,3 +32,7 @@ class CheckpointError(PaNpuError):
 
 class InvariantViolation(PaNpuError):
     """One of the invariants I1 to I6 of the architecture does not hold; the run must not continue."""
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()

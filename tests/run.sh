@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up the environment, then lint, check types and test.
-# Usage: bash tests/run.sh [unit|integration|all] [pytest arguments ...]      (all is the default)
+# Usage: bash tests/run.sh [unit|integration|all|nightly] [pytest arguments ...]      (all is the default)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/env.sh"
 what=${1:-all}
@@ -9,11 +9,13 @@ case $what in
   unit) paths=(tests/unit) limit_s=600 ;;
   integration) paths=(tests/integration) limit_s=2400 ;;
   all) paths=(tests) limit_s=3000 ;;
-  *) fail "tests/run.sh: $what is not unit, integration or all" ;;
+  # everything, the tests marked nightly too, and 10,000 examples of each property where it is otherwise 500
+  nightly) paths=(tests) limit_s=14400 && export HYPOTHESIS_PROFILE=nightly ;;
+  *) fail "tests/run.sh: $what is not unit, integration, all or nightly" ;;
 esac
 setup_environment cpu dev
 cd "$ROOT"
-if [ "$what" = all ] && [ ! -d .venv-npu/torch_npu ]; then
+if [[ $what == all || $what == nightly ]] && [ ! -d .venv-npu/torch_npu ]; then
   # beside the environment, not in it: with torch_npu installed, a plain `import torch` wants CANN
   echo "installing torch_npu for tests/npu_sim"
   install_beside .venv-npu torch_npu==2.13.0 || echo "torch_npu cannot be installed here; tests/npu_sim will be skipped"

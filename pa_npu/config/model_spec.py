@@ -46,33 +46,38 @@ class ModelSpec:
         _refuse_unsupported(path, raw, family)
         try:
             # transformers 5 keeps theta and the scaling under rope_parameters, transformers 4 as rope_theta and rope_scaling
-            rope = raw.get("rope_parameters") or {}
-            scaling = rope if rope.get("rope_type", "default") != "default" else raw.get("rope_scaling")
+            rope = _mapping(raw, "rope_parameters")
+            scaling = rope if rope.get("rope_type", "default") != "default" else _mapping(raw, "rope_scaling")
             eos = raw.get("eos_token_id")
+            hidden_size, num_heads = _count(raw, "hidden_size"), _count(raw, "num_attention_heads")
             return cls(
                 path=str(path),
                 family=family,
-                num_layers=int(raw["num_hidden_layers"]),
-                hidden_size=int(raw["hidden_size"]),
-                ffn_size=int(raw["intermediate_size"]),
-                num_heads=int(raw["num_attention_heads"]),
-                num_kv_heads=int(raw.get("num_key_value_heads") or raw["num_attention_heads"]),
-                head_dim=int(raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]),
-                vocab_size=int(raw["vocab_size"]),
-                rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-                rope_scaling=dict(scaling) if scaling else None,
-                norm_eps=float(raw["rms_norm_eps"]),
+                num_layers=_count(raw, "num_hidden_layers"),
+                hidden_size=hidden_size,
+                ffn_size=_count(raw, "intermediate_size"),
+                num_heads=num_heads,
+                num_kv_heads=_count(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else num_heads,
+                head_dim=_count(raw, "head_dim") if raw.get("head_dim") else max(1, hidden_size // num_heads),
+                vocab_size=_count(raw, "vocab_size"),
+                rope_theta=_positive(rope if rope.get("rope_theta") else raw, "rope_theta", 10000.0),
+                rope_scaling=scaling or None,
+                norm_eps=_positive(raw, "rms_norm_eps"),
                 qkv_bias=family == "qwen2",
                 qk_norm=family == "qwen3",
                 tied=bool(raw.get("tie_word_embeddings", False)),
-                max_positions=int(raw["max_position_embeddings"]),
-                eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+                max_positions=_count(raw, "max_position_embeddings"),
+                eos_token_ids=tuple(map(_token, eos))
+                if isinstance(eos, list)
+                else ()
+                if eos is None
+                else (_token(eos),),
             )
         except KeyError as error:
             raise DataError(
                 f"model.path: {path}/config.json has no {error.args[0]!r}; use a complete HF model directory"
             ) from None
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise DataError(
                 f"model.path: {path}/config.json has a malformed value ({error}); use an unmodified HF config"
             ) from None
@@ -100,11 +105,38 @@ def _read_json(directory: Path) -> dict[str, Any]:
         raise DataError(f"model.path: {directory} has no config.json; give the path of an HF model directory")
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"model.path: {file} cannot be read ({error}); restore it from the model's source") from None
     if not isinstance(raw, dict):
         raise DataError(f"model.path: {file} is not a JSON object; restore it from the model's source")
     return raw
+
+
+def _count(raw: dict[str, Any], key: str) -> int:
+    value = raw[key]
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise ValueError(f"{key}: {value!r:.40} is not a count")
+    return value
+
+
+def _positive(raw: dict[str, Any], key: str, default: float | None = None) -> float:
+    value = raw[key] if default is None else raw.get(key) or default
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
+        raise ValueError(f"{key}: {value!r:.40} is not a positive number")
+    return float(value)
+
+
+def _mapping(raw: dict[str, Any], key: str) -> dict[str, Any]:
+    value = raw.get(key) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{key}: {value!r:.40} is not an object")
+    return dict(value)
+
+
+def _token(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+        raise ValueError(f"eos_token_id: {value!r:.40} is not a token id")
+    return value
 
 
 def _refuse_unsupported(path: str, raw: dict[str, Any], family: str) -> None:

@@ -83,6 +83,10 @@ def _parquet_rows(file: Path, key: str) -> Iterator[tuple[str, Any]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{file}: row {number}", row
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file}: after row {number}, a text column is not UTF-8 (byte {error.start} of a value); write the file again"
+        ) from None
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{file}: unreadable parquet after row {number} ({reason}); write the file again") from None

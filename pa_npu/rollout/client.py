@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.rollout.protocol import Completion, EngineError, Sampling
-from pa_npu.rollout.wire import decode_response, encode_request
+from pa_npu.rollout.wire import decode_object, decode_response, encode_request
 
 # uvicorn closes idle connections after 5 s; closing them earlier ourselves avoids writing into one that is being closed.
 _KEEP_ALIVE_S = 2.0
@@ -64,8 +64,8 @@ class VllmEngine:
         """
         body = json.dumps({"method": method, "args": list(args)}).encode()
         data = await self._request("POST", "/collective_rpc", body, deadline_s, what=f"{method} on its workers")
-        results = json.loads(data).get("results") if data else None
-        if not isinstance(results, list):
+        results = decode_object(data, self.name).get("results")
+        if not isinstance(results, list) or not all(isinstance(result, dict) for result in results):
             raise EngineError(f"engine {self.name}: {method} on its workers returned no results")
         return results
 
@@ -76,7 +76,7 @@ class VllmEngine:
             left_s = deadline_s - (time.monotonic() - start)
             data = await self._request("POST", "/reset_prefix_cache", None, max(left_s, 0.001))
             # vLLM before 0.31 answers with an empty body
-            if not data or json.loads(data).get("success", True):
+            if decode_object(data, self.name).get("success", True):
                 return
             if left_s <= _RESET_PAUSE_S:
                 raise DeadlineExceeded(

@@ -68,7 +68,7 @@ def decode_response(data: bytes, n: int, sampling: Sampling, vocab_size: int, en
     """The n completions in order of their seeds. Raises EngineError when a count, length, id or value is impossible."""
     try:
         choices = _decoder.decode(data).choices
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise EngineError(
             f"engine {engine}: answer to /v1/completions is malformed ({error}): {_excerpt(data)}"
         ) from None
@@ -76,6 +76,17 @@ def decode_response(data: bytes, n: int, sampling: Sampling, vocab_size: int, en
     if [choice.index for choice in choices] != list(range(n)):
         raise EngineError(f"engine {engine}: {len(choices)} responses, but {n} were asked for")
     return [_completion(choice, sampling, vocab_size, engine) for choice in choices]
+
+
+def decode_object(data: bytes, engine: str) -> dict[str, Any]:
+    """The JSON object of any other answer, {} where its body is empty. Raises EngineError."""
+    try:
+        decoded = msgspec.json.decode(data) if data else {}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise EngineError(f"engine {engine}: answer is malformed ({error}): {_excerpt(data)}") from None
+    if not isinstance(decoded, dict):
+        raise EngineError(f"engine {engine}: answer is no JSON object: {_excerpt(data)}")
+    return decoded
 
 
 def _completion(choice: _Choice, sampling: Sampling, vocab_size: int, engine: str) -> Completion:

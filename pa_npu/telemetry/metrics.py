@@ -13,6 +13,7 @@ from pa_npu.errors import DataError
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 TENSORBOARD = "tensorboard"
+_MAX_INDEX = 2**31
 _UNPLOTTED = frozenset({"iteration", "version", "time", "devices", "non_finite"})
 
 
@@ -91,29 +92,38 @@ def _read_lines(path: Path, key: str) -> list[dict[str, Any]]:
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}:{number}: is not JSON ({error}); remove the line") from error
-        if not isinstance(record, dict) or not isinstance(record.get(key), int):
-            raise DataError(f"{path}:{number}: is no object with an integer {key!r}; remove the line")
+        if not _has_index(record, key):
+            raise DataError(f"{path}:{number}: is no object with an integer {key!r} of at least 0; remove the line")
         records.append(record)
     return records
 
 
 def drop_records(path: Path, key: str, first: int) -> None:
-    """Keep the lines whose `key` is below `first`, as a run that is resumed there needs it; one cut short by a kill goes too."""
+    """Keep the records whose `key` is below `first`, as a run that is resumed there needs it; lines that are none go too.
+
+    Such as a last one that a kill cut short.
+    """
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if record[key] < first:
+        if _has_index(record, key) and record[key] < first:
             kept.append(line + "\n")
     shortened = path.with_name(f"{path.name}.tmp")
     shortened.write_text("".join(kept), encoding="utf-8")
     shortened.replace(path)
+
+
+def _has_index(record: Any, key: str) -> bool:
+    """Whether this is a record with the number by which its file is ordered."""
+    value = record.get(key) if isinstance(record, dict) else None
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_INDEX
 
 
 def _open_board(directory: Path, first_iteration: int) -> Any:

@@ -9,6 +9,7 @@ from pa_npu.errors import DataError
 from pa_npu.telemetry.metrics import EVALUATIONS, METRICS, TENSORBOARD, read_evaluations, read_records
 from pa_npu.telemetry.report import load_report, render_text
 from pa_npu.telemetry.timeline import MERGED
+from pa_npu.telemetry.tpspd import number
 
 # What a run directory may hold, in the order of the listing.
 _WRITTEN = (
@@ -41,9 +42,11 @@ def summarise(run_dir: Path | str) -> str:
 def _evaluations(run_dir: Path, records: list[dict[str, Any]]) -> list[tuple[int, float]]:
     """(weight version, accuracy), by version; from evaluations.jsonl, completed by the records' eval_accuracy."""
     found = {
-        record["version"]: record["eval_accuracy"] for record in records if record.get("eval_accuracy") is not None
+        record["iteration"]: number(record, "eval_accuracy")
+        for record in records
+        if record.get("eval_accuracy") is not None
     }
-    found.update({entry["version"]: entry["accuracy"] for entry in read_evaluations(run_dir)})
+    found.update({entry["version"]: number(entry, "accuracy") for entry in read_evaluations(run_dir)})
     return sorted(found.items())
 
 

@@ -16,6 +16,9 @@ from typing import Any
 
 from pa_npu.errors import DataError
 
+_LARGEST = 1e15
+"""Of any number of a record: far above what a run can count, and far below where arithmetic overflows."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -85,14 +88,16 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
         raise DataError(
             f"{len(records)} iterations, all within the warm-up of {warmup_iterations}; use a shorter warm-up"
         )
-    devices = {int(_number(record, "devices")) for record in kept}
+    devices = {int(number(record, "devices")) for record in kept}
     if len(devices) > 1:
         raise DataError(f"the number of devices changed during the run: {sorted(devices)}; report its parts separately")
-    seconds = sum(_number(record, "iteration_s") for record in kept)
+    if min(devices) < 1:
+        raise DataError(f"the number of devices is {min(devices)}, which cannot be")
+    seconds = sum(number(record, "iteration_s") for record in kept)
     work = Work(
-        tokens_prompt=int(sum(_number(record, "tokens_prompt") for record in kept)),
-        tokens_response=int(sum(_number(record, "tokens_response") for record in kept)),
-        tokens_computed=int(sum(_number(record, "tokens_computed") for record in kept)),
+        tokens_prompt=int(sum(number(record, "tokens_prompt") for record in kept)),
+        tokens_response=int(sum(number(record, "tokens_response") for record in kept)),
+        tokens_computed=int(sum(number(record, "tokens_computed") for record in kept)),
         seconds=seconds,
         devices=devices.pop(),
     )
@@ -100,10 +105,10 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
         raise DataError(f"iteration_s adds up to {seconds} s over {len(kept)} iterations, which cannot be")
 
     def mean(key: str, default: float | None = None) -> float:
-        return sum(_number(record, key, default) for record in kept) / len(kept)
+        return sum(number(record, key, default) for record in kept) / len(kept)
 
     def weighted(key: str) -> float:
-        return sum(_number(record, key) * _number(record, "iteration_s") for record in kept) / seconds
+        return sum(number(record, key) * number(record, "iteration_s") for record in kept) / seconds
 
     return RunThroughput(
         throughput=throughput(work),
@@ -121,11 +126,13 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
     )
 
 
-def _number(record: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def number(record: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """A number of a record; `default` stands for what an iteration did not do (no evaluation, no checkpoint)."""
     value = record.get(key)
     if value is None and default is not None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise DataError(f"iteration {record.get('iteration')}: {key} is {value!r}, expected a number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:
+        raise DataError(
+            f"iteration {record.get('iteration')}: {key} is {value!r:.40}, expected a number from 0 to {_LARGEST:g}"
+        )
     return value

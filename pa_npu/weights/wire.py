@@ -38,6 +38,13 @@ class WeightSyncError(PaNpuError):
     """Trainer and engine disagree about the weights to exchange, or their connection broke; the message names both."""
 
 
+def _count(value: Any) -> int:
+    """The value of a JSON number that counts something."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r:.40} is not a count")
+    return value
+
+
 @dataclass(frozen=True)
 class Segment:
     """Elements [start, start + size) of the flattened HF tensor `name`."""
@@ -106,12 +113,13 @@ class Manifest:
         """Raises WeightSyncError unless the segments of each tensor cover it exactly once."""
         try:
             manifest = cls(
-                stage=int(raw["stage"]),
-                model={key: int(value) for key, value in raw["model"].items()},
-                shapes={name: tuple(int(size) for size in shape) for name, shape in raw["shapes"].items()},
+                stage=_count(raw["stage"]),
+                model={key: _count(value) for key, value in raw["model"].items()},
+                shapes={name: tuple(map(_count, shape)) for name, shape in raw["shapes"].items()},
                 buckets=tuple(
                     Bucket(
-                        str(dtype), tuple(Segment(str(name), int(start), int(size)) for name, start, size in segments)
+                        str(dtype),
+                        tuple(Segment(str(name), _count(start), _count(size)) for name, start, size in segments),
                     )
                     for dtype, segments in raw["buckets"]
                 ),
@@ -126,6 +134,11 @@ class Manifest:
     def _check(self) -> None:
         covered: dict[str, list[tuple[int, int]]] = {name: [] for name in self.shapes}
         for bucket in self.buckets:
+            if not all(segment.size for segment in bucket.segments) or not bucket.segments:
+                raise WeightSyncError(
+                    f"weight manifest of stage {self.stage}: a bucket or a segment of one is empty; trainer and engine must run "
+                    f"the same pa_npu"
+                )
             if not isinstance(getattr(torch, bucket.dtype, None), torch.dtype):
                 raise WeightSyncError(
                     f"weight manifest of stage {self.stage}: unknown dtype {bucket.dtype!r}; update torch in the engine"
