@@ -282,6 +282,10 @@ class TelemetryConfig(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard events.")
     timeline: bool = Field(True, description="Write timeline.json (Chrome trace format).")
     warmup_iterations: int = Field(1, ge=0, description="Iterations at the start that throughput summaries leave out.")
+    profile_iterations: tuple[int, ...] = Field(
+        (), description="Iterations whose training is profiled into RUN/profile, which slows them; none by default."
+    )
+    profile_ranks: tuple[int, ...] = Field((0,), description="Trainer ranks that profile_iterations is about.")
 
 
 class PlacementConfig(Section):
@@ -462,6 +466,13 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"microbatch.max_tokens: {c.microbatch.max_tokens}: packing does not know the number of microbatches in advance, "
             f"which trainer.pipeline_parallel = {t.pipeline_parallel} needs; remove the key or set pipeline_parallel to 1"
         )
+    profile = c.telemetry
+    for key, values, end in (
+        ("profile_iterations", profile.profile_iterations, s.iterations),
+        ("profile_ranks", profile.profile_ranks, t.devices),
+    ):
+        if any(not 0 <= value < end for value in values):
+            yield f"telemetry.{key}: {list(values)}: the run has 0 to {end - 1}; leave out the others"
     if t.sequence_parallel and t.tensor_parallel == 1:
         yield "trainer.sequence_parallel: needs trainer.tensor_parallel > 1; set it to false or raise tensor_parallel"
     if r.top_p != 1.0:

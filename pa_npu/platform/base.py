@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -74,6 +76,12 @@ class Platform(Protocol):
         the calling thread is put on the device of set_device(). Without device queues it does nothing.
         """
 
+    def profile(self, directory: Path, name: str) -> AbstractContextManager[Any]:
+        """Record what runs on host and device inside, and write it to `directory` on exit, file or folder `name`....
+
+        Read it with TensorBoard, chrome://tracing or Perfetto; on npu also with MindStudio Insight.
+        """
+
     def seed_all(self, seed: int) -> None:
         """Seed Python, numpy and torch (host and device)."""
 
@@ -94,6 +102,12 @@ class Platform(Protocol):
 
     def environment(self, role: Role) -> dict[str, str]:
         """Environment defaults for a child process of this role; variables the user has set are left out."""
+
+
+def torch_profile(activities: Iterable[Any], directory: Path, name: str) -> AbstractContextManager[Any]:
+    """Platform.profile by torch.profiler: one Chrome trace, name.TIME.pt.trace.json."""
+    handler = torch.profiler.tensorboard_trace_handler(str(directory), worker_name=name)
+    return torch.profiler.profile(activities=activities, on_trace_ready=handler, record_shapes=True)
 
 
 def seed_host(seed: int) -> None:

@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +54,9 @@ class CpuPlatform:
 
     def side_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def profile(self, directory: Path, name: str) -> AbstractContextManager[Any]:
+        return base.torch_profile([torch.profiler.ProfilerActivity.CPU], directory, name)
 
     def seed_all(self, seed: int) -> None:
         base.seed_host(seed)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +47,10 @@ class CudaPlatform(AcceleratorPlatform):
             os.environ.update(without_users(CUBLAS_WORKSPACE))
         torch.backends.cudnn.deterministic = enabled
         base.use_deterministic_algorithms(enabled)
+
+    def profile(self, directory: Path, name: str) -> AbstractContextManager[Any]:
+        activity = torch.profiler.ProfilerActivity
+        return base.torch_profile([activity.CPU, activity.CUDA], directory, name)
 
     def prepare_megatron(self) -> None:
         if self._prepared:

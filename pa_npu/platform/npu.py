@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
-import torch_npu  # noqa: F401 - registers torch.npu
+import torch_npu
 
 from pa_npu.platform import base
 from pa_npu.platform.accelerator import AcceleratorPlatform, without_users
@@ -32,6 +34,15 @@ class NpuPlatform(AcceleratorPlatform):
         if enabled:
             os.environ.setdefault("HCCL_DETERMINISTIC", "strict")  # read when a communicator is created
         base.use_deterministic_algorithms(enabled)
+
+    def profile(self, directory: Path, name: str) -> AbstractContextManager[Any]:
+        profiler: Any = torch_npu.profiler
+        activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU]
+        handler = profiler.tensorboard_trace_handler(str(directory), worker_name=name)
+        recorder: AbstractContextManager[Any] = profiler.profile(
+            activities=activities, on_trace_ready=handler, record_shapes=True
+        )
+        return recorder
 
     def prepare_megatron(self) -> None:
         if self._prepared:

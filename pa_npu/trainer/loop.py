@@ -19,6 +19,7 @@ from pa_npu.config.schema import Config
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.border import Border
 from pa_npu.trainer.checkpointing import Checkpointing
+from pa_npu.trainer.profiling import IterationProfiler
 from pa_npu.trainer.protocol import TrainBackend
 from pa_npu.trainer.statistics import merge_updates
 
@@ -29,6 +30,7 @@ def train(
     border: Border,
     rollouts: Callable[[int], MicrobatchIterator],
     timeline: Timeline,
+    profiler: IterationProfiler,
 ) -> None:
     """Run from the loaded checkpoint (or version 0) to `schedule.iterations`; leaves a checkpoint and an HF export behind."""
     checkpoints = Checkpointing(config, backend, border.data_position, timeline)
@@ -37,7 +39,7 @@ def train(
 
     for version in range(first, config.schedule.iterations):
         border_numbers = border.cross(version, report)
-        with timeline.span("iteration", iteration=version):
+        with timeline.span("iteration", iteration=version), profiler(version):
             report = consume(backend, rollouts(version), config.schedule.updates_per_iteration)
         report |= border_numbers | checkpoints.at_border(version + 1)
 

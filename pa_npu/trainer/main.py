@@ -49,13 +49,15 @@ def run_rank(config: Config, rank: int) -> None:
     from pa_npu.buffer.store import connect
     from pa_npu.trainer.assemble import assemble_rank
     from pa_npu.trainer.loop import train
+    from pa_npu.trainer.profiling import IterationProfiler
 
     host, port = os.environ["PA_NPU_STORE"].rsplit(":", 1)
     store = connect(host, int(port), config.trainer.startup_timeout_s)
     spec = ModelSpec.read(config.model.path)
     with Timeline.for_run(Path(config.run.dir), f"trainer-{rank}", enabled=config.telemetry.timeline) as timeline:
         parts = assemble_rank(config, spec, platform, store, rank, local_rank, timeline)
-        train(config, parts.backend, parts.border, parts.rollouts, timeline)
+        profiler = IterationProfiler(config, platform, rank)
+        train(config, parts.backend, parts.border, parts.rollouts, timeline, profiler)
         parts.close()
 
 

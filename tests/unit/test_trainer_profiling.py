@@ -1,0 +1,104 @@
+"""telemetry.profile_iterations: the loop leaves a trace of the chosen iterations on the chosen ranks, and of no other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pa_npu.buffer.microbatch import build_microbatches
+from pa_npu.config.schema import Config
+from pa_npu.telemetry.timeline import Timeline
+from tests.helpers.megatron import PLATFORM, model_config
+from tests.helpers.models import make_model
+from tests.helpers.trainer_rank import make_groups
+
+# these import megatron, which the helper above has prepared
+from pa_npu.trainer import loop  # isort: skip
+from pa_npu.trainer.profiling import IterationProfiler  # isort: skip
+
+
+class OneLayerBackend:
+    """A TrainBackend whose training is one matrix product."""
+
+    def accumulate(self, microbatches: Any) -> None:
+        torch.ones(4, 4) @ torch.ones(4, 4)
+
+    def step(self) -> dict[str, float]:
+        return {}
+
+    def export(self, *_: Any) -> None: ...
+
+
+class QuietBorder:
+    def cross(self, version: int, report: dict[str, float] | None) -> dict[str, float]:
+        torch.ones(4).exp()  # the border is not part of the training
+        return {}
+
+    def data_position(self, version: int) -> int:
+        return 0
+
+
+class NoCheckpoints:
+    def __init__(self, *_: Any) -> None: ...
+
+    def load(self) -> int:
+        return 0
+
+    def at_border(self, version: int) -> dict[str, float]:
+        return {}
+
+    def finish(self, version: int) -> None: ...
+
+
+class NoMicrobatches:
+    def updates(self, number: int) -> list[Any]:
+        return [build_microbatches(make_groups(0, 1, 2, 0)[0], 2, True, 1)]
+
+    def finish(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def no_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "Checkpointing", NoCheckpoints)
+
+
+def run(tmp_path: Path, rank: int, **telemetry: Any) -> list[Path]:
+    config = make_config(tmp_path, telemetry)
+    parts: Any = (OneLayerBackend(), QuietBorder(), lambda iteration: NoMicrobatches(), Timeline(None, ""))
+    loop.train(config, *parts, IterationProfiler(config, PLATFORM, rank))
+    return sorted((tmp_path / "profile").glob("*"))
+
+
+def make_config(tmp_path: Path, telemetry: dict[str, Any]) -> Config:
+    return model_config(
+        make_model(tmp_path / "model"),
+        run={"dir": str(tmp_path)},
+        schedule={"iterations": 3, "prompts_per_iteration": 2},
+        trainer={"devices": 2},
+        telemetry=telemetry,
+    )
+
+
+def test_chosen_iterations_and_ranks_leave_a_trace_with_the_operators_of_the_training(tmp_path: Path) -> None:
+    files = run(tmp_path, rank=1, profile_iterations=[0, 2], profile_ranks=[1])
+    assert [file.name.split(".")[0] for file in files] == ["iteration_000000_rank1", "iteration_000002_rank1"]
+    for file in files:
+        names = {event["name"] for event in json.loads(file.read_text())["traceEvents"] if "name" in event}
+        assert "aten::mm" in names
+        assert "aten::exp" not in names, "the border was recorded too"
+
+
+def test_without_the_key_or_on_another_rank_nothing_is_recorded(tmp_path: Path) -> None:
+    assert run(tmp_path, rank=0) == []
+    assert run(tmp_path, rank=1, profile_iterations=[1]) == [], "profile_ranks is rank 0 by default"
+
+
+def test_iterations_and_ranks_that_the_run_does_not_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"telemetry.profile_iterations: \[3\]: the run has 0 to 2"):
+        make_config(tmp_path, {"profile_iterations": [3]})
+    with pytest.raises(ValueError, match=r"telemetry.profile_ranks: \[2\]: the run has 0 to 1"):
+        make_config(tmp_path, {"profile_ranks": [2]})
