@@ -1,12 +1,14 @@
 """What a configuration means in numbers: devices per role, work per iteration, and memory per device.
 
-The memory figures are estimates for choosing sizes before a run, in bytes of one device. What they count is said at each
-part; allocator overhead, kernels' workspaces and communication buffers are not in them.
+The memory figures are for choosing sizes before a run, in bytes of one device. Weights, gradients, optimizer and frozen
+models are exact; activations and working set are counts of the tensors that are alive at the peak of a backward pass.
+What the allocator measures on a CPU (docs/results/memory_cpu.md) is within 7% of the total and 14% of the counted parts.
+Allocator overhead, attention kernels' workspaces, communication buffers and the device's own context are not in them:
+`pa_npu.config.fit` keeps a tenth of a device for these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pa_npu.config.model_spec import ModelSpec
@@ -15,6 +17,9 @@ from pa_npu.config.schema import Config
 GIB = 2**30
 _BYTES = {"fp32": 4, "bf16": 2}
 _FP32 = 4
+
+
+_STATE = ("weights", "gradients", "optimizer", "frozen models")
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,14 @@ class Memory:
     def total(self) -> int:
         return sum(size for _, size in self.parts)
 
+    @property
+    def state(self) -> int:
+        """What is held all the time and known exactly: weights, gradients, optimizer, frozen models."""
+        return sum(size for name, size in self.parts if name in _STATE)
+
     def line(self) -> str:
-        parts = " + ".join(f"{name} {_size(size)}" for name, size in self.parts if size)
-        return f"{_size(self.total)} = {parts}"
+        parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in self.parts if size)
+        return f"{format_bytes(self.total)} = {parts}"
 
 
 @dataclass(frozen=True)
@@ -67,10 +77,16 @@ def work(config: Config) -> Work:
 
 def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
     """The fullest rank of a replica."""
+    stages = range(config.trainer.pipeline_parallel)
+    return max((_stage_memory(config, spec, stage) for stage in stages), key=lambda memory: memory.total)
+
+
+def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
     trainer, element = config.trainer, _BYTES[config.model.dtype]
-    weights = max(_stage_parameters(config, spec))
+    weights = _stage_parameters(config, spec, stage)
     master = 0 if config.model.dtype == "fp32" else _FP32
     shards = config.data_parallel if trainer.distributed_optimizer else 1
+    activations, working_set = _activation_bytes(config, spec, stage)
     return Memory(
         "trainer",
         (
@@ -78,21 +94,91 @@ def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
             ("gradients", weights * _FP32),
             ("optimizer", weights * (2 * _FP32 + master) // shards),
             ("frozen models", weights * _BYTES[config.frozen_dtype] * len(config.frozen_models)),
-            ("activations", _activation_bytes(config, spec)),
-            ("logits chunk", _logits_bytes(config, spec)),
+            ("activations", activations),
+            ("working set", working_set),
             ("publish buckets", 2 * min(int(config.publish.bucket_mib * 2**20), weights * element)),
         ),
     )
 
 
+def _stage_parameters(config: Config, spec: ModelSpec, stage: int) -> int:
+    """Parameters of a pipeline stage on one rank. Norms and biases of the layers are counted as if divided by TP."""
+    tensor, pipeline = config.trainer.tensor_parallel, config.trainer.pipeline_parallel
+    vocabulary = spec.vocab_size * spec.hidden_size
+    outside = vocabulary * (1 if spec.tied else 2) + spec.hidden_size
+    layers = (spec.num_parameters - outside) // pipeline
+    embedding = stage == 0
+    head = stage == pipeline - 1 and not (spec.tied and embedding)  # a tied head on another stage is a copy
+    return (layers + vocabulary * (embedding + head)) // tensor
+
+
+def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int, int]:
+    """(kept for backward of the microbatches in flight under 1F1B, working set of the backward's largest step).
+
+    A layer keeps per token: inputs and outputs of two norms (4 hidden sizes, divided by TP only under sequence
+    parallelism); queries, keys and values before the rotation, queries and keys after it, attention's output; both halves
+    of the gated layer and their product. Attention itself keeps one log-sum-exp per head. Selective recomputation keeps
+    no rotated queries and keys; full recomputation keeps each layer's input, and one layer at a time in full.
+    """
+    trainer, element, amount = config.trainer, _BYTES[config.model.dtype], work(config)
+    tensor, tokens = trainer.tensor_parallel, amount.microbatch_tokens
+    hidden = spec.hidden_size // (tensor if trainer.sequence_parallel else 1)
+    rotated = (spec.num_heads + spec.num_kv_heads) * spec.head_dim // tensor
+    attention = rotated + 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim // tensor
+    feed_forward = 3 * spec.ffn_size // tensor
+    per_layer = 4 * hidden + attention + feed_forward
+    layers = spec.num_layers // trainer.pipeline_parallel
+    microbatches = amount.microbatches_per_replica // config.schedule.updates_per_iteration
+    in_flight = max(1, min(trainer.pipeline_parallel - stage, microbatches))
+
+    # Backward of one layer: gradients of the gated layer's three parts and of its input and output, the gathered input.
+    layer_step = feed_forward + 2 * hidden + (spec.hidden_size if trainer.sequence_parallel else 0)
+    if trainer.recompute == "full":
+        kept = hidden * layers * in_flight
+        layer_step += per_layer
+    else:
+        kept = (per_layer - (rotated if trainer.recompute == "selective" else 0)) * layers * in_flight
+        layer_step += rotated if trainer.recompute == "selective" else 0
+    working_set = tokens * layer_step * element
+    if stage == trainer.pipeline_parallel - 1:
+        working_set = max(working_set, _head_bytes(config, spec, amount))
+    return tokens * kept * element, working_set
+
+
+def _head_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
+    """Backward of the LM head: a chunk's log-probabilities and their gradient, the head's own gradient, hidden states.
+
+    In bf16 the gradient of several chunks is summed in fp32. An entropy bonus needs one more tensor of the logits' size.
+    """
+    element, vocabulary = _BYTES[config.model.dtype], -(-spec.vocab_size // config.trainer.tensor_parallel)
+    rows = config.microbatch_responses * config.rollout.max_response_tokens
+    if config.microbatch.max_tokens is not None:
+        rows = amount.microbatch_tokens
+    chunk = min(rows, config.model.head_chunk_tokens)
+    logits = (2 + (config.algorithm.entropy_coef > 0)) * chunk * vocabulary * _FP32
+    sum_bytes = _FP32 if element < _FP32 and chunk < rows else 0
+    gradient = vocabulary * spec.hidden_size * (element + sum_bytes)
+    hidden = amount.microbatch_tokens * spec.hidden_size * element * (3 + len(config.frozen_models))
+    return logits + gradient + hidden
+
+
 def engine_memory(config: Config, spec: ModelSpec, device_bytes: int | None) -> Memory:
-    """Weights and KV cache: its configured size on host memory (device_bytes None), else what memory_fraction leaves."""
-    size = config.rollout.tensor_parallel
-    weights = spec.num_parameters * _BYTES[config.model.dtype] // size
+    """Weights, working set and KV cache; the cache is of its configured size on host memory (device_bytes None), else what
+    memory_fraction leaves.
+
+    Working set: what vLLM reserves for a step of rollout.max_num_batched_tokens (the gated layer and the residuals of all
+    tokens) and for sampling rollout.max_num_seqs sequences (logits in fp32, sorted or normalised copies of them).
+    """
+    rollout, element = config.rollout, _BYTES[config.model.dtype]
+    weights = spec.num_parameters * element // rollout.tensor_parallel
     if device_bytes is None:
-        return Memory("engine", (("weights", weights), ("KV cache", int(config.rollout.kv_cache_gib * GIB))))
-    cache = max(0, int(device_bytes * config.rollout.memory_fraction) - weights)
-    return Memory("engine", (("weights", weights), ("KV cache", cache)))
+        return Memory("engine", (("weights", weights), ("KV cache", int(rollout.kv_cache_gib * GIB))))
+    step = (
+        rollout.max_num_batched_tokens * (3 * spec.ffn_size // rollout.tensor_parallel + 3 * spec.hidden_size) * element
+    )
+    sampling = 3 * rollout.max_num_seqs * spec.vocab_size * _FP32
+    cache = max(0, int(device_bytes * rollout.memory_fraction) - weights - step - sampling)
+    return Memory("engine", (("weights", weights), ("working set", step + sampling), ("KV cache", cache)))
 
 
 def kv_bytes_per_token(config: Config, spec: ModelSpec) -> int:
@@ -101,115 +187,19 @@ def kv_bytes_per_token(config: Config, spec: ModelSpec) -> int:
     return 2 * spec.num_layers * heads * spec.head_dim * _BYTES[config.model.dtype]
 
 
-def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | None, own_memory: bool) -> list[str]:
-    """The arithmetic as text. device_bytes: memory of a device, None where unknown.
-
-    own_memory: devices have memory of their own; otherwise (cpu) all share the host's.
-    """
-    trainer, rollout, amount = config.trainer, config.rollout, work(config)
-    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
-    lines = [
-        f"devices               {config.num_devices} = {rollout.engines} engines x {rollout.tensor_parallel} "
-        f"+ {trainer.devices} trainer ranks",
-        f"trainer ranks         TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.data_parallel}"
-        + (", sequence parallel" if trainer.sequence_parallel else ""),
-        f"groups per iteration  {config.schedule.prompts_per_iteration} (x {rollout.responses_per_prompt} responses = "
-        f"{amount.sequences} sequences), {config.groups_per_replica} per replica",
-        f"microbatches          {_microbatches(config, amount)}",
-        f"tokens per iteration  at most {amount.prompt_tokens + amount.response_tokens} = {amount.prompt_tokens} prompt + "
-        f"{amount.response_tokens} response; computed at most {amount.computed_tokens}",
-        f"iterations            {config.schedule.iterations}, {_schedule(config)}, order {config.schedule.order}",
-    ]
-    if spec is None:
-        return [*lines, "memory                not known: the model cannot be read here"]
-    engine_bytes = device_bytes if own_memory else None
-    trainers = trainer_memory(config, spec)
-    lines.append(f"model                 {spec.family}, {spec.num_parameters / 1e6:.1f} M parameters")
-    lines.append(f"trainer memory        {trainers.line()}")
-    if own_memory and device_bytes is None:
-        engines = Memory("engine", engine_memory(config, spec, 0).parts[:1])
-        lines.append(
-            f"engine memory         {engines.line()} + KV cache, up to {rollout.memory_fraction:.0%} of the device"
-        )
-    else:
-        engines = engine_memory(config, spec, engine_bytes)
-        capacity = dict(engines.parts)["KV cache"] // kv_bytes_per_token(config, spec)
-        lines.append(
-            f"engine memory         {engines.line()} ({capacity} tokens, {capacity // longest} longest sequences)"
-        )
-    if device_bytes is not None:
-        lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))
-    return lines
+def wanted_sequences(config: Config) -> int:
+    """Sequences that an engine may have in flight at once: its window or vLLM's limit, if an iteration has so many."""
+    rollout = config.rollout
+    limit = rollout.max_num_seqs if rollout.window == "auto" else min(rollout.window, rollout.max_num_seqs)
+    return min(limit, -(-work(config).sequences // rollout.engines))
 
 
-def _schedule(config: Config) -> str:
-    if config.schedule.stream == "alternate":
-        return "synchronous and periodic in turn"
-    return "periodic" if config.schedule.stream else "synchronous"
+def wanted_tokens(config: Config) -> int:
+    """KV cache for `wanted_sequences` at their longest, in tokens; the prompt of a group once, by prefix caching."""
+    rollout, sequences = config.rollout, wanted_sequences(config)
+    prompts = -(-sequences // rollout.responses_per_prompt)
+    return sequences * rollout.max_response_tokens + prompts * config.data.max_prompt_tokens
 
 
-def _microbatches(config: Config, amount: Work) -> str:
-    number, responses, tokens = amount.microbatches_per_replica, config.microbatch_responses, amount.microbatch_tokens
-    if config.microbatch.max_tokens is None:
-        return f"{number} per replica, {responses} responses and at most {tokens} tokens each"
-    return (
-        f"at most {number} per replica, {responses} responses or several times so many in at most {tokens} tokens each"
-    )
-
-
-def _device_line(config: Config, trainers: Memory, engines: Memory, device_bytes: int, own_memory: bool) -> str:
-    if own_memory:
-        share = f"trainers use {trainers.total / device_bytes:.0%}, engines {engines.total / device_bytes:.0%} of it"
-        return f"device memory         {_size(device_bytes)}; {share}"
-    together = trainers.total * config.trainer.devices
-    together += engines.total * config.rollout.engines * config.rollout.tensor_parallel
-    return f"host memory           {_size(device_bytes)}; all together use {together / device_bytes:.0%} of it"
-
-
-def _stage_parameters(config: Config, spec: ModelSpec) -> Iterable[int]:
-    """Parameters of each pipeline stage on one rank. Norms and biases of the layers are counted as if divided by TP."""
-    tensor, pipeline = config.trainer.tensor_parallel, config.trainer.pipeline_parallel
-    vocabulary = spec.vocab_size * spec.hidden_size
-    outside = vocabulary * (1 if spec.tied else 2) + spec.hidden_size
-    layers = (spec.num_parameters - outside) // pipeline
-    for stage in range(pipeline):
-        embedding = stage == 0
-        head = stage == pipeline - 1 and not (spec.tied and embedding)  # a tied head on another stage is a copy
-        yield (layers + vocabulary * (embedding + head)) // tensor
-
-
-def _activation_bytes(config: Config, spec: ModelSpec) -> int:
-    """What the backward of the microbatches in flight needs on the first stage, which holds most of them under 1F1B.
-
-    Per token and layer: norm inputs and outputs and residuals (4 hidden sizes, divided by TP only under sequence
-    parallelism); queries, keys, values, attention's output; both halves of the gated layer and its product. Attention
-    itself keeps only a log-sum-exp. Full recomputation keeps each layer's input, and one layer at a time in full.
-    """
-    trainer, element = config.trainer, _BYTES[config.model.dtype]
-    amount = work(config)
-    tensor = trainer.tensor_parallel
-    sequence_shards = tensor if trainer.sequence_parallel else 1
-    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    inside = (heads + 3 * spec.ffn_size) // tensor
-    per_layer = 4 * spec.hidden_size // sequence_shards + inside
-    layers = spec.num_layers // trainer.pipeline_parallel
-    in_flight = min(trainer.pipeline_parallel, amount.microbatches_per_replica // config.schedule.updates_per_iteration)
-    if trainer.recompute == "full":
-        elements = in_flight * layers * spec.hidden_size // sequence_shards + per_layer
-    else:
-        kept = per_layer - (spec.num_heads * spec.head_dim // tensor if trainer.recompute == "selective" else 0)
-        elements = in_flight * layers * kept
-    return amount.microbatch_tokens * elements * element
-
-
-def _logits_bytes(config: Config, spec: ModelSpec) -> int:
-    """One chunk of the LM head in fp32: logits, their exponentials, their gradient."""
-    rows = config.microbatch_responses * config.rollout.max_response_tokens
-    if config.microbatch.max_tokens is not None:
-        rows = work(config).microbatch_tokens
-    rows = min(rows, config.model.head_chunk_tokens)
-    return 3 * rows * (spec.vocab_size // config.trainer.tensor_parallel) * _FP32
-
-
-def _size(count: float) -> str:
+def format_bytes(count: float) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"

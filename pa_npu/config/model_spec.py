@@ -37,7 +37,11 @@ class ModelSpec:
     @classmethod
     def read(cls, path: str) -> ModelSpec:
         """Read `path`/config.json. Raises DataError when it is missing, unreadable or of an unsupported architecture."""
-        raw = _read_json(Path(path))
+        return cls.parse(path, _read_json(Path(path)))
+
+    @classmethod
+    def parse(cls, path: str, raw: dict[str, Any]) -> ModelSpec:
+        """From the content of a config.json; `path` names the model in messages."""
         family = raw.get("model_type")
         if family not in FAMILIES:
             raise DataError(

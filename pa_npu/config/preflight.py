@@ -1,4 +1,9 @@
-"""Rules between the configuration and the model it names; pure, so that every process can check them."""
+"""Rules between the configuration and the model it names; pure, so that every process can check them.
+
+check_model(config, spec)      all of them, before a run
+check_division(config, spec)   those that building the trainer's model needs
+padded_vocab(spec, tensor_parallel)
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,42 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 
 
+def padded_vocab(spec: ModelSpec, tensor_parallel: int) -> int:
+    """Rows of embedding and LM head over all TP ranks: the vocabulary rounded up to a multiple of TP."""
+    return -(-spec.vocab_size // tensor_parallel) * tensor_parallel
+
+
 def check_model(config: Config, spec: ModelSpec) -> None:
     """Raises ConfigError where the model cannot be divided as configured, or is too short for the sequences."""
-    for broken in _broken_rules(config, spec):
+    for broken in (*_division_rules(config, spec), *_engine_rules(config, spec)):
         raise ConfigError(broken)
 
 
-def _broken_rules(config: Config, spec: ModelSpec) -> list[str]:
-    broken = []
+def check_division(config: Config, spec: ModelSpec) -> None:
+    """Raises ConfigError where TP or PP of the trainers does not divide the model's sizes."""
+    for broken in _division_rules(config, spec):
+        raise ConfigError(broken)
+
+
+def _division_rules(config: Config, spec: ModelSpec) -> list[str]:
+    tensor, broken = config.trainer.tensor_parallel, []
     for what, size in (
         ("attention heads", spec.num_heads),
         ("key/value heads", spec.num_kv_heads),
         ("feed-forward size", spec.ffn_size),
     ):
-        broken += _indivisible("trainer.tensor_parallel", config.trainer.tensor_parallel, what, size, spec)
-    broken += _indivisible(
-        "trainer.pipeline_parallel", config.trainer.pipeline_parallel, "layers", spec.num_layers, spec
-    )
+        broken += _indivisible("trainer.tensor_parallel", tensor, what, size, spec)
+    if (tensor - 1) * (padded_vocab(spec, tensor) // tensor) >= spec.vocab_size:
+        broken.append(
+            f"trainer.tensor_parallel: {tensor} leaves a rank without any of the {spec.vocab_size} tokens of {spec.path}; "
+            f"set it to a smaller number"
+        )
+    stages = config.trainer.pipeline_parallel
+    return broken + _indivisible("trainer.pipeline_parallel", stages, "layers", spec.num_layers, spec)
+
+
+def _engine_rules(config: Config, spec: ModelSpec) -> list[str]:
+    broken = []
     engine = config.rollout.tensor_parallel
     broken += _indivisible("rollout.tensor_parallel", engine, "attention heads", spec.num_heads, spec)
     if spec.num_kv_heads % engine and engine % spec.num_kv_heads:

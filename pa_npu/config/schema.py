@@ -289,6 +289,9 @@ class TelemetryConfig(Section):
 
 
 class PlacementConfig(Section):
+    nnodes: int = Field(1, ge=1, description="Number of nodes; every node starts one launcher with the same keys.")
+    node_rank: int = Field(0, ge=0, description="Which of the nodes this launcher is on; 0 is the head.")
+    master_addr: str | None = Field(None, description="Address of the head node, for nodes other than it.")
     host: str = Field("127.0.0.1", min_length=1, description="Address that store, engines and trainers listen on.")
     store_port: int = Field(0, ge=0, le=65535, description="Port of the c10d store; 0 takes a free one.")
     engine_port: int = Field(
@@ -504,6 +507,21 @@ def _broken_rules(c: Config) -> Iterator[str]:
         yield (
             f"optimizer.min_learning_rate: {c.optimizer.min_learning_rate} exceeds optimizer.learning_rate = "
             f"{c.optimizer.learning_rate}; lower it"
+        )
+    if c.placement.node_rank >= c.placement.nnodes:
+        yield (
+            f"placement.node_rank: {c.placement.node_rank} with placement.nnodes = {c.placement.nnodes}; nodes are numbered from "
+            f"0, set it below nnodes"
+        )
+    if c.placement.node_rank and c.placement.master_addr is None:
+        yield (
+            f"placement.master_addr: needed on node {c.placement.node_rank}, which must find the head; set it to the address of "
+            f"node 0"
+        )
+    if c.placement.nnodes > 1 and c.num_devices % c.placement.nnodes:
+        yield (
+            f"placement.nnodes: {c.num_devices} devices of engines and trainers cannot be divided evenly among "
+            f"{c.placement.nnodes} nodes; change rollout.engines, trainer.devices or placement.nnodes"
         )
     for key, devices, wanted in (
         ("engine_devices", c.placement.engine_devices, r.engines * r.tensor_parallel),

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pa_npu import platform as platforms
-from pa_npu.config.derive import engine_memory, trainer_memory
+from pa_npu.config.fit import shortages
+from pa_npu.config.known_models import known_spec
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.preflight import check_model
 from pa_npu.config.schema import Config
@@ -32,11 +33,16 @@ _INTERPRETER_TIMEOUT_S = 60.0
 
 @dataclass
 class Findings:
-    """What the checks found out. notes: what a dry run forgives, because it depends on this machine alone."""
+    """What the checks found out. notes: what a dry run forgives, because it depends on this machine alone.
+
+    device_bytes: memory of a device, None where unknown. own_memory: whether devices have any; else (cpu) it is the host's.
+    """
 
     spec: ModelSpec | None = None
     platform: Platform | None = None
     placement: Placement | None = None
+    device_bytes: int | None = None
+    own_memory: bool = True
     counts: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -56,12 +62,21 @@ def resolve_device(config: Config, *, forgive: bool = False) -> tuple[Config, Pl
     return config.model_copy(update={"run": run}), platform
 
 
-def check_surroundings(config: Config, platform: Platform | None, *, forgive: bool = False) -> Findings:
+def check_surroundings(
+    config: Config, platform: Platform | None, *, forgive: bool = False, device_memory_gib: float | None = None
+) -> Findings:
     """Run all checks; raises UserError at the first that fails. `config` has its device resolved.
 
     forgive (dry run): what is merely absent from this machine becomes a note instead.
+    device_memory_gib: the memory to plan with, instead of that of the devices here.
     """
     findings = Findings(platform=platform)
+    if config.placement.nnodes > 1 and not forgive:
+        raise ConfigError(
+            f"placement.nnodes: {config.placement.nnodes}: this version starts the processes of one node only; "
+            f"use --dry-run to plan, or set it to 1"
+        )
+    _find_memory(findings, config, device_memory_gib)
 
     def local(check: Callable[[], T], *files: str | None) -> T | None:
         """A check that depends on this machine; with files, on their being here at all."""
@@ -80,7 +95,11 @@ def check_surroundings(config: Config, platform: Platform | None, *, forgive: bo
     else:
         findings.placement = local(lambda: place(config, _num_devices(platform), available_cores()))
     findings.spec = local(lambda: check_model_files(config), config.model.path)
-    tokenizer = None if findings.spec is None else load_tokenizer(config.model.path)
+    if findings.spec is None:
+        findings.spec = _planned_model(config, findings)
+    check_memory(config, findings)
+    has_model = Path(config.model.path).is_dir()
+    tokenizer = load_tokenizer(config.model.path) if has_model else None
     if tokenizer is not None:
         for key, path in (("train", config.data.train), ("test", config.data.test)):
             if path is not None:
@@ -92,10 +111,44 @@ def check_surroundings(config: Config, platform: Platform | None, *, forgive: bo
     changed = local(lambda: check_checkpoint(config))
     findings.notes += [changed] if changed else []
     check_run_directory(config)
-    if platform is not None and findings.spec is not None:
-        warning = _memory_warning(config, findings.spec, platform)
-        findings.notes += [warning] if warning else []
     return findings
+
+
+def _find_memory(findings: Findings, config: Config, device_memory_gib: float | None) -> None:
+    """Memory of a device: as given, else of the devices here, else of the usual device of that kind, with a note."""
+    platform = findings.platform
+    if platform is not None:
+        findings.own_memory = platform.visible_devices_env is not None
+        findings.device_bytes = platform.total_memory_bytes()
+    else:
+        typical = platforms.typical_memory(config.run.device)
+        if typical is not None:
+            name, findings.device_bytes = typical
+            if device_memory_gib is None:
+                findings.notes.append(
+                    f"memory is that of {name}, {findings.device_bytes / 2**30:.0f} GiB; --device-memory-gib plans with another"
+                )
+    if device_memory_gib is not None:
+        findings.device_bytes = int(device_memory_gib * 2**30)
+
+
+def _planned_model(config: Config, findings: Findings) -> ModelSpec | None:
+    """A model that is not here, by its name; its rules hold all the same."""
+    spec = known_spec(config.model.path)
+    if spec is not None:
+        check_model(config, spec)
+        findings.notes.append(f"model.path: planned with the published shape of {Path(config.model.path).name}")
+    return spec
+
+
+def check_memory(config: Config, findings: Findings) -> None:
+    """Raises ConfigError where the run certainly does not fit into its devices; notes where it probably does not."""
+    if findings.spec is None or findings.device_bytes is None:
+        return
+    for shortage in shortages(config, findings.spec, findings.device_bytes, findings.own_memory):
+        if shortage.fatal:
+            raise ConfigError(shortage.line())
+        findings.notes.append(shortage.line())
 
 
 def check_engines(config: Config, platform: Platform) -> tuple[ModelSpec, Placement]:
@@ -214,18 +267,3 @@ def check_ports(config: Config) -> None:
 
 def _num_devices(platform: Platform) -> int | None:
     return None if platform.visible_devices_env is None else platform.device_count()
-
-
-def _memory_warning(config: Config, spec: ModelSpec, platform: Platform) -> str | None:
-    total = platform.total_memory_bytes()
-    trainer = trainer_memory(config, spec)
-    if platform.visible_devices_env is None:
-        engines = engine_memory(config, spec, None).total * config.rollout.engines * config.rollout.tensor_parallel
-        needed = trainer.total * config.trainer.devices + engines
-        knobs = "rollout.kv_cache_gib, rollout.engines or trainer.devices"
-    else:
-        needed = trainer.total
-        knobs = "microbatch.responses, or raise trainer.tensor_parallel or trainer.recompute"
-    if needed <= total:
-        return None
-    return f"memory: about {needed / 2**30:.1f} GiB needed, {total / 2**30:.1f} GiB are here; lower {knobs}"

@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and its arithmetic; start nothing"
     )
+    run.add_argument(
+        "--device-memory-gib", type=float, metavar="GIB", help="with --dry-run: memory of a device to plan with"
+    )
     run.set_defaults(action=_run)
     engines = commands.add_parser("engines", help="start engines alone, for runs that attach to them (rollout.attach)")
     _add_config_options(engines)
@@ -55,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _RUN_USAGE = (
-    "python -m pa_npu.launcher run --config YAML [--config YAML ...] [--device KIND] [--dry-run] [key=value ...]"
+    "python -m pa_npu.launcher run --config YAML [--config YAML ...] [--device KIND] "
+    "[--dry-run [--device-memory-gib GIB]] [key=value ...]"
 )
 
 
@@ -81,7 +85,9 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     config = resolve_resume(_config(options, rest), lambda line: print(line, file=sys.stderr))
     if options.dry_run:
-        return _dry_run(config)
+        return _dry_run(config, options.device_memory_gib)
+    if options.device_memory_gib is not None:
+        raise UserError("command line: --device-memory-gib is for planning; add --dry-run, or remove it")
     from pa_npu.launcher.run import run  # imports torch; --help and mistakes in the configuration need not wait for it
 
     return run(config)
@@ -94,18 +100,16 @@ def _engines(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return run_engines(config)
 
 
-def _dry_run(config: Config) -> int:
+def _dry_run(config: Config, device_memory_gib: float | None) -> int:
     """Print what a run would be. What this machine merely lacks becomes a note, so that a cluster's run can be planned."""
-    from pa_npu.config.derive import derived_lines
+    from pa_npu.config.describe import derived_lines
     from pa_npu.launcher.checks import check_surroundings, resolve_device
 
     config, platform = resolve_device(config, forgive=True)
-    findings = check_surroundings(config, platform, forgive=True)
-    own_memory = config.run.device != "cpu" if platform is None else platform.visible_devices_env is not None
-    device_bytes = None if platform is None else platform.total_memory_bytes()
+    findings = check_surroundings(config, platform, forgive=True, device_memory_gib=device_memory_gib)
     placement = findings.placement.lines() if findings.placement else []
     print(dump_config(config))
-    for line in derived_lines(config, findings.spec, device_bytes, own_memory):
+    for line in derived_lines(config, findings.spec, findings.device_bytes, findings.own_memory):
         print(f"# {line}")
     for line in (*findings.counts, *placement):
         print(f"# {line}")

@@ -9,9 +9,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.preflight import padded_vocab
 from pa_npu.model.layers import AttentionContext, block_spec
 from pa_npu.model.logprob import vocab_parallel_logprobs
-from pa_npu.model.transformer import padded_vocab
 from pa_npu.platform.base import FusedOps
 
 

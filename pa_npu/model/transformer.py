@@ -11,8 +11,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.preflight import check_division
 from pa_npu.config.schema import Config
-from pa_npu.errors import ConfigError
 from pa_npu.platform.base import Platform
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -32,7 +32,7 @@ def transformer_config(
     initialise: give weights their random initial values; otherwise they must be loaded.
     Raises ConfigError when the model's sizes do not divide by the parallel sizes.
     """
-    check_divisible(spec, config)
+    check_division(config, spec)
     trainer = config.trainer
     params_dtype = DTYPES[dtype or config.model.dtype]
     fields: dict[str, Any] = {
@@ -75,37 +75,6 @@ def transformer_config(
         # advice about TransformerEngine's fused attention, which is not used
         warnings.filterwarnings("ignore", message=".*core_attn recompute is really needed.*")
         return TransformerConfig(**fields)
-
-
-def padded_vocab(spec: ModelSpec, tensor_parallel: int) -> int:
-    """Rows of embedding and LM head over all TP ranks: the vocabulary rounded up to a multiple of TP."""
-    return -(-spec.vocab_size // tensor_parallel) * tensor_parallel
-
-
-def check_divisible(spec: ModelSpec, config: Config) -> None:
-    """Raise ConfigError where TP or PP does not divide the model's sizes."""
-    tensor, pipeline = config.trainer.tensor_parallel, config.trainer.pipeline_parallel
-    for what, size in (
-        ("attention heads", spec.num_heads),
-        ("key/value heads", spec.num_kv_heads),
-        ("feed-forward size", spec.ffn_size),
-    ):
-        if size % tensor:
-            raise ConfigError(
-                f"trainer.tensor_parallel: {tensor} does not divide the {what} {size} of {spec.path}; "
-                f"set it to a divisor"
-            )
-    rows = padded_vocab(spec, tensor) // tensor
-    if (tensor - 1) * rows >= spec.vocab_size:
-        raise ConfigError(
-            f"trainer.tensor_parallel: {tensor} leaves a rank without any of the {spec.vocab_size} tokens of "
-            f"{spec.path}; set it to a smaller number"
-        )
-    if spec.num_layers % pipeline:
-        raise ConfigError(
-            f"trainer.pipeline_parallel: {pipeline} does not divide the {spec.num_layers} layers of {spec.path}; "
-            f"set it to a divisor"
-        )
 
 
 def _recompute(kind: str) -> dict[str, Any]:

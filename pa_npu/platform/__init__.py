@@ -1,6 +1,7 @@
 """Device kinds: npu, cuda and cpu behind one Protocol; the only place that knows which one a run uses.
 
-`get(kind)` gives the Platform (see `pa_npu.platform.base`), `missing(kind)` says in words why it cannot be had.
+`get(kind)` gives the Platform (see `pa_npu.platform.base`), `missing(kind)` says in words why it cannot be had,
+`typical_memory(kind)` what to plan with then.
 Importing this package imports nothing heavy.
 """
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 KINDS = ("npu", "cuda", "cpu")
 
+# Memory of the devices that a plan for absent hardware assumes, GiB. cpu: devices are cores without memory of their own.
+_TYPICAL_MEMORY_GIB = {"npu": ("Ascend 910B", 64), "cuda": ("A100 or H100", 80)}
+
 
 def get(kind: str = "auto") -> Platform:
     """The platform `kind`; auto takes npu, then cuda, then cpu.
@@ -31,6 +35,12 @@ def get(kind: str = "auto") -> Platform:
     if reason is not None:
         raise UserError(f"run.device: {kind} cannot be used: {reason}, or set run.device=cpu")
     return _create(kind)
+
+
+def typical_memory(kind: str) -> tuple[str, int] | None:
+    """(what device, its bytes) to plan with where the hardware is not at hand; None for a kind without memory of its own."""
+    name, gib = _TYPICAL_MEMORY_GIB.get(kind, ("", 0))
+    return (name, gib * 2**30) if gib else None
 
 
 def missing(kind: str) -> str | None:

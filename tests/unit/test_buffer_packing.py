@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pa_npu.buffer.group import Group
 from pa_npu.buffer.iterator import MicrobatchIterator
 from pa_npu.buffer.microbatch import Microbatch
-from pa_npu.config.derive import derived_lines, work
+from pa_npu.config.derive import work
+from pa_npu.config.describe import derived_lines
 from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pa_npu.config import Config
-from pa_npu.config.derive import derived_lines, engine_memory, trainer_memory, work
+from pa_npu.config.derive import engine_memory, trainer_memory, work
+from pa_npu.config.describe import derived_lines
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.preflight import check_model
 from pa_npu.errors import ConfigError, UserError
