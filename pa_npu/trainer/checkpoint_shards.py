@@ -40,8 +40,8 @@ _FILES_PER_RANK = 1
 class PlannedShards:
     """What this rank is going to write into `directory`, with its data as it is now.
 
-    On an accelerator the data is copied to the host here. On CPU it is the weights themselves: write before they change, or
-    from a forked process, which keeps the memory of the moment of the fork.
+    On an accelerator the data is copied to the host here. On CPU most of it is the trained memory itself: write before that
+    changes, or from a forked process, which keeps the memory of the moment of the fork.
     """
 
     def __init__(self, state: dict[str, Any], directory: Path, description: dict[str, Any]) -> None:

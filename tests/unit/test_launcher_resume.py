@@ -1,0 +1,189 @@
+"""Which checkpoint a run continues from, what may have changed since, and what happens to what it wrote before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pa_npu.config.load import load_config
+from pa_npu.config.schema import Config
+from pa_npu.data import checkpoint_store as store
+from pa_npu.data.provenance import check_continuation, config_digest, config_tree, model_fingerprint
+from pa_npu.errors import ConfigError, UserError
+from pa_npu.launcher.resume import check_checkpoint, resolve_resume
+from pa_npu.launcher.run_directory import check_run_directory, own_run_directory
+from pa_npu.rollout.coordinator import first_version
+from pa_npu.rollout.record import RunRecords
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(bytes(range(200)))
+    return directory
+
+
+def make_config(model: Path, tmp_path: Path, /, **sections: dict[str, Any]) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"dir": str(tmp_path / "run")},
+        "model": {"path": str(model)},
+        "data": {"train": "t"},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return Config.model_validate(tree)
+
+
+def write(config: Config, version: int, parent: Path | None = None) -> Path:
+    directory = store.start(parent or Path(config.run.dir) / "checkpoints", version)
+    (directory / "shard").write_bytes(b"weights")
+    meta = store.CheckpointMeta(
+        version=version,
+        updates=version,
+        data={"position": version, "fingerprint": ""},
+        seed=config.run.seed,
+        layout={"devices": 1},
+        model={"path": config.model.path, "fingerprint": model_fingerprint(config.model.path)},
+        reference=None,
+        config=config_tree(config),
+        config_digest=config_digest(config),
+        files=store.list_files(directory),
+    )
+    return store.commit(directory, meta)
+
+
+AUTO = {"resume": "auto"}
+
+
+def test_auto_takes_the_newest_complete_checkpoint_of_the_run_and_says_which_it_skipped(
+    model: Path, tmp_path: Path
+) -> None:
+    config = make_config(model, tmp_path, checkpoint=AUTO)
+    older, newest = write(config, 2), write(config, 4)
+    (newest / "shard").unlink()
+    said: list[str] = []
+    resolved = resolve_resume(config, said.append)
+    assert resolved.checkpoint.load == str(older) and first_version(resolved) == 2
+    assert said == [f"checkpoint {newest} is skipped: shard is missing", f"the run continues from {older}"]
+    assert resolved.model_copy(update={"checkpoint": config.checkpoint}) == config, "nothing else has changed"
+    write(config, 6)
+    assert first_version(resolve_resume(resolved, said.append)) == 6, "once more, after a restart"
+
+
+def test_without_a_checkpoint_auto_begins_where_the_run_would_have_begun(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, tmp_path, checkpoint=AUTO)
+    assert resolve_resume(config, print) == config and first_version(config) == 0
+    other = write(config, 7, tmp_path / "another run")
+    from_other = make_config(model, tmp_path, checkpoint={**AUTO, "load": str(other)})
+    assert resolve_resume(from_other, print) == from_other and first_version(from_other) == 7
+    write(config, 2)
+    assert first_version(resolve_resume(from_other, print)) == 2, "the run itself has come further"
+
+
+def test_only_auto_or_a_restart_looks_for_checkpoints(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, tmp_path)
+    path = write(config, 2)
+    assert resolve_resume(config, print).checkpoint.load is None
+    assert resolve_resume(config, print, restart=True).checkpoint.load == str(path)
+
+
+def test_the_key_can_be_written_on_the_command_line(model: Path) -> None:
+    overrides = [f"model.path={model}", "data.train=t", "checkpoint.resume=auto"]
+    assert load_config([], overrides).checkpoint.resume == "auto"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"run": {"seed": 9}}, r"run.seed: .* was written with 1, and the data order .*; restore the value"),
+        ({"model": {"dtype": "fp32"}}, r"model.dtype: .* was written with \"bf16\""),
+        ({"trainer": {"distributed_optimizer": False}}, r"trainer.distributed_optimizer: .* was written with true"),
+        ({"schedule": {"iterations": 1}}, r"is after 2 iterations, more than schedule.iterations = 1"),
+    ],
+)
+def test_a_checkpoint_that_would_mean_something_else_is_refused(
+    sections: dict[str, Any], message: str, model: Path, tmp_path: Path
+) -> None:
+    path = write(make_config(model, tmp_path), 2)
+    with pytest.raises(ConfigError, match=message):
+        check_checkpoint(make_config(model, tmp_path, checkpoint={"load": str(path)}, **sections))
+
+
+def test_another_model_is_refused_and_the_same_at_another_path_is_not(model: Path, tmp_path: Path) -> None:
+    path = write(make_config(model, tmp_path), 2)
+    load = {"load": str(path)}
+    moved = model.rename(tmp_path / "moved")
+    check_checkpoint(make_config(moved, tmp_path, checkpoint=load))
+    (moved / "model.safetensors").write_bytes(bytes(range(200))[::-1])
+    with pytest.raises(ConfigError, match=r"model.path: .*moved is not the model that .* began with"):
+        check_checkpoint(make_config(moved, tmp_path, checkpoint=load))
+
+
+def test_what_changed_is_named_with_its_former_value(model: Path, tmp_path: Path) -> None:
+    saved = make_config(model, tmp_path)
+    changed = make_config(
+        model,
+        tmp_path,
+        run={"dir": "elsewhere"},
+        optimizer={"learning_rate": 1e-3},
+        trainer={"devices": 2},
+        telemetry={"timeline": False},
+    )
+    assert check_continuation(config_tree(saved), saved, "C") is None
+    assert check_continuation(config_tree(saved), changed, "C") == (
+        "C was written with optimizer.learning_rate=1e-06, trainer.devices=1"
+    )
+    assert config_digest(saved) != config_digest(changed)
+
+
+def test_a_run_goes_on_in_its_directory_at_other_sizes_but_not_as_another_run(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, tmp_path)
+    with own_run_directory(config):
+        path = write(config, 2)
+    load = {"load": str(path)}
+    check_run_directory(make_config(model, tmp_path, checkpoint=load, trainer={"devices": 2, "tensor_parallel": 2}))
+    with pytest.raises(ConfigError, match=r"another configuration \(different: optimizer.learning_rate\)"):
+        check_run_directory(make_config(model, tmp_path, checkpoint=load, optimizer={"learning_rate": 1.0}))
+    with pytest.raises(ConfigError, match=r"another configuration \(different: trainer.devices"):
+        check_run_directory(make_config(model, tmp_path, trainer={"devices": 2}))
+    check_run_directory(make_config(model, tmp_path, checkpoint=AUTO))
+
+
+def test_a_continued_run_keeps_its_records_and_tidies_up_what_was_half_written(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, tmp_path, checkpoint=AUTO, telemetry={"tensorboard": False})
+    said: list[str] = []
+    with own_run_directory(config, said.append) as directory, RunRecords(config, 0) as records:
+        write(config, 2)
+        write(config, 4)
+        (directory / "checkpoints" / "iteration_000004" / "shard").unlink()
+        store.start(directory / "checkpoints", 6)
+        for iteration in range(5):
+            records.write_iteration(make_record(iteration), [{"iteration": iteration, "index": 0}])
+    assert said == []
+
+    resolved = resolve_resume(config, said.append)
+    with own_run_directory(resolved, said.append) as directory, RunRecords(resolved, first_version(resolved)):
+        assert [path.name for path in (directory / "checkpoints").iterdir()] == ["iteration_000002"]
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            lines = (directory / name).read_text().splitlines()
+            assert [json.loads(line)["iteration"] for line in lines] == [0, 1], name
+    assert (directory / "earlier" / "1" / "checkpoints" / "iteration_000004").is_dir()
+    assert not (directory / "earlier" / "1" / "metrics.jsonl").exists(), "records were set aside"
+    assert len(said) == 4 and "iteration_000006: its incomplete files are removed" in said[2], said
+
+
+def make_record(iteration: int) -> dict[str, Any]:
+    numbers = dict.fromkeys(("accuracy", "reward", "loss", "tpspd", "iteration_s", "publish_s"), 1.0)
+    return {"iteration": iteration, "version": iteration, **numbers}
+
+
+def test_an_explicit_checkpoint_that_is_damaged_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    path = write(make_config(model, tmp_path), 2)
+    (path / "shard").write_bytes(b"")
+    with pytest.raises(UserError, match=r"checkpoint.load: .*shard has 0 bytes instead of 7; give another"):
+        check_checkpoint(make_config(model, tmp_path, checkpoint={"load": str(path)}))
