@@ -6,8 +6,8 @@ the device's own context).
               and the KV cache of one sequence at its longest
     warned    the estimate of a trainer exceeds nine tenths of the device, or the KV cache does not hold the sequences that
               an engine may have in flight, all at their longest (vLLM would then compute some of them twice)
-A proposal changes as few keys as possible, in the order of `_trainer_moves`, and passes the same arithmetic and all rules
-between keys itself.
+A proposal needs as few further devices as possible, then changes as few keys as possible, in the order of `_trainer_moves`.
+It passes the same arithmetic, and all rules between keys, itself.
 """
 
 from __future__ import annotations
@@ -86,6 +86,13 @@ def _trainer_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> It
         return trainer_memory(changed, spec).total <= USABLE * device_bytes
 
     proposal = _search(config, spec, list(_trainer_moves(config)), fits)
+    for devices in _doubled(config.trainer.devices, 64 * config.trainer.devices) if proposal is None else ():
+        further = {"trainer.devices": devices}
+        larger = _changed(config, further)
+        changes = {} if fits(larger) else _search(larger, spec, list(_trainer_moves(larger)), fits)
+        if changes is not None and _allowed(_changed(larger, changes), spec):
+            proposal = further | changes
+            break
     after = "" if proposal is None else _trainer_after(trainer_memory(_changed(config, proposal), spec), device_bytes)
     yield Shortage("trainer", what, fatal, proposal, after)
 
@@ -131,15 +138,13 @@ def _host_shortages(config: Config, spec: ModelSpec, host_bytes: int) -> list[Sh
     cache = config.rollout.kv_cache_gib
     moves = [("rollout.kv_cache_gib", [cache / 2, cache / 4, cache / 8]), *_trainer_moves(config)]
     moves.append(("rollout.engines", range(config.rollout.engines - 1, 0, -1)))
-    # more trainer devices are no remedy where all share one memory
-    moves = [move for move in moves if move[0] != "trainer.devices"]
     proposal = _search(config, spec, moves, lambda changed: needed(changed) <= USABLE * host_bytes)
     after = "" if proposal is None else f"needs {format_bytes(needed(_changed(config, proposal)))}"
     return [Shortage("host", what, needed(config, exact=True) > host_bytes, proposal, after)]
 
 
 def _trainer_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Cheapest first: what costs no speed, little, then recomputation, then another layout, at last more devices."""
+    """Cheapest first: what costs no speed, what costs little, then recomputation, then another layout of the same devices."""
     trainer, responses = config.trainer, config.microbatch_responses
     if not trainer.distributed_optimizer:
         yield "trainer.distributed_optimizer", [True]
@@ -154,7 +159,6 @@ def _trainer_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
     yield "trainer.recompute", kinds[kinds.index(trainer.recompute) + 1 :]
     yield "trainer.tensor_parallel", _doubled(trainer.tensor_parallel, _LARGEST_TENSOR_PARALLEL)
     yield "trainer.pipeline_parallel", _doubled(trainer.pipeline_parallel, 8 * trainer.pipeline_parallel)
-    yield "trainer.devices", _doubled(trainer.devices, 16 * trainer.devices)
 
 
 def _engine_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
@@ -187,11 +191,19 @@ def _search(config: Config, spec: ModelSpec, moves: Moves, fits: Callable[[Confi
         for chosen in itertools.combinations(moves, number):
             for values in itertools.product(*(values for _, values in chosen)):
                 changes = {key: value for (key, _), value in zip(chosen, values, strict=True)}
-                if not _same_devices_per_engine(config, changes):
+                changed = _changed(config, changes)
+                if not _is_whole(changed) or not _same_devices_per_engine(config, changes):
                     continue
-                if fits(_changed(config, changes)) and _allowed(config, spec, changes):
+                if fits(changed) and _allowed(changed, spec):
                     return changes
     return None
+
+
+def _is_whole(config: Config) -> bool:
+    """Whether there are whole replicas with whole groups, without which the arithmetic means nothing."""
+    trainer = config.trainer
+    shard = trainer.tensor_parallel * trainer.pipeline_parallel
+    return trainer.devices % shard == 0 and config.schedule.prompts_per_iteration % config.data_parallel == 0
 
 
 def _same_devices_per_engine(config: Config, changes: Changes) -> bool:
@@ -213,9 +225,9 @@ def _changed(config: Config, changes: Changes) -> Config:
     return config.model_copy(update=sections)
 
 
-def _allowed(config: Config, spec: ModelSpec, changes: Changes) -> bool:
+def _allowed(config: Config, spec: ModelSpec) -> bool:
     try:
-        check_model(Config.model_validate(_changed(config, changes).model_dump()), spec)
+        check_model(Config.model_validate(config.model_dump()), spec)
     except (ValidationError, ConfigError):
         return False
     return True
