@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.config.model_spec import ModelSpec
-from pa_npu.weights import wire
+from pa_npu.weights import progress, wire
 from pa_npu.weights.gather import Position, StageTensors
 
 
@@ -163,8 +163,14 @@ class Publisher:
             f"publish of version {version}, stage {self._position.stage}, {sending}: broadcast to {self._workers}",
             "check in the engines' logs that each is alive and in pa_receive of this version, or raise "
             "publish.timeout_s",
+            blame=lambda: self._laggards(version),
         )
         return time.perf_counter() - start
+
+    def _laggards(self, version: int) -> str:
+        assert self._group is not None and self._tensors is not None
+        messages = 1 + len(self._tensors.manifest.buckets)
+        return progress.laggards(self._group, range(1, 1 + self._engine_workers), version, messages)
 
     @property
     def _workers(self) -> str:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.weights import wire
+from pa_npu.weights.progress import Progress
 
 # Broadcasts posted ahead of the one being loaded, so that the wire does not wait for the loader.
 _AHEAD = 2
@@ -137,6 +138,7 @@ class Receiver:
         self._rank = rank
         self._device = device
         self._timeout_s = timeout_s
+        self._progress = Progress(groups, rank)
 
     @property
     def num_bytes(self) -> int:
@@ -150,6 +152,7 @@ class Receiver:
     def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) of all weights. Each tensor may be kept: buffers are not used again."""
         deadline = wire.Deadline(self._timeout_s)
+        self._progress.begin(version)
         for message in self._messages(version, deadline):
             if message.bucket is None:
                 self._check_header(message.buffer, message.manifest, version)
@@ -187,7 +190,9 @@ class Receiver:
             f"engine worker {self._rank} waits for weight version {version}, {message.name}",
             "check in the trainer's logs that the leader of this stage is alive and publishing, or raise "
             "publish.timeout_s",
+            meanwhile=self._progress.beat,
         )
+        self._progress.arrived(self._manifests.index(message.manifest))
         return message
 
     def _check_header(self, header: torch.Tensor, manifest: wire.Manifest, version: int) -> None:

@@ -16,7 +16,7 @@ import inspect
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -221,8 +221,18 @@ class Deadline:
         return self.seconds - self.elapsed_s
 
 
-def wait(work: dist.Work, deadline: Deadline, what: str, remedy: str) -> None:
-    """Wait for a collective of any backend. `what` and `remedy` are for the message.
+def wait(
+    work: dist.Work,
+    deadline: Deadline,
+    what: str,
+    remedy: str,
+    *,
+    meanwhile: Callable[[], None] | None = None,
+    blame: Callable[[], str] | None = None,
+) -> None:
+    """Wait for a collective of any backend. `what` and `remedy` are for the message, and `blame`, asked past the deadline.
+
+    `meanwhile` runs between the polls.
 
     Raises DeadlineExceeded past the deadline and WeightSyncError when the connection broke. Polls, because the timeout
     of Work.wait means different things per backend (gloo: give up; NCCL, HCCL: none unless in blocking mode).
@@ -230,7 +240,10 @@ def wait(work: dist.Work, deadline: Deadline, what: str, remedy: str) -> None:
     start = time.monotonic()
     while not work.is_completed():
         if deadline.remaining_s <= 0:
-            raise DeadlineExceeded(f"{what}: not done within {deadline.seconds:g} s; {remedy}")
+            missing = f" ({blame()})" if blame is not None else ""
+            raise DeadlineExceeded(f"{what}: not done within {deadline.seconds:g} s{missing}; {remedy}")
+        if meanwhile is not None:
+            meanwhile()
         waited_s = time.monotonic() - start
         time.sleep(min(_LONGEST_POLL_S, _SHORTEST_POLL_S + waited_s * _POLL_SHARE))
     try:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.weights import wire
+from pa_npu.weights import progress, wire
 from pa_npu.weights.gather import Position, StageTensors
 from pa_npu.weights.publisher import Publisher, PublishStats
 from pa_npu.weights.receiver import Receiver, check_model
@@ -272,6 +272,32 @@ def test_publish_without_its_engine_ends_at_the_deadline(tmp_path: Path, monkeyp
     assert isinstance(sender, DeadlineExceeded), sender
     for part in ("version 7", "stage 0", "the header", "ranks 1 to 2", "publish.timeout_s"):
         assert part in str(sender)
+    assert "(not in pa_receive of version 7: rank 2)" in str(sender), "the missing one is named, the waiting one is not"
+
+
+def test_laggards_are_told_apart_by_what_they_last_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    groups = run_threads(*(lambda r=r: gloo_group(store, "publish", r, 5, 5.0) for r in range(5)))
+    workers = [progress.Progress([group], rank) for rank, group in enumerate(groups)]
+
+    def laggards(*ranks: int) -> str:
+        return progress.laggards(groups[0], ranks, version=3, messages=9)
+
+    clock = [1000.0]
+    monkeypatch.setattr(progress.time, "time", lambda: clock[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    workers[1].begin(3)
+    workers[2].begin(2)
+    assert laggards(1, 2, 3) == "not in pa_receive of version 3: ranks 2, 3", "rank 2 is at the version before"
+    workers[2].begin(3)
+    workers[3].begin(3)
+    clock[0] += 2 * progress.SILENT_S
+    workers[1].arrived(0)
+    workers[3].beat()
+    assert laggards(1, 2, 3) == "stopped or dead: rank 2 (0 of 9 messages, silent for 20 s)"
+    assert laggards(1, 3) == "all alive, slow: ranks 1 (1 of 9 messages), 3 (0 of 9 messages)"
+    workers[3].arrived(0)
+    assert "3 (0 of 9 messages)" in laggards(1, 3), "beats are at most one per second"
 
 
 def test_engine_whose_trainer_stops_ends_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
