@@ -98,7 +98,16 @@ class RolloutConfig(Section):
         0.85, gt=0.0, le=1.0, description="Share of device memory an engine may take (npu, cuda)."
     )
     kv_cache_gib: float = Field(1.0, gt=0.0, description="KV cache of an engine in GiB (cpu).")
-    enforce_eager: bool = Field(True, description="Run the engine without graph capture or compilation.")
+    graph_mode: bool = Field(False, description="Let engines compile and capture graphs; false computes eagerly.")
+    prefix_caching: bool = Field(
+        True, description="Keep prompts' keys and values for the other responses of their group."
+    )
+    batch_invariant: bool = Field(
+        False, description="Engine kernels whose results do not depend on what else is in the batch; slower."
+    )
+    expandable_segments: bool | None = Field(
+        None, description="Allocator of engines that grows its segments (npu, cuda); none leaves it to the engine."
+    )
     request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one group's generation.")
     startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for an engine to become ready.")
     extra_args: tuple[str, ...] = Field((), description="Further arguments for the vLLM server.")

