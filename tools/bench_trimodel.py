@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Time and peak memory of one tri-model pass against three separate passes over the same microbatches, PP1 and PP2.
 
-    python tools/bench_trimodel.py [--groups 8] [--repeats 5] [--frozen-dtype same|bf16] [--json FILE] [--markdown FILE]
+    python tools/bench_trimodel.py [--groups 6] [--repeats 5] [--frozen-dtype same|bf16] [--json FILE] [--markdown FILE]
 
   one pass      policy (forward and backward), old policy and reference go through the pipeline together
   three passes  old policy, then reference, forward only, their log-probs stored; then the policy with GRPO's loss on these
@@ -12,7 +12,9 @@ alternate in one set of processes; memory is measured in processes of its own pe
 what it is with all weights and gradient buffers in place (VmHWM, reset through /proc/self/clear_refs), on the fullest rank.
 
 Columns: median, least and most seconds; speed against three passes; messages that the stages send, and their MiB; the share
-of the time a stage waits for the other one (sending and receiving included); MiB above weights.
+of the time a stage waits for the other one (sending and receiving included); MiB above weights. "streamed s" is the same work
+on microbatches that arrive one by one, evenly over as long as one pass takes (the least sample): seconds from the start to the
+end. Three passes can start to train only when the last microbatch has been through the first two.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,17 +56,9 @@ from pa_npu.config.schema import Config
 TIMEOUT_S = 170.0
 MODELS = ("policy", "old", "reference")
 VARIANTS = ("three passes", "one pass")
-COLUMNS = (
-    "stages",
-    "row",
-    "median s",
-    "least",
-    "most",
-    "speed",
-    "messages",
-    "MiB sent",
-    "waiting",
-    "MiB above weights",
+COLUMNS: tuple[str, ...] = (
+    *("stages", "row", "median s", "least", "most", "speed", "streamed s"),
+    *("messages", "MiB sent", "waiting", "MiB above weights"),
 )
 
 Logprobs = dict[str, dict[int, torch.Tensor]]  # by model and microbatch; filled on the last stage
@@ -105,6 +99,7 @@ class Row:
     seconds: float
     least_s: float
     most_s: float
+    streamed_s: float
     messages: int
     sent_bytes: int
     waiting: float
@@ -115,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, nargs="+", default=(1, 2), help="pipeline stages")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the models, which have 4 layers")
-    parser.add_argument("--groups", type=int, default=8, help="microbatches, each one group")
+    parser.add_argument("--groups", type=int, default=6, help="microbatches, each one group")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--response", type=int, default=64, help="longest response; lengths are half of it to it")
     parser.add_argument("--responses", type=int, default=8, help="responses per group")
@@ -184,11 +179,12 @@ def compare(models: dict[str, str], stages: int, args: argparse.Namespace) -> tu
         memory = max(rank["memory"] for rank in run((name,), 0))
         # a pass ends when its last stage ends
         seconds = [max(times) for times in zip(*(rank["seconds"][name] for rank in timed), strict=True)]
+        streamed = [max(times) for times in zip(*(rank["streamed"][name] for rank in timed), strict=True)]
         wait = sum(sum(rank["waited"][name]) for rank in timed) / stages / sum(seconds)
         sent = [rank["sent"][name] for rank in timed]
         rows.append(
             Row(
-                stages, name, statistics.median(seconds), min(seconds), max(seconds),
+                stages, name, statistics.median(seconds), min(seconds), max(seconds), statistics.median(streamed),
                 sum(count for count, _ in sent), sum(size for _, size in sent), wait, memory,
             )
         )  # fmt: skip
@@ -238,7 +234,7 @@ def rank_main(case: Case, rank: int, results: Any) -> None:
     passes = {name: build_pass(name, case, config, platform, microbatches) for name in case.variants}
     link = LinkMeter()
     if case.repeats:
-        results.put(time_passes(passes, case.repeats, link))
+        results.put(time_passes(passes, len(microbatches), case.repeats, link))
     else:
         results.put({"memory": memory_rise(*passes.values())})
     shutdown_parallel()
@@ -270,9 +266,12 @@ def make_groups(case: Case) -> list[Group]:
 
 @dataclass(frozen=True)
 class Pass:
-    """run() -> log-probs of all models; the policy's summed gradients are in `parameters`' main_grad afterwards."""
+    """run(interval_s) -> log-probs of all models; the policy's summed gradients are in `parameters`' main_grad afterwards.
 
-    run: Callable[[], Logprobs]
+    interval_s: seconds between the arrivals of microbatches, counted from the call; 0 means that all are there.
+    """
+
+    run: Callable[[float], Logprobs]
     zero: Callable[[], None]
     parameters: list[torch.nn.Parameter]
 
@@ -294,7 +293,9 @@ def build_pass(name: str, case: Case, config: Config, platform: Any, microbatche
             load_hf(gpt, specs[model])
         return stage
 
-    def one_pass(model: Any, names: tuple[str, ...], found: Logprobs, *, forward_only: bool) -> None:
+    def one_pass(
+        model: Any, names: tuple[str, ...], found: Logprobs, arrivals: Arrivals, *, forward_only: bool
+    ) -> None:
         """Log-probs of `names` into `found`; with backward unless forward_only, against the frozen ones in `found`."""
         position = {id(microbatch): index for index, microbatch in enumerate(microbatches)}
 
@@ -323,9 +324,10 @@ def build_pass(name: str, case: Case, config: Config, platform: Any, microbatche
 
         with torch.set_grad_enabled(not forward_only):
             if case.stages == 1:
-                run_sequential(model, microbatches, forward, loss, forward_only=forward_only)
+                run_sequential(model, arrivals.wait(microbatches), forward, loss, forward_only=forward_only)
             else:
-                run_pipelined(model, iter(microbatches), len(microbatches), forward, loss, forward_only=forward_only)
+                paced = arrivals.wait(microbatches)
+                run_pipelined(model, paced, len(microbatches), forward, loss, forward_only=forward_only)
 
     others = {} if name == "one pass" else {model: load((model,), narrow) for model in MODELS[1:]}
     trained = MODELS if name == "one pass" else MODELS[:1]
@@ -333,14 +335,29 @@ def build_pass(name: str, case: Case, config: Config, platform: Any, microbatche
     ddp = data_parallel(stage, distributed_optimizer=False)
     stage.config.no_sync_func = ddp.no_sync
 
-    def run() -> Logprobs:
+    def run(interval_s: float) -> Logprobs:
         found: Logprobs = {}
+        arrivals = Arrivals(interval_s)
         for model, frozen in others.items():
-            one_pass(frozen, (model,), found, forward_only=True)
-        one_pass(ddp, trained, found, forward_only=False)
+            one_pass(frozen, (model,), found, arrivals, forward_only=True)
+        one_pass(ddp, trained, found, arrivals, forward_only=False)
         return found
 
     return Pass(run, ddp.zero_grad_buffer, list(stage.policy.parameters()))
+
+
+class Arrivals:
+    """When microbatches are at hand: number i at interval_s * (i + 1) after the start, for every pass over them."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._start_s = time.perf_counter()
+        self._interval_s = interval_s
+
+    def wait(self, microbatches: list[Microbatch]) -> Iterator[Microbatch]:
+        for index, microbatch in enumerate(microbatches):
+            due_s = self._start_s + self._interval_s * (index + 1)
+            time.sleep(max(0.0, due_s - time.perf_counter()))
+            yield microbatch
 
 
 class LinkMeter:
@@ -373,14 +390,15 @@ class LinkMeter:
         self.messages, self.bytes, self.seconds = 0, 0, 0.0
 
 
-def time_passes(passes: dict[str, Pass], repeats: int, link: LinkMeter) -> dict[str, Any]:
+def time_passes(passes: dict[str, Pass], num_microbatches: int, repeats: int, link: LinkMeter) -> dict[str, Any]:
     outcomes = {}
     for name, variant in passes.items():
         variant.zero()
-        outcomes[name] = variant.run(), gradients(variant)
+        outcomes[name] = variant.run(0.0), gradients(variant)
     difference = largest_difference(*outcomes.values())
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     waited: dict[str, list[float]] = {name: [] for name in passes}
+    streamed: dict[str, list[float]] = {name: [] for name in passes}
     sent = {}
     for _ in range(repeats):
         for name, variant in passes.items():
@@ -388,11 +406,20 @@ def time_passes(passes: dict[str, Pass], repeats: int, link: LinkMeter) -> dict[
             link.reset()
             dist.barrier()
             start = time.perf_counter()
-            variant.run()
+            variant.run(0.0)
             seconds[name].append(time.perf_counter() - start)
             waited[name].append(link.seconds)
             sent[name] = (link.messages, link.bytes)
-    return {"seconds": seconds, "waited": waited, "sent": sent, "difference": difference}
+    interval_s = torch.tensor(min(seconds["one pass"]) / num_microbatches)
+    dist.all_reduce(interval_s, op=dist.ReduceOp.MAX)  # a pass ends when its last stage ends
+    for _ in range(repeats):
+        for name, variant in passes.items():
+            variant.zero()
+            dist.barrier()
+            start = time.perf_counter()
+            variant.run(float(interval_s))
+            streamed[name].append(time.perf_counter() - start)
+    return {"streamed": streamed, "seconds": seconds, "waited": waited, "sent": sent, "difference": difference}
 
 
 def gradients(variant: Pass) -> list[torch.Tensor]:
@@ -419,7 +446,7 @@ def memory_rise(variant: Pass) -> int:
     gc.collect()
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again at what is resident
-    variant.run()
+    variant.run(0.0)
     return _resident("VmHWM") - before
 
 
@@ -434,7 +461,8 @@ def render(rows: list[Row]) -> list[str]:
     for row in rows:
         cells = [
             *(f"PP{row.stages}", row.name, f"{row.seconds:.2f}", f"{row.least_s:.2f}", f"{row.most_s:.2f}"),
-            *(f"{base[row.stages] / row.seconds:.2f}x", str(row.messages), f"{row.sent_bytes / 2**20:.1f}"),
+            *(f"{base[row.stages] / row.seconds:.2f}x", f"{row.streamed_s:.2f}"),
+            *(str(row.messages), f"{row.sent_bytes / 2**20:.1f}"),
             *(f"{row.waiting:.0%}", f"{row.memory_bytes / 2**20:.0f}"),
         ]
         lines.append("| " + " | ".join(cells) + " |")
