@@ -1,10 +1,11 @@
-"""The command line: `run`, `engines`, `doctor`, `--help` with every key. Bad input is one line and exit code 2."""
+"""The command line: `run`, `engines`, `export`, `doctor`, `--help` with every key. Bad input is one line and exit code 2."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pa_npu.config.help import keys_help
 from pa_npu.config.load import dump_config, load_config
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m pa_npu.launcher", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="run | engines | doctor")
+    commands = parser.add_subparsers(required=True, metavar="run | engines | export | doctor")
     keys = f"configuration keys (in YAML files, or as key=value on the command line):\n\n{keys_help()}"
     run = commands.add_parser(
         "run", help="start a run", epilog=keys, formatter_class=text, allow_abbrev=False, usage=_RUN_USAGE
@@ -51,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     engines = commands.add_parser("engines", help="start engines alone, for runs that attach to them (rollout.attach)")
     _add_config_options(engines)
     engines.set_defaults(action=_engines)
+    export = commands.add_parser("export", help="write the policy of a checkpoint as an HF directory")
+    export.add_argument("--checkpoint", required=True, metavar="DIR", help="a directory .../iteration_NNNNNN")
+    export.add_argument("--output", required=True, metavar="DIR", help="the HF directory to write")
+    export.add_argument("--model", metavar="DIR", help="the HF model that the run began with, if it has moved")
+    export.set_defaults(action=_export)
     doctor = commands.add_parser("doctor", help="say what is installed, what is missing and how to get it")
     _add_config_options(doctor)
     doctor.set_defaults(action=_doctor)
@@ -98,6 +104,16 @@ def _engines(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from pa_npu.launcher.run import run_engines
 
     return run_engines(config)
+
+
+def _export(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    if rest:
+        raise UserError(f"command line: {rest[0]}: unknown argument of export; see --help")
+    from pa_npu.trainer.export import export_checkpoint
+
+    export_checkpoint(Path(options.checkpoint), Path(options.output), options.model)
+    print(f"wrote {options.output}")
+    return 0
 
 
 def _dry_run(config: Config, device_memory_gib: float | None) -> int:

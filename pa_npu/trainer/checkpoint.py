@@ -23,8 +23,9 @@ from pa_npu.trainer.checkpoint_shards import PlannedShards
 logger = logging.getLogger(__name__)
 
 _REFERENCE = "reference."
-# What a parameter group takes from the configuration; the rest of it is state.
-_FROM_CONFIG = ("max_lr", "min_lr", "betas", "eps", "start_wd", "end_wd")
+# What of a parameter group is state; everything else is the configuration's. Megatron saves rank 0's groups for all ranks,
+# although their order follows a stage's parameters: norms would be decayed on a stage that begins with one.
+_GROUP_STATE = ("params", "step")
 
 
 class CheckpointContents:
@@ -57,7 +58,7 @@ class CheckpointContents:
         meta = read_meta(directory)
         same_layout = meta.layout == layout(self._config)
         with_reference = self._has_other_reference(meta)
-        from_config = [{key: group[key] for key in _FROM_CONFIG if key in group} for group in self._groups()]
+        own = [{key: group[key] for key in group if key not in _GROUP_STATE} for group in self._groups()]
         state = self._sharded(is_loading=True, with_rng=same_layout, with_reference=with_reference)
         loaded = dist_checkpointing.load(state, str(directory))
         load_policy(self._stage, loaded["model"])
@@ -65,7 +66,7 @@ class CheckpointContents:
             self._stage.frozen["reference"].load_state_dict(_without_prefix(loaded["reference"]))
         with torch.no_grad():
             self._optimizer.load_state_dict(loaded["optimizer"])
-        for group, values in zip(self._groups(), from_config, strict=True):
+        for group, values in zip(self._groups(), own, strict=True):
             group.update(values)
         self._scheduler.num_steps = 0
         self._scheduler.step(increment=meta.updates)

@@ -47,13 +47,15 @@ class Run:
     """A backend and its checkpoints in one run directory; `train(v)` is iteration v."""
 
     def __init__(self, model: Path, directory: Path, **sections: dict[str, Any]) -> None:
-        checkpoint = {"every": 1, **sections.pop("checkpoint", {})}
-        run = {"dir": str(directory), **sections.pop("run", {})}
-        self.config: Config = make_config(model, run=run, checkpoint=checkpoint, **sections)
+        sections["checkpoint"] = {"every": 1, **sections.get("checkpoint", {})}
+        self.config = self.configure(model, directory, sections)
         made: tuple[MegatronBackend, TriModel] = make_backend(self.config)
         self.backend, self.stage = made
         self.directory = directory / "checkpoints"
         self.checkpoints = Checkpointing(self.config, self.backend, self.data, Timeline(None, ""))
+
+    def configure(self, model: Path, directory: Path, sections: dict[str, dict[str, Any]]) -> Config:
+        return make_config(model, run={"dir": str(directory)}, **sections)
 
     @staticmethod
     def data(version: int) -> dict[str, Any]:
@@ -61,7 +63,8 @@ class Run:
 
     def train(self, version: int) -> dict[str, float]:
         self.backend.publish(version)
-        return consume(self.backend, source(make_groups(version, GROUPS, RESPONSES, seed=5), version), 1)
+        groups = make_groups(version, GROUPS, RESPONSES, self.config.run.seed)
+        return consume(self.backend, source(groups, version), 1)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.stage.policy.named_parameters()}

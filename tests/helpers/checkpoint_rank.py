@@ -1,0 +1,131 @@
+"""One trainer rank that saves, loads and fails: `resume` and `faults`, for tests/integration/test_trainer_checkpoint.py.
+
+python -m tests.helpers.checkpoint_rank JOB.json      started by trainer_rank.run_job, like that module
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.helpers.trainer_rank import data_state, put_groups
+
+
+def main(job_file: str) -> None:
+    from pa_npu import platform as platforms
+    from pa_npu.config.load import load_config
+
+    job: dict[str, Any] = json.loads(Path(job_file).read_text())
+    config = load_config([job["config"]])
+    platform = platforms.get(config.run.device)
+    platform.prepare_megatron()
+
+    from pa_npu.buffer.store import connect
+    from pa_npu.model.parallel import initialise_parallel, shutdown_parallel
+
+    host, port = os.environ["PA_NPU_STORE"].rsplit(":", 1)
+    store = connect(host, int(port), 60)
+    rank = int(os.environ["RANK"])
+    platform.set_deterministic(True)
+    initialise_parallel(config, platform, dist.PrefixStore("trainer", store), rank, config.trainer.devices, 0)
+    reports = {"resume": resume, "faults": faults}[job["scenario"]](job, config, platform, store, rank)
+    if rank == 0:
+        Path(job["out"]).write_text(json.dumps(reports))
+    shutdown_parallel()
+
+
+class Attempt:
+    """A run from its objects on; several in one process stand for processes that were started again."""
+
+    def __init__(self, config: Any, platform: Any, store: dist.TCPStore, rank: int, name: str) -> None:
+        from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
+        from pa_npu.buffer.store import StoreChannel
+        from pa_npu.config.model_spec import ModelSpec
+        from pa_npu.model.parallel import ranks
+        from pa_npu.telemetry.timeline import Timeline
+        from pa_npu.trainer.assemble import load_stage, rollout_source
+        from pa_npu.trainer.checkpointing import Checkpointing
+        from pa_npu.trainer.megatron_backend import MegatronBackend
+
+        self.config, self.rank = config, rank
+        spec, timeline, device = ModelSpec.read(config.model.path), Timeline(None, ""), platform.device(0)
+        channel = StoreChannel(dist.PrefixStore(name, store))
+        stage = load_stage(config, spec, platform)
+        self.buffer = StoreRolloutBuffer(channel, "run", readers=1)
+        self.rollouts = rollout_source(config, channel, ranks(), device, timeline)
+        self.backend = MegatronBackend(stage, config, spec, platform, device, None, timeline)
+        self.checkpoints = Checkpointing(config, self.backend, partial(data_state, config), timeline)
+
+    def train(self, iteration: int) -> dict[str, float]:
+        from pa_npu.trainer.loop import consume
+
+        if self.rank == 0:
+            put_groups(self.config, self.buffer, iteration, None, False)
+        self.backend.publish(iteration)
+        return consume(self.backend, self.rollouts(iteration), self.config.schedule.updates_per_iteration)
+
+
+def resume(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int) -> list[dict[str, float]]:
+    """Load checkpoint.load, save it again at these sizes, go on to the end; then again from the version before the last."""
+    first, last, directory = job["first"], job["last"], Path(config.run.dir)
+    platform.seed_all(config.run.seed)
+    run = Attempt(config, platform, store, rank, "first")
+    assert run.checkpoints.load() == first
+    run.backend.export(directory / "loaded")
+    run.checkpoints.finish(first)
+    reports = [run.train(iteration) | run.checkpoints.at_border(iteration + 1) for iteration in range(first, last)]
+    run.checkpoints.finish(last)
+    run.backend.export(directory / "hf")
+
+    platform.seed_all(config.run.seed + 1)
+    load = directory / "checkpoints" / f"iteration_{last - 1:06d}"
+    checkpoint = config.checkpoint.model_copy(update={"load": str(load)})
+    again = Attempt(config.model_copy(update={"checkpoint": checkpoint}), platform, store, rank, "again")
+    assert again.checkpoints.load() == last - 1
+    reports.append(again.train(last - 1))
+    again.backend.export(directory / "resumed")
+    return reports
+
+
+def faults(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int) -> list[dict[str, float]]:
+    """Save versions 2, 4, 6, 8. While 4 is saved the last rank's disk is full; it is killed with its writer while it saves 8."""
+    from pa_npu.trainer.checkpoint_shards import PlannedShards
+
+    last_rank = rank == config.trainer.devices - 1
+    run = Attempt(config, platform, store, rank, "run")
+    reports = []
+    for number, version in enumerate((2, 4, 6, 8)):
+        report = run.train(number)
+        if last_rank and version == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
+        if last_rank and version == 8:
+            PlannedShards.write = lambda self: signal.pause()  # type: ignore[method-assign, assignment, return-value]
+        report |= run.checkpoints.at_border(version)
+        if version == 8:
+            break
+        # what the next borders do until the write has ended, here without an iteration in between
+        while run.checkpoints._saving is not None:
+            report |= run.checkpoints.at_border(version + 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        reports.append(report)
+    if rank == 0:
+        Path(job["out"]).write_text(json.dumps(reports))
+    dist.barrier()
+    if last_rank:
+        writer = run.checkpoints._saving.writer  # type: ignore[union-attr]
+        os.kill(writer.pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    run.checkpoints.finish(8)
+    return reports
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
