@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -51,4 +52,5 @@ def _centre(rewards: Rewards) -> npt.NDArray[np.float64]:
 
 
 def _sample_std(centred: npt.NDArray[np.float64]) -> float:
-    return float(np.sqrt(np.square(centred).sum() / max(1, centred.size - 1)))
+    # an exact sum does not depend on the order in which the groups of a batch finished
+    return math.sqrt(math.fsum(np.square(centred)) / max(1, centred.size - 1))

@@ -142,7 +142,9 @@ def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int,
     working_set = tokens * layer_step * element
     if stage == trainer.pipeline_parallel - 1:
         working_set = max(working_set, _head_bytes(config, spec, amount))
-    return tokens * kept * element, working_set
+    # frozen models keep no activations, but their hidden states arrive in the same buffer as the policy's
+    received = hidden * in_flight * len(config.frozen_models) * _BYTES[config.frozen_dtype] if stage else 0
+    return tokens * (kept * element + received), working_set
 
 
 def _head_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:

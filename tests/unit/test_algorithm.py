@@ -44,6 +44,15 @@ def test_batch_advantages_divide_by_the_deviation_of_all_centred_rewards() -> No
     np.testing.assert_allclose(second, np.array([1.5, -1.5]) / (std + STD_EPSILON), rtol=1e-6)
 
 
+def test_batch_advantages_are_bit_identical_whatever_the_order_of_the_groups() -> None:
+    groups = list(np.random.default_rng(0).random((40, 5)).astype(np.float32))
+    expected = batch_advantages(groups)
+    for seed in range(20):
+        order = np.random.default_rng(seed).permutation(len(groups))
+        for place, advantages in zip(order, batch_advantages([groups[i] for i in order]), strict=True):
+            assert advantages.tobytes() == expected[place].tobytes()
+
+
 def test_non_finite_rewards_are_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
         group_advantages(np.array([1.0, np.nan], np.float32), "group-std")

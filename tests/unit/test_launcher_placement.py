@@ -199,6 +199,16 @@ def test_frozen_models_are_counted_in_their_own_type() -> None:
     assert both == (wide, weights), "old policy and reference"
 
 
+def test_frozen_models_add_the_hidden_states_that_a_later_stage_receives() -> None:
+    """Of 3584 numbers in bf16 per token, for the one microbatch in flight on the last of 4 stages."""
+    trainer = {"devices": 4, "pipeline_parallel": 4, "recompute": "full"}
+    without, with_reference = (
+        dict(trainer_memory(make_config(trainer=trainer, algorithm={"kl_coef": kl_coef}), QWEN_7B).parts)["activations"]
+        for kl_coef in (0.0, 0.1)
+    )
+    assert with_reference - without == work(make_config(trainer=trainer)).microbatch_tokens * 3584 * 2
+
+
 def test_recompute_and_pipeline_lower_what_a_rank_holds() -> None:
     plain = trainer_memory(make_config(), QWEN_7B)
     full = trainer_memory(make_config(trainer={"recompute": "full"}), QWEN_7B)

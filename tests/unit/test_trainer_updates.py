@@ -226,6 +226,31 @@ def test_the_reference_is_refreshed_every_n_versions_and_else_stays(model: Path)
     assert found == [True, False, True, False], "version 0 is the model that the reference was loaded from"
 
 
+def test_bf16_frozen_models_serve_whole_iterations_with_small_differences(model: Path) -> None:
+    """Old policy and reference rounded to bf16: losses, KL and clipping as with fp32 within what the rounding costs."""
+    found = {}
+    for dtype in ("same", "bf16"):
+        config = make_config(
+            model,
+            model={"frozen_dtype": dtype},
+            algorithm={"kl_coef": 0.1},
+            schedule={"updates_per_iteration": 2},
+        )
+        backend, stage = make_backend(config)
+        reports = []
+        for iteration in range(3):
+            backend.publish(iteration)
+            for old, policy in zip(stage.frozen["old"].parameters(), stage.policy.parameters(), strict=True):
+                assert torch.equal(old, policy.to(old.dtype))
+            reports.append(consume(backend, source(make_groups(iteration, GROUPS, RESPONSES, seed=5), iteration), 2))
+        found[dtype] = reports
+    for iteration, (wide, narrow) in enumerate(zip(found["same"], found["bf16"], strict=True)):
+        for key, tolerance in (("loss", 0.02), ("kl", 1e-3), ("clip_ratio", 0.1), ("entropy", 0.01)):
+            assert narrow[key] == pytest.approx(wide[key], abs=tolerance), f"iteration {iteration}, {key}"
+        assert narrow["loss"] != wide["loss"], "in bf16 something must change"
+    assert found["same"][2]["kl"] > 0.01, "the policy must have left the reference for the KL to show anything"
+
+
 def test_shares_end_at_group_borders_and_no_group_is_left(model: Path) -> None:
     groups = make_groups(0, GROUPS, RESPONSES, seed=5)
     iterator = source(groups, max_tokens=10_000)

@@ -164,5 +164,7 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert lines[0] == "[]"
-    modules = {f"pa_npu{name}" for name in ("", ".errors", *(f".weights{m}" for m in ("", ".progress", ".receiver", ".wire")))}
+    modules = {
+        f"pa_npu{name}" for name in ("", ".errors", *(f".weights{m}" for m in ("", ".progress", ".receiver", ".wire")))
+    }
     assert set(json.loads(lines[1])) == modules
