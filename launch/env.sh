@@ -1,5 +1,6 @@
 # Sourced by the scripts of this repository: finds a Python, makes the environment .venv, and installs lock files into it.
 # PA_NPU_VENV: another place for the environment. PA_NPU_PYTHON: the Python to make it with (3.10 to 3.12).
+# PA_NPU_INSTALL=0: use that environment as it is, install nothing.
 # After `setup_environment cpu`: $PYTHON is the environment's interpreter.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -16,6 +17,10 @@ fail() {
 setup_environment() {
   local role=$1 stamp=$VENV/.installed-$(IFS=-; echo "$*") wanted
   shift
+  if [ "${PA_NPU_INSTALL:-1}" = 0 ]; then
+    [ -x "$PYTHON" ] || fail "no environment in $VENV and PA_NPU_INSTALL=0; unset it, or name an environment in PA_NPU_VENV"
+    return 0
+  fi
   wanted=$(_fingerprint)
   [ -x "$PYTHON" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return 0
   mkdir -p "$(dirname "$VENV")"
@@ -28,6 +33,45 @@ setup_environment() {
     _quietly "pa_npu itself" _install --no-build-isolation --editable "$ROOT"
     printf '%s' "$wanted" >"$stamp"
   ) 9>"$VENV.lock" || exit $?
+}
+
+# Use environments that exist: use_environment npu|cuda ENGINE_PYTHON DRY_RUN. Installs nothing; says what is used.
+# Trainers, coordinator and launcher run in $VENV; engines in ENGINE_PYTHON, because on Ascend they want another torch.
+use_environment() {
+  local device=$1 engine=$2 dry_run=$3
+  if [ ! -x "$PYTHON" ]; then
+    fail "no environment in $VENV; make it as docs/$([ "$device" = npu ] && echo ascend || echo cuda).md says, or name it in PA_NPU_VENV"
+  fi
+  if [ "$device" = npu ] && [ -z "$dry_run" ]; then
+    _source_cann
+    [ -n "$engine" ] || engine=$PYTHON
+    if ! "$engine" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)' 2>/dev/null; then
+      fail "the engines' environment $engine has no vllm; name the interpreter that has it in PA_NPU_ENGINE_PYTHON (docs/ascend.md)"
+    fi
+  fi
+  echo "trainers: $PYTHON; engines: ${engine:-the same}"
+}
+
+# CANN's variables and those of its transformer kernels, unless they are set already.
+_source_cann() {
+  local file
+  [ -n "${ASCEND_HOME_PATH:-}" ] && return 0
+  for file in /usr/local/Ascend/cann/set_env.sh /usr/local/Ascend/ascend-toolkit/set_env.sh; do
+    if [ -f "$file" ]; then
+      _source_if_there "$file"
+      _source_if_there /usr/local/Ascend/nnal/atb/set_env.sh
+      return 0
+    fi
+  done
+  fail "CANN is not set up: no ASCEND_HOME_PATH and no set_env.sh under /usr/local/Ascend; source CANN's set_env.sh first"
+}
+
+_source_if_there() {
+  [ -f "$1" ] || return 0
+  set +u # these scripts read unset variables
+  # shellcheck source=/dev/null
+  source "$1"
+  set -u
 }
 
 _fingerprint() {

@@ -1,8 +1,9 @@
 """Dataset files to records: JSONL or parquet, one row after another, each with the place it came from.
 
-Three layouts are understood, told apart by the columns of each row:
+Four layouts are understood, told apart by the columns of each row:
 
     question, answer   GSM8K: the reference is what follows the last `####` of the answer (all of it without one)
+    problem, answer    DeepScaleR, MATH; without an answer column the last \\boxed{} of the solution column is the reference
     prompt, answer     prompt is a text or a list of chat messages
     messages, answer   chat messages; without an answer column the last message, an assistant's, is the reference
 """
@@ -98,6 +99,8 @@ def _record(location: str, row: Any) -> Record:
     row = dict(row)
     messages = _messages(location, row)
     answer = row.get("answer")
+    if answer is None and row.get("question") is None and row.get("problem") is not None:
+        answer = row.get("solution")
     if answer is None and "prompt" not in row and "question" not in row and messages[-1]["role"] == "assistant":
         answer, messages = messages[-1]["content"], messages[:-1]
         if not messages:
@@ -106,21 +109,26 @@ def _record(location: str, row: Any) -> Record:
 
 
 def _messages(location: str, row: dict[str, Any]) -> tuple[Message, ...]:
-    for name in ("question", "prompt", "messages"):
+    for name in ("question", "problem", "prompt", "messages"):
         if row.get(name) is not None:
             break
     else:
         columns = ", ".join(map(str, row)) or "none"
-        raise DataError(f"{location}: no question, prompt or messages (columns: {columns}); add or rename a column")
+        raise DataError(
+            f"{location}: no question, problem, prompt or messages (columns: {columns}); add or rename a column"
+        )
     value = row[name]
     if isinstance(value, str) and name != "messages":
         if not value.strip():
             raise DataError(f"{location}: {name} is empty; give a text or remove the row")
         return ({"role": "user", "content": value},)
-    if name == "question" or not isinstance(value, list) or not value:
-        wanted = {"question": "a text", "prompt": "a text or a list of messages", "messages": "a list of messages"}[
-            name
-        ]
+    if name in ("question", "problem") or not isinstance(value, list) or not value:
+        wanted = {
+            "question": "a text",
+            "problem": "a text",
+            "prompt": "a text or a list of messages",
+            "messages": "a list of messages",
+        }[name]
         raise DataError(f"{location}: {name} is {_describe(value)}, not {wanted}; correct the row")
     for message in value:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):

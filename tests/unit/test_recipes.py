@@ -1,0 +1,187 @@
+"""Recipes: what their comments claim, that each fits every device and overlay it names, and proposals where it does not."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pa_npu import platform as platforms
+from pa_npu.config import Config
+from pa_npu.config.derive import engine_memory, kv_bytes_per_token, trainer_memory, wanted_tokens
+from pa_npu.config.fit import USABLE, shortages
+from pa_npu.config.known_models import KNOWN, known_spec
+from pa_npu.config.load import load_config
+from pa_npu.config.preflight import check_model
+from pa_npu.errors import ConfigError
+from tests.helpers.recipes import RECIPES, ROOT, claims, dry_run, quoted
+
+GIB = 2**30
+OVERLAYS = {
+    "7b": ["7b_16_devices.yaml", "7b_4_nodes.yaml"],
+    "32b": ["32b_2_nodes_of_16.yaml", "32b_8_nodes.yaml"],
+}
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def size_of(recipe: Path) -> str:
+    return "32b" if "32b" in recipe.name else "7b"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_arithmetic_in_a_recipe_is_what_dry_run_prints(recipe: Path) -> None:
+    for arguments, claimed in claims(recipe):
+        assert claimed == quoted(recipe, arguments), f"{arguments}: run python -m tests.helpers.recipes"
+        assert len(claimed) == 4
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("kind", ["npu", "cuda"])
+def test_every_recipe_fits_with_every_overlay(recipe: Path, kind: str) -> None:
+    memory = platforms.typical_memory(kind)
+    assert memory is not None
+    clusters = [None, *OVERLAYS[size_of(recipe)]]
+    for cluster, data in itertools.product(clusters, [None, "gsm8k.yaml", "deepscaler.yaml"]):
+        files = [str(recipe)]
+        files += [f"configs/clusters/{cluster}"] if cluster else []
+        files += [f"configs/data/{data}"] if data else []
+        config = load_config(files)
+        spec = known_spec(config.model.path)
+        assert spec is not None
+        check_model(config, spec)
+        lines = [shortage.line() for shortage in shortages(config, spec, memory[1], own_memory=True)]
+        assert not lines, f"{files} on {kind}: {lines}"
+
+
+def test_32b_on_16_devices_needs_80_gib_and_on_64_says_how_many_devices_it_needs() -> None:
+    files = ["--config", "configs/grpo_qwen2.5_32b.yaml", "--config", "configs/clusters/32b_2_nodes_of_8_80gib.yaml"]
+    notes = [line for line in dry_run(*files, "--device", "cuda") if "memory:" in line]
+    assert notes == []
+    with pytest.raises(ConfigError, match=r"take 68\.7 GiB of a device's 64\.0 GiB; set trainer\.devices=16 \(needs"):
+        load_and_check(files[1], files[3])
+
+
+def load_and_check(*files: str) -> None:
+    from pa_npu.launcher.checks import check_surroundings
+
+    config = load_config(files, ["run.device=npu"])
+    check_surroundings(config, None, forgive=True)
+
+
+def test_the_cpu_overlay_keeps_a_recipes_keys() -> None:
+    """Every key that the overlay sets, a recipe or the defaults know; and the recipe's algorithm stays as it is."""
+    for recipe in RECIPES:
+        plain = load_config([str(recipe)])
+        tiny = load_config([str(recipe), "configs/clusters/cpu_tiny.yaml"], ["run.device=cpu"])
+        assert tiny.num_devices == 2
+        assert tiny.algorithm == plain.algorithm
+        assert tiny.rollout.responses_per_prompt == plain.rollout.responses_per_prompt
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Qwen2.5-7B", 7.616), ("Qwen3-8B", 8.191), ("Qwen2.5-32B", 32.764), ("DeepSeek-R1-Distill-Qwen-7B", 7.616)],
+)
+def test_known_shapes_have_the_published_number_of_parameters(name: str, billions: float) -> None:
+    spec = known_spec(f"/somewhere/{name.lower()}")
+    assert spec is not None and spec.num_parameters == pytest.approx(billions * 1e9, rel=1e-3)
+
+
+def test_an_unknown_name_has_no_shape() -> None:
+    assert known_spec("models/Qwen2.5-7B-finetuned") is None
+
+
+def test_yaml_starters_parse() -> None:
+    for path in (*ROOT.glob("configs/**/*.yaml"), *ROOT.glob("launch/*.yaml")):
+        assert isinstance(yaml.safe_load(path.read_text()), dict), path
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> dict[str, Any]:
+    tensor, pipeline, replicas = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2, 4], [1, 2, 4]))
+    responses = draw(st.sampled_from([4, 8, 16]))
+    tree: dict[str, Any] = {
+        "run": {"device": "npu"},
+        "model": {"path": f"models/{draw(st.sampled_from(sorted(KNOWN)))}"},
+        "data": {"train": "t", "max_prompt_tokens": draw(st.sampled_from([256, 1024]))},
+        "rollout": {
+            "engines": draw(st.sampled_from([1, 2, 4, 8])),
+            "responses_per_prompt": responses,
+            "max_response_tokens": draw(st.sampled_from([512, 4096, 8192])),
+            "max_num_seqs": draw(st.sampled_from([16, 128, 512])),
+            "window": draw(st.sampled_from(["auto", 64])),
+        },
+        "trainer": {
+            "devices": tensor * pipeline * replicas,
+            "tensor_parallel": tensor,
+            "pipeline_parallel": pipeline,
+            "sequence_parallel": tensor > 1 and draw(st.booleans()),
+            "recompute": draw(st.sampled_from(["none", "selective", "full"])),
+        },
+        "algorithm": {"kl_coef": draw(st.sampled_from([0.0, 0.01]))},
+        "schedule": {"prompts_per_iteration": 64, "updates_per_iteration": draw(st.sampled_from([1, 2]))},
+    }
+    if pipeline == 1:
+        tree["microbatch"] = {"max_tokens": draw(st.sampled_from([None, 32768]))}
+    return tree
+
+
+@settings(max_examples=60, deadline=None)
+@given(configurations(), st.sampled_from([32, 64, 80, 140]))
+def test_a_proposal_passes_the_estimate_and_every_rule(tree: dict[str, Any], gib: int) -> None:
+    """With the proposed keys the tree validates, the model divides, and nothing of that role is short any more."""
+    config = Config.model_validate(tree)
+    spec = known_spec(config.model.path)
+    assert spec is not None
+    found = shortages(config, spec, gib * GIB, own_memory=True)
+    assume(found)
+    for shortage in found:
+        assert "\n" not in shortage.line()
+        if shortage.proposal is None:
+            continue
+        changed = Config.model_validate(with_changes(config.model_dump(), shortage.proposal))
+        check_model(changed, spec)
+        if shortage.role == "trainer":
+            assert trainer_memory(changed, spec).total <= USABLE * gib * GIB
+        else:
+            cache = dict(engine_memory(changed, spec, gib * GIB).parts)["KV cache"]
+            assert cache // kv_bytes_per_token(changed, spec) >= wanted_tokens(changed)
+        assert shortage.role not in {other.role for other in shortages(changed, spec, gib * GIB, own_memory=True)}
+
+
+def with_changes(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        tree[section][name] = value
+    return tree
+
+
+def test_a_run_whose_state_does_not_fit_is_refused_and_one_whose_activations_do_not_is_warned() -> None:
+    base = {"model": {"path": "models/Qwen2.5-7B"}, "data": {"train": "t"}}
+    spec = known_spec("models/Qwen2.5-7B")
+    assert spec is not None
+    one_rank = Config.model_validate(base)
+    (refused,) = (s for s in shortages(one_rank, spec, 64 * GIB, True) if s.role == "trainer")
+    assert refused.fatal and "127.7 GiB of a device's 64.0 GiB" in refused.line()
+    long = {"rollout": {"max_response_tokens": 8192}, "trainer": {"devices": 4, "tensor_parallel": 4}}
+    (warned,) = (s for s in shortages(Config.model_validate(base | long), spec, 64 * GIB, True) if s.role == "trainer")
+    assert not warned.fatal and warned.proposal is not None
+
+
+def test_a_shared_host_memory_counts_all_processes() -> None:
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"kv_cache_gib": 16}})
+    spec = known_spec("models/Qwen2.5-7B")
+    assert spec is not None
+    (shortage,) = shortages(config, spec, 180 * GIB, own_memory=False)
+    # 14 GiB of weights twice, 4 + 8 + 12 bytes of training per parameter, activations, and 16 GiB of cache
+    assert shortage.role == "host" and shortage.proposal == {"rollout.kv_cache_gib": 4.0}
+    assert shortages(config, spec, 400 * GIB, own_memory=False) == []
