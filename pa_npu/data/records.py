@@ -61,7 +61,7 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, Any]]:
                 continue
             location = f"{file}:{number}"
             try:
-                yield location, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{location}: byte {error.start} is not UTF-8; save the file as UTF-8 JSONL or as parquet"
@@ -69,6 +69,20 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, Any]]:
             except (ValueError, RecursionError) as error:
                 reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
                 raise DataError(f"{location}: not valid JSON ({reason}); each line must be one JSON object") from None
+            if rb"\ud" in line.lower() and not _is_text(row):
+                raise DataError(
+                    f"{location}: half of a surrogate pair (\\uD800 to \\uDFFF), which is no text; correct the row"
+                )
+            yield location, row
+
+
+def _is_text(row: Any) -> bool:
+    """Whether a JSON value can be written as UTF-8: escapes can name code points that are no characters."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parquet_rows(file: Path, key: str) -> Iterator[tuple[str, Any]]:

@@ -98,7 +98,10 @@ def _completion(choice: _Choice, sampling: Sampling, vocab_size: int, engine: st
     length = len(choice.token_ids)
     if not 1 <= length <= sampling.max_tokens:
         raise EngineError(f"{what} has {length} tokens, must be 1 to {sampling.max_tokens}")
-    tokens = np.array(choice.token_ids, dtype=np.int64)
+    try:
+        tokens = np.array(choice.token_ids, dtype=np.int64)
+    except OverflowError:
+        raise EngineError(f"{what} has a token id of more than 64 bits; does it serve another model?") from None
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
         raise EngineError(
@@ -117,7 +120,8 @@ def _logprobs(choice: _Choice, length: int, what: str) -> npt.NDArray[np.float32
     values = choice.logprobs.token_logprobs if choice.logprobs is not None else []
     if len(values) != length:
         raise EngineError(f"{what} has {len(values)} log-probs for {length} tokens")
-    logprobs = np.array(values, dtype=np.float32)
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
+        logprobs = np.array(values, dtype=np.float32)
     # NaN fails both comparisons
     if not (logprobs.min() > _LOGPROB_CLAMP and logprobs.max() <= _LOGPROB_ROUNDING):
         wrong = logprobs[~((logprobs > _LOGPROB_CLAMP) & (logprobs <= _LOGPROB_ROUNDING))][0]

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 from tokenizers import Tokenizer
@@ -74,6 +74,8 @@ DATASETS = (
     overlong=st.sampled_from(["refuse", "truncate", "skip"]),
     extra=st.sampled_from([{}, {"instruction": "Think."}, {"system_prompt": "Be good."}]),
 )
+@example(data=jsonl([{"question": "half \ud800", "answer": "1"}]), template="never", overlong="skip", extra={})
+@example(data=PARQUET_LATIN, template="never", overlong="skip", extra={})
 def test_a_dataset_is_prompts_or_a_data_error(
     directory: Path, data: bytes, template: Any, overlong: Any, extra: dict[str, str]
 ) -> None:
@@ -179,6 +181,8 @@ RESPONSE = {
 
 
 @given(data=json_near(RESPONSE), with_logprobs=st.booleans())
+@example(data=to_json(RESPONSE).replace(b"[7, 2]", b"[9223372036854775808, 2]"), with_logprobs=False)
+@example(data=b'{"a":' * 3000, with_logprobs=False)
 def test_an_engines_answer_is_valid_completions_or_an_engine_error(data: bytes, with_logprobs: bool) -> None:
     sampling = SAMPLING if with_logprobs else Sampling(4, 1.0, (2,), logprobs=False)
     try:
