@@ -3,6 +3,8 @@
 
     python tools/bench_publish.py [--layers N] [--dtype bf16|fp32] [--tensor-parallel 1,2] [--workers 1,2]
                                   [--bucket-mib 16,64] [--repeats 5] [--json FILE] [--markdown FILE]
+    python tools/bench_publish.py --publishes 2000                       # one connection for all: time and memory stay flat
+    python tools/bench_publish.py --model 7b|32b [--link-gbps 25] [--gather-gbps 50] [--iteration-s 120]     # arithmetic only
 
 Trainer ranks (TP) and engine workers are processes of this machine. A publish is everything between the trainers' call
 and the moment when all workers have had every HF tensor complete in memory: gather over TP, packing, broadcast,
@@ -13,6 +15,9 @@ shards of the other ranks must reach the leader first; the bare gather does just
 Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadcast, and of bare gather and broadcast one
 after another (medians); the publish over each of the two (the aim: at least 0.5 of the broadcast); the share of a
 publish that the leader spent waiting for the wire.
+
+With --model nothing is sent: it prints the seconds that pa_npu.weights.sizing expects on links of the given speed (GB/s,
+10^9 bytes: a port of 200 Gbit/s is 25), for several TP and bucket sizes, and their share of an iteration.
 """
 
 from __future__ import annotations
@@ -23,19 +28,22 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pa_npu import platform as platforms
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.weights import hf_map, wire
 from pa_npu.weights.gather import Position
 from pa_npu.weights.publisher import Publisher
 from pa_npu.weights.receiver import Receiver
+from pa_npu.weights.sizing import Link, publish_seconds, weight_bytes
 
 TIMEOUT_S = 120.0
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -84,6 +92,55 @@ class Case:
     port: int
 
 
+def _spec(layers: int) -> ModelSpec:
+    return ModelSpec(
+        path="stand-in",
+        family="llama",
+        num_layers=layers,
+        hidden_size=1024,
+        ffn_size=2816,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=64,
+        vocab_size=32000,
+        rope_theta=1e6,
+        rope_scaling=None,
+        norm_eps=1e-6,
+        qkv_bias=False,
+        qk_norm=False,
+        tied=True,
+        max_positions=4096,
+        eos_token_ids=(1,),
+    )
+
+
+# Qwen2.5-7B and 32B
+MODELS = {
+    "7b": replace(
+        _spec(28),
+        hidden_size=3584,
+        ffn_size=18944,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=152064,
+        qkv_bias=True,
+        tied=False,
+    ),
+    "32b": replace(
+        _spec(64),
+        hidden_size=5120,
+        ffn_size=27648,
+        num_heads=40,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=152064,
+        qkv_bias=True,
+        tied=False,
+    ),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8, help="layers of the model (hidden 1024), 24 MiB each in bf16")
@@ -94,7 +151,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="timed repetitions; medians are printed")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    parser.add_argument("--publishes", type=int, help="publish so often over one connection, and print time and memory")
+    parser.add_argument("--model", choices=MODELS, help="print the expected seconds of this model")
+    parser.add_argument("--link-gbps", type=float, default=25.0, help="GB/s of the slowest link from trainer to engine")
+    parser.add_argument("--gather-gbps", type=float, default=50.0, help="GB/s between the ranks of a TP group")
+    parser.add_argument("--iteration-s", type=float, help="seconds of an iteration, for the share of the publish")
     arguments = parser.parse_args(argv)
+    if arguments.model:
+        link = Link(arguments.link_gbps * 1e9, arguments.gather_gbps * 1e9)
+        return print_table(expected(arguments.model, link, arguments.iteration_s))
+    if arguments.publishes:
+        return print_table(endurance(arguments.publishes))
     rows: list[Row] = []
     for tensor_parallel in arguments.tensor_parallel:
         for workers in arguments.workers:
@@ -110,9 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             rows += run_case(case)
     table = [list(COLUMNS), *(row.cells() for row in rows)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(COLUMNS))]
-    for line in table:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    print_table(table)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
     if arguments.markdown:
@@ -120,6 +185,86 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines.insert(1, " | ".join("--:" for _ in COLUMNS))
         arguments.markdown.write_text("\n".join(f"| {line} |" for line in lines) + "\n", encoding="utf-8")
     return 0
+
+
+def print_table(table: list[list[str]]) -> int:
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    for line in table:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    return 0
+
+
+def expected(model: str, link: Link, iteration_s: float | None) -> list[list[str]]:
+    """The seconds of one publish on such links, as a table."""
+    size = weight_bytes(MODELS[model])
+    table = [["model", "GB in bf16", "TP", "bucket MiB", "seconds", "GB/s", "of an iteration"]]
+    for tensor_parallel in (1, 4, 8):
+        for bucket_mib in (16, 64, 128):
+            seconds = publish_seconds(size, bucket_mib * 2**20, tensor_parallel, link)
+            share = f"{seconds / iteration_s:.1%}" if iteration_s else "-"
+            cells = [model, f"{size / 1e9:.1f}", str(tensor_parallel), str(bucket_mib), f"{seconds:.2f}"]
+            table.append([*cells, f"{size / seconds / 1e9:.1f}", share])
+    return table
+
+
+def endurance(publishes: int) -> list[list[str]]:
+    """Publish a small model again and again over one connection; a line for every tenth of the publishes."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    processes = [
+        context.Process(target=enduring, args=(rank, store.port, publishes, results), name=f"member-{rank}")
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        lines = dict(results.get(timeout=TIMEOUT_S * 10) for _ in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    table = [["publishes", "median ms", "trainer MiB", "engine MiB"]]
+    for (done, trainer_ms, trainer_mib), (_, _, engine_mib) in zip(lines[0], lines[1], strict=True):
+        table.append([str(done), f"{trainer_ms:.2f}", f"{trainer_mib:.1f}", f"{engine_mib:.1f}"])
+    return table
+
+
+def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
+    """Rank 0 is the trainer, rank 1 the engine worker; tells (publishes so far, median ms, resident MiB) per tenth."""
+    torch.set_num_threads(1)
+    spec, platform = replace(_spec(2), hidden_size=256, ffn_size=512, vocab_size=4096), platforms.get("cpu")
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    if rank == 0:
+        publisher = Publisher(
+            stand_in_stage(spec, 1, torch.bfloat16),
+            spec,
+            store_host="127.0.0.1",
+            store_port=port,
+            engine_workers=1,
+            bucket_bytes=2**20,
+            timeout_s=TIMEOUT_S,
+            backend="gloo",
+            device=torch.device("cpu"),
+            position=Position(0, 1),
+        )
+        store.set("manifest", json.dumps(publisher.manifest()))
+        publisher.connect()
+        step: Callable[[int], object] = publisher.publish
+    else:
+        announced = json.loads(store.get("manifest"))
+        group = wire.join_group("127.0.0.1", port, announced["name"], 1, 2, "gloo", TIMEOUT_S, "endurance")
+        manifest = wire.Manifest.from_json(announced["manifest"])
+        receiver = Receiver([manifest], [group], 1, torch.device("cpu"), TIMEOUT_S)
+        step = lambda version: deque(receiver.receive(version), maxlen=0)  # noqa: E731 - the loop below is for both
+    lines, seconds = [], []
+    for version in range(publishes):
+        start = time.perf_counter()
+        step(version)
+        seconds.append(time.perf_counter() - start)
+        if (version + 1) % max(1, publishes // 10) == 0:
+            lines.append((version + 1, statistics.median(seconds) * 1e3, platform.memory_bytes()[0] / 2**20))
+            seconds.clear()
+    results.put((rank, lines))
 
 
 def run_case(case: Case) -> list[Row]:
@@ -245,28 +390,6 @@ def stand_in_stage(spec: ModelSpec, tp_size: int, dtype: torch.dtype) -> torch.n
     for index, child_layer in enumerate(module.get_submodule("decoder.layers").children()):
         child_layer.layer_number = index + 1  # type: ignore[assignment]
     return module
-
-
-def _spec(layers: int) -> ModelSpec:
-    return ModelSpec(
-        path="stand-in",
-        family="llama",
-        num_layers=layers,
-        hidden_size=1024,
-        ffn_size=2816,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=64,
-        vocab_size=32000,
-        rope_theta=1e6,
-        rope_scaling=None,
-        norm_eps=1e-6,
-        qkv_bias=False,
-        qk_norm=False,
-        tied=True,
-        max_positions=4096,
-        eos_token_ids=(1,),
-    )
 
 
 def _join(case: Case, name: str, rank: int, size: int) -> dist.ProcessGroup:

@@ -8,7 +8,7 @@ This module imports nothing heavier than pydantic, so that it loads quickly in e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -259,7 +259,9 @@ class ScheduleConfig(Section):
 
 
 class PublishConfig(Section):
-    bucket_mib: float = Field(64.0, gt=0, description="Size of one bucket of the weight broadcast.")
+    bucket_mib: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
+        "auto", description="Size of one bucket of the weight broadcast; auto goes by the device's free memory."
+    )
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
     probe_tokens: int = Field(
         16, ge=0, description="Tokens per engine of the log-prob probe after each publish; 0 turns it off."

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pa_npu.config.derive import LARGEST_BUCKET_BYTES
 from pa_npu.platform import base
 
 
@@ -16,6 +17,7 @@ class AcceleratorPlatform:
     """Device functions through `torch.cuda` or `torch.npu`; a subclass names the kind and prepares Megatron."""
 
     name: str
+    largest_bucket_bytes = LARGEST_BUCKET_BYTES
     _local_index = 0
 
     @property
@@ -37,6 +39,11 @@ class AcceleratorPlatform:
 
     def total_memory_bytes(self) -> int:
         return int(self._module.get_device_properties(self._module.current_device()).total_memory)
+
+    def free_memory_bytes(self) -> int:
+        free, _ = self._module.mem_get_info()
+        cached = self._module.memory_reserved() - self._module.memory_allocated()  # the allocator's own, unused
+        return int(free + cached)
 
     def synchronize(self) -> None:
         self._module.synchronize()

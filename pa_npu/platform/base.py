@@ -65,6 +65,13 @@ class Platform(Protocol):
     def total_memory_bytes(self) -> int:
         """Memory of one device."""
 
+    def free_memory_bytes(self) -> int:
+        """Memory that this process can still get on the current device."""
+
+    @property
+    def largest_bucket_bytes(self) -> int:
+        """Size from which on larger broadcasts of weights gain nothing."""
+
     def synchronize(self) -> None:
         """Wait until everything queued on the current device is done."""
 

@@ -22,6 +22,8 @@ class CpuPlatform:
     comm_backend = "gloo"
     process_group_backend = "gloo"
     visible_devices_env = None
+    # beyond 32 MiB glibc takes new pages for every buffer, whose first touch costs as much as the transfer
+    largest_bucket_bytes = 16 * 2**20
 
     def __init__(self) -> None:
         self.ops = TorchOps()
@@ -48,6 +50,14 @@ class CpuPlatform:
 
     def total_memory_bytes(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def free_memory_bytes(self) -> int:
+        try:
+            with open("/proc/meminfo", encoding="ascii") as file:
+                fields = dict(line.split(":", 1) for line in file)
+            return int(fields["MemAvailable"].split()[0]) * 1024
+        except (OSError, KeyError):  # no Linux: what is free without giving up caches
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
     def synchronize(self) -> None:
         """Everything runs in order already."""

@@ -21,6 +21,7 @@ from pa_npu.trainer.border import Border
 from pa_npu.trainer.megatron_backend import MegatronBackend
 from pa_npu.weights.hf_map import load_hf
 from pa_npu.weights.publisher import Publisher
+from pa_npu.weights.sizing import auto_bucket_bytes
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def connect_publisher(
         store_host=store.host,
         store_port=store.port,
         engine_workers=config.rollout.engines * config.rollout.tensor_parallel,
-        bucket_bytes=int(config.publish.bucket_mib * 2**20),
+        bucket_bytes=bucket_bytes(config, platform, ranks, device),
         timeout_s=config.publish.timeout_s,
         backend=platform.comm_backend,
         device=device,
@@ -96,6 +97,18 @@ def connect_publisher(
         channel.put_json(f"publish/manifest/{ranks.pipeline_rank}", publisher.manifest())
     publisher.connect()
     return publisher
+
+
+def bucket_bytes(config: Config, platform: Platform, ranks: Ranks, device: torch.device) -> int:
+    """publish.bucket_mib in bytes. With auto the ranks of a tensor-parallel group agree: a collective of theirs."""
+    mib = config.publish.bucket_mib
+    if mib != "auto":
+        return int(mib * 2**20)
+    own = auto_bucket_bytes(platform.free_memory_bytes(), platform.largest_bucket_bytes)
+    size = torch.tensor([own], dtype=torch.int64, device=device)
+    if ranks.tensor_size > 1:
+        dist.all_reduce(size, op=dist.ReduceOp.MIN, group=tensor_group())
+    return int(size.item())
 
 
 def rollout_source(

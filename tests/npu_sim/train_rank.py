@@ -55,7 +55,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     from pa_npu.config.model_spec import ModelSpec
     from pa_npu.model.parallel import initialise_parallel, shutdown_parallel
     from pa_npu.telemetry.timeline import Timeline
-    from pa_npu.trainer.assemble import load_stage, rollout_source
+    from pa_npu.trainer.assemble import bucket_bytes, load_stage, rollout_source
     from pa_npu.trainer.loop import consume
     from pa_npu.trainer.megatron_backend import MegatronBackend
     from pa_npu.weights.publisher import Publisher
@@ -97,6 +97,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
         backend.publish(iteration)
         reports.append(consume(backend, rollouts(iteration), 1))
     backend.export(directory / "hf")
+    automatic = bucket_bytes(config, platform, ranks, device)
     if engine_workers and ranks.data_rank == 0:
         with Publisher(
             stage.policy,
@@ -114,7 +115,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
             publisher.connect(60)
             publisher.publish(ITERATIONS)
     shutdown_parallel()
-    return {"logprobs": logprobs, "reports": reports, "reads": channel.num_reads}
+    return {"logprobs": logprobs, "reports": reports, "reads": channel.num_reads, "automatic_bucket_bytes": automatic}
 
 
 if __name__ == "__main__":
