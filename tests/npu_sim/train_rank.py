@@ -93,7 +93,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     reports = []
     for iteration in range(ITERATIONS):
         if rank == 0:
-            put_groups(config, StoreRolloutBuffer(StoreChannel(store), "run", readers=1), iteration, None)
+            put_groups(config, StoreRolloutBuffer(StoreChannel(store), "run", readers=1), iteration, None, False)
         backend.publish(iteration)
         reports.append(consume(backend, rollouts(iteration), 1))
     backend.export(directory / "hf")

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -74,7 +75,7 @@ class Run:
         for rank in range(max(trainer["devices"] for trainer in layouts.values())):
             with open(directory / f"rank{rank}.log", "w") as log:
                 command = [sys.executable, "-m", "tests.npu_sim.train_rank", str(directory / "job.json"), str(rank)]
-                environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+                environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
                 self.processes.append(
                     subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
                 )
@@ -82,6 +83,10 @@ class Run:
     def finish(self) -> None:
         codes = [process.wait(TIME_LIMIT_S) for process in self.processes]
         assert not any(codes), f"exit codes {codes}\n{self.logs}"
+
+    @property
+    def healthy(self) -> bool:
+        return all(process.poll() in (None, 0) for process in self.processes)
 
     @property
     def logs(self) -> str:
@@ -119,10 +124,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Run, d
 def receive(run: Run, layout: str) -> dict[str, torch.Tensor]:
     """Be the engine's worker: join the stage's group and read one version into npu tensors."""
     store = run.stores[layout]
-    try:
-        stage = json.loads(store.get("manifest"))
-    except dist.DistError as error:
-        raise AssertionError(f"{layout}: no manifest ({error})\n{run.logs}") from error
+    deadline = time.monotonic() + TIME_LIMIT_S
+    while not store.check(["manifest"]):
+        assert time.monotonic() < deadline and run.healthy, f"{layout}: no manifest to receive by\n{run.logs}"
+        time.sleep(0.02)
+    stage = json.loads(store.get("manifest"))
     manifest = wire.Manifest.from_json(stage["manifest"])
     with NpuSim(all_references()):
         group = wire.join_group("127.0.0.1", store.port, stage["name"], 1, 2, "hccl", 30.0, f"receiver of {layout}")
