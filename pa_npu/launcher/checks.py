@@ -5,6 +5,7 @@ Rules inside the configuration are pa_npu.config's; these need the disk, the dev
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +19,13 @@ from pa_npu.config.preflight import check_model
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.launcher.engine_key import engine_key
-from pa_npu.launcher.placement import Placement, available_cores, place, port_problem
+from pa_npu.launcher.placement import Placement, available_cores, place, port_problem, visible_devices
 from pa_npu.launcher.readiness import served_model
 from pa_npu.launcher.resume import check_checkpoint
 from pa_npu.launcher.run_directory import check_run_directory
+from pa_npu.launcher.versions import trainer_problems
 from pa_npu.platform.base import Platform
+from pa_npu.platform.busy import busy_devices
 from pa_npu.rollout.engine_versions import engine_version, environment
 
 T = TypeVar("T")
@@ -108,6 +111,9 @@ def check_surroundings(
     changed = local(lambda: check_checkpoint(config))
     findings.notes += [changed] if changed else []
     check_run_directory(config)
+    if platform is not None:
+        findings.notes += [f"versions: {problem}" for problem in trainer_problems(platform.name)]
+        findings.notes += device_notes(platform, findings.placement) if findings.placement else []
     return findings
 
 
@@ -226,6 +232,21 @@ def check_attached(config: Config) -> None:
 def check_engine_interpreter(config: Config) -> None:
     """The engines' interpreter has an engine of a supported version that can do what is configured."""
     environment(config, engine_version(config))
+
+
+def device_notes(platform: Platform, placement: Placement) -> list[str]:
+    """Devices of the placement that other processes use already, where the vendor's tool can tell."""
+    busy = busy_devices(platform.name) if platform.visible_devices_env else {}
+    if not busy:
+        return []
+    indices = [index for engine in placement.engine_devices for index in engine] + list(placement.trainer_devices)
+    variable = platform.visible_devices_env
+    physical = visible_devices(variable, indices, os.environ).get(variable or "", "").split(",")
+    return [
+        f"device {name} is in use: {busy[int(name)]}; end these processes, or choose others with placement.*_devices"
+        for name in physical
+        if name.isdecimal() and int(name) in busy
+    ]
 
 
 def check_ports(config: Config) -> None:

