@@ -46,6 +46,12 @@ class RunRecords:
         for sample in samples:
             self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
         self._seconds.append(record["iteration_s"])
+        if record.get("checkpoint_failed"):
+            print(
+                f"| checkpoint of version {record['checkpoint_failed']} could not be written: see logs/trainer-0.log; the run "
+                f"goes on",
+                flush=True,
+            )
         total = self._config.schedule.iterations
         print(progress_line(record, total, remaining_s(self._seconds, total - self._first)), flush=True)
 

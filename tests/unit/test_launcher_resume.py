@@ -187,3 +187,14 @@ def test_an_explicit_checkpoint_that_is_damaged_is_refused_before_anything_start
     (path / "shard").write_bytes(b"")
     with pytest.raises(UserError, match=r"checkpoint.load: .*shard has 0 bytes instead of 7; give another"):
         check_checkpoint(make_config(model, tmp_path, checkpoint={"load": str(path)}))
+
+
+def test_a_checkpoint_that_failed_is_said_on_the_console(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(model, tmp_path, telemetry={"tensorboard": False})
+    with RunRecords(config, 0) as records:
+        records.write_iteration(make_record(0), [])
+        assert "checkpoint" not in capsys.readouterr().out
+        records.write_iteration({**make_record(1), "checkpoint_failed": 2}, [])
+    assert "| checkpoint of version 2 could not be written: see logs/trainer-0.log" in capsys.readouterr().out
