@@ -199,7 +199,7 @@ def expected(model: str, link: Link, iteration_s: float | None) -> list[list[str
     size = weight_bytes(MODELS[model])
     table = [["model", "GB in bf16", "TP", "bucket MiB", "seconds", "GB/s", "of an iteration"]]
     for tensor_parallel in (1, 4, 8):
-        for bucket_mib in (16, 64, 128):
+        for bucket_mib in (4, 16, 64):
             seconds = publish_seconds(size, bucket_mib * 2**20, tensor_parallel, link)
             share = f"{seconds / iteration_s:.1%}" if iteration_s else "-"
             cells = [model, f"{size / 1e9:.1f}", str(tensor_parallel), str(bucket_mib), f"{seconds:.2f}"]

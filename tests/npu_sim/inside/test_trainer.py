@@ -177,7 +177,7 @@ def test_receiver_on_an_npu_group_gets_the_trained_weights(layout: str, runs: An
 def test_automatic_buckets_go_by_the_devices_free_memory(runs: Any) -> None:
     """60 GiB in the stub, of which a 256th would be more than the largest that gains anything."""
     _, npu, _ = runs
-    assert {rank["automatic_bucket_bytes"] for layout in LAYOUTS for rank in npu.ranks(layout)} == {128 * 2**20}
+    assert {rank["automatic_bucket_bytes"] for layout in LAYOUTS for rank in npu.ranks(layout)} == {64 * 2**20}
 
 
 def test_tensor_parallel_peers_get_the_groups_from_their_leader_over_the_device(runs: Any) -> None:
