@@ -131,7 +131,7 @@ class TriModel(MegatronModule):
         self.policy.set_input_tensor(inputs.get("policy"))
         hidden = self.policy(tokens, contexts[self.config.params_dtype])
         if not self.post_process:
-            return _pack(hidden, list(frozen_hidden.values()))
+            return pack_hidden(hidden, list(frozen_hidden.values()))
 
         with torch.no_grad():
             frozen_logprobs = {
@@ -149,12 +149,9 @@ class TriModel(MegatronModule):
         """Each model's hidden states out of what the previous stage packed; nothing on the first stage."""
         if self.input_tensor is None:
             return {}
-        own, hidden_size = self.config.params_dtype, self.config.hidden_size
-        dtypes = {name: model.config.params_dtype for name, model in self.gpts().items()}
-        widths = [hidden_size * dtype.itemsize // own.itemsize for dtype in dtypes.values()]
-        # views of the received buffer: the policy's gradient flows back into its part, the others stay zero
-        parts = dict(zip(dtypes, self.input_tensor.split(widths, dim=-1), strict=True))
-        return {name: part if name == "policy" else part.detach().view(dtypes[name]) for name, part in parts.items()}
+        frozen_dtypes = [model.config.params_dtype for model in self.frozen.values()]
+        parts = unpack_hidden(self.input_tensor, self.config.hidden_size, frozen_dtypes)
+        return dict(zip(self.gpts(), parts, strict=True))
 
     def _contexts(self, layout: PrefixLayout, device: torch.device) -> dict[torch.dtype, AttentionContext]:
         """One for each type that a model of this stage computes in."""
@@ -207,11 +204,20 @@ def build_stage(
     return TriModel(megatron_config, policy, {name: build(frozen_config) for name in frozen}, RotaryTable(spec))
 
 
-def _pack(policy: torch.Tensor, frozen: list[torch.Tensor]) -> torch.Tensor:
+def pack_hidden(policy: torch.Tensor, frozen: list[torch.Tensor]) -> torch.Tensor:
     """[tokens, 1, hidden] of each model -> [tokens, 1, width] in the policy's type, the frozen models' bits unchanged."""
     if not frozen:
         return policy
     return torch.cat([policy, *(states.view(policy.dtype) for states in frozen)], dim=-1)
+
+
+def unpack_hidden(packed: torch.Tensor, hidden_size: int, frozen_dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+    """The inverse of pack_hidden, as views: the policy's gradient flows back into its part, the others stay zero."""
+    if not frozen_dtypes:
+        return [packed]
+    widths = [hidden_size * dtype.itemsize // packed.dtype.itemsize for dtype in frozen_dtypes]
+    policy, *frozen = packed.split([hidden_size, *widths], dim=-1)
+    return [policy, *(part.detach().view(dtype) for part, dtype in zip(frozen, frozen_dtypes, strict=True))]
 
 
 def _mark_tensor_parallel(model: GPT) -> None:
