@@ -20,7 +20,12 @@ def test_refuses_operands_on_two_devices(sim):
         x = torch.ones(3, device="npu")
         with pytest.raises(RuntimeError, match=r"aten::add.*together with npu"):
             x + torch.ones(3)
+        with pytest.raises(RuntimeError, match=r"aten::add_.*together with npu"):
+            torch.ones(3).add_(x)
+        # what a real NPU takes: a scalar tensor of the host, a copy between devices, operands on one device
         assert (x + torch.tensor(1.0)).cpu().tolist() == [2.0, 2.0, 2.0]
+        assert x.copy_(torch.full((3,), 4.0)).cpu().tolist() == [4.0, 4.0, 4.0]
+        assert (x + torch.ones(3).to("npu")).cpu().tolist() == [5.0, 5.0, 5.0]
 
 
 def test_refuses_an_operator_without_a_reference():
