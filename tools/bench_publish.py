@@ -305,7 +305,6 @@ def trainer(case: Case, rank: int, results: Any) -> None:
             case.spec,
             store_host="127.0.0.1",
             store_port=case.port,
-            engine_workers=case.workers,
             bucket_bytes=int(bucket_mib * 2**20),
             timeout_s=TIMEOUT_S,
             backend="gloo",
@@ -314,7 +313,7 @@ def trainer(case: Case, rank: int, results: Any) -> None:
         ) as publisher:
             if rank == 0:
                 store.set(f"manifest/{bucket_mib}", json.dumps(publisher.manifest()))
-            publisher.connect()
+            publisher.connect(0, case.workers)
             publish_s, broadcast_s, gather_s, wire_wait_s = [], [], [], []
             flat = torch.ones(publisher.num_bytes, dtype=torch.uint8)
             shards = torch.ones(size, publisher.num_bytes // size, dtype=torch.uint8)

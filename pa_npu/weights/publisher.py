@@ -2,8 +2,11 @@
 
     every rank                Publisher(...)        knows its place; replicas other than the first do nothing below
     stage leader              manifest() -> store   what will be sent, for the coordinator to hand to the engines
-    stage leader              connect()             one group with all engine workers, blocks until they are there
+    stage leader              connect(epoch, n)     one group with all engine workers, blocks until they are there
     TP ranks of replica 0     publish(version)      collective over TP; gathers bucket i+1 while bucket i is on the wire
+
+An engine that dies or joins changes the members: connect() again, with the next epoch. After a publish that raised
+WeightSyncError, which it does on the leader alone, the weights are untouched: connect to those that are left and publish again.
 
 The stages publish independently of each other; the engines read them in stage order.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +48,6 @@ class Publisher:
         *,
         store_host: str,
         store_port: int,
-        engine_workers: int,
         bucket_bytes: int,
         timeout_s: float,
         backend: str,
@@ -57,7 +60,9 @@ class Publisher:
         """
         self._position = position or Position.from_megatron()
         self._store = (store_host, store_port)
-        self._engine_workers = engine_workers
+        self._engine_workers = 0
+        self._epoch: int | None = None
+        self._abandonment: wire.Abandonment | None = None
         self._timeout_s = timeout_s
         self._backend = backend
         self._device = device
@@ -90,31 +95,36 @@ class Publisher:
         assert self._tensors is not None, "only replica 0 publishes"
         return {"name": self._name, "manifest": self._tensors.manifest.to_json()}
 
-    def connect(self, timeout_s: float | None = None) -> None:
-        """Form the group with all engine workers; ranks that do not send return at once.
+    def connect(self, epoch: int, engine_workers: int, timeout_s: float | None = None) -> None:
+        """Form the group of this epoch with so many engine workers; ranks that do not send return at once, as does a leader
+        that is in it already.
 
         Waits for them at most timeout_s, which should cover the engines' start; None takes the publisher's own. Raises
         DeadlineExceeded with the missing workers.
         """
-        if not self.is_leader:
+        if not self.is_leader or epoch == self._epoch:
             return
         self.close()
+        self._engine_workers = engine_workers
+        name = wire.epoch_name(self._name, epoch)
+        self._abandonment = wire.Abandonment(*self._store, name)
         self._group = wire.join_group(
             *self._store,
-            self._name,
+            name,
             rank=0,
-            size=1 + self._engine_workers,
+            size=1 + engine_workers,
             backend=self._backend,
             timeout_s=self._timeout_s,
             describe=f"stage {self._position.stage} publishes to {self._workers}",
             members_timeout_s=timeout_s,
         )
+        self._epoch = epoch
 
     def publish(self, version: int) -> PublishStats:
         """Send all weights as `version`. Collective over the TP ranks of replica 0; other ranks return at once.
 
-        Raises DeadlineExceeded or WeightSyncError, after which group and engines are in an undefined state: start them
-        again.
+        Raises WeightSyncError on a leader that lost an engine or was told to give up, after which the group is dropped and
+        the engines that are left hold no version; DeadlineExceeded where that was not noticed in time.
         """
         if self._tensors is None:
             return PublishStats()
@@ -132,27 +142,46 @@ class Publisher:
 
     def close(self) -> None:
         """Leave the group."""
+        self._epoch = None
         if self._group is not None:
             wire.leave_group(self._group)
             self._group = None
 
+    def _drop(self) -> None:
+        """Forget a group that lost a member."""
+        if self._group is not None:
+            wire.drop_group(self._group)
+        self._group, self._epoch = None, None
+
     def _send(self, version: int, deadline: wire.Deadline) -> float:
         """Broadcast header and buckets; returns the seconds spent waiting for the wire."""
         assert self._tensors is not None
-        if self._group is None:
-            raise wire.WeightSyncError(
-                f"stage {self._position.stage} has no connection to the engines; call connect() before publish()"
-            )
-        buckets = self._tensors.manifest.buckets
+        buckets = self._tensors.buckets(deadline)
+        try:
+            if self._group is None or self._abandonment is None:
+                raise wire.WeightSyncError(
+                    f"stage {self._position.stage} has no connection to the engines; call connect() before publish()"
+                )
+            wire_deadline = wire.Deadline(deadline.remaining_s, self._abandonment.reason)
+            return self._broadcast(buckets, version, wire_deadline)
+        except wire.WeightSyncError:
+            self._drop()
+            for _ in buckets:  # the TP peers are somewhere in the gather of these and must come to its end
+                pass
+            raise
+
+    def _broadcast(self, buckets: Iterator[torch.Tensor | None], version: int, deadline: wire.Deadline) -> float:
+        assert self._tensors is not None
+        plan = self._tensors.manifest.buckets
         header = torch.tensor([version, self._tensors.manifest.digest], dtype=torch.int64, device=self._device)
         on_the_wire, sending = wire.broadcast(self._group, header), "the header"
         waited = 0.0
-        for index, buffer in enumerate(self._tensors.buckets(deadline)):
+        for index, buffer in enumerate(buckets):
             assert buffer is not None
             work = wire.broadcast(self._group, buffer)
             # Bucket i-1 must have left before the next step of the loop packs bucket i+1 into its buffer.
             waited += self._wait(on_the_wire, deadline, version, sending)
-            on_the_wire, sending = work, f"bucket {index + 1} of {len(buckets)} ({buckets[index].summary})"
+            on_the_wire, sending = work, f"bucket {index + 1} of {len(plan)} ({plan[index].summary})"
         return waited + self._wait(on_the_wire, deadline, version, sending)
 
     def _wait(self, work: dist.Work, deadline: wire.Deadline, version: int, sending: str) -> float:

@@ -64,11 +64,13 @@ class WorkerExtension:
             )
             for stage, manifest in zip(stages, manifests, strict=True)
         ]
-        self._pa_receiver = Receiver(manifests, groups, rank, torch.device(worker.device), float(timeout_s))
+        abandonments = [wire.Abandonment(host, int(port), stage["name"]) for stage in stages]
+        device = torch.device(worker.device)
+        self._pa_receiver = Receiver(manifests, groups, rank, device, float(timeout_s), abandonments)
         return {"rank": rank, "stages": len(groups)}
 
     def pa_receive(self, version: int) -> dict[str, Any]:
-        """Load weight version `version`. On any error the version is unset and the engine must be started again."""
+        """Load weight version `version`. On any error the version is unset; connect and receive again."""
         receiver = self._pa_get()
         start = time.perf_counter()
         worker: Any = self
@@ -132,13 +134,16 @@ class Receiver:
         rank: int,
         device: torch.device,
         timeout_s: float,
+        abandonments: list[wire.Abandonment] | None = None,
     ) -> None:
         self._manifests = manifests
+        self._abandonments = abandonments or []
         self._groups = groups
         self._rank = rank
         self._device = device
         self._timeout_s = timeout_s
         self._progress = Progress(groups, rank)
+        self._unfinished = False  # broadcasts may be pending
 
     @property
     def num_bytes(self) -> int:
@@ -151,18 +156,23 @@ class Receiver:
 
     def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) of all weights. Each tensor may be kept: buffers are not used again."""
-        deadline = wire.Deadline(self._timeout_s)
+        deadline = wire.Deadline(self._timeout_s, self._given_up)
+        self._unfinished = True
         self._progress.begin(version)
         for message in self._messages(version, deadline):
             if message.bucket is None:
                 self._check_header(message.buffer, message.manifest, version)
             else:
                 yield from message.assembler.take(message.bucket, message.buffer)
+        self._unfinished = False
 
     def close(self) -> None:
         for group in self._groups:
-            wire.leave_group(group)
+            (wire.drop_group if self._unfinished else wire.leave_group)(group)
         self._groups = []
+
+    def _given_up(self) -> str | None:
+        return next((reason for one in self._abandonments if (reason := one.reason())), None)
 
     def _messages(self, version: int, deadline: wire.Deadline) -> Iterator[Message]:
         """Header and buckets of each stage, in the order they are sent, always with the next ones already posted."""

@@ -30,6 +30,9 @@ from pa_npu.errors import DeadlineExceeded, PaNpuError
 # The pause between polls grows with the time waited, so that a short wait ends promptly and a long one costs nothing.
 _SHORTEST_POLL_S, _LONGEST_POLL_S, _POLL_SHARE = 0.0001, 0.005, 0.002
 _LONGEST_JOIN_POLL_S = 0.05
+_ABANDONED_POLL_S = 0.1
+_ABANDONED_CONNECT_S = 30.0
+_dropped: list[dist.ProcessGroup] = []
 # The backend's own timeout comes after ours, whose message says more.
 _BACKEND_MARGIN_S = 15.0
 
@@ -205,11 +208,43 @@ class Assembler:
         return math.prod(self._manifest.shapes[name])
 
 
-class Deadline:
-    """A point in time that several waits share."""
+class Abandonment:
+    """The key under which a group's publish is given up, because a member is gone: whoever still waits must stop.
 
-    def __init__(self, seconds: float) -> None:
+    A backend may not notice a dead member (NCCL and HCCL wait for it), so both ends ask, through a store client of their own.
+    """
+
+    def __init__(self, host: str, port: int, name: str) -> None:
+        self._address = (host, port)
+        self._name = name
+        self._store: dist.Store | None = None
+        self._asked_s = time.monotonic()
+
+    def declare(self, reason: str) -> None:
+        self._client().set("abandoned", reason)
+
+    def reason(self) -> str | None:
+        """Why the publish was given up, if it was; asks the store at most every 0.1 s."""
+        if time.monotonic() - self._asked_s < _ABANDONED_POLL_S:
+            return None
+        self._asked_s = time.monotonic()
+        store = self._client()
+        return store.get("abandoned").decode() if store.check(["abandoned"]) else None
+
+    def _client(self) -> dist.Store:
+        if self._store is None:
+            timeout = timedelta(seconds=_ABANDONED_CONNECT_S)
+            client = dist.TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=timeout)
+            self._store = dist.PrefixStore(self._name, client)
+        return self._store
+
+
+class Deadline:
+    """A point in time that several waits share; given_up says why they should end before it, if they should."""
+
+    def __init__(self, seconds: float, given_up: Callable[[], str | None] = lambda: None) -> None:
         self.seconds = seconds
+        self.given_up = given_up
         self._start = time.monotonic()
 
     @property
@@ -242,6 +277,8 @@ def wait(
         if deadline.remaining_s <= 0:
             missing = f" ({blame()})" if blame is not None else ""
             raise DeadlineExceeded(f"{what}: not done within {deadline.seconds:g} s{missing}; {remedy}")
+        if reason := deadline.given_up():
+            raise WeightSyncError(f"{what}: given up after {deadline.elapsed_s:.1f} s: {reason}")
         if meanwhile is not None:
             meanwhile()
         waited_s = time.monotonic() - start
@@ -275,10 +312,10 @@ def join_group(
 
     `host:port` is any c10d TCPStore that all members reach; each uses a client of its own. Blocks until all members are
     there, at most members_timeout_s (default timeout_s). timeout_s is that of one publish. Raises DeadlineExceeded with
-    the ranks that are missing, or WeightSyncError.
+    the ranks that are missing, or WeightSyncError, also when the group is abandoned meanwhile.
     """
     timeout = timedelta(seconds=timeout_s + _BACKEND_MARGIN_S)
-    deadline = Deadline(members_timeout_s or timeout_s)
+    deadline = Deadline(members_timeout_s or timeout_s, Abandonment(host, port, name).reason)
     try:
         store = dist.PrefixStore(
             name, dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -309,12 +346,30 @@ def _wait_for_members(store: dist.Store, rank: int, size: int, deadline: Deadlin
                 f"{describe}: ranks {missing} of {size} did not join within {deadline.seconds:g} s (rank 0 is the trainer's, "
                 f"the others are engine workers); check that they are alive and were given this run's store and manifests"
             )
+        if reason := deadline.given_up():
+            raise WeightSyncError(f"{describe}: given up: {reason}")
         time.sleep(min(_LONGEST_JOIN_POLL_S, _SHORTEST_POLL_S + deadline.elapsed_s * 0.1))
+
+
+def epoch_name(name: str, epoch: int) -> str:
+    """The group's name after the `epoch`-th change of its members; a name serves once."""
+    return f"{name}.{epoch}" if epoch else name
 
 
 def leave_group(group: dist.ProcessGroup) -> None:
     """Free a group made by join_group."""
     dist.destroy_process_group(group)
+
+
+def drop_group(group: dist.ProcessGroup) -> None:
+    """Stop using a group made by join_group in which a member is gone or hangs.
+
+    NCCL and HCCL are told to end what is pending. gloo cannot be, and its destructor waits for it, with Python's lock held,
+    until the group's timeout: so the object stays until the process ends.
+    """
+    if hasattr(group, "abort"):
+        group.abort()
+    _dropped.append(group)
 
 
 def broadcast(group: dist.ProcessGroup | None, tensor: torch.Tensor, root: int = 0) -> dist.Work:

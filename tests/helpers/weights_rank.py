@@ -70,7 +70,6 @@ def main(job_file: str) -> None:
         spec,
         store_host=host,
         store_port=port,
-        engine_workers=job["workers"],
         bucket_bytes=int(job["bucket_mib"] * 2**20),
         timeout_s=60.0,
         backend="gloo",
@@ -79,7 +78,7 @@ def main(job_file: str) -> None:
         if job["workers"]:
             if ranks.is_stage_leader:
                 store.set(f"manifest/{ranks.pipeline_rank}", json.dumps(publisher.manifest()))
-            publisher.connect(240.0)
+            publisher.connect(0, job["workers"], 240.0)
         for version, model in enumerate(models):
             load_hf(stage.policy, ModelSpec.read(str(model)))
             if not job["workers"]:

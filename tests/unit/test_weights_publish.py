@@ -32,6 +32,7 @@ class World:
     ) -> None:
         self.spec, self.tp_size, self.stages, self.workers = spec, tp_size, stages, workers
         self.store = dist.HashStore()
+        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.modules: list[torch.nn.Module] = []
         monkeypatch.setattr(wire, "join_group", self._join)
         monkeypatch.setattr(wire, "leave_group", lambda group: None)
@@ -56,10 +57,10 @@ class World:
             module = Stage(self.tp_size, stage, self.stages).load(self.spec, rank, dtype)
             self.modules.append(module)
             position = Position(rank, self.tp_size, stage, self.stages, 0, group)
-            made.append(publisher(module, self.spec, position, self.workers, bucket_bytes, timeout_s))
+            made.append(publisher(module, self.spec, position, bucket_bytes, timeout_s, self.server.port))
         return made
 
-    def connect(self, publishers: list[Publisher], timeout_s: float = 30.0) -> list[Receiver]:
+    def connect(self, publishers: list[Publisher], timeout_s: float = 30.0, epoch: int = 0) -> list[Receiver]:
         """Join trainers and engine workers; returns one Receiver per worker."""
         leaders = [p for p in publishers if p.is_leader]
         announced = [p.manifest() for p in leaders]
@@ -67,10 +68,13 @@ class World:
         size = 1 + self.workers
 
         def join(rank: int) -> Receiver:
-            groups = [gloo_group(self.store, entry["name"], rank, size, timeout_s) for entry in announced]
-            return Receiver(manifests, groups, rank, torch.device("cpu"), timeout_s)
+            names = [wire.epoch_name(entry["name"], epoch) for entry in announced]
+            groups = [gloo_group(self.store, name, rank, size, timeout_s) for name in names]
+            abandonments = [wire.Abandonment("127.0.0.1", self.server.port, name) for name in names]
+            return Receiver(manifests, groups, rank, torch.device("cpu"), timeout_s, abandonments)
 
-        results: list[Any] = run_threads(*(p.connect for p in leaders), *(lambda r=r: join(r) for r in range(1, size)))
+        results: list[Any] = run_threads(
+            *(lambda p=p: p.connect(epoch, self.workers) for p in leaders), *(lambda r=r: join(r) for r in range(1, size)))
         errors = [r for r in results if isinstance(r, Exception)]
         assert not errors, errors
         return results[len(leaders) :]
@@ -80,16 +84,15 @@ def publisher(
     module: torch.nn.Module,
     spec: ModelSpec,
     position: Position,
-    workers: int = 1,
     bucket_bytes: int = 4096,
     timeout_s: float = 30.0,
+    store_port: int = 1,
 ) -> Publisher:
     return Publisher(
         module,
         spec,
         store_host="127.0.0.1",
-        store_port=1,
-        engine_workers=workers,
+        store_port=store_port,
         bucket_bytes=bucket_bytes,
         timeout_s=timeout_s,
         backend="gloo",
@@ -211,10 +214,10 @@ def test_manifest_that_does_not_cover_its_tensors_is_refused(break_it: str, tmp_
 def test_only_the_tp_leader_of_the_first_replica_speaks(tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     other_replica = publisher(Stage().load(spec, 0), spec, Position(replica=1))
-    other_replica.connect()
+    other_replica.connect(0, 1)
     assert other_replica.publish(3) == PublishStats() and not other_replica.is_leader
     peer = publisher(Stage(2).load(spec, 1), spec, Position(1, 2))
-    peer.connect()
+    peer.connect(0, 1)
     assert not peer.is_leader
     leader = publisher(Stage().load(spec, 0), spec, Position())
     with pytest.raises(wire.WeightSyncError, match=r"call connect\(\) before publish\(\)"):
@@ -246,7 +249,7 @@ def test_the_next_bucket_is_ready_before_the_one_on_the_wire_has_left(
         total = 1 + len(sender.manifest()["manifest"]["buckets"])
         posted: list[LateWork] = []
         monkeypatch.setattr(wire, "broadcast", lambda group, tensor: LateWork(posted, total))
-        sender.connect()
+        sender.connect(0, 1)
         assert sender.publish(0).buckets == len(posted) - 1 == total - 1 > 3
 
 
@@ -304,10 +307,10 @@ def test_engine_whose_trainer_stops_ends_at_the_deadline(tmp_path: Path, monkeyp
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     world = World(monkeypatch, spec, stages=2)
     publishers = world.publishers()
-    (receiver,) = world.connect(publishers, timeout_s=0.8)
+    (receiver,) = world.connect(publishers, timeout_s=2.0)
     _, worker = run_threads(lambda: publishers[0].publish(1), received(receiver, 1))
     assert isinstance(worker, DeadlineExceeded), worker
-    for part in ("engine worker 1", "version 1", "stage 1, header", "not done within 0.8 s"):
+    for part in ("engine worker 1", "version 1", "stage 1, header", "not done within 2 s"):
         assert part in str(worker)
 
 
@@ -330,6 +333,39 @@ def test_engine_that_dies_ends_the_publish_at_once(tmp_path: Path, monkeypatch: 
     assert isinstance(sender, wire.WeightSyncError), sender
     for part in ("version 1, stage 0, bucket", "the connection broke after 0.", "engine workers (ranks 1 to 1"):
         assert part in str(sender)
+
+
+def test_a_publish_that_is_given_up_ends_on_both_sides_and_leaves_the_tp_peers_ready_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend alone would let both wait for the worker that never comes until their deadline of 30 s."""
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
+    world = World(monkeypatch, spec, tp_size=2, workers=2)
+    publishers = world.publishers(timeout_s=30.0)
+    receivers = world.connect(publishers)
+    name = publishers[0].manifest()["name"]
+
+    def give_up() -> None:
+        time.sleep(0.3)
+        wire.Abandonment("127.0.0.1", world.server.port, name).declare("engine b is gone")
+
+    start = time.monotonic()
+    leader, peer, worker, _ = run_threads(
+        lambda: publishers[0].publish(1), lambda: publishers[1].publish(1), received(receivers[0], 1), give_up
+    )
+    assert time.monotonic() - start < 10
+    assert isinstance(leader, wire.WeightSyncError) and "engine b is gone" in str(leader)
+    assert isinstance(worker, Exception), worker
+    assert isinstance(peer, PublishStats), "the TP peer has come to the end of its gather"
+
+    world.workers = 1
+    (receiver,) = world.connect(publishers, epoch=1)
+    _, _, weights = run_threads(
+        lambda: publishers[0].publish(1), lambda: publishers[1].publish(1), received(receiver, 1)
+    )
+    reference = load_file(tmp_path / "model.safetensors")
+    assert set(weights) == set(reference)
+    assert all(torch.equal(weights[key], reference[key]) for key in reference)
 
 
 def test_tp_peer_that_stops_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
