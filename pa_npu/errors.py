@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 
 class PaNpuError(Exception):
     """Base of every error this package raises on purpose. Its message is one printable line, whatever is quoted in it."""
@@ -36,3 +38,20 @@ class InvariantViolation(PaNpuError):
 
 def _printable(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+FAILED = 1
+BAD_INPUT = 2
+MUST_NOT_CONTINUE = 3
+
+
+def exit_code(error: PaNpuError, logger: logging.Logger) -> int:
+    """Logs the error in one line and returns the exit code of a process of a run that ends with it.
+
+    1: another attempt may succeed. 2 (bad input) and 3 (an invariant is broken, the disk is full) end the run.
+    """
+    if isinstance(error, UserError):
+        logger.error("%s", error)
+        return BAD_INPUT
+    logger.error("%s: %s", type(error).__name__, error)
+    return MUST_NOT_CONTINUE if isinstance(error, (InvariantViolation, CheckpointError)) else FAILED

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import struct
 import time
@@ -28,6 +29,14 @@ _LONGEST_PAUSE_S = 0.02
 _PAUSE_SHARE = 0.01
 _INLINE, _CHUNKED = b"\x00", b"\x01"
 _CHUNK_HEADER = struct.Struct("<IQ")
+
+
+def attempt_prefix(attempt: int | None = None) -> str:
+    """Prefix of the keys of one attempt of a run: what is started again must not meet what was there before.
+
+    attempt: None is that of this process (PA_NPU_ATTEMPT).
+    """
+    return f"pa/{os.environ.get('PA_NPU_ATTEMPT', '0') if attempt is None else attempt}/"
 
 
 class StoreError(PaNpuError):
@@ -57,7 +66,7 @@ def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 class StoreChannel:
     """Typed, chunked, deadline-bound access to one c10d store under a key prefix. Safe to share between threads."""
 
-    def __init__(self, store: dist.Store, prefix: str = "pa/") -> None:
+    def __init__(self, store: dist.Store, prefix: str = "pa/0/") -> None:
         self._store = store
         self._prefix = prefix
         self._address = f"store at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else "store"

@@ -27,6 +27,11 @@ class RunConfig(Section):
     device: Literal["auto", "npu", "cuda", "cpu"] = Field(
         "auto", description="Device kind of trainers and engines; auto takes npu, then cuda, then cpu."
     )
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="How often coordinator and trainers are started again, from the newest checkpoint, when one of them ends.",
+    )
     deterministic: bool = Field(True, description="Use deterministic kernels where the platform has a choice.")
 
 
@@ -110,6 +115,13 @@ class RolloutConfig(Section):
     )
     request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one group's generation.")
     startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for an engine to become ready.")
+    probe_every_s: float = Field(
+        30.0, gt=0, description="Time between two probes of a serving engine: a token that it must generate."
+    )
+    probe_timeout_s: float = Field(
+        60.0, gt=0, description="Deadline of a probe; an engine that does not answer is taken for hung and replaced."
+    )
+    restarts: int = Field(3, ge=0, description="How often each engine that ends or hangs is started again.")
     extra_args: tuple[str, ...] = Field((), description="Further arguments for the vLLM server.")
     env: dict[str, str] = Field(default_factory=dict, description="Further environment variables for the engines.")
 
@@ -368,6 +380,16 @@ class Config(Section):
     def frozen_dtype(self) -> Literal["fp32", "bf16"]:
         """Type of the frozen models, resolved."""
         return self.model.dtype if self.model.frozen_dtype == "same" else self.model.frozen_dtype
+
+    @property
+    def engine_wait_s(self) -> float:
+        """Deadline of the wait for room on an engine: what is in flight ends by then, and what died has been replaced."""
+        return self.rollout.request_timeout_s + self.rollout.startup_timeout_s + self.publish.timeout_s
+
+    @property
+    def border_timeout_s(self) -> float:
+        """Deadline of an iteration border: a publish that fails, an engine that starts, and a publish that succeeds."""
+        return self.rollout.startup_timeout_s + 2 * self.publish.timeout_s
 
     @property
     def microbatches_per_group(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pa_npu.buffer.store import attempt_prefix
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
 from pa_npu.launcher.placement import Placement, visible_devices
@@ -27,13 +28,23 @@ class Command:
 
 @dataclass(frozen=True)
 class Store:
-    """Where the run's c10d store listens."""
+    """Where the run's c10d store listens, and which attempt of the run a process belongs to."""
 
     host: str
     port: int
+    attempt: int = 0
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def prefix(self) -> str:
+        """Of the attempt's keys."""
+        return attempt_prefix(self.attempt)
 
     def env(self) -> dict[str, str]:
-        return {"PA_NPU_STORE": f"{self.host}:{self.port}"}
+        return {"PA_NPU_STORE": self.address, "PA_NPU_ATTEMPT": str(self.attempt)}
 
 
 def engine_url(config: Config, port: int) -> str:
@@ -51,10 +62,10 @@ def engine_commands(
         yield Command(f"engine-{index}", command.argv, env | command.env, placement.engine_cores[index])
 
 
-def coordinator_command(config: Config, platform: Platform, urls: Sequence[str], store: Store, key: str) -> Command:
+def coordinator_command(config: Config, platform: Platform, store: Store, key: str) -> Command:
     argv = (sys.executable, "-m", "pa_npu.rollout.coordinator", "--config", _config_file(config))
     env = _common_env(config) | store.env() | platform.environment("coordinator") | ({KEY_VARIABLE: key} if key else {})
-    return Command("coordinator", (*argv, "--engines", ",".join(urls)), env)
+    return Command("coordinator", argv, env)
 
 
 def trainer_commands(config: Config, platform: Platform, placement: Placement, store: Store) -> Iterator[Command]:

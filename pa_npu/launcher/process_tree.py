@@ -104,6 +104,15 @@ class ProcessTree:
             time.sleep(_POLL_S)
         self.kill_strays()
 
+    def kill_one(self, process: Process) -> None:
+        """SIGKILL a process, which may hang, and its descendants."""
+        self._kill([process])
+        self.kill_strays()
+
+    def forget(self, processes: Sequence[Process]) -> None:
+        """These have ended, others may take their names."""
+        self.processes = [process for process in self.processes if process not in processes]
+
     def kill(self) -> None:
         """SIGKILL everything at once."""
         self._kill(self.processes)

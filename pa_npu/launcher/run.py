@@ -4,7 +4,8 @@ engines, coordinator and trainer ranks start together (their imports take half a
 ready     all engines answer, all pipeline stages have announced their weights
 running   the coordinator's progress lines are relayed
 done      coordinator and trainers have ended with 0; engines are stopped, the summary is printed
-failed    any process ended otherwise: its name, end and last log lines are printed, everything is stopped
+lost      an engine, or coordinator and trainers from the newest checkpoint, are started again (recovery.py)
+failed    that does not help: the name, end and last log lines of a process are printed, everything is stopped
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import torch.distributed as dist
 
 from pa_npu import __version__
 from pa_npu.buffer.store import StoreChannel, connect
+from pa_npu.config.load import dump_config
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, DataError
@@ -29,9 +32,13 @@ from pa_npu.launcher.engine_key import engine_key, key_file
 from pa_npu.launcher.placement import Placement, engine_ports
 from pa_npu.launcher.process_tree import ProcessTree
 from pa_npu.launcher.readiness import Awaited, engine_answers, host_store, trainers_announced
-from pa_npu.launcher.run_directory import own_run_directory
+from pa_npu.launcher.recovery import Attempt, Recovery
+from pa_npu.launcher.resume import resolve_resume
+from pa_npu.launcher.run_directory import begin_attempt, own_run_directory
 from pa_npu.launcher.supervisor import Supervisor, stop_signals
 from pa_npu.platform.base import Platform
+from pa_npu.rollout.roster import PREFIX as ROSTER_PREFIX
+from pa_npu.rollout.roster import Roster
 from pa_npu.telemetry.progress import format_duration
 from pa_npu.telemetry.summary import summarise
 from pa_npu.telemetry.timeline import Timeline, merge
@@ -64,10 +71,14 @@ def run(config: Config) -> int:
             ProcessTree(run_dir / "logs", GRACE_S, signals.insisted) as tree,
         ):
             server = _host_store(config)  # lives as long as this name
-            store = Store(config.placement.host, server.port)
-            commands, awaited = plan(config, findings.spec, platform, findings.placement, store, key)
-            supervisor = Supervisor(tree, console, timeline, signals)
-            code = supervisor.run(commands, awaited)
+            plan = Plan(config, findings.spec, platform, findings.placement, server.port, key, console)
+            engines, urls = plan_engines(config, findings.spec, platform, findings.placement, key)
+            roster = announce(config, plan.store, urls)
+            console.say(f"engines can join with: python -m pa_npu.rollout.engine --join {plan.store.address}")
+            recovery = Recovery(config, tree, console, roster, plan.attempt_again)
+            supervisor = Supervisor(tree, console, timeline, signals, recovery)
+            first = plan.attempt(config, 0)
+            code = supervisor.run(engines, first.commands, [*await_engines(config, urls), *first.awaited])
         finish(config, run_dir, console, code, time.monotonic() - start_s)
         return code
 
@@ -88,24 +99,51 @@ def run_engines(config: Config) -> int:
     ):
         console.say(f"attach with rollout.attach=[{','.join(urls)}] rollout.key_file={file.resolve()}")
         supervisor = Supervisor(tree, console, Timeline(None, "launcher"), signals)
-        return supervisor.run(commands, await_engines(config, urls))
+        return supervisor.run(commands, [], await_engines(config, urls))
 
 
-def plan(
-    config: Config, spec: ModelSpec, platform: Platform, placement: Placement, store: Store, key: str
-) -> tuple[list[Command], list[Awaited]]:
-    """The commands to start, and what to wait for afterwards."""
-    engines, urls = plan_engines(config, spec, platform, placement, key)
-    trainer = config.trainer
-    channel = StoreChannel(connect(store.host, store.port, trainer.startup_timeout_s))
-    announced = partial(trainers_announced, channel, trainer.pipeline_parallel)
-    commands = [
-        *engines,
-        coordinator_command(config, platform, urls, store, key),
-        *trainer_commands(config, platform, placement, store),
-    ]
-    awaited = await_engines(config, urls)
-    return commands, [*awaited, Awaited("trainers", announced, trainer.startup_timeout_s, "trainer", "trainer-0")]
+@dataclass(frozen=True)
+class Plan:
+    """How to start coordinator and trainers, as often as it takes."""
+
+    config: Config
+    spec: ModelSpec
+    platform: Platform
+    placement: Placement
+    store_port: int
+    key: str
+    console: Console
+
+    @property
+    def store(self) -> Store:
+        return Store(self.config.placement.host, self.store_port)
+
+    def attempt(self, config: Config, number: int) -> Attempt:
+        """The commands of an attempt that has `config` in the run directory."""
+        store, trainer = replace(self.store, attempt=number), config.trainer
+        channel = StoreChannel(connect(store.host, store.port, trainer.startup_timeout_s), store.prefix)
+        announced = partial(trainers_announced, channel, trainer.pipeline_parallel)
+        commands = [
+            coordinator_command(config, self.platform, store, self.key),
+            *trainer_commands(config, self.platform, self.placement, store),
+        ]
+        return Attempt(commands, [Awaited("trainers", announced, trainer.startup_timeout_s, "trainer", "trainer-0")])
+
+    def attempt_again(self, number: int) -> Attempt:
+        """From the newest checkpoint of the run, or where it began if it has none."""
+        config = resolve_resume(self.config, self.console.complain, restart=True)
+        begin_attempt(config, self.console.complain)
+        return self.attempt(config, number)
+
+
+def announce(config: Config, store: Store, urls: Sequence[str]) -> Roster:
+    """The roster of the run's store, with its engines: those to start, which are started again when they end, or the attached."""
+    channel = StoreChannel(connect(store.host, store.port, config.trainer.startup_timeout_s), ROSTER_PREFIX)
+    roster = Roster(channel)
+    roster.publish_config(dump_config(config))
+    for url in urls:
+        roster.announce(url, restarts=not config.rollout.attach)
+    return roster
 
 
 def plan_engines(

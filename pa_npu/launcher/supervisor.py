@@ -1,4 +1,8 @@
-"""The supervisor: starts the commands of a run, waits for readiness, relays progress, ends when the run ends or fails."""
+"""The supervisor: starts the commands of a run, waits for readiness, relays progress, ends when the run ends or fails.
+
+What ends before the run was ready for the first time fails it: something is wrong with the run or the machine. What ends later
+is started again as far as `Recovery` allows.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,17 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 
+from pa_npu.errors import BAD_INPUT, FAILED
 from pa_npu.launcher.commands import Command
 from pa_npu.launcher.console import Console
 from pa_npu.launcher.log_tail import MarkedLines
 from pa_npu.launcher.process_tree import Process, ProcessTree
 from pa_npu.launcher.readiness import Awaited
+from pa_npu.launcher.recovery import Attempt, Failure, Recovery
 from pa_npu.telemetry.progress import PREFIX
 from pa_npu.telemetry.timeline import Timeline, now
-
-FAILED = 1
-BAD_INPUT = 2
 
 _TICK_S = 0.1
 _PROBE_EVERY_S = 0.5
@@ -53,41 +55,51 @@ def stop_signals() -> Iterator[StopSignals]:
             signal.signal(number, handler)
 
 
-@dataclass
-class _Failure(Exception):
-    """The run must end: in words, with the process to show the log of, if one is to blame."""
-
-    reason: str
-    process: Process | None = None
-
-
 class Supervisor:
     """Of all processes of a run, or of engines alone, which serve until a signal comes."""
 
-    def __init__(self, tree: ProcessTree, console: Console, timeline: Timeline, signals: StopSignals) -> None:
+    def __init__(
+        self,
+        tree: ProcessTree,
+        console: Console,
+        timeline: Timeline,
+        signals: StopSignals,
+        recovery: Recovery | None = None,
+    ) -> None:
+        """recovery: None where nothing is started again."""
         self._tree = tree
+        self._recovery = recovery
+        self._recovers = False
         self._console = console
         self._timeline = timeline
         self._signals = signals
         self._progress: MarkedLines | None = None
 
-    def run(self, commands: Sequence[Command], awaited: Sequence[Awaited]) -> int:
-        """Returns the exit code of the run; everything is stopped then."""
+    def run(self, engines: Sequence[Command], workers: Sequence[Command], awaited: Sequence[Awaited]) -> int:
+        """Returns the exit code of the run; everything is stopped then. engines: in the order of the roster."""
         start_s = now()
         try:
-            for command in commands:
-                process = self._tree.start(command.name, command.argv, command.env, command.cores)
-                if command.name == "coordinator":
-                    self._progress = MarkedLines(process.log, PREFIX)
-            if self._until_ready(awaited) and self._until_done():
+            for index, command in enumerate(engines):
+                process = self._start(command)
+                if self._recovery is not None:
+                    self._recovery.watch(command, index, process)
+            for command in workers:
+                self._start(command)
+            if self._until_done(awaited):
                 self._timeline.complete("run", start_s, now(), "run")
                 self._stop("the run is done")
                 return 0
-        except _Failure as failure:
+        except Failure as failure:
             return self._fail(failure)
         number = self._signals.received[0]
         self._stop(f"{signal.Signals(number).name}: stopping (once more: at once)")
         return 128 + number
+
+    def _start(self, command: Command) -> Process:
+        process = self._tree.start(command.name, command.argv, command.env, command.cores)
+        if command.name == "coordinator" and self._progress is None:
+            self._progress = MarkedLines(process.log, PREFIX)
+        return process
 
     def _until_ready(self, awaited: Sequence[Awaited]) -> bool:
         """False when a signal came first."""
@@ -106,7 +118,7 @@ class Supervisor:
             next_probe = time.monotonic() + _PROBE_EVERY_S
             for item in pending:
                 if seconds > item.timeout_s:
-                    raise _Failure(
+                    raise Failure(
                         f"{item.name} not ready after {seconds:.0f} s ({item.section}.startup_timeout_s)",
                         next((process for process in self._tree.processes if process.name == item.process), None),
                     )
@@ -115,16 +127,36 @@ class Supervisor:
                 self._console.say(f"waiting for {', '.join(item.name for item in pending)} ({seconds:.0f} s)")
         return True
 
-    def _until_done(self) -> bool:
+    def _until_done(self, awaited: Sequence[Awaited]) -> bool:
         """Until coordinator and trainers have ended well: each of them has deadlines on all of its own waits.
 
         Where there are none, engines serve until a signal.
         """
-        workers = [process for process in self._tree.processes if not process.name.startswith("engine-")]
-        while not workers or any(process.exit_code is None for process in workers):
-            if not self._tick():
-                return False
-        return True
+        while True:
+            try:
+                if not self._until_ready(awaited):
+                    return False
+                self._recovers = self._recovery is not None
+                while not self._workers() or any(process.exit_code is None for process in self._workers()):
+                    if not self._tick():
+                        return False
+                return True
+            except Failure as failure:
+                if self._signals.received or not (attempt := self._next_attempt(failure)):
+                    raise
+                for command in attempt.commands:
+                    self._start(command)
+                awaited = attempt.awaited
+
+    def _next_attempt(self, failure: Failure) -> Attempt | None:
+        failed = failure.process
+        if not self._recovers or self._recovery is None or failed is None or _is_engine(failed):
+            return None
+        time.sleep(_AFTERMATH_S)  # the first to end is not always the first to be seen
+        return self._recovery.next_attempt(self._failed() or [failed])
+
+    def _workers(self) -> list[Process]:
+        return [process for process in self._tree.processes if not _is_engine(process)]
 
     def _tick(self) -> bool:
         """Wait a moment, relay progress, look for dead processes; False when a signal asks to stop."""
@@ -132,21 +164,26 @@ class Supervisor:
         self._relay()
         if self._signals.received:
             return False
+        if self._recovery is not None and self._recovers:
+            self._recovery.restart_engines()
         failed = self._failed()
         if failed:
-            raise _Failure(f"{failed[0].name} ended: {failed[0].describe_end()}", failed[0])
+            raise Failure(f"{failed[0].name} ended: {failed[0].describe_end()}", failed[0])
         return True
 
     def _failed(self) -> list[Process]:
-        """What ended and should not have: engines at all, the others with anything but 0."""
-        ended = self._tree.ended()
-        return [process for process in ended if process.exit_code != 0 or process.name.startswith("engine-")]
+        """What ended and should not have: engines at all, unless they are started again, the others with anything but 0."""
+        return [
+            process
+            for process in self._tree.ended()
+            if (not self._recovers if _is_engine(process) else process.exit_code != 0)
+        ]
 
     def _relay(self) -> None:
         for line in self._progress.new() if self._progress else ():
             self._console.say(line)
 
-    def _fail(self, failure: _Failure) -> int:
+    def _fail(self, failure: Failure) -> int:
         self._console.complain(f"failed: {failure.reason}")
         process = failure.process
         if process is not None:
@@ -168,3 +205,7 @@ class Supervisor:
         self._tree.stop()
         self._relay()
         self._console.say(f"all processes ended ({time.monotonic() - began:.1f} s)")
+
+
+def _is_engine(process: Process) -> bool:
+    return process.name.startswith("engine-")

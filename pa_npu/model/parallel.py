@@ -135,6 +135,16 @@ def tensor_group() -> dist.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group()
 
 
+def side_tensor_group() -> dist.ProcessGroup:
+    """The ranks of `tensor_group` again, for a thread whose collectives must not mix with training's. A collective of all."""
+    here = ranks()
+    groups = [
+        dist.new_group(list(range(first, first + here.tensor_size)))
+        for first in range(0, here.world_size, here.tensor_size)
+    ]
+    return groups[here.rank // here.tensor_size]
+
+
 def pipeline_group() -> dist.ProcessGroup:
     """Ranks of one replica with the same tensor rank, one per stage."""
     return parallel_state.get_pipeline_model_parallel_group()

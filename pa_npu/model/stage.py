@@ -108,6 +108,13 @@ class TriModel(MegatronModule):
         for target, source in zip(self.frozen[name].parameters(), self.policy.parameters(), strict=True):
             target.copy_(source)
 
+    def published_version(self) -> GPT:
+        """The model that keeps the published weights longest: the old policy, through all of an iteration's updates, where it
+        is as exact as the policy; else the policy, until its next update."""
+        old = self.frozen.get("old")
+        exact = old is not None and old.config.params_dtype == self.config.params_dtype
+        return old if old is not None and exact else self.policy
+
     def forward(
         self,
         tokens: torch.Tensor,

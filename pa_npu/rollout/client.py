@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.rollout.protocol import Completion, EngineError, Sampling
+from pa_npu.rollout.protocol import Completion, EngineError, EngineGone, Sampling
 from pa_npu.rollout.wire import decode_object, decode_response, encode_request
 
 # uvicorn closes idle connections after 5 s; closing them earlier ourselves avoids writing into one that is being closed.
@@ -24,6 +24,8 @@ _KEEP_ALIVE_S = 2.0
 _READ_BUFFER_BYTES = 2**20
 _READY_PAUSE_S = 0.25
 _RESET_PAUSE_S = 0.05
+_PROBE_PROMPT = np.zeros(1, np.int32)
+_PROBE_SAMPLING = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=False)
 
 
 class VllmEngine:
@@ -84,6 +86,9 @@ class VllmEngine:
                 )
             await asyncio.sleep(_RESET_PAUSE_S)
 
+    async def probe(self, *, deadline_s: float) -> None:
+        await self.generate(_PROBE_PROMPT, 1, 0, _PROBE_SAMPLING, deadline_s=deadline_s)
+
     async def wait_ready(self, *, deadline_s: float) -> None:
         start = time.monotonic()
         reason = "no answer"
@@ -107,7 +112,9 @@ class VllmEngine:
                 data = await response.read()
         if response.status != 200:
             excerpt = data[:300].decode("utf-8", "replace").strip()
-            raise EngineError(f"engine {self.name}: {what} answered {response.status}: {excerpt}")
+            # a server error is what the API process says when the engine behind it has died
+            kind = EngineGone if response.status >= 500 else EngineError
+            raise kind(f"engine {self.name}: {what} answered {response.status}: {excerpt}")
         return data
 
     @asynccontextmanager
@@ -120,7 +127,7 @@ class VllmEngine:
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             detail = str(error) or type(error).__name__
-            raise EngineError(
+            raise EngineGone(
                 f"engine {self.name}: {what} failed ({detail}); it has probably died, see its log"
             ) from None
 

@@ -1,17 +1,17 @@
 """The coordinator process: prompts in, groups out, engines under control; one asyncio loop.
 
-    python -m pa_npu.rollout.coordinator --config RUN/config.yaml --engines http://127.0.0.1:8000,http://127.0.0.1:8001
+    python -m pa_npu.rollout.coordinator --config RUN/config.yaml
 
-Per weight version v, with keys in the store that the launcher hosts (PA_NPU_STORE=host:port):
+Per weight version v, with keys in the store that the launcher hosts (PA_NPU_STORE=host:port), where the roster of engines is too:
 
     publish/v/ready   <- trainers, with their report of iteration v - 1
-    engines load v, forget old prefixes, answer the probe                        (publishing.py)
-    publish/v/done    -> trainers, with the probe
+    engines load v, forget old prefixes, answer the probe; trainers get it        (publishing.py)
     iteration v - 1 goes into metrics.jsonl and onto the console                   (record.py)
     greedy evaluation of version v, where due                                      (evaluate.py)
     iteration v is produced into the rollout buffer while the trainers consume it    (producer.py)
 
-The last version is only published and evaluated. Any failure ends the process with one line; the launcher ends the run.
+The last version is only published and evaluated. Engines may die, hang, leave and join meanwhile (fleet.py). Any other failure
+ends the process with one line; the launcher starts coordinator and trainers again from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -32,22 +32,25 @@ from typing import Any
 
 from pa_npu import platform
 from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
-from pa_npu.buffer.store import StoreChannel, connect
+from pa_npu.buffer.store import StoreChannel, attempt_prefix, connect
 from pa_npu.config.load import load_config
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
 from pa_npu.data.checkpoint_store import read_meta
 from pa_npu.data.prompts import Prompt, PromptStream, load_prompts
 from pa_npu.data.rewards.pool import RewardPool
-from pa_npu.errors import PaNpuError, UserError
+from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.rollout.client import VllmEngine
 from pa_npu.rollout.evaluate import evaluate
+from pa_npu.rollout.fleet import Fleet
 from pa_npu.rollout.pool import EnginePool, EngineUse
 from pa_npu.rollout.producer import Producer
 from pa_npu.rollout.production import Production
 from pa_npu.rollout.protocol import Sampling
-from pa_npu.rollout.publishing import EnginePublish, wait_all_ready
+from pa_npu.rollout.publishing import Connection, EnginePublish
 from pa_npu.rollout.record import RunRecords, iteration_record
+from pa_npu.rollout.roster import PREFIX as ROSTER_PREFIX
+from pa_npu.rollout.roster import Roster
 from pa_npu.rollout.scoring import Rewards
 from pa_npu.rollout.window import make_window
 from pa_npu.telemetry.logs import setup_logging
@@ -55,36 +58,35 @@ from pa_npu.telemetry.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
-# The trainers' buffer has this name too: one attempt of a run per store.
+# The trainers' buffer has this name too; its keys are those of one attempt of the run.
 _BUFFER = "run"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", required=True, help="resolved configuration of the run")
-    parser.add_argument("--engines", required=True, help="URLs of the engines, separated by commas")
     arguments = parser.parse_args()
     setup_logging("coordinator")
     try:
-        asyncio.run(run(load_config([arguments.config]), arguments.engines.split(",")))
-    except UserError as error:
-        logger.error("%s", error)
-        return 2
+        asyncio.run(run(load_config([arguments.config])))
     except PaNpuError as error:
-        logger.error("%s: %s", type(error).__name__, error)
-        return 1
+        return exit_code(error, logger)
     return 0
 
 
-async def run(config: Config, engine_urls: Sequence[str]) -> None:
+async def run(config: Config) -> None:
     """Everything from an empty event loop to the last evaluation."""
     spec = ModelSpec.read(config.model.path)
     store = _store_address()
     first = first_version(config)
     async with AsyncExitStack() as stack:
         train, test = load_prompt_sets(config)
-        channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s))
-        pool = await stack.enter_async_context(EnginePool([VllmEngine(url, spec.vocab_size) for url in engine_urls]))
+        channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
+        roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX))
+        pool = await stack.enter_async_context(EnginePool())
+        fleet = await stack.enter_async_context(
+            Fleet(config.rollout, pool, roster, lambda url: VllmEngine(url, spec.vocab_size))
+        )
         rewards = await stack.enter_async_context(RewardPool(config.reward))
         timeline = stack.enter_context(
             Timeline.for_run(config.run.dir, "coordinator", enabled=config.telemetry.timeline)
@@ -96,16 +98,17 @@ async def run(config: Config, engine_urls: Sequence[str]) -> None:
             config.rollout.window,
             config.rollout.responses_per_prompt,
             config.rollout.max_num_seqs,
-            math.ceil(config.schedule.prompts_per_iteration / len(engine_urls)) * config.rollout.responses_per_prompt,
+            math.ceil(config.schedule.prompts_per_iteration / fleet.size) * config.rollout.responses_per_prompt,
         )
         # groups go through a client of their own, so that a slow put delays no wait
-        buffer = StoreRolloutBuffer(StoreChannel(connect(*store, config.trainer.startup_timeout_s)), _BUFFER, readers=1)
+        buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
+        buffer = StoreRolloutBuffer(buffer_channel, _BUFFER, readers=1)
         producer = Producer(config, pool, rewards, buffer, window, sampling, timeline, store_thread)
-        publish = EnginePublish(config, pool, sampling)
-        coordinator = Coordinator(config, channel, pool, rewards, producer, publish, records, timeline, sampling)
-        await wait_all_ready(pool, config.rollout.startup_timeout_s)
-        stages = await wait_manifests(config, channel)
-        await publish.connect(store, stages, platform.get(config.run.device).comm_backend)
+        await fleet.wait_all_ready()
+        backend = platform.get(config.run.device).comm_backend
+        manifests = [await wait_manifests(config, channel, kind) for kind in ("publish", "late")]
+        publish = EnginePublish(config, fleet, pool, channel, Connection(store, backend, *manifests), sampling)
+        coordinator = Coordinator(config, channel, fleet, pool, rewards, producer, publish, records, timeline, sampling)
         await coordinator.run(train, test, first)
 
 
@@ -116,6 +119,7 @@ class Coordinator:
         self,
         config: Config,
         channel: StoreChannel,
+        fleet: Fleet,
         pool: EnginePool,
         rewards: Rewards,
         producer: Producer,
@@ -126,6 +130,7 @@ class Coordinator:
     ) -> None:
         self._config = config
         self._channel = channel
+        self._fleet = fleet
         self._pool = pool
         self._rewards = rewards
         self._producer = producer
@@ -143,7 +148,7 @@ class Coordinator:
         for version in range(first, last + 1):
             if version < last or not prompts:
                 prompts = train.take(self._config.schedule.prompts_per_iteration)
-            border = await self._cross(version, prompts[0], is_first=version == first, is_final=version == last)
+            border = await self._cross(version, prompts[0], is_first=version == first)
             if current is not None:
                 self._write(current, border)
             evaluation = await self._evaluate(version, test) if test and self._evaluation_due(version) else None
@@ -158,7 +163,7 @@ class Coordinator:
         """Which prompts were taken before iteration `version`, for the trainers' checkpoint of that version."""
         self._channel.put_json(f"data/position/{version}", train.state())
 
-    async def _cross(self, version: int, prompt: Prompt, *, is_first: bool, is_final: bool) -> _Border:
+    async def _cross(self, version: int, prompt: Prompt, *, is_first: bool) -> _Border:
         """Weight version `version` from trainers to engines."""
         trainer = self._config.trainer
         with self._timeline.span("wait for trainers", version=version):
@@ -169,12 +174,9 @@ class Coordinator:
             )
         start_s = time.perf_counter()
         with self._timeline.span("publish", version=version):
-            await self._publish.receive(version)
-        with self._timeline.span("probe", version=version):
-            probe = await self._publish.probe(version, prompt)
-        self._channel.put_json(f"publish/{version}/done", {"version": version, "probe": probe, "final": is_final})
+            await self._publish.publish(version, prompt)
         done_s = time.perf_counter()
-        return _Border(ready.get("report") or {}, done_s - start_s, done_s, self._pool.use())
+        return _Border(ready.get("report") or {}, done_s - start_s, done_s, self._pool.use(), self._fleet.size)
 
     def _evaluation_due(self, version: int) -> bool:
         schedule = self._config.schedule
@@ -192,6 +194,7 @@ class Coordinator:
                 self._sampling,
                 max_in_flight=self._config.rollout.max_num_seqs,
                 request_timeout_s=self._config.rollout.request_timeout_s,
+                engine_wait_s=self._config.engine_wait_s,
             )
         record = {**asdict(result), "time": time.time()}
         self._records.write_evaluation(record)
@@ -207,6 +210,7 @@ class Coordinator:
             evaluation=iteration.evaluation,
             use_before=iteration.start.use,
             use_after=end.use,
+            devices=self._config.trainer.devices + iteration.start.engines * self._config.rollout.tensor_parallel,
         )
         self._records.write_iteration(record, iteration.production.samples)
 
@@ -219,6 +223,7 @@ class _Border:
     publish_s: float
     done_s: float
     use: dict[str, EngineUse]
+    engines: int
 
 
 @dataclass(frozen=True)
@@ -228,11 +233,11 @@ class _Iteration:
     start: _Border
 
 
-async def wait_manifests(config: Config, channel: StoreChannel) -> list[dict[str, Any]]:
-    """What each pipeline stage will publish, in stage order."""
+async def wait_manifests(config: Config, channel: StoreChannel, kind: str) -> list[dict[str, Any]]:
+    """What each pipeline stage will publish to all engines (publish) or deliver to one (late), in stage order."""
     return [
         await channel.wait_json_async(
-            f"publish/manifest/{stage}",
+            f"{kind}/manifest/{stage}",
             config.trainer.startup_timeout_s,
             f"trainers: the leader of pipeline stage {stage} to announce its weights",
         )

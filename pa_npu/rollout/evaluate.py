@@ -34,6 +34,7 @@ async def evaluate(
     *,
     max_in_flight: int,
     request_timeout_s: float,
+    engine_wait_s: float,
 ) -> Evaluation:
     """One greedy response per prompt, max_in_flight per engine. sampling: as in training, but for the temperature."""
     if not prompts:
@@ -43,17 +44,20 @@ async def evaluate(
     correct = [False] * len(prompts)
 
     async def answer(number: int, prompt: Prompt, lease: Lease) -> None:
-        with lease:
-            completions = await lease.engine.generate(prompt.tokens, 1, 0, greedy, deadline_s=request_timeout_s)
-            lease.close(len(completions[0].tokens))
+        completions, _ = await pool.generate(
+            lease,
+            prompt.tokens,
+            0,
+            greedy,
+            lambda: max_in_flight,
+            deadline_s=request_timeout_s,
+            again_deadline_s=engine_wait_s,
+        )
         result = await rewards.score(reward_input(prompt, completions))
         correct[number] = bool(result.correct[0])
 
     async with TaskScope() as scope:
         for number, prompt in enumerate(prompts):
-            # every request in flight ends by its own deadline, so room appears by then
-            lease = await pool.admit(
-                1, len(prompt.tokens) + greedy.max_tokens, lambda: max_in_flight, request_timeout_s
-            )
+            lease = await pool.admit(1, len(prompt.tokens) + greedy.max_tokens, lambda: max_in_flight, engine_wait_s)
             scope.start(answer(number, prompt, lease), f"evaluate {number}")
     return Evaluation(version, sum(correct) / len(correct), len(correct), time.perf_counter() - start_s)

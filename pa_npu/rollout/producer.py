@@ -23,7 +23,7 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.rollout.assignment import Assignment
 from pa_npu.rollout.pool import EnginePool, Lease
 from pa_npu.rollout.production import Production
-from pa_npu.rollout.protocol import Completion, Sampling
+from pa_npu.rollout.protocol import Sampling
 from pa_npu.rollout.scoring import Rewards, ScoredGroup, reward_input
 from pa_npu.rollout.seeds import group_seed
 from pa_npu.rollout.selection import Selection
@@ -88,9 +88,9 @@ class Producer:
             while (index := await selection.next_index()) is not None:
                 prompt = prompts[index] if another is None or index < len(prompts) else another()
                 tokens = num_sequences * (len(prompt.tokens) + self._expected_length())
-                # every group in flight ends by its own deadline, so room appears by then
+                # every group in flight ends by its own deadline, and an engine that is gone is replaced by its own
                 lease = await self._pool.admit(
-                    num_sequences, tokens, lambda: self._window.sequences, config.rollout.request_timeout_s
+                    num_sequences, tokens, lambda: self._window.sequences, config.engine_wait_s
                 )
                 scope.start(complete(index, prompt, lease), f"group {index} of iteration {iteration}")
         for group, advantages in zip(held, self._held_advantages(held), strict=True):
@@ -102,7 +102,15 @@ class Producer:
 
     async def _generate_and_score(self, iteration: int, index: int, prompt: Prompt, lease: Lease) -> ScoredGroup:
         start_s = now()
-        completions = await self._generate(iteration, index, prompt, lease)
+        completions, lease = await self._pool.generate(
+            lease,
+            prompt.tokens,
+            group_seed(self._config.run.seed, iteration, index),
+            self._sampling,
+            lambda: self._window.sequences,
+            deadline_s=self._config.rollout.request_timeout_s,
+            again_deadline_s=self._config.engine_wait_s,
+        )
         tokens = sum(len(completion.tokens) for completion in completions)
         self._timeline.complete(
             f"group {index}", start_s, now(), f"engine {lease.engine.name}", iteration=iteration, tokens=tokens
@@ -118,19 +126,6 @@ class Producer:
         result = await self._rewards.score(reward_input(prompt, completions))
         self._timeline.complete(f"reward {index}", start_s, now(), "rewards", iteration=iteration)
         return ScoredGroup(iteration, index, prompt, completions, result)
-
-    async def _generate(self, iteration: int, index: int, prompt: Prompt, lease: Lease) -> list[Completion]:
-        """The group's responses from the leased engine, whose room is given back whatever happens."""
-        with lease:
-            completions = await lease.engine.generate(
-                prompt.tokens,
-                self._config.rollout.responses_per_prompt,
-                group_seed(self._config.run.seed, iteration, index),
-                self._sampling,
-                deadline_s=self._config.rollout.request_timeout_s,
-            )
-            lease.close(sum(len(completion.tokens) for completion in completions))
-        return completions
 
     def _advantages(self, group: ScoredGroup) -> np.ndarray:
         kind = self._config.algorithm.advantage

@@ -16,6 +16,10 @@ class EngineError(PaNpuError):
     """An engine refused a request, answered nonsense, or died; the message names the engine and what it was asked."""
 
 
+class EngineGone(EngineError):
+    """An engine does not answer any more, or says that it is broken: another one, or its successor, can do what was asked."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How to sample a response. temperature 0 is greedy.
@@ -51,7 +55,8 @@ class Completion:
 class RolloutEngine(Protocol):
     """One engine. Another inference server is one more class with these methods.
 
-    Every method ends by its deadline: it raises DeadlineExceeded then, and EngineError when the engine refuses or dies.
+    Every method ends by its deadline: it raises DeadlineExceeded then, EngineGone when the engine dies, and EngineError when it
+    refuses.
     """
 
     name: str
@@ -71,5 +76,8 @@ class RolloutEngine(Protocol):
     async def wait_ready(self, *, deadline_s: float) -> None:
         """Return as soon as the engine serves requests."""
 
+    async def probe(self, *, deadline_s: float) -> None:
+        """Return when the engine has generated a token: a health page says nothing about a stopped worker."""
+
     async def close(self) -> None:
-        """Release connections; the engine's process is the launcher's."""
+        """Release connections, which ends all requests with EngineGone; the engine's process is the launcher's."""

@@ -74,11 +74,12 @@ def iteration_record(
     evaluation: Mapping[str, Any] | None,
     use_before: Mapping[str, EngineUse],
     use_after: Mapping[str, EngineUse],
+    devices: int,
 ) -> dict[str, Any]:
     """The record of one iteration; the coordinator's numbers win where both have one.
 
     iteration_s: from one completed publish to the next. publish_s: the publish that ends the iteration. evaluation: the one at its
-    beginning, if any. use_before, use_after: the engines' counters at both ends.
+    beginning, if any. use_before, use_after: the engines' counters at both ends. devices: engines' and trainers', all.
     """
     numbers = production.numbers()
     prompts_per_group = (
@@ -86,8 +87,9 @@ def iteration_record(
     )
     tokens_computed = int(report.get("tokens_computed") or production.tokens_computed(prompts_per_group))
     rates = throughput(
-        Work(numbers["tokens_prompt"], numbers["tokens_response"], tokens_computed, iteration_s, config.num_devices)
+        Work(numbers["tokens_prompt"], numbers["tokens_response"], tokens_computed, iteration_s, devices)
     )
+    use_before = {name: EngineUse() for name in use_after} | dict(use_before)  # an engine may be new
     busy_s = sum(use_after[name].busy_s - use_before[name].busy_s for name in use_after)
     return {
         **report,
@@ -104,7 +106,7 @@ def iteration_record(
         "tpspd": rates.tpspd,
         "tpspd_response": rates.tpspd_response,
         "tpspd_computed": rates.tpspd_computed,
-        "devices": config.num_devices,
+        "devices": devices,
         "engines": {
             name: {
                 "requests": use_after[name].requests - use_before[name].requests,

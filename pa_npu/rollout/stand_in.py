@@ -68,6 +68,7 @@ class StandInEngine:
         self.requests: list[dict[str, Any]] = []
         self.calls: list[tuple[str, list[Any]]] = []
         self.version = -1
+        self.receive_s = 0.0
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
         self._variants = variants
@@ -132,6 +133,7 @@ class StandInEngine:
         self.calls.append((method, args))
         result: dict[str, Any] = {}
         if method == "pa_receive":
+            await asyncio.sleep(self.receive_s)
             self.version = args[0]
             result = {"version": self.version, "bytes": 0, "seconds": 0.0}
         elif method == "pa_version":

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from pa_npu.buffer.iterator import MicrobatchIterator
 from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
-from pa_npu.buffer.store import StoreChannel
+from pa_npu.buffer.store import StoreChannel, attempt_prefix
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
-from pa_npu.model.parallel import Ranks, initialise_parallel, shutdown_parallel, tensor_group
+from pa_npu.model.parallel import Ranks, initialise_parallel, shutdown_parallel, side_tensor_group, tensor_group
 from pa_npu.model.stage import TriModel, build_stage
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.border import Border
+from pa_npu.trainer.late_engines import LateEngines, VersionGate
 from pa_npu.trainer.megatron_backend import MegatronBackend
+from pa_npu.weights.gather import Position
 from pa_npu.weights.hf_map import load_hf
 from pa_npu.weights.publisher import Publisher
 from pa_npu.weights.sizing import auto_bucket_bytes
@@ -30,6 +33,7 @@ class RankParts:
     border: Border
     rollouts: Callable[[int], MicrobatchIterator]
     publisher: Publisher | None
+    late_engines: LateEngines | None
 
     def close(self) -> None:
         if self.publisher is not None:
@@ -49,15 +53,28 @@ def assemble_rank(
     """Collective over all trainer ranks. `store` is this process's client of the run's store."""
     platform.seed_all(config.run.seed)
     platform.set_deterministic(config.run.deterministic)
-    group_store = dist.PrefixStore("trainer", store)
+    group_store = dist.PrefixStore(f"{attempt_prefix()}trainer", store)
     ranks = initialise_parallel(config, platform, group_store, rank, config.trainer.devices, local_rank)
     device = platform.device(local_rank)
     stage = load_stage(config, spec, platform)
-    channel = StoreChannel(store)
-    publisher = connect_publisher(config, spec, platform, stage, store, channel, ranks, device)
-    backend = MegatronBackend(stage, config, spec, platform, device, publisher, timeline)
+    channel = StoreChannel(store, attempt_prefix())
+    gate = VersionGate(config.border_timeout_s)
+    late_group = side_tensor_group() if ranks.tensor_size > 1 else None
+    publisher, late = None, None
+    if ranks.data_rank == 0:
+        make = partial(
+            make_publisher, config, spec, platform, store, device, bucket_bytes(config, platform, ranks, device)
+        )
+        publisher = make(stage.policy, Position.from_megatron())
+        late_position = replace(Position.from_megatron(), tp_group=late_group)
+        late_publisher = make(stage.published_version(), late_position)
+        late = LateEngines(late_publisher, channel, gate, platform, rank, config.publish.timeout_s)
+        if ranks.is_stage_leader:
+            channel.put_json(f"late/manifest/{ranks.pipeline_rank}", late_publisher.manifest())
+            channel.put_json(f"publish/manifest/{ranks.pipeline_rank}", publisher.manifest())
+    backend = MegatronBackend(stage, config, spec, platform, device, publisher, timeline, gate)
     border = Border(config, backend, channel, timeline, rank)
-    return RankParts(backend, border, rollout_source(config, channel, ranks, device, timeline), publisher)
+    return RankParts(backend, border, rollout_source(config, channel, ranks, device, timeline), publisher, late)
 
 
 def load_stage(config: Config, spec: ModelSpec, platform: Platform) -> TriModel:
@@ -69,34 +86,28 @@ def load_stage(config: Config, spec: ModelSpec, platform: Platform) -> TriModel:
     return stage
 
 
-def connect_publisher(
+def make_publisher(
     config: Config,
     spec: ModelSpec,
     platform: Platform,
-    stage: TriModel,
     store: dist.TCPStore,
-    channel: StoreChannel,
-    ranks: Ranks,
     device: torch.device,
-) -> Publisher | None:
-    """Announce this stage's tensors and wait until all engine workers have joined; replica 0 publishes, no other rank."""
-    if ranks.data_rank:
-        return None
-    publisher = Publisher(
-        stage.policy,
+    num_bytes: int,
+    module: torch.nn.Module,
+    position: Position,
+) -> Publisher:
+    """num_bytes: of a bucket."""
+    return Publisher(
+        module,
         spec,
         store_host=store.host,
         store_port=store.port,
-        engine_workers=config.rollout.engines * config.rollout.tensor_parallel,
-        bucket_bytes=bucket_bytes(config, platform, ranks, device),
+        bucket_bytes=num_bytes,
         timeout_s=config.publish.timeout_s,
         backend=platform.comm_backend,
         device=device,
+        position=position,
     )
-    if ranks.is_stage_leader:
-        channel.put_json(f"publish/manifest/{ranks.pipeline_rank}", publisher.manifest())
-    publisher.connect()
-    return publisher
 
 
 def bucket_bytes(config: Config, platform: Platform, ranks: Ranks, device: torch.device) -> int:

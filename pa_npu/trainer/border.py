@@ -1,16 +1,19 @@
 """The iteration border as a trainer rank sees it: announce, publish, wait for the engines, check the probe.
 
-Protocol with the coordinator, through the store (version v, keys under publish/v):
+Protocol with the coordinator, through the store (version v, keys under publish/v; n counts the attempts from 0):
   1. rank 0 puts `ready` with the report of iteration v - 1; the coordinator checks that nothing is in flight;
-  2. engines receive while the stage leaders broadcast (backend.publish);
-  3. the coordinator drops the engines' prefix caches, samples the probe, evaluates when due, and puts `done`;
-  4. every rank compares the probe's log-probs with its own and stops beyond publish.probe_tolerance (invariant I5).
+  2. the coordinator puts `n/members`: the epoch of the groups, and how many engine workers are in them;
+  3. engines receive while the stage leaders broadcast (backend.publish); a leader that loses one puts `n/broken`;
+  4. the coordinator drops the engines' prefix caches, samples the probe, and puts `n/verdict`: done, or once more from 2 with the
+     engines that are left;
+  5. every rank compares the probe's log-probs with its own and stops beyond publish.probe_tolerance (invariant I5).
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -19,9 +22,10 @@ from pa_npu.buffer.group import Group
 from pa_npu.buffer.microbatch import Microbatch, build_microbatches
 from pa_npu.buffer.store import StoreChannel
 from pa_npu.config.schema import Config
-from pa_npu.errors import InvariantViolation
+from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.telemetry.timeline import Timeline
-from pa_npu.trainer.protocol import TrainBackend
+from pa_npu.trainer.protocol import Members, TrainBackend
+from pa_npu.weights.wire import WeightSyncError
 
 logger = logging.getLogger(__name__)
 
@@ -40,21 +44,37 @@ class Border:
         """Publish `version` and hand over the report of the iteration before; returns numbers for the next report."""
         if self._rank == 0:
             self._channel.put_json(f"publish/{version}/ready", {"version": version, "report": report})
-        with self._timeline.span("publish", version=version):
-            seconds = self._backend.publish(version)
-        start = time.perf_counter()
-        with self._timeline.span("wait for engines", version=version):
-            done = self._channel.wait_json(
-                f"publish/{version}/done",
-                self._config.publish.timeout_s,
-                f"the engines to load weight version {version}",
-            )
-        numbers = {"border_wait_s": time.perf_counter() - start}
-        logger.info("published version %d in %.2f s", version, seconds)
-        if done.get("probe") is None:
+        start, publish_s = time.perf_counter(), 0.0
+        for attempt in count():
+            key = f"publish/{version}/{attempt}"
+            members = Members(**self._wait(f"{key}/members", f"engines that can load weight version {version}"))
+            with self._timeline.span("publish", version=version):
+                publish_s += self._publish(version, members, f"{key}/broken")
+            verdict = self._wait(f"{key}/verdict", f"the engines to load weight version {version}")
+            if verdict["done"]:
+                break
+            logger.warning("weight version %d is published again: %s", version, verdict["reason"])
+        numbers = {"border_wait_s": time.perf_counter() - start - publish_s}
+        logger.info("published version %d in %.2f s", version, publish_s)
+        if verdict.get("probe") is None:
             return numbers
         with self._timeline.span("probe", version=version):
-            return numbers | self._check_probe(version, probe_microbatches(done["probe"], version, self._config))
+            return numbers | self._check_probe(version, probe_microbatches(verdict["probe"], version, self._config))
+
+    def _publish(self, version: int, members: Members, broken_key: str) -> float:
+        """This rank's seconds of an attempt; that it failed on a leader is for the coordinator to judge."""
+        start = time.perf_counter()
+        try:
+            self._backend.publish(version, members)
+        except (WeightSyncError, DeadlineExceeded) as error:
+            logger.warning("%s", error)
+            self._channel.put_json(broken_key, str(error))
+        return time.perf_counter() - start
+
+    def _wait(self, key: str, what: str) -> dict[str, Any]:
+        with self._timeline.span("wait for engines"):
+            value: dict[str, Any] = self._channel.wait_json(key, self._config.border_timeout_s, what)
+        return value
 
     def data_position(self, version: int) -> dict[str, Any]:
         """PromptStream.state() of the coordinator before iteration `version`: where a resumed run goes on."""

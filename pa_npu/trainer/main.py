@@ -9,13 +9,14 @@ import argparse
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from pa_npu import platform as platforms
 from pa_npu.config.load import load_config
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
-from pa_npu.errors import PaNpuError, UserError
+from pa_npu.errors import PaNpuError, exit_code
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
 
@@ -30,12 +31,8 @@ def main() -> int:
     setup_logging(f"trainer-{rank}")
     try:
         run_rank(load_config([arguments.config]), rank)
-    except UserError as error:
-        logger.error("%s", error)
-        return 2
     except PaNpuError as error:
-        logger.error("%s: %s", type(error).__name__, error)
-        return 1
+        return exit_code(error, logger)
     return 0
 
 
@@ -57,7 +54,8 @@ def run_rank(config: Config, rank: int) -> None:
     with Timeline.for_run(Path(config.run.dir), f"trainer-{rank}", enabled=config.telemetry.timeline) as timeline:
         parts = assemble_rank(config, spec, platform, store, rank, local_rank, timeline)
         profiler = IterationProfiler(config, platform, rank)
-        train(config, parts.backend, parts.border, parts.rollouts, timeline, profiler)
+        with parts.late_engines or nullcontext():
+            train(config, parts.backend, parts.border, parts.rollouts, timeline, profiler)
         parts.close()
 
 

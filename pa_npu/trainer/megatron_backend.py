@@ -25,8 +25,9 @@ from pa_npu.platform.base import Platform
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.checkpoint import CheckpointContents
 from pa_npu.trainer.checkpoint_shards import PlannedShards
+from pa_npu.trainer.late_engines import VersionGate
 from pa_npu.trainer.optimizer import build_optimizer, build_scheduler
-from pa_npu.trainer.protocol import MicrobatchSource, ProbeResult
+from pa_npu.trainer.protocol import Members, MicrobatchSource, ProbeResult
 from pa_npu.trainer.schedule import Loss, run_pipelined, run_sequential, with_spans
 from pa_npu.trainer.statistics import IterationTotals, MetricSums, mean_over_world
 from pa_npu.weights.export import export_hf
@@ -45,7 +46,9 @@ class MegatronBackend:
         device: torch.device,
         publisher: Publisher | None,
         timeline: Timeline,
+        gate: VersionGate | None = None,
     ) -> None:
+        """gate: guards the stage's published_version, which late engines are sent; it is closed while that changes."""
         self._stage = stage
         self._config = config
         self._spec = spec
@@ -60,6 +63,7 @@ class MegatronBackend:
         stage.config.finalize_model_grads_func = self._finalize_gradients
         self._policy_loss = find_policy_loss(config.algorithm.loss)
         self._metric_names = metric_names(config.algorithm)
+        self._gate = gate or VersionGate(config.publish.timeout_s)
         self._policy_version: int | None = None  # of the weights in the policy; unknown until the first publish
         self._reference_version = 0  # the policy's that the reference was last made equal to; 0 is the HF model
         self._contents = CheckpointContents(stage, self._optimizer, self._scheduler, config, platform)
@@ -82,6 +86,8 @@ class MegatronBackend:
     def step(self) -> dict[str, float]:
         start = time.perf_counter()
         with self._timeline.span("step"):
+            if self._stage.published_version() is self._stage.policy:
+                self._gate.close()
             self._scheduler.step(increment=1)
             learning_rate = self._optimizer.param_groups[0]["lr"]
             succeeded, grad_norm, _ = self._optimizer.step()
@@ -102,7 +108,8 @@ class MegatronBackend:
         totals = self._totals.over_replicas(self._device)
         return ProbeResult(largest, sums["logprob_diff"] / max(1, totals.tokens_response))
 
-    def publish(self, version: int) -> float:
+    def publish(self, version: int, members: Members | None = None) -> None:
+        self._gate.close()
         self._policy_version = version
         if "old" in self._stage.frozen:
             self._stage.copy_policy_to("old")
@@ -110,9 +117,10 @@ class MegatronBackend:
         if refresh and version and version % refresh == 0:
             self._stage.copy_policy_to("reference")
             self._reference_version = version
-        if self._publisher is None:
-            return 0.0
-        return self._publisher.publish(version).seconds
+        self._gate.open(version)
+        if self._publisher is not None and members is not None:
+            self._publisher.connect(members.epoch, members.workers)
+            self._publisher.publish(version)
 
     def plan_save(self, directory: Path) -> PlannedShards:
         return self._contents.plan(directory, self._reference_version)

@@ -18,6 +18,14 @@ class ProbeResult:
     difference_mean: float
 
 
+@dataclass(frozen=True)
+class Members:
+    """Who takes part in a publish: `workers` engine workers, in the groups of this epoch."""
+
+    epoch: int
+    workers: int
+
+
 class MicrobatchSource(Protocol):
     """The microbatches of one update as they arrive; `waited_s` counts the seconds spent waiting for them."""
 
@@ -56,8 +64,11 @@ class TrainBackend(Protocol):
     def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
         """Log-probs of the current policy against the engines' for the same tokens; changes nothing."""
 
-    def publish(self, version: int) -> float:
-        """Send the weights to all engines, and freeze them as the old policy where needed; returns this rank's seconds."""
+    def publish(self, version: int, members: Members | None = None) -> None:
+        """Send the weights to all engines, if there are any, and freeze them as the old policy where needed.
+
+        Raises WeightSyncError on a leader that loses an engine; call it again, on all ranks, with the members that are left.
+        """
 
     def plan_save(self, directory: Path) -> PlannedSave:
         """Agree on what each rank writes into `directory` of the state as it is."""

@@ -23,8 +23,11 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.config.model_spec import ModelSpec
+from pa_npu.errors import DeadlineExceeded
 from pa_npu.weights import progress, wire
 from pa_npu.weights.gather import Position, StageTensors
+
+_GATHER_MARGIN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -123,13 +126,14 @@ class Publisher:
     def publish(self, version: int) -> PublishStats:
         """Send all weights as `version`. Collective over the TP ranks of replica 0; other ranks return at once.
 
-        Raises WeightSyncError on a leader that lost an engine or was told to give up, after which the group is dropped and
-        the engines that are left hold no version; DeadlineExceeded where that was not noticed in time.
+        Raises WeightSyncError on a leader that lost an engine or was told to give up, and DeadlineExceeded where that was not
+        noticed in time; the group is dropped then, and the engines that are left hold no version.
         """
         if self._tensors is None:
             return PublishStats()
         start = time.perf_counter()
-        deadline = wire.Deadline(self._timeout_s)
+        # peers that gather come after the wire, whose message names the engines
+        deadline = wire.Deadline(self._timeout_s + _GATHER_MARGIN_S)
         if self.is_leader:
             wire_wait_s = self._send(version, deadline)
         else:
@@ -162,9 +166,8 @@ class Publisher:
                 raise wire.WeightSyncError(
                     f"stage {self._position.stage} has no connection to the engines; call connect() before publish()"
                 )
-            wire_deadline = wire.Deadline(deadline.remaining_s, self._abandonment.reason)
-            return self._broadcast(buckets, version, wire_deadline)
-        except wire.WeightSyncError:
+            return self._broadcast(buckets, version, wire.Deadline(self._timeout_s, self._abandonment.reason))
+        except (wire.WeightSyncError, DeadlineExceeded):
             self._drop()
             for _ in buckets:  # the TP peers are somewhere in the gather of these and must come to its end
                 pass

@@ -16,8 +16,9 @@ API_KEY = "key-of-the-stand-ins"
 class Served:
     """One running stand-in. `stop` closes its port and drops its connections, as a dying engine does."""
 
-    def __init__(self, speed: Speed) -> None:
+    def __init__(self, speed: Speed, port: int = 0) -> None:
         self.url = ""
+        self._port = port
         self.engine: StandInEngine
         self._speed = speed
         self._started = threading.Event()
@@ -40,6 +41,10 @@ class Served:
 
         return asyncio.run_coroutine_threadsafe(arrived(), self._loop).result(timeout_s + 5)
 
+    def start_again(self, speed: Speed) -> Served:
+        """Its successor at the same address, once it has stopped."""
+        return Served(speed, int(self.url.rpartition(":")[2]))
+
     def stop(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._end.set)
@@ -53,7 +58,7 @@ class Served:
 
     async def _serve(self) -> None:
         self.engine = StandInEngine(self._speed, vocab_size=100, api_key=API_KEY)
-        async with serving(self.engine) as self.url:
+        async with serving(self.engine, port=self._port) as self.url:
             self._started.set()
             await self._end.wait()
 

@@ -48,7 +48,7 @@ def produce(directory: Path, order: str, first: int, speed: Speed, engines: int,
             checkpoint={"load": str(checkpoint) if checkpoint else None},
         )
         try:
-            run.channel.put_json("publish/manifest/0", {"name": "publish-0", "manifest": {}})
+            run.announce_weights()
             trained, positions = {}, {}
             for version in range(first, ITERATIONS + 1):
                 run.announce(version, None if version == first else {"loss": 0.0})

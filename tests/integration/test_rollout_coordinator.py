@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
 from pa_npu.buffer.store import StoreChannel, connect
 from pa_npu.config import Config, dump_config
 from pa_npu.errors import DeadlineExceeded
+from pa_npu.rollout.roster import PREFIX as ROSTER_PREFIX
+from pa_npu.rollout.roster import Roster
 from pa_npu.rollout.seeds import group_seed
 from pa_npu.rollout.stand_in import Speed
 from tests.helpers.stand_in_engine import API_KEY, Served, stand_in_engines
@@ -96,10 +99,12 @@ class Run:
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.channel = StoreChannel(connect("127.0.0.1", self.server.port, 10.0))
         self.buffer = StoreRolloutBuffer(self.channel, "run", readers=1)
+        self.roster = Roster(StoreChannel(connect("127.0.0.1", self.server.port, 10.0), ROSTER_PREFIX))
+        for engine in engines:
+            self.roster.announce(engine.url)
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "pa_npu.rollout.coordinator", "--config", str(self.dir / "config.yaml")),
-                *("--engines", ",".join(engine.url for engine in engines)),
             ],
             env={
                 "PATH": "/usr/bin:/bin",
@@ -117,8 +122,14 @@ class Run:
     def announce(self, version: int, report: dict[str, float] | None) -> None:
         self.channel.put_json(f"publish/{version}/ready", {"version": version, "report": report})
 
-    def published(self, version: int) -> dict[str, Any]:
-        return json.loads(self._wait(f"publish/{version}/done"))
+    def announce_weights(self) -> None:
+        for kind in ("publish", "late"):
+            self.channel.put_json(f"{kind}/manifest/0", {"name": f"{kind}-0", "manifest": {}})
+
+    def published(self, version: int, attempt: int = 0) -> dict[str, Any]:
+        """Members and verdict of an attempt."""
+        members = json.loads(self._wait(f"publish/{version}/{attempt}/members"))
+        return members | json.loads(self._wait(f"publish/{version}/{attempt}/verdict"))
 
     def _wait(self, key: str) -> bytes:
         """The value of a key that the coordinator puts; fails with its output when it ends without."""
@@ -130,6 +141,12 @@ class Run:
                     break
         self.process.kill()
         raise AssertionError(f"no {key} from the coordinator, which said:\n{self.end()}")
+
+    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline and self.process.poll() is None, f"{what}: {self.end()}"
+            time.sleep(0.05)
 
     def consume(self, iteration: int) -> list[Group]:
         """All groups of an iteration, slot by slot, as the replicas would."""
@@ -163,13 +180,13 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
     with stand_in_engines(2, Speed(step_s=0.001, stride=4)) as engines:
         run = Run(tmp_path, engines)
         runs.append(run)
-        run.channel.put_json("publish/manifest/0", {"name": "publish-0", "manifest": {}})
+        run.announce_weights()
         all_groups = []
         for version in range(3):
             report = {"loss": 0.5 * version, "train_s": 1.0, "wait_s": 0.01, "tokens_computed": 1234}
             run.announce(version, report if version else None)
             done = run.published(version)
-            assert done["version"] == version and done["final"] == (version == 2)
+            assert done["done"] and (done["epoch"], done["workers"]) == (0, 2), "the same two engines, every time"
             assert [len(response["tokens"]) for response in done["probe"]["responses"]] == [5, 5], (
                 "one sample per engine"
             )
@@ -220,22 +237,165 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
     assert len(progress) == 2 and "1/2" in progress[0] and "2/2" in progress[1]
 
 
-def test_a_dead_engine_ends_the_coordinator_with_one_line_that_names_it(tmp_path, runs):
+def contents(groups: list[Group]) -> list[tuple[int, int, bytes, bytes]]:
+    """What is trained, whatever the order of arrival."""
+    return sorted((g.index, g.prompt_id, g.response_tokens.tobytes(), g.advantages.tobytes()) for g in groups)
+
+
+def no_evaluation(directory: Path) -> dict[str, object]:
+    return {"train": str(directory / "train.jsonl"), "test": None, "max_prompt_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, int, bytes, bytes]]:
+    """Iteration 0 of a run with two quick engines that live."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    with stand_in_engines(2, Speed(stride=4)) as engines:
+        run = Run(directory, engines, data=no_evaluation(directory))
+        run.announce_weights()
+        run.announce(0, None)
+        run.published(0)
+        groups = run.consume(0)
+        run.process.kill()
+        run.end()
+    return contents(groups)
+
+
+def test_a_dead_engines_groups_come_from_the_other_and_the_iteration_is_the_same(tmp_path, runs, undisturbed):
     # 24 tokens take at least 2.4 s, so groups are in flight when the engine dies
     with stand_in_engines(2, Speed(step_s=0.1)) as engines:
-        run = Run(
-            tmp_path, engines, data={"train": str(tmp_path / "train.jsonl"), "test": None, "max_prompt_tokens": 16}
-        )
+        run = Run(tmp_path, engines, data=no_evaluation(tmp_path))
         runs.append(run)
-        run.channel.put_json("publish/manifest/0", {"name": "publish-0", "manifest": {}})
+        run.announce_weights()
         run.announce(0, None)
         run.published(0)
         assert engines[0].wait_for_request(lambda request: request["n"] == RESPONSES, WAIT_S), run.end()
         engines[0].stop()
+        engines[1].engine.speed = Speed(stride=4)
+        assert contents(run.consume(0)) == undisturbed
+        assert run.roster.replacement_wanted(0, 0), "the launcher is asked for another"
+        run.announce(1, {"loss": 0.0})
+        done = run.published(1)
+        assert (done["epoch"], done["workers"]) == (1, 1), "the trainers publish to the one that is left"
+        connects = [args for name, args in engines[1].engine.calls if name == "pa_connect"]
+        assert [args[2:4] for args in connects] == [[2, 3], [1, 2]]
+        assert [args[4][0]["name"] for args in connects] == ["publish-0", "publish-0.1"]
+
+
+def test_the_only_engines_successor_gets_the_iterations_weights_before_it_serves(tmp_path, runs, undisturbed):
+    with stand_in_engines(1, Speed(step_s=0.1)) as engines:
+        run = Run(tmp_path, engines, data=no_evaluation(tmp_path))
+        runs.append(run)
+        run.announce_weights()
+        run.announce(0, None)
+        run.published(0)
+        assert engines[0].wait_for_request(lambda request: request["n"] == RESPONSES, WAIT_S), run.end()
+        engines[0].stop()
+        successor = engines[0].start_again(Speed(stride=4))
+        try:
+            run.roster.renew(0, 1)
+            assert json.loads(run._wait("late/0")) == {"version": 0, "workers": 1}
+            assert not successor.engine.requests, "it holds no weights yet"
+            run.channel.put_json("late/0/answer/0", True)
+            assert json.loads(run._wait("late/0/go"))
+            assert contents(run.consume(0)) == undisturbed
+            calls = [(name, args) for name, args in successor.engine.calls if name != "pa_version"]
+            assert [name for name, _ in calls] == ["pa_connect", "pa_receive", "reset_prefix_cache"]
+            assert calls[0][1][4][0]["name"] == "late-0" and calls[1][1] == [0]
+        finally:
+            successor.stop()
+
+
+def test_a_hung_engine_is_found_by_a_probe_and_its_health_page_does_not_count(tmp_path, runs, undisturbed):
+    rollout = {"engines": 2, "responses_per_prompt": RESPONSES, "max_response_tokens": 24, "window": 8}
+    with stand_in_engines(2, Speed(stride=4, step_s=0.02)) as engines:
+        run = Run(
+            tmp_path,
+            engines,
+            data=no_evaluation(tmp_path),
+            rollout=rollout | {"probe_every_s": 0.2, "probe_timeout_s": 6.0, "request_timeout_s": 600},
+        )
+        runs.append(run)
+        run.announce_weights()
+        run.announce(0, None)
+        run.published(0)
+        assert engines[1].wait_for_request(lambda request: request["n"] == RESPONSES, WAIT_S), run.end()
+        engines[1].engine.speed = Speed(step_s=3600)
+        assert contents(run.consume(0)) == undisturbed
+        wanted = run.roster.replacement_wanted(1, 0)
+        assert wanted and "did not generate a token when probed" in wanted
+
+
+def test_engines_join_at_the_next_publish_and_leave_when_they_have_finished(tmp_path, runs):
+    with stand_in_engines(2, Speed(step_s=0.002, stride=4)) as engines:
+        run = Run(
+            tmp_path,
+            engines[:1],
+            data=no_evaluation(tmp_path),
+            schedule={"iterations": 4, "prompts_per_iteration": GROUPS},
+        )
+        runs.append(run)
+        run.announce_weights()
+        run.announce(0, None)
+        assert run.published(0)["workers"] == 1
+        index = run.roster.announce(engines[1].url, restarts=False)
+        run.consume(0)
+        assert not engines[1].engine.requests
+        run.announce(1, {"loss": 0.0})
+        assert run.published(1)["workers"] == 2
+        run.consume(1)
+        joined = len([request for request in engines[1].engine.requests if request["n"] == RESPONSES])
+        assert joined >= GROUPS // 4
+        run.announce(2, {"loss": 0.0})
+        run.published(2)
+        run.roster.ask_leave(index)
+        run.consume(2)
+        run._wait_until(lambda: run.roster.has_left(index), "the engine has left")
+        engines[1].stop()
+        run.announce(3, {"loss": 0.0})
+        assert run.published(3)["workers"] == 1
+        run.consume(3)
+        run.announce(4, {"loss": 0.0})
+        run.published(4)
+        output = run.end()
+    assert run.process.returncode == 0, output
+    records = run.lines("metrics.jsonl")
+    assert [record["devices"] for record in records] == [REPLICAS + engines for engines in (1, 2, 2, 1)]
+    assert [len(record["engines"]) for record in records] == [2, 2, 1, 1], "those known at the end of the iteration"
+
+
+def test_without_any_engine_left_the_coordinator_ends_with_one_line(tmp_path, runs):
+    with stand_in_engines(1, Speed(step_s=0.1)) as engines:
+        run = Run(tmp_path, [], data=no_evaluation(tmp_path), rollout={"engines": 1, "window": 8})
+        runs.append(run)
+        run.roster.announce(engines[0].url, restarts=False)
+        run.announce_weights()
+        run.announce(0, None)
+        run.published(0)
+        assert engines[0].wait_for_request(lambda request: request["n"] > 1, WAIT_S), run.end()
+        engines[0].stop()
         output = run.end()
     assert run.process.returncode == 1, output
     last = output.strip().splitlines()[-1]
-    assert "EngineError" in last and engines[0].url in last and "Traceback" not in output, output
+    assert "no engine is left" in last and engines[0].url in last and "Traceback" not in output, output
+
+
+def test_a_publish_that_the_trainers_cannot_complete_is_made_again(tmp_path, runs):
+    with stand_in_engines(2, Speed(stride=4)) as engines:
+        run = Run(tmp_path, engines, data=no_evaluation(tmp_path), publish={"timeout_s": 30, "probe_tokens": 0})
+        runs.append(run)
+        engines[0].engine.receive_s = 3600.0  # as if its worker had died inside the load
+        run.announce_weights()
+        run.announce(0, None)
+        run._wait("publish/0/0/members")
+        run.channel.put_json("publish/0/0/broken", "the connection broke")
+        engines[0].engine.receive_s = 0.0
+        first, second = run.published(0, 0), run.published(0, 1)
+        assert not first["done"] and "the connection broke" in first["reason"]
+        assert second["done"] and (second["epoch"], second["workers"]) == (1, 2)
+        abandoned = dist.PrefixStore("publish-0", run.server)
+        assert abandoned.check(["abandoned"]), "the workers that still wait are told"
+        assert len(run.consume(0)) == GROUPS
 
 
 def test_a_reward_over_its_time_limit_is_zero_logged_and_counted_and_the_run_goes_on(tmp_path, runs):
@@ -260,7 +420,7 @@ def test_a_reward_over_its_time_limit_is_zero_logged_and_counted_and_the_run_goe
             schedule={"iterations": 1, "prompts_per_iteration": GROUPS},
         )
         runs.append(run)
-        run.channel.put_json("publish/manifest/0", {"name": "publish-0", "manifest": {}})
+        run.announce_weights()
         run.announce(0, None)
         run.published(0)
         groups = {group.index: group for group in run.consume(0)}

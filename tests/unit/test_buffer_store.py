@@ -85,7 +85,7 @@ def test_a_deadline_is_kept_and_says_what_where_and_how_long(channel: StoreChann
     assert timeout_s <= waited_s < timeout_s + 0.25
     message = str(caught.value)
     assert f"s for weights of version 3 loaded, from the coordinator: deadline of {timeout_s:g} s reached" in message
-    assert "key pa/publish/3/done" in message and "127.0.0.1" in message
+    assert "key pa/0/publish/3/done" in message and "127.0.0.1" in message
     channel.put_json("publish/3/done", {})
     assert channel.wait("publish/3/done", 0.0, "the same, now there") < 0.1
 
@@ -150,7 +150,7 @@ async def test_an_async_wait_leaves_the_loop_free_and_can_be_cancelled(channel: 
 
 def test_reading_a_key_that_is_not_there_fails_at_once(channel: StoreChannel) -> None:
     start = time.monotonic()
-    with pytest.raises(StoreError, match="key pa/gone is not there"):
+    with pytest.raises(StoreError, match="key pa/0/gone is not there"):
         channel.get_bytes("gone")
     assert time.monotonic() - start < 1.0
 

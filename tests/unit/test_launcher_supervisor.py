@@ -44,7 +44,8 @@ def supervise(
         supervisor = Supervisor(tree, console, Timeline(None, "launcher"), signals)
         thread = threading.Thread(target=meanwhile, name="meanwhile")
         thread.start()
-        code = supervisor.run(commands, awaited or [])
+        engines = [command for command in commands if command.name.startswith("engine-")]
+        code = supervisor.run(engines, [command for command in commands if command not in engines], awaited or [])
         thread.join(10)
         assert all(process.exit_code is not None for process in tree.processes)
     return code

@@ -136,7 +136,7 @@ def test_key_is_new_for_every_run_and_reaches_engines_and_coordinator_through_th
     placement = Placement(((0,),), (1,), ((),), ((),))
     store, platform = commands.Store("127.0.0.1", 1), get("cpu")
     engine = next(commands.engine_commands(config(), SPEC, platform, placement, [8000], key))
-    coordinator = commands.coordinator_command(config(), platform, ["http://127.0.0.1:8000"], store, key)
+    coordinator = commands.coordinator_command(config(), platform, store, key)
     trainer = next(commands.trainer_commands(config(), platform, placement, store))
     assert engine.argv[engine.argv.index("--middleware") + 1] == "pa_npu.rollout.engine_guard.EngineGuard"
     assert engine.env["VLLM_API_KEY"] == coordinator.env["VLLM_API_KEY"] == key

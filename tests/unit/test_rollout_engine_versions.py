@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,7 @@ from pa_npu.rollout import engine, engine_versions
 from pa_npu.rollout.engine_versions import VERSIONS, engine_version, environment, installed, select
 from pa_npu.rollout.pool import EnginePool
 from pa_npu.rollout.protocol import Sampling
-from pa_npu.rollout.publishing import EnginePublish
+from pa_npu.rollout.publishing import Connection, EnginePublish
 from tests.unit.test_rollout_engine import CPU, ROWS, SPEC, Device, config, option
 
 ASCEND = [row for row in VERSIONS if row.device == "npu"]
@@ -187,7 +188,10 @@ async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow
     ] * 2
 
     engines = [RecordingEngine("a"), RecordingEngine("b")]
-    publish = EnginePublish(chosen, EnginePool(engines), Sampling(8, 1.0))  # type: ignore[arg-type]
-    await publish.connect(("127.0.0.1", 1), [{"name": "stage"}], "hccl")
+    connection = Connection(("127.0.0.1", 1), "hccl", [{"name": "stage"}], [{"name": "late"}])
+    fleet = SimpleNamespace(deliver_late=None)
+    publish = EnginePublish(chosen, fleet, EnginePool(), None, connection, Sampling(8, 1.0))  # type: ignore[arg-type]
+    for number, recording in enumerate(engines):
+        await publish._connect(recording, number, len(engines), connection.stages, 0)  # type: ignore[arg-type]
     # rank 0 is the trainers' leader; each of the two engines has two workers
     assert [(call[1][2], call[1][3]) for recording in engines for call in recording.calls] == [(1, 5), (3, 5)]

@@ -106,8 +106,34 @@ async def test_pool_closes_its_engines_and_refuses_equal_names():
     assert all(engine.closed for engine in pool.engines)
     with pytest.raises(ValueError, match="names must differ"):
         pool_of("a", "a")
-    with pytest.raises(ValueError, match="empty pool"):
-        pool_of()
+
+
+async def test_what_an_engine_lost_is_admitted_before_anything_new():
+    pool = pool_of("a")
+    held = await pool.admit(8, 10, lambda: 8, 1)
+    new = asyncio.create_task(pool.admit(8, 10, lambda: 8, 5))
+    await asyncio.sleep(0)
+    again = asyncio.create_task(pool.admit(8, 10, lambda: 8, 5, again=True))
+    await asyncio.sleep(0)
+    held.close()
+    lease = await again
+    assert not new.done()
+    lease.close()
+    await new
+
+
+async def test_a_suspended_engine_is_given_nothing_and_a_failed_pool_lets_nobody_wait():
+    pool = pool_of("a", "b")
+    first = pool.engines[0]
+    pool.suspend(first)
+    assert [(await pool.admit(8, 10, lambda: 64, 1)).engine.name for _ in range(3)] == ["b"] * 3
+    pool.serve(first)
+    assert (await pool.admit(8, 10, lambda: 64, 1)).engine is first
+    waiting = asyncio.create_task(pool.admit(80, 10, lambda: 64, 60))
+    await asyncio.sleep(0)
+    pool.fail(EngineError("no engine is left"))
+    with pytest.raises(EngineError, match="no engine is left"):
+        await waiting
 
 
 async def fail_after(event: asyncio.Event) -> None:

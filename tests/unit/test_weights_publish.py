@@ -74,7 +74,9 @@ class World:
             return Receiver(manifests, groups, rank, torch.device("cpu"), timeout_s, abandonments)
 
         results: list[Any] = run_threads(
-            *(lambda p=p: p.connect(epoch, self.workers) for p in leaders), *(lambda r=r: join(r) for r in range(1, size)))
+            *(lambda p=p: p.connect(epoch, self.workers) for p in leaders),
+            *(lambda r=r: join(r) for r in range(1, size)),
+        )
         errors = [r for r in results if isinstance(r, Exception)]
         assert not errors, errors
         return results[len(leaders) :]
@@ -371,6 +373,7 @@ def test_a_publish_that_is_given_up_ends_on_both_sides_and_leaves_the_tp_peers_r
 def test_tp_peer_that_stops_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     world = World(monkeypatch, spec, tp_size=2)
+    monkeypatch.setattr("pa_npu.weights.publisher._GATHER_MARGIN_S", 0.0)
     publishers = world.publishers(timeout_s=0.7)
     world.connect(publishers, timeout_s=5.0)
     (leader,) = run_threads(lambda: publishers[0].publish(1))
