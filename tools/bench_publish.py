@@ -240,7 +240,6 @@ def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
             spec,
             store_host="127.0.0.1",
             store_port=port,
-            engine_workers=1,
             bucket_bytes=2**20,
             timeout_s=TIMEOUT_S,
             backend="gloo",
@@ -248,7 +247,7 @@ def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
             position=Position(0, 1),
         )
         store.set("manifest", json.dumps(publisher.manifest()))
-        publisher.connect()
+        publisher.connect(0, 1)
         step: Callable[[int], object] = publisher.publish
     else:
         announced = json.loads(store.get("manifest"))

@@ -211,7 +211,7 @@ def test_a_writer_that_hangs_or_is_killed_is_named_and_the_run_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run = Run(model, tmp_path, checkpoint={"timeout_s": 0.2, "every": 2})
+    run = Run(model, tmp_path, checkpoint={"timeout_s": 30.0 if "killed" in reason else 0.2, "every": 2})
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         held(patch, end)
         run.checkpoints.at_border(2)
