@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pa_npu import platform as platforms
 from pa_npu.config import Config
 from pa_npu.config.derive import engine_memory, kv_bytes_per_token, trainer_memory, wanted_tokens
 from pa_npu.config.fit import USABLE, shortages
+from pa_npu.config.keys import all_keys
 from pa_npu.config.known_models import KNOWN, known_spec
 from pa_npu.config.load import load_config
 from pa_npu.config.preflight import check_model
@@ -103,6 +105,21 @@ def test_an_unknown_name_has_no_shape() -> None:
 def test_yaml_starters_parse() -> None:
     for path in (*ROOT.glob("configs/**/*.yaml"), *ROOT.glob("launch/*.yaml")):
         assert isinstance(yaml.safe_load(path.read_text()), dict), path
+
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_keys_and_links_in_the_documents_exist(document: Path) -> None:
+    text = document.read_text()
+    keys = {key.name for key in all_keys()}
+    sections = "|".join(Config.model_fields)
+    named = re.findall(rf"`((?:{sections})\.[a-z_]+)(?:=[^`]*)?`", text)
+    assert [name for name in named if name not in keys and not name.endswith("_")] == []
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    assert [link for link in links if not (document.parent / link).exists()] == []
+    assert named or links, "something must have been found"
 
 
 @st.composite
