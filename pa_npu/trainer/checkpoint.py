@@ -122,12 +122,14 @@ def _without_prefix(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sharding_arguments() -> dict[str, Any]:
-    """The distributed optimizer's sharding, which can be loaded at other parallel sizes; spelled differently since core 0.13."""
-    import megatron.core
+    """The form of the distributed optimizer's state that can be loaded at other sizes; its name and argument vary by release."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    if tuple(int(x) for x in megatron.core.__version__.split(".")[:2]) < (0, 13):
+    forms = getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", None)
+    if forms is None:  # core 0.12
         return {"sharding_type": "fully_sharded_model_space"}
-    return {"metadata": {"distrib_optim_sharding_type": "fully_sharded_model_space"}}
+    name = "fully_reshardable" if "fully_reshardable" in forms else "fully_sharded_model_space"
+    return {"metadata": {"distrib_optim_sharding_type": name}}
 
 
 def _rng_state(platform: Platform) -> dict[str, Any]:

@@ -174,6 +174,7 @@ def test_a_full_disk_costs_a_line_and_no_more_until_the_last_checkpoint(
     asynchronous: bool, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(model, tmp_path, checkpoint={"asynchronous": asynchronous, "every": 2})
+    run.train(0)
     run.checkpoints.at_border(2)
     run.checkpoints.finish(2)
     with largest_file(2**16), caplog.at_level(logging.ERROR):
@@ -212,6 +213,7 @@ def test_a_writer_that_hangs_or_is_killed_is_named_and_the_run_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = Run(model, tmp_path, checkpoint={"timeout_s": 30.0 if "killed" in reason else 0.2, "every": 2})
+    run.train(0)
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         held(patch, end)
         run.checkpoints.at_border(2)
@@ -231,6 +233,7 @@ def test_retention_reads_the_evaluations_of_the_run(model: Path, tmp_path: Path)
         data={"test": "unused.jsonl"},
         schedule={"evaluate_every": 1},
     )
+    run.train(0)
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for version, accuracy in enumerate((0.1, 0.2, 0.7, 0.3)):
             writer.write_evaluation({"version": version, "accuracy": accuracy})
