@@ -1,0 +1,199 @@
+#!/usr/bin/env python
+"""Compare the estimate of a trainer's memory (pa_npu.config.derive) with what the allocator measures over two iterations.
+
+One process, TP1, random Qwen2. Every case runs in a process of its own, with its allocations recorded by torch's profiler:
+the peak of forward and backward, with the optimizer's state in place. The reduction of gradients afterwards is left out:
+gloo copies the whole gradient buffer there, which NCCL and HCCL do not.
+
+    python tools/bench_memory.py [--hidden 512] [--layers 8] [--prompt 256] [--response 256] [--chunk 1024]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pa_npu.buffer.microbatch import build_microbatches
+from pa_npu.config.derive import trainer_memory
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.schema import Config
+
+CASES = (
+    ("fp32", "none", 0.0),
+    ("fp32", "full", 0.0),
+    ("bf16", "none", 0.0),
+    ("bf16", "selective", 0.0),
+    ("bf16", "full", 0.0),
+    ("bf16", "full", 0.1),
+)
+MIB = 2**20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--response", type=int, default=256)
+    parser.add_argument("--responses", type=int, default=8)
+    parser.add_argument("--chunk", type=int, default=1024, help="model.head_chunk_tokens")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first n cases")
+    parser.add_argument("--json", action="store_true", help="one object per case")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        model, dtype, recompute, kl_coef = json.loads(arguments.case)
+        print(json.dumps(measure(make_config(model, dtype, recompute, kl_coef, arguments), arguments)))
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        model = make_model(Path(scratch), arguments)
+        rows = [run_case([model, *case]) for case in CASES[: arguments.cases]]
+    print("\n".join(json.dumps(row) for row in rows) if arguments.json else render(rows))
+    return 0
+
+
+def run_case(case: list[object]) -> dict[str, object]:
+    argv = [sys.executable, "-m", "tools.bench_memory", *sys.argv[1:], "--case", json.dumps(case)]
+    output = subprocess.run(argv, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout
+    result: dict[str, object] = json.loads(output.splitlines()[-1])
+    return result
+
+
+def make_model(directory: Path, arguments: argparse.Namespace) -> str:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=arguments.vocab, hidden_size=arguments.hidden, intermediate_size=3 * arguments.hidden,
+        num_hidden_layers=arguments.layers, num_attention_heads=arguments.hidden // 64,
+        num_key_value_heads=arguments.hidden // 128, max_position_embeddings=8192, tie_word_embeddings=False,
+    )  # fmt: skip
+    model: Any = Qwen2ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return str(directory)
+
+
+def make_config(model: str, dtype: str, recompute: str, kl_coef: float, arguments: argparse.Namespace) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"device": "cpu"},
+            "model": {"path": model, "dtype": dtype, "head_chunk_tokens": arguments.chunk},
+            "data": {"train": "unused", "max_prompt_tokens": arguments.prompt},
+            "rollout": {"responses_per_prompt": arguments.responses, "max_response_tokens": arguments.response},
+            "trainer": {"recompute": recompute},
+            "algorithm": {"kl_coef": kl_coef},
+            "schedule": {"prompts_per_iteration": 2},
+        }
+    )
+
+
+def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
+    """Bytes by phase: `state` after the first step, `peak` of the second iteration's forward and backward."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    from pa_npu import platform as platforms
+
+    torch.set_num_threads(1)
+    spec = ModelSpec.read(config.model.path)
+    platform = platforms.get("cpu")
+    platform.prepare_megatron()
+    from pa_npu.model.parallel import initialise_parallel
+    from pa_npu.telemetry.timeline import Timeline
+    from pa_npu.trainer.assemble import load_stage
+    from pa_npu.trainer.megatron_backend import MegatronBackend
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    from bench_trainer import FixedMicrobatches, make_groups
+
+    initialise_parallel(config, platform, dist.HashStore(), 0, 1)
+    groups = [at_full_length(g, arguments, spec.vocab_size) for g in make_groups(settings(arguments), spec.vocab_size)]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        stage = load_stage(config, spec, platform)
+        backend = MegatronBackend(stage, config, spec, platform, platform.device(0), None, Timeline(None, ""))
+        reduce_gradients = stage.config.finalize_model_grads_func
+
+        def reduce_marked(*args: Any, **kwargs: Any) -> None:
+            with record_function("reduce gradients"):
+                reduce_gradients(*args, **kwargs)
+
+        stage.config.finalize_model_grads_func = reduce_marked
+        for iteration in range(2):
+            microbatches = [m for g in groups for m in build_microbatches(g, arguments.responses, True, 1)]
+            with record_function(f"iteration-{iteration}"):
+                backend.accumulate(FixedMicrobatches(microbatches))
+            backend.step()
+    events = recorded.profiler.kineto_results.events()
+    (span,) = [e for e in events if e.name() == "iteration-1"]
+    start = span.start_ns()
+    end = max(e.start_ns() for e in events if e.name() == "reduce gradients")
+    live, state, peak = 0, 0, 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        if event.start_ns() < start:
+            state = live
+        elif event.start_ns() <= end:
+            peak = max(peak, live)
+    memory = trainer_memory(config, spec)
+    publish = dict(memory.parts)["publish buckets"]  # no engine is attached here
+    return {
+        "case": f"{config.model.dtype}, recompute={config.trainer.recompute}"
+        + (", reference" if config.frozen_models else ""),
+        "parameters": spec.num_parameters,
+        "tokens": microbatches[0].tokens.numel(),
+        "state": state,
+        "state_estimated": memory.state,
+        "peak": peak,
+        "peak_estimated": memory.total - publish,
+    }
+
+
+def settings(arguments: argparse.Namespace) -> argparse.Namespace:
+    return argparse.Namespace(
+        prompt=arguments.prompt, response=arguments.response, responses=arguments.responses, groups=2
+    )
+
+
+def at_full_length(group, arguments: argparse.Namespace, vocab_size: int):  # type: ignore[no-untyped-def]
+    """The estimate is for responses at their longest."""
+    total = arguments.responses * arguments.response
+    return dataclasses.replace(
+        group,
+        response_tokens=np.random.default_rng(1).integers(0, vocab_size, total).astype(np.int32),
+        response_lengths=np.full(arguments.responses, arguments.response, np.int32),
+        logprobs=np.full(total, -7.0, np.float32),
+    )
+
+
+def render(rows: list[dict[str, object]]) -> str:
+    lines = [
+        f"{float(str(rows[0]['parameters'])) / 1e6:.1f} M parameters, microbatches of {rows[0]['tokens']} tokens; MiB"
+    ]
+    lines.append(
+        f"\n{'case':<32}{'state':>9}{'estimate':>10}{'peak':>9}{'estimate':>10}{'ratio':>7}{'beyond state: ratio':>21}"
+    )
+    for row in rows:
+        state, guess, peak, total = (
+            float(str(row[k])) / MIB for k in ("state", "state_estimated", "peak", "peak_estimated")
+        )
+        beyond = (total - guess) / (peak - state)
+        lines.append(
+            f"{row['case']!s:<32}{state:>9.1f}{guess:>10.1f}{peak:>9.1f}{total:>10.1f}{total / peak:>7.2f}{beyond:>21.2f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
