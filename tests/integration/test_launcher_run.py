@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pa_npu.launcher.keeper import descendants
+from tests.helpers.launched import Launched, find, settings
 from tests.helpers.sockets import listening, outside_loopback
 from tools import make_tiny_model
 
@@ -22,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc"),
 ]
 
-ROOT = Path(__file__).parents[2]
 RUN_TIMEOUT_S = 400.0
 
 
@@ -32,80 +30,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = ["--out", str(directory), "--random", "--train-questions", "64", "--test-questions", "8"]
     assert make_tiny_model.main(arguments) == 0
     return directory
-
-
-class Launched:
-    """A launcher in a session of its own, its output in a file."""
-
-    def __init__(self, directory: Path, command: str, *arguments: str) -> None:
-        self.output_file = directory / f"{command}.out"
-        argv = [sys.executable, "-m", "pa_npu.launcher", command, *arguments]
-        with self.output_file.open("wb") as file:
-            self.popen = subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        self.seen: set[int] = set()
-
-    @property
-    def output(self) -> str:
-        return self.output_file.read_text()
-
-    def family(self) -> dict[int, str]:
-        """Every process below the launcher, with its command line or name."""
-        found = {pid: command_line(pid) for pid in descendants(self.popen.pid)}
-        self.seen |= found.keys()
-        return found
-
-    def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert self.popen.poll() is None, f"the launcher ended before {what}:\n{self.output}"
-            assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s\n{self.output}"
-            time.sleep(0.1)
-
-    def assert_nothing_survives(self, timeout_s: float = 10.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while alive := {pid: command_line(pid) for pid in self.seen if running(pid)}:
-            assert time.monotonic() < deadline, f"still running after {timeout_s} s: {alive}"
-            time.sleep(0.05)
-
-    def close(self) -> None:
-        if self.popen.poll() is None:
-            self.family()
-            self.popen.kill()
-            self.popen.wait()
-        self.assert_nothing_survives()
-
-
-def command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def settings(tiny: Path, run_dir: Path, **others: object) -> list[str]:
-    keys: dict[str, object] = {
-        "run.dir": run_dir,
-        "run.device": "cpu",
-        "model.path": tiny / "model",
-        "model.dtype": "fp32",
-        "data.train": tiny / "train.jsonl",
-        "data.test": tiny / "test.jsonl",
-        "data.max_prompt_tokens": 32,
-        "rollout.responses_per_prompt": 2,
-        "rollout.max_response_tokens": 8,
-        "rollout.max_num_batched_tokens": 4096,
-        "rollout.kv_cache_gib": 0.125,
-        "schedule.iterations": 2,
-        "schedule.prompts_per_iteration": 4,
-    } | {name.replace("__", "."): value for name, value in others.items()}
-    return [f"{key}={value}" for key, value in keys.items()]
 
 
 @pytest.fixture
@@ -207,8 +131,3 @@ def test_an_end_while_starting_leaves_nothing(
     run.assert_nothing_survives()
     assert time.monotonic() - began < (10 if victim == "launcher" else 30)
     assert said is None or said in run.output, run.output
-
-
-def find(run: Launched, name: str) -> int | None:
-    """The process with this in its command line (vLLM renames the one that holds the model to EngineCore)."""
-    return next((pid for pid, line in run.family().items() if name in line and "keeper.py" not in line), None)

@@ -1,0 +1,92 @@
+"""Real launchers in tests: started in sessions of their own, looked into through /proc, and ended with all they started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pa_npu.launcher.keeper import descendants
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Launched:
+    """A launcher in a session of its own, its output in a file."""
+
+    def __init__(self, directory: Path, command: str, *arguments: str) -> None:
+        self.output_file = directory / f"{command}.out"
+        argv = [sys.executable, "-m", "pa_npu.launcher", command, *arguments]
+        with self.output_file.open("wb") as file:
+            self.popen = subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        self.seen: set[int] = set()
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text()
+
+    def family(self) -> dict[int, str]:
+        """Every process below the launcher, with its command line or name."""
+        found = {pid: command_line(pid) for pid in descendants(self.popen.pid)}
+        self.seen |= found.keys()
+        return found
+
+    def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.popen.poll() is None, f"the launcher ended before {what}:\n{self.output}"
+            assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s\n{self.output}"
+            time.sleep(0.1)
+
+    def assert_nothing_survives(self, timeout_s: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while alive := {pid: command_line(pid) for pid in self.seen if running(pid)}:
+            assert time.monotonic() < deadline, f"still running after {timeout_s} s: {alive}"
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        if self.popen.poll() is None:
+            self.family()
+            self.popen.kill()
+            self.popen.wait()
+        self.assert_nothing_survives()
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def settings(tiny: Path, run_dir: Path, **others: object) -> list[str]:
+    keys: dict[str, object] = {
+        "run.dir": run_dir,
+        "run.device": "cpu",
+        "model.path": tiny / "model",
+        "model.dtype": "fp32",
+        "data.train": tiny / "train.jsonl",
+        "data.test": tiny / "test.jsonl",
+        "data.max_prompt_tokens": 32,
+        "rollout.responses_per_prompt": 2,
+        "rollout.max_response_tokens": 8,
+        "rollout.max_num_batched_tokens": 4096,
+        "rollout.kv_cache_gib": 0.125,
+        "schedule.iterations": 2,
+        "schedule.prompts_per_iteration": 4,
+    } | {name.replace("__", "."): value for name, value in others.items()}
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def find(run: Launched, name: str) -> int | None:
+    """The process with this in its command line (vLLM renames the one that holds the model to EngineCore)."""
+    return next((pid for pid, line in run.family().items() if name in line and "keeper.py" not in line), None)
