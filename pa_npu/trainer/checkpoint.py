@@ -85,10 +85,9 @@ class CheckpointContents:
 
     def _sharded(self, *, is_loading: bool, with_rng: bool, with_reference: bool) -> dict[str, Any]:
         model = self._stage.sharded_state_dict()
-        state = {
-            "model": model,
-            "optimizer": self._optimizer.sharded_state_dict(model, is_loading=is_loading, **_sharding_arguments()),
-        }
+        form = _sharding_arguments() if self._config.trainer.distributed_optimizer else {}
+        optimizer = self._optimizer.sharded_state_dict(model, is_loading=is_loading, **form)
+        state = {"model": model, "optimizer": optimizer}
         if with_reference:
             state["reference"] = self._stage.frozen["reference"].sharded_state_dict(_REFERENCE)
         if with_rng:
