@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pa_npu.buffer.group import Group
+from pa_npu.data.checkpoint_store import META_FILE, CheckpointMeta, directory_name
 from pa_npu.rollout.stand_in import Speed
 from tests.helpers.stand_in_engine import stand_in_engines
 from tests.integration.test_rollout_coordinator import GROUPS, RESPONSES, Run
@@ -22,10 +23,11 @@ PATTERN = "t77|t78"
 
 @dataclass
 class Outcome:
-    """By iteration or, positions, by weight version; sampled: the seeds of all training requests."""
+    """By iteration, or by weight version (positions, states of the prompt stream); sampled: seeds of training requests."""
 
     trained: dict[int, list[Group]]
     positions: dict[int, int]
+    states: dict[int, dict[str, Any]]
     dispatched: dict[int, int]
     sampled: set[int]
 
@@ -49,14 +51,14 @@ def produce(directory: Path, order: str, first: int, speed: Speed, engines: int,
         )
         try:
             run.announce_weights()
-            trained, positions = {}, {}
+            trained, states = {}, {}
             for version in range(first, ITERATIONS + 1):
                 run.announce(version, None if version == first else {"loss": 0.0})
                 run.published(version)
                 if version < ITERATIONS:
                     trained[version] = run.consume(version)
                     # what a trainer puts into the checkpoint of the next version
-                    positions[version + 1] = int(json.loads(run._wait(f"data/position/{version + 1}"))["position"])
+                    states[version + 1] = json.loads(run._wait(f"data/position/{version + 1}"))
             output = run.end()
         finally:
             run.process.kill()
@@ -64,7 +66,28 @@ def produce(directory: Path, order: str, first: int, speed: Speed, engines: int,
         assert run.process.returncode == 0, output
         requests = [request for engine in served for request in engine.engine.requests if request["n"] == RESPONSES]
     dispatched = {record["iteration"]: record["groups_dispatched"] for record in run.lines("metrics.jsonl")}
-    return Outcome(trained, positions, dispatched, {request["seed"] for request in requests})
+    positions = {version: int(state["position"]) for version, state in states.items()}
+    return Outcome(trained, positions, states, dispatched, {request["seed"] for request in requests})
+
+
+def write_checkpoint(parent: Path, data: dict[str, Any]) -> Path:
+    """What the coordinator reads of a checkpoint: its meta data."""
+    directory = parent / directory_name(RESUMED_AT)
+    directory.mkdir()
+    meta = CheckpointMeta(
+        version=RESUMED_AT,
+        updates=RESUMED_AT,
+        data=data,
+        seed=3,
+        layout={},
+        model={},
+        reference=None,
+        config={},
+        config_digest="",
+        files={},
+    )
+    (directory / META_FILE).write_text(meta.dump())
+    return directory
 
 
 def content(groups: list[Group]) -> list[tuple[Any, ...]]:
@@ -85,10 +108,7 @@ def content(groups: list[Group]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("order", ["prompt", "completion"])
 def test_a_resumed_run_goes_on_as_the_undisturbed_one(order: str, tmp_path: Path) -> None:
     whole = produce(tmp_path / "whole", order, 0, Speed(step_s=0.0005, stride=4), 2, None)
-    checkpoint = tmp_path / f"iteration_{RESUMED_AT:06d}"
-    checkpoint.mkdir()
-    meta = {"version": RESUMED_AT, "data_position": whole.positions[RESUMED_AT], "seed": 3, "world_size": 2}
-    (checkpoint / "pa_npu.json").write_text(json.dumps(meta))
+    checkpoint = write_checkpoint(tmp_path, whole.states[RESUMED_AT])
     # another number of engines and another speed, so that groups finish in another order
     resumed = produce(tmp_path / "resumed", order, RESUMED_AT, Speed(step_s=0.002, stride=8), 1, checkpoint)
 
