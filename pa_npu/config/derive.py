@@ -2,7 +2,7 @@
 
 The memory figures are for choosing sizes before a run, in bytes of one device. Weights, gradients, optimizer and frozen
 models are exact; activations and working set are counts of the tensors that are alive at the peak of a backward pass.
-What the allocator measures on a CPU (docs/results/memory_cpu.md) is within 2% of the total and 5% of the counted parts.
+What the allocator measures on a CPU (docs/results/memory_cpu.md) is within 3% of the total and 15% of the counted parts.
 Allocator overhead, attention kernels' workspaces, communication buffers and the device's own context are not in them:
 `pa_npu.config.fit` keeps a tenth of a device for these.
 """
