@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import math
 import os
 import sys
 import time
@@ -98,7 +97,8 @@ async def run(config: Config) -> None:
             config.rollout.window,
             config.rollout.responses_per_prompt,
             config.rollout.max_num_seqs,
-            math.ceil(config.schedule.prompts_per_iteration / fleet.size) * config.rollout.responses_per_prompt,
+            config.schedule.prompts_per_iteration * config.rollout.responses_per_prompt,
+            max(1, fleet.size),
         )
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())

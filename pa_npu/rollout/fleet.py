@@ -6,7 +6,7 @@
 
 An engine that serves is probed by generating a token: its health page stays green when its worker hangs. What is gone is
 replaced by the launcher, if it is the launcher's, and is given the iteration's weights before it serves (I1). An engine that
-joins serves from the next publish on.
+joins serves from the next publish on; it may want to leave in any state.
 """
 
 from __future__ import annotations
@@ -147,7 +147,10 @@ class Fleet:
     async def _remove(self, member: Member) -> None:
         self._roster.confirm_left(member.index)
         del self._members[member.index]
+        current = asyncio.current_task()
+        await _cancel({task for task in member.tasks if task is not current})
         await self._pool.remove(member.engine)
+        self._changed.set()
         if not self._members:
             self._pool.fail(EngineGone(f"no engine is left: {member.name} was the last, and nothing starts it again"))
 
@@ -169,7 +172,7 @@ class Fleet:
                 if self._roster.changed():
                     self._update()
                 for member in list(self._members.values()):
-                    if member.state == "leaving" and not self._pool.in_flight(member.engine):
+                    if member.state == "leaving" and self._is_free(member):
                         logger.info("engine %s has left", member.name)
                         await self._remove(member)
                     elif self._is_probe_due(member):
@@ -181,9 +184,11 @@ class Fleet:
     def _update(self) -> None:
         for entry in self._roster.entries():
             member = self._members.get(entry.index)
-            if member is None or entry.generation > member.generation:
+            if member is None and entry.leaving:  # it asked while no coordinator ran
+                self._roster.confirm_left(entry.index)
+            elif member is None or entry.generation > member.generation:
                 self._welcome(entry, member)
-            elif entry.leaving and member.state in ("ready", "serving"):
+            elif entry.leaving and member.state in ("starting", "ready", "serving"):
                 logger.info("engine %s leaves: it finishes what it has in flight", member.name)
                 member.state = "leaving"
                 self._pool.suspend(member.engine)
@@ -203,6 +208,8 @@ class Fleet:
     async def _bring_up(self, member: Member, *, is_replacement: bool) -> None:
         try:
             await member.engine.wait_ready(deadline_s=self._config.startup_timeout_s)
+            if member.state != "starting":  # it leaves already
+                return
             member.state = "ready"
             self._changed.set()
             if not is_replacement or self.deliver_late is None:
@@ -215,6 +222,10 @@ class Fleet:
                     self._serves(member)
         except (EngineError, DeadlineExceeded) as error:
             await self.lost(member.engine, str(error))
+
+    def _is_free(self, member: Member) -> bool:
+        """Nothing is in flight on it, and no publish has it as a member."""
+        return not self._pool.in_flight(member.engine) and not self._border.locked()
 
     def _serves(self, member: Member) -> None:
         member.state = "serving"

@@ -73,6 +73,7 @@ class Producer:
         production = Production(iteration, config.telemetry.samples_per_iteration)
         held: list[ScoredGroup] = []
         num_sequences = config.rollout.responses_per_prompt
+        self._window.begin_iteration(max(1, len(self._pool.engines)))
 
         async def complete(index: int, prompt: Prompt, lease: Lease) -> None:
             scored = await self._generate_and_score(iteration, index, prompt, lease)

@@ -15,6 +15,8 @@ generation takes at most 1 / SATURATION of the shortest time, found from the gro
             Samples keep coming, at the window's level and, from each iteration's tail, below; the choice follows them.
   recheck   After 1, 2, 4, then every 8 iterations, some groups run at twice the window, in case the engine or the
             lengths have changed.
+  share     M is what an engine gets of an iteration. When engines join or leave, the choice is made anew with what is known
+            of t(m).
 
 What is sampled does not depend on the window, because every request has a seed of its own: only time does.
 """
@@ -84,6 +86,9 @@ class WindowController(Protocol):
     def sequences(self) -> int:
         """The window now. May change with every observation."""
 
+    def begin_iteration(self, num_engines: int) -> None:
+        """So many engines share the next iteration."""
+
     def observe(self, timing: GroupTiming) -> None:
         """A group of the current iteration has finished."""
 
@@ -97,6 +102,9 @@ class FixedWindow:
     def __init__(self, sequences: int) -> None:
         self.sequences = sequences
 
+    def begin_iteration(self, num_engines: int) -> None:
+        """It is per engine already."""
+
     def observe(self, timing: GroupTiming) -> None:
         """Nothing to learn."""
 
@@ -107,13 +115,16 @@ class FixedWindow:
 class AutoWindow:
     """rollout.window = auto. Counts in groups of `responses_per_prompt` sequences.
 
-    max_sequences: the engine's own limit. sequences_per_engine: what an iteration has for one engine.
+    max_sequences: the engine's own limit. sequences: of an iteration, for all engines, of which there may be more or fewer
+    from iteration to iteration.
     """
 
-    def __init__(self, responses_per_prompt: int, max_sequences: int, sequences_per_engine: int) -> None:
+    def __init__(self, responses_per_prompt: int, max_sequences: int, sequences: int, num_engines: int = 1) -> None:
         self._group = responses_per_prompt
-        self._groups_per_iteration = max(1, sequences_per_engine // responses_per_prompt)
-        self._cap = max(1, min(max_sequences // responses_per_prompt, self._groups_per_iteration))
+        self._max_groups = max_sequences // responses_per_prompt
+        self._groups = sequences // responses_per_prompt
+        self._num_engines = num_engines
+        self._share_groups()
         self._level = min(self._cap, max(1, math.ceil(_FIRST_SEQUENCES / responses_per_prompt)))
         self._climbing = self._level < self._cap
         self._climbed_from: int | None = None
@@ -133,6 +144,24 @@ class AutoWindow:
     def settled(self) -> bool:
         """Whether climbing has ended."""
         return not self._climbing
+
+    def begin_iteration(self, num_engines: int) -> None:
+        """With another number of engines each has more or fewer waves; what is known of one engine's speed stays true."""
+        if num_engines == self._num_engines:
+            return
+        self._num_engines = num_engines
+        self._share_groups()
+        self._held, self._level = min(self._held, self._cap), min(self._level, self._cap)
+        if self._climbing:
+            return
+        if self._bins:
+            self._choose("engines changed")
+        self._iterations_held, self._recheck_after = 0, 1
+
+    def _share_groups(self) -> None:
+        """What one engine has to do in an iteration, and the most that it can have in flight."""
+        self._groups_per_iteration = max(1, math.ceil(self._groups / self._num_engines))
+        self._cap = max(1, min(self._max_groups, self._groups_per_iteration))
 
     def observe(self, timing: GroupTiming) -> None:
         groups = max(1.0, timing.in_flight / self._group)
@@ -181,13 +210,14 @@ class AutoWindow:
         choice = next(groups for groups in candidates if times[groups] <= shortest / SATURATION)
         moves_up = choice > (1 + _HYSTERESIS_UP) * self._held
         moves_down = choice < (1 - _HYSTERESIS_DOWN) * self._held
-        if reason == "climbed" or moves_up:
+        is_new = reason in ("climbed", "engines changed")
+        if is_new or moves_up:
             self._held = choice
         elif moves_down:
             # half of the way on a log scale, then the smallest window with as many waves
             waves = self._waves(math.ceil(math.sqrt(choice * self._held)))
             self._held = math.ceil(self._groups_per_iteration / waves)
-        if reason == "climbed" or moves_up or moves_down:
+        if is_new or moves_up or moves_down:
             logger.info(
                 "window: %d sequences per engine (%s), %d waves; percent of the best generation time by window: %s",
                 self._held * self._group,
@@ -254,9 +284,9 @@ def _token_seconds_at(levels: list[_Level], groups: float) -> float:
 
 
 def make_window(
-    window: int | str, responses_per_prompt: int, max_num_seqs: int, sequences_per_engine: int
+    window: int | str, responses_per_prompt: int, max_num_seqs: int, sequences: int, num_engines: int = 1
 ) -> WindowController:
-    """The controller for `rollout.window`. sequences_per_engine: all sequences of an iteration over the engines, rounded up."""
+    """The controller for `rollout.window`. sequences: of an iteration, for all engines."""
     if window == "auto":
-        return AutoWindow(responses_per_prompt, max_num_seqs, sequences_per_engine)
+        return AutoWindow(responses_per_prompt, max_num_seqs, sequences, num_engines)
     return FixedWindow(int(window))

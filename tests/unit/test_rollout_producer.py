@@ -20,7 +20,7 @@ from pa_npu.rollout.producer import Producer
 from pa_npu.rollout.production import Production
 from pa_npu.rollout.protocol import Completion, EngineError, Sampling
 from pa_npu.rollout.seeds import group_seed
-from pa_npu.rollout.window import FixedWindow
+from pa_npu.rollout.window import FixedWindow, WindowController
 from pa_npu.telemetry.timeline import Timeline
 
 GROUPS, RESPONSES = 8, 4
@@ -137,14 +137,14 @@ def make_producer(
     rewards: ScriptedRewards,
     shelf: Shelf,
     store_thread: ThreadPoolExecutor,
-    window: int = 64,
+    window: WindowController | int = 64,
 ) -> Producer:
     return Producer(
         config,
         EnginePool(engines),  # type: ignore[arg-type]
         rewards,
         shelf,  # type: ignore[arg-type]
-        FixedWindow(window),
+        FixedWindow(window) if isinstance(window, int) else window,
         Sampling(config.rollout.max_response_tokens, 1.0),
         Timeline(None, ""),
         store_thread,
@@ -157,6 +157,23 @@ async def produce(
     shelf = Shelf()
     producer = make_producer(config, engines, ScriptedRewards(), shelf, store_thread, window)
     return await producer.produce(5, prompts()), shelf
+
+
+async def test_the_window_is_told_how_many_engines_serve_each_iteration(store_thread):
+    class Told(FixedWindow):
+        def begin_iteration(self, num_engines: int) -> None:
+            raise RuntimeError(f"{num_engines} engines")  # ends the production here
+
+    engines = [ScriptedEngine(name, []) for name in "ab"]
+    producer = make_producer(config(), engines[:1], ScriptedRewards(), Shelf(), store_thread, Told(64))
+    with pytest.raises(RuntimeError, match="1 engines"):
+        await producer.produce(0, prompts())
+    producer._pool.add(engines[1])  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="1 engines"):
+        await producer.produce(1, prompts())
+    producer._pool.serve(engines[1])  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="2 engines"):
+        await producer.produce(1, prompts())
 
 
 async def test_groups_carry_what_was_sampled_with_the_seeds_of_their_index(store_thread):

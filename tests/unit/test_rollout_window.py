@@ -110,3 +110,40 @@ def test_fixed_window_and_the_choice_between_both():
     simulate(ENGINES["never saturated"], auto, iterations=2, groups=64)
     assert auto.sequences <= 64, "max_num_seqs bounds the automatic window"
     assert make_window("auto", 8, 256, 16).sequences == 16, "an iteration's own sequences bound it too"
+
+
+def test_engines_that_join_and_leave_change_the_waves_and_the_window_at_once():
+    """64 groups on one engine run well 10 at a time; 32 on each of two do not, because 2 of them would be a wave of their own."""
+    window = AutoWindow(8, 256, 512)
+    simulate(ENGINES["knee"], window, iterations=5, groups=64, noise=0.1)
+    alone = window.sequences
+    share_of_two = ground_truth("knee", (64, 64), 32)
+    assert share_of_two[alone] < 0.9, f"negative control: the window {alone} of one engine does not fit two"
+    window.begin_iteration(2)
+    assert share_of_two[window.sequences] >= 0.95, window.sequences
+    simulate(ENGINES["knee"], window, iterations=3, groups=32, noise=0.1)
+    assert share_of_two[window.sequences] >= 0.95, window.sequences
+    window.begin_iteration(1)
+    assert ground_truth("knee", (64, 64), 64)[window.sequences] >= 0.95, window.sequences
+
+
+def test_window_is_bounded_by_what_is_left_for_one_engine_and_grows_when_engines_leave():
+    window = AutoWindow(8, 256, 256, num_engines=4)
+    simulate(ENGINES["never saturated"], window, iterations=2, groups=8)
+    assert window.sequences == 64, "256 sequences on four engines"
+    window.begin_iteration(1)
+    runs = simulate(ENGINES["never saturated"], window, iterations=8, groups=32)
+    assert [run.window_at_end for run in runs][-1] == 256, "found by the rechecks"
+    window.begin_iteration(8)
+    assert window.sequences == 32
+    window.begin_iteration(5)
+    assert window.sequences == 56, "32 groups on five engines are seven for one of them"
+
+
+def test_the_same_number_of_engines_changes_nothing():
+    told, control = AutoWindow(8, 256, 512), AutoWindow(8, 256, 512)
+    for _ in range(4):
+        told.begin_iteration(1)
+        for window in (told, control):
+            simulate(ENGINES["affine"], window, iterations=1, groups=64, noise=0.1)
+        assert told.sequences == control.sequences
