@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pa_npu import __version__
-from pa_npu.buffer.store import StoreChannel, connect
+from pa_npu.buffer.store import StoreChannel, attempt_prefix, connect
 from pa_npu.config.load import dump_config
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
@@ -42,6 +42,7 @@ from pa_npu.rollout.roster import Roster
 from pa_npu.telemetry.progress import format_duration
 from pa_npu.telemetry.summary import summarise
 from pa_npu.telemetry.timeline import Timeline, merge
+from pa_npu.weights.wire import Abandonment
 
 # Engines need about 2 s to leave on SIGTERM; the whole stop stays below 10 s.
 GRACE_S = 5.0
@@ -131,6 +132,9 @@ class Plan:
 
     def attempt_again(self, number: int) -> Attempt:
         """From the newest checkpoint of the run, or where it began if it has none."""
+        # an engine may still wait for trainers that are gone
+        last = attempt_prefix(number - 1).rstrip("/")
+        Abandonment(self.store.host, self.store.port, last).declare("coordinator and trainers were started again")
         config = resolve_resume(self.config, self.console.complain, restart=True)
         begin_attempt(config, self.console.complain)
         return self.attempt(config, number)

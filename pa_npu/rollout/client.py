@@ -89,12 +89,15 @@ class VllmEngine:
     async def probe(self, *, deadline_s: float) -> None:
         await self.generate(_PROBE_PROMPT, 1, 0, _PROBE_SAMPLING, deadline_s=deadline_s)
 
+    async def check_health(self, *, deadline_s: float) -> None:
+        await self._request("GET", "/health", None, deadline_s)
+
     async def wait_ready(self, *, deadline_s: float) -> None:
         start = time.monotonic()
         reason = "no answer"
         while (left_s := deadline_s - (time.monotonic() - start)) > 0:
             try:
-                await self._request("GET", "/health", None, min(left_s, 10.0))
+                await self.check_health(deadline_s=min(left_s, 10.0))
                 return
             except (EngineError, DeadlineExceeded) as error:
                 reason = str(error)

@@ -73,6 +73,9 @@ class RolloutEngine(Protocol):
     async def reset_prefix_cache(self, *, deadline_s: float) -> None:
         """Forget all cached prefixes: they belong to old weights. Nothing may be in flight."""
 
+    async def check_health(self, *, deadline_s: float) -> None:
+        """Return when the engine says that it is well, which it can also while its workers load weights."""
+
     async def wait_ready(self, *, deadline_s: float) -> None:
         """Return as soon as the engine serves requests."""
 

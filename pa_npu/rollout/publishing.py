@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ _GRACE_S = 15.0
 # Keeps the seeds of probes apart from those of groups, whose index is far below.
 _PROBE_INDEX = 2**32
 _ATTEMPTS = 4
+_HEALTH_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,8 @@ class EnginePublish:
             return False
         stages = self._connection.late_stages
         try:
-            await self._connect(engine, 0, 1, stages, number)
-            await self._receive_on(engine, version)
+            await self._while_healthy(engine, self._connect(engine, 0, 1, stages, number))
+            await self._while_healthy(engine, self._receive_on(engine, version))
         except (EngineError, DeadlineExceeded) as error:
             self._abandon(stages, number, str(error))
             raise
@@ -152,7 +153,8 @@ class EnginePublish:
                 await self._connect(engine, number, len(members), self._connection.stages, self._epoch)
             await self._receive_on(engine, version)
 
-        loading = asyncio.ensure_future(gather([load(i, member.engine) for i, member in enumerate(members)]))
+        loads = [self._while_healthy(member.engine, load(i, member.engine)) for i, member in enumerate(members)]
+        loading = asyncio.ensure_future(gather(loads))
         broken = asyncio.ensure_future(self._broken(key))
         try:
             await asyncio.wait({loading, broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -164,6 +166,17 @@ class EnginePublish:
                 task.cancel()
             await asyncio.gather(loading, broken, return_exceptions=True)
         return await self._probe(version, members, prompt)
+
+    async def _while_healthy(self, engine: RolloutEngine, work: Coroutine[Any, Any, None]) -> None:
+        """`work` on an engine, which may never answer when its worker dies meanwhile. Raises EngineError then."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=_HEALTH_EVERY_S))[0]:
+                await engine.check_health(deadline_s=self._config.rollout.probe_timeout_s)
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _broken(self, key: str) -> str:
         """Why the trainers' side of an attempt failed, once it has."""

@@ -107,6 +107,7 @@ def make_publisher(
         backend=platform.comm_backend,
         device=device,
         position=position,
+        scope=attempt_prefix(),
     )
 
 

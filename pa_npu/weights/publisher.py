@@ -56,10 +56,12 @@ class Publisher:
         backend: str,
         device: torch.device,
         position: Position | None = None,
+        scope: str = "",
     ) -> None:
         """`stage_module` holds one GPT stage (wrappers are fine); its weights are read at each publish.
 
-        The store is any c10d TCPStore that engines reach too. `position` is Megatron's unless given.
+        The store is any c10d TCPStore that engines reach too. `position` is Megatron's unless given. `scope` begins the groups'
+        names; with "a/" their publishes are given up with Abandonment(..., "a").
         """
         self._position = position or Position.from_megatron()
         self._store = (store_host, store_port)
@@ -72,7 +74,7 @@ class Publisher:
         self._group: dist.ProcessGroup | None = None
         # A group's name serves once, in the store and in every member: a publisher that starts again must not meet its
         # own past.
-        self._name = f"publish-{self._position.stage}-{uuid.uuid4().hex[:12]}"
+        self._name = f"{scope}publish-{self._position.stage}-{uuid.uuid4().hex[:12]}"
         self._tensors = (
             StageTensors(stage_module, spec, self._position, bucket_bytes) if self._position.replica == 0 else None
         )

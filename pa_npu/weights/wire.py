@@ -211,6 +211,7 @@ class Assembler:
 class Abandonment:
     """The key under which a group's publish is given up, because a member is gone: whoever still waits must stop.
 
+    A name a/b also stops with a, so that everything of one attempt of a run can be given up at once.
     A backend may not notice a dead member (NCCL and HCCL wait for it), so both ends ask, through a store client of their own.
     """
 
@@ -221,7 +222,7 @@ class Abandonment:
         self._asked_s = time.monotonic()
 
     def declare(self, reason: str) -> None:
-        self._client().set("abandoned", reason)
+        self._client().set(f"{self._name}/abandoned", reason)
 
     def reason(self) -> str | None:
         """Why the publish was given up, if it was; asks the store at most every 0.1 s."""
@@ -229,13 +230,14 @@ class Abandonment:
             return None
         self._asked_s = time.monotonic()
         store = self._client()
-        return store.get("abandoned").decode() if store.check(["abandoned"]) else None
+        scopes = (self._name, self._name.rpartition("/")[0])
+        keys = [f"{scope}/abandoned" for scope in scopes if scope]
+        return next((store.get(key).decode() for key in keys if store.check([key])), None)
 
     def _client(self) -> dist.Store:
         if self._store is None:
             timeout = timedelta(seconds=_ABANDONED_CONNECT_S)
-            client = dist.TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=timeout)
-            self._store = dist.PrefixStore(self._name, client)
+            self._store = dist.TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=timeout)
         return self._store
 
 

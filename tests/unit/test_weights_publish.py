@@ -418,3 +418,14 @@ def test_engine_with_another_model_refuses_to_connect(tmp_path: Path) -> None:
     engine.hidden_size = 64
     with pytest.raises(wire.WeightSyncError, match="stage 0 has hidden_size=32, the engine's model 64"):
         check_model(manifests, engine)
+
+
+def test_an_attempts_groups_are_given_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_ABANDONED_POLL_S", 0.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    of_first, of_second = (wire.Abandonment("127.0.0.1", store.port, f"pa/{n}/publish-0") for n in (0, 1))
+    assert of_first.reason() is None
+    wire.Abandonment("127.0.0.1", store.port, "pa/0").declare("started again")
+    assert (of_first.reason(), of_second.reason()) == ("started again", None)
+    with pytest.raises(wire.WeightSyncError, match="given up: started again"):
+        wire.join_group("127.0.0.1", store.port, "pa/0/publish-0", 1, 2, "gloo", 30.0, "engine worker 1")

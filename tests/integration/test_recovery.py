@@ -1,0 +1,259 @@
+"""Invariant I6: whatever is killed, and whenever, the run ends with the weights of the run that was not killed, bit for bit.
+
+A run is killed over and over: every kind of process while engines generate, while trainers finish the iteration, and in a
+publish. It goes on by itself; where the launcher is killed, it is continued with checkpoint.resume=auto.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pa_npu.buffer.store import StoreChannel, attempt_prefix, connect
+from tests.helpers.launched import Launched, settings
+from tools import make_tiny_model
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc"),
+]
+
+ITERATIONS = 6
+TIMEOUT_S = 300.0
+MOMENTS = ("generation", "training", "publish")
+ENGINE = ("EngineCore", "api_server")  # vLLM's process with the model, and its HTTP server
+WORKERS = ("trainer-0", "trainer-1", "coordinator", "keeper of trainer-0")
+AGAIN = "starting coordinator and trainers again"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves behind."""
+
+    weights: dict[str, torch.Tensor]
+    rewards: list[float]
+    losses: list[float]
+
+    @classmethod
+    def of(cls, directory: Path) -> Result:
+        records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        assert [record["iteration"] for record in records] == list(range(ITERATIONS)), "each iteration is recorded once"
+        weights = load_file(directory / "hf" / "model.safetensors")
+        return cls(weights, [r["reward_mean"] for r in records], [r["loss"] for r in records])
+
+    def assert_equal(self, other: Result) -> None:
+        assert (self.rewards, self.losses) == (other.rewards, other.losses)
+        assert self.weights.keys() == other.weights.keys()
+        changed = [name for name, weight in self.weights.items() if not torch.equal(weight, other.weights[name])]
+        assert not changed, f"tensors that differ: {changed}"
+
+
+class Watched:
+    """A launched run, with eyes on its store and its processes."""
+
+    def __init__(self, launched: Launched) -> None:
+        self.run = launched
+        self._clients: dict[int, StoreChannel] = {}
+
+    @property
+    def attempt(self) -> int:
+        return self.run.output.count(AGAIN)
+
+    def wait_for(self, moment: str, at_least: int = 0) -> int:
+        """Until an iteration, of this version or a later one, is at this moment; returns its version."""
+        found: list[int] = []
+
+        def reached() -> bool:
+            version = next((v for v in range(ITERATIONS, -1, -1) if self._there(f"publish/{v}/ready")), None)
+            if version is None:
+                return False
+            published, produced = self._published(version), self._there(f"data/position/{version + 1}")
+            state = "publish" if not published else "training" if produced else "generation"
+            found[:] = [version]
+            return state == moment and at_least <= version < ITERATIONS
+
+        self._until(reached, moment)
+        return found[0]
+
+    def kill(self, kind: str, number: int = signal.SIGKILL) -> None:
+        pids: list[int] = []
+        self._until(lambda: bool(pids.extend(self._find(kind)) or pids), f"a process: {kind}")
+        os.kill(pids[0], number)
+
+    def wait_for_recovery(self, kind: str, attempt: int, progress: int) -> None:
+        """After a kill: an engine holds weights again, or another attempt has begun."""
+        if kind in WORKERS:
+            self._until(lambda: self.attempt > attempt and self._there("publish/manifest/0"), f"recovery from {kind}")
+        elif kind != "reward worker":  # which is missed by its pool alone
+            self._until(lambda: self.progress() > progress, f"recovery from {kind}")
+
+    def progress(self) -> int:
+        """Completed publishes and late deliveries of this attempt."""
+        late = next(n for n in range(100) if not self._there(f"late/{n}/go"))
+        return late + sum(self._published(version) for version in range(ITERATIONS + 1))
+
+    def _published(self, version: int) -> bool:
+        keys = [f"publish/{version}/{attempt}/verdict" for attempt in range(4)]
+        return any(self._channel.get_json(key)["done"] for key in keys if self._there(key))
+
+    def _there(self, key: str) -> bool:
+        return self._channel.exists(key)
+
+    @property
+    def _channel(self) -> StoreChannel:
+        attempt = self.attempt
+        if attempt not in self._clients:
+            address = re.search(r"--join (\S+):(\d+)", self.run.output)
+            assert address
+            self._clients[attempt] = StoreChannel(connect(address[1], int(address[2]), 30.0), attempt_prefix(attempt))
+        return self._clients[attempt]
+
+    def _find(self, kind: str) -> Iterator[int]:
+        keeper = kind.startswith("keeper of ")
+        name = kind.removeprefix("keeper of ")
+        patterns = {"coordinator": "rollout.coordinator", "reward worker": "rewards.worker", "engine-0": "api_server"}
+        pattern = "trainer.main" if name.startswith("trainer-") else patterns.get(name, name)
+        for pid, line in self.run.family().items():
+            if (
+                pattern in line
+                and ("keeper.py" in line) == keeper
+                and (name[:8] != "trainer-" or rank(pid) == name[8:])
+            ):
+                yield pid
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert self.run.popen.poll() is None, f"the launcher ended before {what}:\n{self.run.output}"
+            assert time.monotonic() < deadline, f"{what}: not within {TIMEOUT_S} s\n{self.run.output}"
+            time.sleep(0.003)
+
+
+def rank(pid: int) -> str:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return next((entry[5:].decode() for entry in environment if entry.startswith(b"RANK=")), "")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    arguments = ["--out", str(directory), "--random", "--train-questions", "64", "--test-questions", "8"]
+    assert make_tiny_model.main(arguments) == 0
+    return directory
+
+
+def keys(tiny: Path, directory: Path, **others: object) -> list[str]:
+    chosen = {
+        "schedule.iterations": ITERATIONS,
+        "schedule.prompts_per_iteration": 8,
+        "schedule.order": "prompt",
+        "rollout.responses_per_prompt": 4,
+        "rollout.max_response_tokens": 24,
+        "rollout.ignore_eos": "true",
+        "rollout.window": 8,
+        "rollout.restarts": 20,
+        "run.restarts": 40,
+        "reward.functions": '[{name: format, pattern: "[0-4]"}]',
+        "data.test": "null",
+        "trainer.devices": 2,
+        "optimizer.learning_rate": "1e-3",
+        "checkpoint.every": 1,
+        "placement.pin_cores": "false",
+        "telemetry.tensorboard": "false",
+    }
+    return settings(tiny, directory, **chosen, **others)
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Launched]]:
+    launched: list[Launched] = []
+
+    def start(*arguments: str) -> Launched:
+        launched.append(Launched(tmp_path_factory.mktemp("launched"), "run", *arguments))
+        return launched[-1]
+
+    yield start
+    for item in launched:
+        item.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(launch: Callable[..., Launched], tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    run = launch(*keys(tiny, directory))
+    run.popen.wait(TIMEOUT_S)
+    assert run.popen.returncode == 0, run.output
+    return Result.of(directory)
+
+
+def kill_all(watched: Watched, kinds: tuple[str, ...], number: int = signal.SIGKILL) -> None:
+    """Each kind at each moment; a later kind in a later iteration, so that there are checkpoints to go on from."""
+    for at_least, kind in enumerate(kinds):
+        for moment in MOMENTS:
+            version = watched.wait_for(moment, at_least)
+            attempt, progress = watched.attempt, watched.progress()
+            watched.kill(kind, number)
+            print(f"killed {kind} in {moment} of version {version}")
+            watched.wait_for_recovery(kind, attempt, progress)
+
+
+def test_engines_that_are_killed_whenever_change_nothing(
+    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, undisturbed: Result
+) -> None:
+    """Each comes back with the weights of the iteration; coordinator and trainers go on all the time."""
+    directory = tmp_path / "run"
+    watched = Watched(launch(*keys(tiny, directory)))
+    watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
+    kill_all(watched, ENGINE)
+    watched.run.popen.wait(TIMEOUT_S)
+    assert watched.run.popen.returncode == 0 and AGAIN not in watched.run.output, watched.run.output
+    Result.of(directory).assert_equal(undisturbed)
+
+
+def test_trainers_coordinator_reward_workers_and_launcher_that_are_killed_whenever_change_nothing(
+    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, undisturbed: Result
+) -> None:
+    directory = tmp_path / "run"
+    watched = Watched(launch(*keys(tiny, directory)))
+    watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
+    kill_all(watched, ("reward worker", *WORKERS))
+    assert "the run continues from" in watched.run.output, watched.run.output
+    watched.wait_for("training", ITERATIONS - 1)
+    watched.run.popen.kill()
+    watched.run.popen.wait(30)
+    watched.run.assert_nothing_survives()
+
+    last = launch(*keys(tiny, directory, checkpoint__resume="auto"))
+    last.popen.wait(TIMEOUT_S)
+    assert last.popen.returncode == 0, last.output
+    assert "the run continues from" in last.output
+    Result.of(directory).assert_equal(undisturbed)
+
+
+@pytest.mark.nightly
+def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
+    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, undisturbed: Result
+) -> None:
+    directory = tmp_path / "run"
+    others = {"rollout.probe_every_s": 1.0, "rollout.probe_timeout_s": 15.0, "publish.timeout_s": 60.0}
+    watched = Watched(launch(*keys(tiny, directory, **others)))
+    watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
+    kill_all(watched, ("keeper of engine-0",))
+    kill_all(watched, ("EngineCore",), signal.SIGSTOP)
+    watched.run.popen.wait(TIMEOUT_S)
+    assert watched.run.popen.returncode == 0, watched.run.output
+    Result.of(directory).assert_equal(undisturbed)

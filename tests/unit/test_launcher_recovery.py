@@ -1,0 +1,136 @@
+"""Recovery with small fake commands under the real supervisor: what is started again, how often, and what never is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from pa_npu.buffer.store import StoreChannel
+from pa_npu.config import Config
+from pa_npu.launcher.commands import Command
+from pa_npu.launcher.console import Console
+from pa_npu.launcher.process_tree import ProcessTree
+from pa_npu.launcher.recovery import Attempt, Recovery
+from pa_npu.launcher.supervisor import Supervisor, stop_signals
+from pa_npu.rollout.roster import PREFIX, Roster
+from pa_npu.telemetry.timeline import Timeline
+
+SERVES = "import time; time.sleep(60)"
+
+
+@pytest.fixture(autouse=True)
+def short_aftermath(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pa_npu.launcher.supervisor._AFTERMATH_S", 0.05)
+    monkeypatch.setattr("pa_npu.launcher.recovery._LOOK_EVERY_S", 0.0)
+
+
+def counted(file: Path, *codes: str) -> str:
+    """A program that runs the n-th of `codes` at its n-th start, and the last one ever after."""
+    return (
+        f"import pathlib; file = pathlib.Path({str(file)!r}); number = len(file.read_text()) if file.exists() else 0\n"
+        f"file.write_text('x' * (number + 1)); exec({list(codes)!r}[min(number, {len(codes) - 1})])"
+    )
+
+
+class Supervised:
+    """A run of fake commands. attempts: numbers of the attempts that were prepared."""
+
+    def __init__(self, directory: Path, engine: str, worker: str, *, run_restarts: int = 2, engine_restarts: int = 2):
+        self.directory = directory
+        self.attempts: list[int] = []
+        config = Config.model_validate(
+            {
+                "model": {"path": "m"},
+                "data": {"train": "t"},
+                "run": {"restarts": run_restarts},
+                "rollout": {"restarts": engine_restarts},
+            }
+        )
+        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        client = dist.TCPStore("127.0.0.1", self.server.port, is_master=False, wait_for_workers=False)
+        self.roster = Roster(StoreChannel(client, PREFIX))
+        self.roster.announce("http://127.0.0.1:1")
+        logs = directory / "logs"
+        with (
+            Console(logs / "launcher.log") as console,
+            stop_signals() as signals,
+            ProcessTree(logs, 1.0, signals.insisted) as tree,
+        ):
+            recovery = Recovery(config, tree, console, self.roster, lambda number: self._attempt(worker, number))
+            supervisor = Supervisor(tree, console, Timeline(None, "launcher"), signals, recovery)
+            first = self._attempt(worker, 0)
+            self.code = supervisor.run([self._command("engine-0", engine)], first.commands, first.awaited)
+        self.said = (logs / "launcher.log").read_text()
+
+    def _attempt(self, worker: str, number: int) -> Attempt:
+        self.attempts.append(number)
+        return Attempt([self._command("trainer-0", worker)], [])
+
+    def _command(self, name: str, code: str) -> Command:
+        return Command(name, (sys.executable, "-S", "-u", "-c", code), dict(os.environ))
+
+    @property
+    def generation(self) -> int:
+        return self.roster.entries()[0].generation
+
+
+def test_a_killed_trainer_begins_another_attempt_and_the_engine_stays(tmp_path: Path) -> None:
+    worker = counted(tmp_path / "starts", "import os; os.kill(os.getpid(), 9)", "raise SystemExit(1)", "pass")
+    run = Supervised(tmp_path, counted(tmp_path / "engine", SERVES), worker)
+    assert run.code == 0, run.said
+    assert run.attempts == [0, 1, 2]
+    assert "trainer-0 ended: killed by SIGKILL; starting coordinator and trainers again" in run.said
+    assert (tmp_path / "engine").read_text() == "x" and run.generation == 0
+
+
+def test_attempts_are_counted_and_the_last_failure_ends_the_run(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, SERVES, "print('cause of death'); raise SystemExit(1)", run_restarts=1)
+    assert run.code == 1 and run.attempts == [0, 1]
+    assert "failed: trainer-0 ended: exit code 1" in run.said and "cause of death" in run.said
+
+
+@pytest.mark.parametrize(("code", "expected"), [(2, 2), (3, 1)])
+def test_bad_input_and_broken_invariants_are_never_tried_again(tmp_path: Path, code: int, expected: int) -> None:
+    run = Supervised(tmp_path, SERVES, f"raise SystemExit({code})")
+    assert run.code == expected and run.attempts == [0]
+
+
+def test_an_engine_that_ends_is_started_again_and_announced(tmp_path: Path) -> None:
+    done = tmp_path / "engine"
+    worker = f"import time, pathlib\nwhile pathlib.Path({str(done)!r}).read_text() != 'xx': time.sleep(0.02)"
+    engine = counted(done, "import time; time.sleep(0.3); raise SystemExit(1)", SERVES)
+    done.write_text("")
+    run = Supervised(tmp_path, engine, worker)
+    assert run.code == 0, run.said
+    assert run.attempts == [0] and run.generation == 1
+    assert "engine-0: exit code 1; started again (1 of rollout.restarts = 2)" in run.said
+
+
+def test_an_engine_that_ends_too_often_ends_the_run(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, counted(tmp_path / "engine", "raise SystemExit(7)"), SERVES, engine_restarts=1)
+    assert run.code == 1
+    assert "engine-0 ended 2 times (rollout.restarts), at last: exit code 7" in run.said
+
+
+def test_a_hung_engine_is_killed_and_replaced_when_the_coordinator_asks(tmp_path: Path) -> None:
+    """The fake engine ignores SIGTERM, as a stopped process does."""
+    done = tmp_path / "engine"
+    done.write_text("")
+    hangs = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    worker = f"import time, pathlib\nwhile pathlib.Path({str(done)!r}).read_text() != 'xx': time.sleep(0.02)"
+    ask = Roster.replacement_wanted
+
+    def wanted(self: Roster, index: int, generation: int) -> str | None:
+        if generation == 0 and done.read_text() == "x":
+            self.ask_replacement(index, generation, "it did not generate a token when probed")
+        return ask(self, index, generation)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Roster, "replacement_wanted", wanted)
+        run = Supervised(tmp_path, counted(done, hangs, SERVES), worker)
+    assert run.code == 0, run.said
+    assert run.generation == 1 and "it did not generate a token when probed; started again" in run.said
