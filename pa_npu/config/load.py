@@ -41,6 +41,17 @@ def dump_config(config: Config) -> str:
     return dump_yaml(config.model_dump(mode="json"))
 
 
+def load_tree(tree: dict[str, Any], where: str) -> Config:
+    """A configuration that another process dumped (`model_dump(mode="json")`). Raises ConfigError that names `where`."""
+    try:
+        _check_keys(tree, {}, ())
+        return Config.model_validate(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_first_line(error, {})}") from None
+
+
 def _merge(tree: dict[str, Any], values: dict[str, Any], places: Places, written_at: Places, path: KeyPath) -> None:
     for name, value in values.items():
         here = (*path, str(name))

@@ -25,10 +25,12 @@ def engine_key(config: Config) -> str:
     Empty where attached engines have none that is known. Raises UserError when the key cannot be read or sent.
     """
     if config.rollout.key_file:
-        return _read(config.rollout.key_file)
+        return read_key(
+            config.rollout.key_file, "rollout.key_file", "give the file that `pa_npu.launcher engines` names"
+        )
     users = os.environ.get(KEY_VARIABLE, "")
     if users or config.rollout.attach:
-        return _checked(users, KEY_VARIABLE)
+        return checked_key(users, KEY_VARIABLE)
     return secrets.token_hex(32)
 
 
@@ -45,20 +47,19 @@ def key_file(directory: Path, key: str) -> Iterator[Path]:
         file.unlink(missing_ok=True)
 
 
-def _read(path: str) -> str:
+def read_key(path: str | Path, where: str, remedy: str) -> str:
+    """The key in a file. Raises ConfigError that begins with `where` and ends with `remedy`; the key itself is in no message."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"rollout.key_file: {path} cannot be read ({reason}); give the file that `pa_npu.launcher engines` names"
-        ) from None
+        raise ConfigError(f"{where}: {path} cannot be read ({reason}); {remedy}") from None
     if not text.strip():
-        raise ConfigError(f"rollout.key_file: {path} is empty; give the file that `pa_npu.launcher engines` names")
-    return _checked(text.strip(), f"rollout.key_file: {path}")
+        raise ConfigError(f"{where}: {path} is empty; {remedy}")
+    return checked_key(text.strip(), f"{where}: {path}")
 
 
-def _checked(key: str, where: str) -> str:
+def checked_key(key: str, where: str) -> str:
     """The key itself never appears in a message."""
     if not all("!" <= character <= "~" for character in key):
         raise UserError(

@@ -11,17 +11,18 @@ failed    that does not help: the name, end and last log lines of a process are 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from pa_npu import __version__
 from pa_npu.buffer.store import StoreChannel, attempt_prefix, connect
-from pa_npu.config.load import dump_config
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, DataError
@@ -144,10 +145,20 @@ def announce(config: Config, store: Store, urls: Sequence[str]) -> Roster:
     """The roster of the run's store, with its engines: those to start, which are started again when they end, or the attached."""
     channel = StoreChannel(connect(store.host, store.port, config.trainer.startup_timeout_s), ROSTER_PREFIX)
     roster = Roster(channel)
-    roster.publish_config(dump_config(config))
+    roster.publish_config(_for_joining(config))
     for url in urls:
         roster.announce(url, restarts=not config.rollout.attach)
     return roster
+
+
+def _for_joining(config: Config) -> dict[str, Any]:
+    """The tree for engines that join, from other directories than this one."""
+    tree: dict[str, Any] = config.model_dump(mode="json")
+    for section, key in (("run", "dir"), ("model", "path"), ("rollout", "python"), ("rollout", "key_file")):
+        value = tree[section][key]
+        if value and (os.path.exists(value) or key == "dir"):  # an interpreter may also be a name on PATH
+            tree[section][key] = os.path.abspath(value)
+    return tree
 
 
 def plan_engines(

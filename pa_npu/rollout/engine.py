@@ -1,4 +1,7 @@
-"""The command that starts an engine: a vLLM server with the arguments that exact on-policy training needs."""
+"""The command that starts an engine: a vLLM server with the arguments that exact on-policy training needs.
+
+python -m pa_npu.rollout.engine --join HOST:PORT      starts one here and adds it to the job whose store is there
+"""
 
 from __future__ import annotations
 
@@ -140,3 +143,12 @@ def _import_path(config: Config, python: str) -> str | None:
     if not link.is_symlink():
         link.symlink_to(package, target_is_directory=True)
     return str(directory)
+
+
+def main() -> None:
+    """Becomes the program that starts engines and watches them: processes are the launcher's, which is above this package."""
+    os.execv(sys.executable, [sys.executable, "-m", "pa_npu.launcher.join", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

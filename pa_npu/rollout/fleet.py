@@ -29,6 +29,7 @@ from pa_npu.rollout.tasks import gather
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.25
+_GREETING_S = 2.0
 
 DeliverLate = Callable[[RolloutEngine, int], Awaitable[bool]]
 """Give an engine the weights of a version while its iteration runs; false where the trainers have gone on already."""
@@ -102,12 +103,26 @@ class Fleet:
     @asynccontextmanager
     async def border(self) -> AsyncIterator[None]:
         """Between two iterations: no late deliveries, and no probes, which an engine that loads weights would not answer."""
+        await self._look_for_joiners()
         async with self._border:
             self._version = None
             for member in self._members.values():
                 if member.state == "serving":
                     await _cancel(member.tasks)
             yield
+
+    async def _look_for_joiners(self) -> None:
+        """An engine that joined before a publish has begun takes part in it: it answers already, so greeting it is quick."""
+        if self._roster.changed():
+            self._update()
+        new = {
+            task
+            for member in self._members.values()
+            if member.state == "starting" and not member.restarts
+            for task in member.tasks
+        }
+        if new:
+            await asyncio.wait(new, timeout=_GREETING_S)
 
     def serve(self, members: Sequence[Member], version: int) -> None:
         """These hold `version`, and its iteration begins."""

@@ -1,7 +1,7 @@
 """The roster of a run's engines in its store: where launcher, engines that join, and coordinator tell each other of changes.
 
-    launcher             announce(url), renew() after each restart        replacement_wanted() -> kill and start again
-    engine that joins    announce(url, restarts=False), ask_leave()        has_left() -> may end
+    launcher             publish_config(), announce(url), renew()          replacement_wanted() -> kill and start again
+    engine that joins    wait_config(), announce(url, restarts=False), ask_leave()        has_left() -> may end
     coordinator          entries() when changed(), ask_replacement(), confirm_left()
 
 The roster outlives the coordinator and the trainers, as the engines do: its keys belong to no attempt of the run.
@@ -10,6 +10,7 @@ The roster outlives the coordinator and the trainers, as the engines do: its key
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pa_npu.buffer.store import StoreChannel, StoreError
 
@@ -41,12 +42,18 @@ class Roster:
         self._channel.add("changes", 1)
         return index
 
-    def publish_config(self, text: str) -> None:
-        """The run's configuration as YAML, for engines that join."""
-        self._channel.put_bytes("config", text.encode())
+    def publish_config(self, tree: dict[str, Any]) -> None:
+        """The run's configuration as JSON, with absolute paths, for engines that join."""
+        self._channel.put_json("config", tree)
 
-    def config(self) -> str:
-        return self._channel.get_bytes("config").decode()
+    def wait_config(self, timeout_s: float) -> dict[str, Any]:
+        """Raises DeadlineExceeded when no run has published one."""
+        tree: dict[str, Any] = self._channel.wait_json("config", timeout_s, "the launcher to publish its configuration")
+        return tree
+
+    def is_open(self) -> bool:
+        """True; raises StoreError when the run has ended, and its store with it."""
+        return self._channel.exists("config")
 
     def renew(self, index: int, generation: int) -> None:
         """The engine has been started again."""

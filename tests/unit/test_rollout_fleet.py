@@ -127,3 +127,17 @@ async def test_a_lost_engine_that_nothing_starts_again_has_left(wants):
             await job.until(lambda: job.fleet._members[index].state == "leaving", "the fleet has seen the wish")
         await job.fleet.lost(job.engines["b"], "it died")  # type: ignore[arg-type]
         assert job.roster.has_left(index) and job.fleet.size == 1
+
+
+async def test_an_engine_that_joined_before_a_publish_takes_part_in_it_and_one_that_does_not_answer_delays_it_little():
+    job = Job()
+    async with job.fleet:
+        await job.serving("a")
+        job.engines["b"] = SlowToStart("b")
+        job.engines["b"].answers.set()
+        for url in ("b", "c"):
+            job.roster.announce(url, restarts=False)
+        began = asyncio.get_running_loop().time()
+        async with job.fleet.border():
+            assert [member.name for member in await job.fleet.members()] == ["a", "b"]
+        assert asyncio.get_running_loop().time() - began < 5

@@ -1,0 +1,273 @@
+"""Add an engine to a running job, keep it until it is asked to leave, and let it finish what it has in flight then.
+
+    python -m pa_npu.rollout.engine --join HOST:PORT      (the address that the run's launcher prints)
+
+checks     the run's configuration comes from its store; model, interpreter, devices, port and API key are checked here
+starting   the server loads the model; a signal ends it at once
+joined     the roster has it; it gets weights at the next publish and serves from then on
+leaving    SIGTERM or SIGINT: the coordinator gives it nothing more and says when nothing is in flight (once more: at once)
+ended      0: it has left, or the run has ended; 1: the server died, or the coordinator has removed it; 2: bad input
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from pa_npu.buffer.store import StoreChannel, StoreError, connect
+from pa_npu.config.load import load_tree
+from pa_npu.config.schema import Config
+from pa_npu.errors import BAD_INPUT, FAILED, DeadlineExceeded, PaNpuError, UserError
+from pa_npu.launcher.commands import Command, engine_commands, engine_url
+from pa_npu.launcher.console import Console
+from pa_npu.launcher.joining_checks import Choices, Site, check_site, engine_key_here, local_address
+from pa_npu.launcher.process_tree import Process, ProcessTree
+from pa_npu.launcher.readiness import engine_answers
+from pa_npu.launcher.supervisor import StopSignals, stop_signals
+from pa_npu.rollout.roster import PREFIX as ROSTER_PREFIX
+from pa_npu.rollout.roster import Roster
+
+T = TypeVar("T")
+
+_CONNECT_TIMEOUT_S = 10.0
+# The store answers in a millisecond. A host that vanished without a word leaves its clients waiting for minutes.
+_STORE_TIMEOUT_S = 30.0
+_TICK_S = 0.2
+_PROBE_EVERY_S = 0.5
+_GRACE_S = 5.0
+_LOG_LINES = 20
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return join(options.join, Choices(options.host, options.port, options.devices, options.python), options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except PaNpuError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted before anything started", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m pa_npu.rollout.engine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--join", required=True, type=_address, metavar="HOST:PORT", help="the store of the run")
+    parser.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="holds the run's API key; default: VLLM_API_KEY, else RUN/api_key where the run directory is on this machine",
+    )
+    parser.add_argument(
+        "--host",
+        help="address to listen on, which coordinator and trainers reach; default: the one that reaches the store",
+    )
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; default: a free one")
+    parser.add_argument(
+        "--devices",
+        type=_indices,
+        metavar="4,5",
+        help="devices to use, rollout.tensor_parallel of them; on cpu the cores to pin to (default: none)",
+    )
+    parser.add_argument("--python", metavar="INTERPRETER", help="that has vLLM; default: rollout.python of the run")
+    parser.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="default: RUN/logs where it is on this machine, else pa_npu-engines"
+    )
+    return parser
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, separator, port = text.rpartition(":")
+    if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT; the run's launcher prints it")
+    return host.strip("[]"), int(port)
+
+
+def _indices(text: str) -> tuple[int, ...]:
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of device indices such as 4,5")
+    return tuple(int(part) for part in text.split(","))
+
+
+def join(address: tuple[str, int], choices: Choices, options: argparse.Namespace) -> int:
+    """Check, start, join, stay, leave; returns the exit code. Raises UserError before anything starts."""
+    run_name = f"the run at {address[0]}:{address[1]}"
+    roster, config = find_run(address, run_name)
+    here = choices if choices.host else replace(choices, host=local_address(*address))
+    site = check_site(config, here, run_name)
+    key = engine_key_here(site.config, roster, options.key_file, run_name)
+    log_dir = options.log_dir or site.log_dir
+    name = f"joined-{site.config.placement.host.replace(':', '_')}-{site.port}"
+    command = _command(site, key, name)
+    with (
+        Console(log_dir / f"{name}.launcher.log") as console,
+        stop_signals() as signals,
+        ProcessTree(log_dir, _GRACE_S, signals.insisted) as tree,
+    ):
+        for note in site.notes:
+            console.complain(f"note: {note}")
+        process = tree.start(command.name, command.argv, command.env, command.cores)
+        url = engine_url(site.config, site.port)
+        return JoinedEngine(site.config, roster, process, url, run_name, console, signals).serve()
+
+
+def find_run(address: tuple[str, int], run_name: str) -> tuple[Roster, Config]:
+    """The roster and the configuration of the run whose store is there."""
+    try:
+        roster = Roster(StoreChannel(connect(*address, _CONNECT_TIMEOUT_S), ROSTER_PREFIX))
+        tree = within(_STORE_TIMEOUT_S, lambda: roster.wait_config(_CONNECT_TIMEOUT_S), run_name)
+    except (DeadlineExceeded, StoreError) as error:
+        raise UserError(
+            f"--join {address[0]}:{address[1]}: no run of pa_npu answers there ({error}); give the address that the run's "
+            f"launcher prints"
+        ) from None
+    return roster, load_tree(tree, f"configuration of {run_name} (is its version of pa_npu another than here?)")
+
+
+def _command(site: Site, key: str, name: str) -> Command:
+    (command,) = engine_commands(site.config, site.spec, site.platform, site.placement, [site.port], key)
+    return replace(command, name=name)
+
+
+def within(timeout_s: float, call: Callable[[], T], whom: str) -> T:
+    """The result of a call of the store, which has no deadline of its own while its host is silent. Signals are handled."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:  # raised again below
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="store call", daemon=True).start()
+    try:
+        return future.result(timeout_s)
+    except FutureTimeout:
+        raise DeadlineExceeded(f"{whom}: its store has not answered for {timeout_s:g} s") from None
+
+
+@dataclass
+class JoinedEngine:
+    """One engine that has been started here, from its start to its end."""
+
+    config: Config
+    roster: Roster
+    process: Process
+    url: str
+    run_name: str
+    console: Console
+    signals: StopSignals
+
+    def serve(self) -> int:
+        """Returns the exit code; the server still runs then, unless it has died."""
+        try:
+            self._until_ready()
+            return self._until_asked()
+        except _Ended as end:
+            return end.code
+        except StoreError:
+            self.console.say(f"{self.run_name} has ended; stopping {self.url}")
+            return 0
+        except DeadlineExceeded as error:
+            self.console.complain(f"failed: {error}; stopping {self.url}")
+            return FAILED
+
+    def _until_ready(self) -> None:
+        began, timeout_s = time.monotonic(), self.config.rollout.startup_timeout_s
+        self.console.say(f"starting an engine for {self.run_name} at {self.url}; log: {self.process.log}")
+        while not engine_answers(self.url):
+            self._check_server()
+            self._ask(self.roster.is_open)
+            if self.signals.received:
+                self.console.say("stopped before it has joined")
+                raise _Ended(0)
+            if time.monotonic() - began > timeout_s:
+                self._show_log(f"the engine is not ready after {timeout_s:g} s (rollout.startup_timeout_s)")
+                raise _Ended(FAILED)
+            time.sleep(_PROBE_EVERY_S)
+        self.console.say(f"ready after {time.monotonic() - began:.0f} s")
+
+    def _until_asked(self) -> int:
+        index = self._ask(lambda: self.roster.announce(self.url, restarts=False))
+        self.console.say(
+            f"joined as engine {index}: it serves from the next publish on; SIGTERM or Ctrl-C lets it leave"
+        )
+        while not self.signals.received:
+            time.sleep(_TICK_S)
+            self._check_server(index)
+            if self._has_left(index):
+                self._show_log("the coordinator has removed this engine, which died, hung or did not answer")
+                return FAILED
+        return self._leave(index)
+
+    def _leave(self, index: int) -> int:
+        began = time.monotonic()
+        deadline_s = self.config.rollout.request_timeout_s + self.config.publish.timeout_s
+        number = self.signals.received[0]
+        self.console.say(
+            f"{signal.Signals(number).name}: leaving after what is in flight, within {deadline_s:g} s (once more: at once)"
+        )
+        self._ask(lambda: self.roster.ask_leave(index))
+        while not self._has_left(index):
+            self._check_server(index)
+            if self.signals.insisted():
+                self.console.say("stopping at once; other engines generate what was in flight here")
+                return 128 + number
+            if time.monotonic() - began > deadline_s:
+                self.console.complain(
+                    f"failed: the coordinator has not let this engine go within {deadline_s:g} s (rollout.request_timeout_s + "
+                    f"publish.timeout_s); stopping it all the same"
+                )
+                return FAILED
+            time.sleep(_TICK_S)
+        self.console.say(f"has left after {time.monotonic() - began:.1f} s; stopping {self.url}")
+        return 0
+
+    def _check_server(self, index: int | None = None) -> None:
+        if self.process.exit_code is None:
+            return
+        if index is not None:  # the coordinator need not find out by itself
+            self._ask(lambda: self.roster.ask_leave(index))
+        self._show_log(f"the engine's server ended: {self.process.describe_end()}")
+        raise _Ended(FAILED)
+
+    def _show_log(self, reason: str) -> None:
+        self.console.complain(f"failed: {reason}; last lines of {self.process.log}:")
+        for line in self.process.last_lines(_LOG_LINES):
+            self.console.complain(f"    {line}")
+
+    def _has_left(self, index: int) -> bool:
+        return self._ask(lambda: self.roster.has_left(index))
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        return within(_STORE_TIMEOUT_S, call, self.run_name)
+
+
+@dataclass
+class _Ended(Exception):
+    """The engine's life is over, and why has been said."""
+
+    code: int
+
+
+if __name__ == "__main__":
+    sys.exit(main())

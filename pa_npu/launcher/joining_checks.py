@@ -1,0 +1,152 @@
+"""What must hold on this machine before an engine starts here for a run that was started elsewhere: one clear line each."""
+
+from __future__ import annotations
+
+import os
+import socket
+import urllib.error
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pa_npu import platform as platforms
+from pa_npu.config.model_spec import ModelSpec
+from pa_npu.config.schema import Config
+from pa_npu.errors import ConfigError, DataError, UserError
+from pa_npu.launcher.checks import check_engine_interpreter, check_model_files, device_notes
+from pa_npu.launcher.engine_key import KEY_FILE, checked_key, read_key
+from pa_npu.launcher.placement import Placement, available_cores, free_ports, port_problem
+from pa_npu.launcher.readiness import served_model
+from pa_npu.platform.base import Platform
+from pa_npu.rollout.engine_guard import KEY_VARIABLE
+from pa_npu.rollout.roster import Roster
+
+_CONNECT_TIMEOUT_S = 10.0
+_UNAUTHORISED = 401
+_ENGINES_TO_ASK = 3
+_LOGS = "pa_npu-engines"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the user said about this engine. port: 0 takes a free one. python: None is the run's."""
+
+    host: str | None
+    port: int
+    devices: tuple[int, ...] | None
+    python: str | None
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where an engine can run. config: the run's, with this machine's address, interpreter and directory in it."""
+
+    config: Config
+    spec: ModelSpec
+    platform: Platform
+    placement: Placement
+    port: int
+    log_dir: Path
+    notes: list[str] = field(default_factory=list)
+
+
+def check_site(config: Config, choices: Choices, run_name: str) -> Site:
+    """Model, interpreter, device, address and port; raises UserError at the first that is wrong."""
+    model = Path(config.model.path)
+    if not model.is_dir():
+        raise DataError(
+            f"model.path: {model} of {run_name} is not a directory on this machine; put the model there, or mount the file "
+            f"system that has it"
+        )
+    run_dir = Path(config.run.dir)
+    log_dir = run_dir / "logs" if run_dir.is_dir() else Path(_LOGS).resolve()
+    host = choices.host or config.placement.host
+    config = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"dir": str(run_dir if run_dir.is_dir() else log_dir)}),
+            "placement": config.placement.model_copy(update={"host": host}),
+            "rollout": config.rollout.model_copy(update={"python": choices.python or config.rollout.python}),
+        }
+    )
+    platform = platforms.get(config.run.device)
+    spec = check_model_files(config)
+    try:
+        check_engine_interpreter(config)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (here with --python)") from None
+    placement = _place(config, platform, choices.devices)
+    port = _free_port(host, choices.port)
+    return Site(config, spec, platform, placement, port, log_dir, device_notes(platform, placement))
+
+
+def _place(config: Config, platform: Platform, devices: tuple[int, ...] | None) -> Placement:
+    wanted = config.rollout.tensor_parallel
+    cores: Sequence[int] | None = available_cores() if platform.visible_devices_env is None else None
+    if devices is None and cores is None:
+        raise UserError(
+            f"--devices: an engine on {platform.name} needs {wanted} (rollout.tensor_parallel) that nobody uses; name them, for "
+            f"example --devices {','.join(map(str, range(wanted)))}"
+        )
+    if devices is None:
+        return Placement((tuple(range(wanted)),), (), ((),), ())
+    available = platform.device_count() if cores is None else len(cores)
+    if len(set(devices)) != wanted or len(devices) != wanted:
+        raise UserError(
+            f"--devices: {','.join(map(str, devices))} are not {wanted} different ones; give rollout.tensor_parallel of them"
+        )
+    if max(devices) >= available:
+        raise UserError(f"--devices: {max(devices)} is not here; there are {available}, numbered from 0")
+    pinned = tuple(cores[index] for index in devices) if cores is not None else ()
+    return Placement((devices,), (), (pinned,), ())
+
+
+def _free_port(host: str, port: int) -> int:
+    if problem := port_problem(host, 0):
+        raise UserError(f"--host: cannot listen on {host} ({problem}); use an address of this machine")
+    if host in ("0.0.0.0", "::"):
+        raise UserError(f"--host: {host} is no address that the coordinator can reach; use one of this machine")
+    if not port:
+        return free_ports(host, 1)[0]
+    if problem := port_problem(host, port):
+        raise UserError(f"--port: {port} of {host} cannot be used ({problem}); choose another, or none for a free one")
+    return port
+
+
+def local_address(host: str, port: int) -> str:
+    """The address of this machine from which the store's is reached."""
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S) as connection:
+            return str(connection.getsockname()[0])
+    except OSError as error:
+        raise UserError(f"--join: {host}:{port} is not reachable any more ({error.strerror or error})") from None
+
+
+def engine_key_here(config: Config, roster: Roster, key_file: Path | None, run_name: str) -> str:
+    """The run's API key, from the first place that has one, and not refused by an engine of the run."""
+    key, where = _find_key(config, key_file, run_name)
+    for entry in roster.entries()[:_ENGINES_TO_ASK]:
+        try:
+            served_model(entry.url, key)
+        except urllib.error.HTTPError as error:
+            if error.code == _UNAUTHORISED:
+                raise UserError(
+                    f"{where}: the engine {entry.url} of {run_name} refuses this API key; give a copy of the run's "
+                    f"api_key with --key-file"
+                ) from None
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # it is starting, or has gone: another one may answer
+        break
+    return key
+
+
+def _find_key(config: Config, key_file: Path | None, run_name: str) -> tuple[str, str]:
+    """The key and where it was found."""
+    runs, remedy = Path(config.run.dir) / KEY_FILE, f"give a copy of the api_key in the directory of {run_name}"
+    if key_file is not None:
+        return read_key(key_file, "--key-file", remedy), "--key-file"
+    if key := os.environ.get(KEY_VARIABLE, ""):
+        return checked_key(key, KEY_VARIABLE), KEY_VARIABLE
+    for file in (runs, Path(config.rollout.key_file or runs)):
+        if file.is_file():
+            return read_key(file, "API key", remedy), str(file)
+    raise UserError(f"--key-file: the API key is neither in {KEY_VARIABLE} nor in {runs}; {remedy}")

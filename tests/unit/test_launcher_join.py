@@ -1,0 +1,345 @@
+"""Joining a run: what cannot work is one line before anything starts, and each end of an engine's life has its exit code."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from safetensors.numpy import save_file
+
+from pa_npu.buffer.store import StoreChannel, StoreError, connect
+from pa_npu.config import Config
+from pa_npu.errors import DeadlineExceeded, UserError
+from pa_npu.launcher import join, joining_checks
+from pa_npu.launcher.join import JoinedEngine, within
+from pa_npu.launcher.joining_checks import Choices, check_site
+from pa_npu.launcher.run import _for_joining
+from pa_npu.launcher.supervisor import StopSignals
+from pa_npu.rollout.roster import PREFIX, Roster
+from pa_npu.rollout.stand_in import write_interpreter
+
+KEY = "key-of-the-run"
+MODEL = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 100,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    save_file({"model.norm.weight": np.ones(64, np.float32)}, model / "model.safetensors")
+    (tmp_path / "run").mkdir()
+    return Config.model_validate(
+        {
+            "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
+            "model": {"path": str(model)},
+            "data": {"train": "t", "max_prompt_tokens": 16},
+            "rollout": {"python": str(write_interpreter(tmp_path / "python")), "max_response_tokens": 16},
+        }
+    )
+
+
+@dataclass
+class Store:
+    server: dist.TCPStore
+    roster: Roster
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server.port}"
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return Store(server, Roster(StoreChannel(connect("127.0.0.1", server.port, 10.0), PREFIX)))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line with which joining is refused."""
+    assert join.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith("error: "), captured
+    return captured.err
+
+
+@contextmanager
+def answering(status: int) -> Iterator[str]:
+    """An HTTP server that answers every request with `status`; its URL."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Nothing."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_where_no_run_is_one_line_says_so(store, capsys, monkeypatch):
+    monkeypatch.setattr(join, "_CONNECT_TIMEOUT_S", 1.0)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        line = refusal(capsys, "--join", f"127.0.0.1:{unused.getsockname()[1]}")
+    assert "no run of pa_npu answers there" in line and "launcher prints" in line
+    line = refusal(capsys, "--join", store.address)
+    assert "no run of pa_npu answers there" in line, "a store of something else"
+
+
+def test_what_is_not_on_this_machine_is_named(store, capsys, config, tmp_path):
+    tree = config.model_dump(mode="json")
+    store.roster.publish_config(tree | {"model": tree["model"] | {"path": "/nowhere/Qwen"}})
+    line = refusal(capsys, "--join", store.address)
+    assert "model.path: /nowhere/Qwen" in line and "not a directory on this machine" in line
+    store.roster.publish_config(tree)
+    for options, wanted in (
+        (["--python", "/nowhere/python"], "rollout.python: /nowhere/python is not an executable"),
+        (["--host", "192.0.2.1"], "--host: cannot listen on 192.0.2.1"),
+        (["--host", "0.0.0.0"], "--host: 0.0.0.0 is no address that the coordinator can reach"),
+        (["--port", store.address.rpartition(":")[2]], "--port: "),
+        (["--devices", "0,1"], "--devices: 0,1 are not 1 different ones"),
+        (["--devices", "100000"], "--devices: 100000 is not here"),
+        (["--key-file", str(tmp_path / "none")], "--key-file: "),
+        ([], "--key-file: the API key is neither in VLLM_API_KEY nor in "),
+    ):
+        assert wanted in refusal(capsys, "--join", store.address, *options), options
+
+
+def test_a_configuration_of_another_version_is_named_as_that(store, capsys, config):
+    store.roster.publish_config(config.model_dump(mode="json") | {"fusion": {"power": 3}})
+    line = refusal(capsys, "--join", store.address)
+    assert "fusion" in line and "its version of pa_npu another" in line
+
+
+@pytest.mark.parametrize("source", ["--key-file", "VLLM_API_KEY", "api_key"])
+def test_a_key_that_the_runs_engines_refuse_is_named_by_its_source_and_never_shown(
+    store, capsys, config, tmp_path, monkeypatch, source
+):
+    store.roster.publish_config(config.model_dump(mode="json"))
+    options = []
+    if source == "VLLM_API_KEY":
+        monkeypatch.setenv(source, KEY)
+    else:
+        file = tmp_path / "run" / "api_key" if source == "api_key" else tmp_path / "key"
+        file.write_text(KEY + "\n")
+        options = ["--key-file", str(file)] if source == "--key-file" else []
+    with answering(401) as url:
+        store.roster.announce(url)
+        line = refusal(capsys, "--join", store.address, *options)
+    assert source in line and "refuses this API key" in line and KEY not in line
+
+
+def test_the_published_paths_hold_from_any_directory(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "python").touch()
+    monkeypatch.chdir(tmp_path)
+    config = Config.model_validate(
+        {"run": {"dir": "runs/a"}, "model": {"path": "model"}, "data": {"train": "t"}, "rollout": {"python": "python"}}
+    )
+    tree = _for_joining(config)
+    assert (tree["run"]["dir"], tree["model"]["path"]) == (str(tmp_path / "runs/a"), str(tmp_path / "model"))
+    assert tree["rollout"]["python"] == str(tmp_path / "python") and tree["rollout"]["key_file"] is None
+    named = config.model_copy(update={"rollout": config.rollout.model_copy(update={"python": "python3.11"})})
+    assert _for_joining(named)["rollout"]["python"] == "python3.11", "a name on PATH stays one"
+
+
+def test_an_accelerators_devices_must_be_named_and_are_then_the_engines_own(config, monkeypatch):
+    class Accelerator:
+        name = "npu"
+        visible_devices_env = "ASCEND_RT_VISIBLE_DEVICES"
+
+        def device_count(self) -> int:
+            return 8
+
+    monkeypatch.setattr(joining_checks.platforms, "get", lambda name: Accelerator())
+    monkeypatch.setattr(joining_checks, "check_engine_interpreter", lambda config: None)
+    rollout = config.rollout.model_copy(update={"tensor_parallel": 2})
+    wide = config.model_copy(update={"rollout": rollout})
+    with pytest.raises(UserError, match=r"--devices: an engine on npu needs 2 .*--devices 0,1"):
+        check_site(wide, Choices("127.0.0.1", 0, None, None), "the run")
+    with pytest.raises(UserError, match="8 is not here; there are 8"):
+        check_site(wide, Choices("127.0.0.1", 0, (7, 8), None), "the run")
+    site = check_site(wide, Choices("127.0.0.1", 0, (6, 7), None), "the run")
+    assert site.placement.engine_devices == ((6, 7),) and site.placement.engine_cores == ((),)
+
+
+def test_a_silent_store_ends_a_wait_and_an_error_of_the_store_stays_what_it_is():
+    release = threading.Event()
+    try:
+        with pytest.raises(DeadlineExceeded, match=r"the run: its store has not answered for 0\.05 s"):
+            within(0.05, release.wait, "the run")
+    finally:
+        release.set()
+
+    def gone() -> None:
+        raise StoreError("gone")
+
+    with pytest.raises(StoreError, match="gone"):
+        within(5.0, gone, "the run")
+    assert within(5.0, lambda: 3, "the run") == 3
+
+
+@dataclass
+class Server:
+    """A server process of which the test decides when it ends."""
+
+    exit_code: int | None = None
+    log: Path = Path("engine.log")
+
+    def describe_end(self) -> str:
+        return f"exit code {self.exit_code}"
+
+    def last_lines(self, count: int) -> list[str]:
+        return ["CUDA out of memory"]
+
+
+@dataclass
+class Lines:
+    lines: list[str] = field(default_factory=list)
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    complain = say
+
+
+class Life:
+    """One engine over a roster in memory, whose events happen at the joiner's own ticks: `script` yields after each of them."""
+
+    def __init__(self, config: Config, monkeypatch: pytest.MonkeyPatch, answers: bool = True) -> None:
+        self.roster = Roster(StoreChannel(dist.HashStore()))
+        self.roster.publish_config({})
+        self.server, self.console, self.signals = Server(), Lines(), StopSignals()
+        self.engine = JoinedEngine(
+            config,
+            self.roster,
+            self.server,
+            "http://here:1",
+            "the run",
+            self.console,
+            self.signals,  # type: ignore[arg-type]
+        )
+        monkeypatch.setattr(join, "engine_answers", lambda url: answers)
+        self._monkeypatch = monkeypatch
+
+    def run(self, *events: Callable[[], object]) -> int:
+        """The exit code; before the joiner's n-th pause ends, event n happens."""
+        left = list(events)
+
+        def pause(seconds: float) -> None:
+            assert left, f"nothing more happens, and the joiner waits: {self.console.lines}"
+            left.pop(0)()
+
+        self._monkeypatch.setattr(join.time, "sleep", pause)
+        return self.engine.serve()
+
+    def signal(self) -> None:
+        self.signals.record(15, None)
+
+    def said(self, text: str) -> bool:
+        return any(text in line for line in self.console.lines)
+
+
+def nothing() -> None:
+    """No event."""
+
+
+@pytest.fixture
+def life(config: Config, monkeypatch: pytest.MonkeyPatch) -> Life:
+    return Life(config, monkeypatch)
+
+
+def test_it_is_announced_as_one_that_nobody_restarts_and_leaves_only_when_the_coordinator_says_so(life):
+    def asked() -> None:
+        (entry,) = life.roster.entries()
+        assert entry.leaving
+
+    def present() -> None:
+        (entry,) = life.roster.entries()
+        assert (entry.url, entry.restarts, entry.leaving) == ("http://here:1", False, False)
+
+    assert life.run(present, life.signal, asked, asked, lambda: life.roster.confirm_left(0)) == 0
+    assert life.said("SIGTERM: leaving") and life.said("has left after")
+
+
+def test_a_second_signal_does_not_wait(life):
+    assert life.run(life.signal, life.signal) == 128 + 15
+    assert life.said("stopping at once")
+
+
+def test_a_coordinator_that_never_lets_it_go_is_waited_for_until_the_deadline(life, config):
+    rollout = config.rollout.model_copy(update={"request_timeout_s": -config.publish.timeout_s})
+    life.engine.config = config.model_copy(update={"rollout": rollout})
+    assert life.run(life.signal) == 1
+    assert life.said("rollout.request_timeout_s + publish.timeout_s")
+
+
+def test_a_server_that_dies_is_shown_and_the_coordinator_is_told(life):
+    def die() -> None:
+        life.server.exit_code = 9
+
+    assert life.run(nothing, die) == 1
+    assert life.said("server ended: exit code 9") and life.said("CUDA out of memory")
+    assert life.roster.entries()[0].leaving
+
+
+def test_an_engine_that_the_coordinator_removed_ends_with_1(life):
+    assert life.run(nothing, lambda: life.roster.confirm_left(0)) == 1
+    assert life.said("the coordinator has removed this engine")
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["joined", "starting"])
+def test_the_end_of_the_run_is_the_end_of_the_engine(config, monkeypatch, answers):
+    life = Life(config, monkeypatch, answers)
+
+    def end() -> None:
+        def gone(*args: object) -> Any:
+            raise StoreError("connection closed")
+
+        monkeypatch.setattr(life.roster._channel, "_call", gone)
+
+    assert life.run(nothing, end) == 0
+    assert life.said("the run has ended")
+
+
+def test_what_ends_while_the_server_starts(config, monkeypatch):
+    life = Life(config, monkeypatch, answers=False)
+    assert life.run(life.signal) == 0, "nothing is lost by it"
+    assert life.said("stopped before it has joined") and not life.roster.entries()
+
+    def die() -> None:
+        life.server.exit_code = 1
+
+    life = Life(config, monkeypatch, answers=False)
+    assert life.run(die) == 1 and not life.roster.entries()
+    life = Life(config, monkeypatch, answers=False)
+    rollout = config.rollout.model_copy(update={"startup_timeout_s": -1.0})
+    life.engine.config = config.model_copy(update={"rollout": rollout})
+    assert life.run() == 1 and life.said("rollout.startup_timeout_s")
