@@ -43,6 +43,7 @@ from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.buffer.group import Group
 from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
 from pa_npu.buffer.store import StoreChannel, connect
+from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config, RewardConfig
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.rewards.pool import RewardPool
@@ -54,11 +55,27 @@ from pa_npu.rollout.producer import Producer
 from pa_npu.rollout.protocol import Sampling
 from pa_npu.rollout.scoring import ScoredGroup, reward_input
 from pa_npu.rollout.window import FixedWindow
+from pa_npu.rollout.work import GroupWork
 from pa_npu.telemetry.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
 VOCABULARY = 150_000
+# Qwen2.5-7B: what the groups would be trained on.
+SHAPE = ModelSpec.parse(
+    "7B",
+    {
+        "model_type": "qwen2",
+        "num_hidden_layers": 28,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+    },
+)
 STARTUP_S = 60.0
 # Groups in flight per engine: enough that none of them ever waits for the coordinator's next request.
 GROUPS_IN_FLIGHT = 8
@@ -228,7 +245,8 @@ async def produce_for(
     with ThreadPoolExecutor(1) as store_thread:
         async with EnginePool([VllmEngine(url, VOCABULARY) for url in urls]) as pool:
             timeline = Timeline(None, "")
-            producer = Producer(config, pool, StubRewards(), buffer, window, sampling, timeline, store_thread)
+            work = GroupWork(SHAPE, config)
+            producer = Producer(config, pool, StubRewards(), buffer, window, sampling, timeline, work, store_thread)
             prompts = [prompt] * GROUPS_PER_ITERATION
             await producer.produce(0, prompts)
             if profiler is not None:

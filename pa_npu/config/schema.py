@@ -257,6 +257,11 @@ class ScheduleConfig(Section):
     order: Literal["prompt", "completion"] = Field(
         "completion", description="Order in which groups are trained; prompt makes the update bit-identical to sync."
     )
+    dispatch: Literal["auto", "longest-first", "in-order"] = Field(
+        "auto",
+        description="Order in which prompts go to engines, by the length that earlier responses let expect; it changes no sample. "
+        "auto is longest-first, but in-order where trainers take groups in turn (order=prompt with stream=true).",
+    )
     dynamic_sampling: bool = Field(
         False,
         description="Replace groups whose responses are all right or all wrong by further prompts, until an iteration has "

@@ -2,40 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pa_npu.errors import InvariantViolation
+
+# How many groups a replica may be ahead of another, while groups stream in: more would balance no better (1% of an iteration)
+# and leave some replicas without work meanwhile.
+_LEAD = 2
+# The groups still to come are taken for at least so much of what was expected of them, however much has come already.
+_LEAST_LEFT = 0.3
 
 
 class Assignment:
     """Slots of one iteration: every replica gets the same number of groups, each group exactly one slot (I2).
 
-    order=completion: the replica with the least work so far among those that are not full; slots in order of arrival.
     order=prompt: replica index % R, slot index // R, whatever the arrival, so that the update is that of a synchronous run.
+    order=completion: slots in order of arrival. One by one (assign), a group of more than average work goes where the least
+    work is in sight, one of less to where the most is: what a replica has, and an average group for each of its free slots.
+    All together (assign_all), by falling work, each to the replica with the least so far. Either way within each share of
+    the iteration's groups that makes an optimizer step of its own, since replicas wait for each other at a step.
+
+    shares: optimizer steps per iteration. expected_work: of all groups together, as estimated beforehand; None: unknown.
     """
 
-    def __init__(self, order: Literal["prompt", "completion"], num_replicas: int, groups_per_replica: int) -> None:
+    def __init__(
+        self,
+        order: Literal["prompt", "completion"],
+        num_replicas: int,
+        groups_per_replica: int,
+        shares: int = 1,
+        expected_work: float | None = None,
+    ) -> None:
         self._order = order
         self._groups_per_replica = groups_per_replica
-        self._work = [0] * num_replicas
+        self._per_share = groups_per_replica // shares
+        self._expected_work = expected_work
+        self._work = [[0.0] * num_replicas for _ in range(shares)]
         self._filled = [0] * num_replicas
         self._indices: set[int] = set()
 
-    def assign(self, index: int, work: int) -> tuple[int, int]:
-        """(replica, slot) of group `index`, whose training costs `work` (tokens)."""
-        num_replicas, total = len(self._work), len(self._work) * self._groups_per_replica
-        if index in self._indices or not 0 <= index < total:
-            raise InvariantViolation(f"I2 exactly once: group {index} of {total} was assigned before or does not exist")
-        self._indices.add(index)
-        if self._order == "prompt":
-            replica, slot = index % num_replicas, index // num_replicas
-        else:
-            free = [replica for replica in range(num_replicas) if self._filled[replica] < self._groups_per_replica]
-            replica = min(free, key=self._work.__getitem__)
-            slot = self._filled[replica]
-        self._filled[replica] += 1
-        self._work[replica] += work
-        return replica, slot
+    def assign(self, index: int, work: float) -> tuple[int, int]:
+        """(replica, slot) of group `index`, whose training costs `work`, in any unit."""
+        self._take(index)
+        return self._put(index, work, 0 if self._order == "prompt" else self._by_projection(work))
+
+    def assign_all(self, indices: Sequence[int], works: Sequence[float]) -> list[tuple[int, int]]:
+        """(replica, slot) of all groups of an iteration, which are given in the order in which they are to be trained."""
+        slots: list[tuple[int, int]] = []
+        size = len(self._filled) * self._per_share
+        for start in range(0, len(indices), size):
+            share = works[start : start + size]
+            replicas = self._by_falling_work(share)
+            for index, work, replica in zip(indices[start : start + size], share, replicas, strict=True):
+                self._take(index)
+                slots.append(self._put(index, work, replica))
+        return slots
 
     def finish(self) -> None:
         """Asserts that every slot is filled (I2)."""
@@ -43,3 +65,55 @@ class Assignment:
             raise InvariantViolation(
                 f"I2 exactly once: replicas got {self._filled} groups, each must get {self._groups_per_replica}"
             )
+
+    @property
+    def imbalance(self) -> float:
+        """What replicas wait for the one with the most work: sum over steps of the most / sum of the mean, minus 1."""
+        mean = sum(map(sum, self._work)) / len(self._filled)
+        return sum(map(max, self._work)) / mean - 1.0 if mean else 0.0
+
+    def _take(self, index: int) -> None:
+        total = len(self._filled) * self._groups_per_replica
+        if index in self._indices or not 0 <= index < total:
+            raise InvariantViolation(f"I2 exactly once: group {index} of {total} was assigned before or does not exist")
+        self._indices.add(index)
+
+    def _put(self, index: int, work: float, replica: int) -> tuple[int, int]:
+        """replica: ignored with order=prompt."""
+        if self._order == "prompt":
+            replica, slot = index % len(self._filled), index // len(self._filled)
+        else:
+            slot = self._filled[replica]
+        self._filled[replica] += 1
+        self._work[slot // self._per_share][replica] += work
+        return replica, slot
+
+    def _by_projection(self, work: float) -> int:
+        """The replica for a group that has just been taken."""
+        share = (len(self._indices) - 1) // (len(self._filled) * self._per_share)
+        end = (share + 1) * self._per_share
+        least = min(self._filled)
+        free = [r for r, filled in enumerate(self._filled) if filled < min(end, least + _LEAD)]
+        typical = self._typical(work)
+        projected = {r: self._work[share][r] + (end - self._filled[r]) * typical for r in free}
+        return min(free, key=projected.__getitem__) if work >= typical else max(free, key=projected.__getitem__)
+
+    def _typical(self, work: float) -> float:
+        """Mean work of the groups still to come, or of those that came where nothing is known."""
+        num_taken, total = len(self._indices), len(self._filled) * self._groups_per_replica
+        done = sum(map(sum, self._work)) + work
+        if self._expected_work is None or num_taken == total:
+            return done / num_taken
+        left = (total - num_taken) / total * self._expected_work
+        return max(self._expected_work - done, _LEAST_LEFT * left) / (total - num_taken)
+
+    def _by_falling_work(self, works: Sequence[float]) -> list[int]:
+        replicas = [0] * len(works)
+        load, count = [0.0] * len(self._filled), [0] * len(self._filled)
+        for number in sorted(range(len(works)), key=lambda number: -works[number]):
+            free = [r for r in range(len(load)) if count[r] < self._per_share]
+            replica = min(free, key=load.__getitem__)
+            load[replica] += works[number]
+            count[replica] += 1
+            replicas[number] = replica
+        return replicas

@@ -52,6 +52,7 @@ from pa_npu.rollout.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.rollout.roster import Roster
 from pa_npu.rollout.scoring import Rewards
 from pa_npu.rollout.window import make_window
+from pa_npu.rollout.work import GroupWork
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
 
@@ -103,7 +104,8 @@ async def run(config: Config) -> None:
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         buffer = StoreRolloutBuffer(buffer_channel, _BUFFER, readers=1)
-        producer = Producer(config, pool, rewards, buffer, window, sampling, timeline, store_thread)
+        work = GroupWork(spec, config)
+        producer = Producer(config, pool, rewards, buffer, window, sampling, timeline, work, store_thread)
         await fleet.wait_all_ready()
         backend = platform.get(config.run.device).comm_backend
         manifests = [await wait_manifests(config, channel, kind) for kind in ("publish", "late")]

@@ -1,11 +1,13 @@
 """The producer: one iteration's dispatch, from prompts to groups in the rollout buffer.
 
-    prompts, in order ──admit──> engine ──completions──> rewards ──> advantages ──> replica, slot ──> buffer
-              (window per engine)            (each group on its own, as soon as the one before its arrow is done)
+    prompts, longest first ──admit──> engine ──completions──> rewards ──> advantages ──> replica, slot ──> buffer
+                    (window per engine)            (each group on its own, as soon as the one before its arrow is done)
 
-Groups are admitted whole and in order; they finish, and are delivered, in any order. With schedule.stream=false they
-are held until the batch is complete, then delivered by the same code. Nothing here waits for trainers, so the producer
-cannot stall them.
+Groups are admitted whole, one request on one engine each, by falling expected length or in order (schedule.dispatch); they
+finish, and are delivered, in any order. The order of dispatch is a permutation of the iteration's indices, and what a group
+samples follows from its index, so it changes times and, with order=completion, slots, but no sample. With
+schedule.stream=false groups are held until the batch is complete, then delivered by the same code. Nothing here waits for
+trainers, so the producer cannot stall them.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from pa_npu.buffer.rollout_buffer import RolloutBuffer
 from pa_npu.config.schema import Config
 from pa_npu.data.prompts import Prompt
 from pa_npu.rollout.assignment import Assignment
+from pa_npu.rollout.lengths import ResponseLengths, longest_first
 from pa_npu.rollout.pool import EnginePool, Lease
 from pa_npu.rollout.production import Production
 from pa_npu.rollout.protocol import Sampling
 from pa_npu.rollout.scoring import Rewards, ScoredGroup, reward_input
 from pa_npu.rollout.seeds import group_seed
 from pa_npu.rollout.selection import Selection
+from pa_npu.rollout.tail import TailMeter
 from pa_npu.rollout.tasks import TaskScope
 from pa_npu.rollout.window import GroupTiming, WindowController
 from pa_npu.telemetry.timeline import Timeline, now
@@ -35,6 +39,7 @@ from pa_npu.telemetry.timeline import Timeline, now
 class Producer:
     """Produces iterations, one at a time.
 
+    work: what training a group costs, from its prompt's and its responses' lengths (GroupWork).
     store_thread: a single-threaded executor for the buffer's blocking calls; one thread keeps their order.
     """
 
@@ -47,6 +52,7 @@ class Producer:
         window: WindowController,
         sampling: Sampling,
         timeline: Timeline,
+        work: Callable[[int, Sequence[int]], float],
         store_thread: Executor,
     ) -> None:
         self._config = config
@@ -56,9 +62,9 @@ class Producer:
         self._window = window
         self._sampling = sampling
         self._timeline = timeline
+        self._work = work
         self._store_thread = store_thread
-        # mean response length so far, for the choice of the engine with the fewest in-flight tokens
-        self._responses, self._response_tokens = 0, 0
+        self._lengths = ResponseLengths(sampling.max_tokens)
 
     async def produce(
         self, iteration: int, prompts: Sequence[Prompt], another: Callable[[], Prompt] | None = None
@@ -68,40 +74,82 @@ class Producer:
         another: gives a further prompt; needed with schedule.dynamic_sampling, when groups are replaced.
         """
         config = self._config
+        order = self._dispatch_order(iteration, prompts)
         selection = Selection(config)
-        assignment = Assignment(config.schedule.order, config.data_parallel, config.groups_per_replica)
+        assignment = Assignment(
+            config.schedule.order,
+            config.data_parallel,
+            config.groups_per_replica,
+            config.schedule.updates_per_iteration,
+            self._expected_work(prompts),
+        )
+        tail = TailMeter(self._pool)
         production = Production(iteration, config.telemetry.samples_per_iteration)
         held: list[ScoredGroup] = []
+        seen: dict[int, tuple[Prompt, list[int]]] = {}
         num_sequences = config.rollout.responses_per_prompt
         self._window.begin_iteration(max(1, len(self._pool.engines)))
 
         async def complete(index: int, prompt: Prompt, lease: Lease) -> None:
-            scored = await self._generate_and_score(iteration, index, prompt, lease)
+            scored = await self._generate_and_score(iteration, index, prompt, lease, tail)
+            seen[index] = prompt, scored.response_lengths
             production.judge(scored)
             for group in selection.judge(scored):
                 production.add(group)
                 if config.streams(iteration):
-                    await self._deliver(group, self._advantages(group), assignment)
+                    slot = assignment.assign(group.index, self._work_of(group))
+                    await self._put(group, self._advantages(group), *slot)
                 else:
                     held.append(group)
 
         async with TaskScope() as scope:
-            while (index := await selection.next_index()) is not None:
+            while (number := await self._next_number(selection, tail)) is not None:
+                # replacements come as they are needed, after the prompts that the iteration began with
+                index = order[number] if number < len(order) else number
                 prompt = prompts[index] if another is None or index < len(prompts) else another()
-                tokens = num_sequences * (len(prompt.tokens) + self._expected_length())
+                tokens = num_sequences * (len(prompt.tokens) + round(self._lengths.mean(prompt)))
                 # every group in flight ends by its own deadline, and an engine that is gone is replaced by its own
                 lease = await self._pool.admit(
                     num_sequences, tokens, lambda: self._window.sequences, config.engine_wait_s
                 )
+                tail.dispatched()
                 scope.start(complete(index, prompt, lease), f"group {index} of iteration {iteration}")
-        for group, advantages in zip(held, self._held_advantages(held), strict=True):
-            await self._deliver(group, advantages, assignment)
+        slots = assignment.assign_all([group.index for group in held], [self._work_of(group) for group in held])
+        for group, advantages, slot in zip(held, self._held_advantages(held), slots, strict=True):
+            await self._put(group, advantages, *slot)
         assignment.finish()
-        production.end(self._window.sequences)
+        production.end(self._window.sequences, tail.tail_waste, assignment.imbalance)
         self._window.end_iteration()
+        self._lengths.observe([seen[index] for index in sorted(seen)])
         return production
 
-    async def _generate_and_score(self, iteration: int, index: int, prompt: Prompt, lease: Lease) -> ScoredGroup:
+    def _dispatch_order(self, iteration: int, prompts: Sequence[Prompt]) -> list[int]:
+        """A permutation of the indices of `prompts`."""
+        schedule = self._config.schedule
+        # trainers that wait for slot 0 would wait for it the longer, the later it is dispatched
+        in_turn = schedule.order == "prompt" and self._config.streams(iteration)
+        if schedule.dispatch == "in-order" or (schedule.dispatch == "auto" and in_turn):
+            return list(range(len(prompts)))
+        shares = schedule.updates_per_iteration
+        return longest_first([self._lengths.longest(prompt) for prompt in prompts], shares)
+
+    def _expected_work(self, prompts: Sequence[Prompt]) -> float | None:
+        """Of training all groups of an iteration; None before any length was seen."""
+        if not self._lengths.num_observed:
+            return None
+        num_sequences = self._config.rollout.responses_per_prompt
+        return sum(
+            self._work(len(prompt.tokens), [round(self._lengths.mean(prompt))] * num_sequences) for prompt in prompts
+        )
+
+    async def _next_number(self, selection: Selection, tail: TailMeter) -> int | None:
+        if selection.must_wait:
+            tail.nothing_left()
+        return await selection.next_index()
+
+    async def _generate_and_score(
+        self, iteration: int, index: int, prompt: Prompt, lease: Lease, tail: TailMeter
+    ) -> ScoredGroup:
         start_s = now()
         completions, lease = await self._pool.generate(
             lease,
@@ -112,17 +160,12 @@ class Producer:
             deadline_s=self._config.rollout.request_timeout_s,
             again_deadline_s=self._config.engine_wait_s,
         )
-        tokens = sum(len(completion.tokens) for completion in completions)
+        tail.received()
+        lengths = [len(completion.tokens) for completion in completions]
         self._timeline.complete(
-            f"group {index}", start_s, now(), f"engine {lease.engine.name}", iteration=iteration, tokens=tokens
+            f"group {index}", start_s, now(), f"engine {lease.engine.name}", iteration=iteration, tokens=sum(lengths)
         )
-        self._window.observe(
-            GroupTiming(
-                lease.in_flight_mean, lease.duration_s, max(len(completion.tokens) for completion in completions)
-            )
-        )
-        self._responses += len(completions)
-        self._response_tokens += tokens
+        self._window.observe(GroupTiming(lease.in_flight_mean, lease.duration_s, max(lengths)))
         start_s = now()
         result = await self._rewards.score(reward_input(prompt, completions))
         self._timeline.complete(f"reward {index}", start_s, now(), "rewards", iteration=iteration)
@@ -141,13 +184,10 @@ class Producer:
             return list(batch_advantages([np.asarray(group.result.total, np.float32) for group in groups]))
         return [self._advantages(group) for group in groups]
 
-    async def _deliver(self, group: ScoredGroup, advantages: np.ndarray, assignment: Assignment) -> None:
-        replica, slot = assignment.assign(group.index, group.prompt_length + group.num_response_tokens)
+    def _work_of(self, group: ScoredGroup) -> float:
+        return self._work(group.prompt_length, group.response_lengths)
+
+    async def _put(self, group: ScoredGroup, advantages: np.ndarray, replica: int, slot: int) -> None:
         await asyncio.get_running_loop().run_in_executor(
             self._store_thread, self._buffer.put, group.with_advantages(advantages), replica, slot
         )
-
-    def _expected_length(self) -> int:
-        if not self._responses:
-            return self._sampling.max_tokens
-        return self._response_tokens // self._responses

@@ -23,6 +23,8 @@ class Production:
         self._start_s = time.perf_counter()
         self._seconds = 0.0
         self._window = 0
+        self._tail_waste = 0.0
+        self._replica_imbalance = 0.0
         self._groups = 0
         self._dispatched = 0
         self._dispatched_correct = 0.0
@@ -59,10 +61,12 @@ class Production:
             self.samples.append(_sample(group))
             self.samples.sort(key=lambda sample: sample["index"])
 
-    def end(self, window: int) -> None:
-        """All groups are in the buffer; `window` is the admission window they ended with."""
+    def end(self, window: int, tail_waste: float, replica_imbalance: float) -> None:
+        """All groups are in the buffer. window: the admission window they ended with; the others: TailMeter's, Assignment's."""
         self._seconds = time.perf_counter() - self._start_s
         self._window = window
+        self._tail_waste = tail_waste
+        self._replica_imbalance = replica_imbalance
 
     def numbers(self) -> dict[str, Any]:
         """The coordinator's part of the iteration record that does not depend on wall time between publishes."""
@@ -82,6 +86,8 @@ class Production:
             "tokens_response": self._response_tokens,
             "generate_s": self._seconds,
             "window": self._window,
+            "tail_waste": self._tail_waste,
+            "replica_imbalance": self._replica_imbalance,
         }
 
     def tokens_computed(self, prompts_per_group: int) -> int:

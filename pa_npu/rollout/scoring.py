@@ -50,8 +50,13 @@ class ScoredGroup:
         return len(self.completions)
 
     @property
+    def response_lengths(self) -> list[int]:
+        """Tokens of each response."""
+        return [len(completion.tokens) for completion in self.completions]
+
+    @property
     def num_response_tokens(self) -> int:
-        return sum(len(completion.tokens) for completion in self.completions)
+        return sum(self.response_lengths)
 
     def with_advantages(self, advantages: np.ndarray) -> Group:
         """The group as the buffer takes it. advantages: float32 [G]. Under max_staleness=0 version is the iteration (I1)."""
@@ -62,7 +67,7 @@ class ScoredGroup:
             prompt_id=self.prompt.prompt_id,
             prompt_tokens=np.asarray(self.prompt.tokens, np.int32),
             response_tokens=np.concatenate([completion.tokens for completion in self.completions]),
-            response_lengths=np.array([len(completion.tokens) for completion in self.completions], np.int32),
+            response_lengths=np.array(self.response_lengths, np.int32),
             logprobs=np.concatenate([completion.logprobs for completion in self.completions]),
             rewards=np.asarray(self.result.total, np.float32),
             advantages=advantages,

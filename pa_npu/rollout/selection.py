@@ -38,13 +38,18 @@ class Selection:
         self.num_dispatched = 0
         self.num_discarded = 0
 
+    @property
+    def must_wait(self) -> bool:
+        """Whether nothing can be dispatched before another group is judged."""
+        return self.num_dispatched >= self._groups + self.num_discarded
+
     async def next_index(self) -> int | None:
         """The next dispatch index; waits while unjudged groups may be enough, None when they were.
 
         Unjudged groups end by their own deadlines, hence so does this wait. Raises UserError beyond the limit.
         """
         while True:
-            if self.num_dispatched < self._groups + self.num_discarded:
+            if not self.must_wait:
                 if self.num_dispatched >= self._limit:
                     raise UserError(
                         f"schedule.dynamic_sampling: of {self._judged} groups {self.num_discarded} were all right or all wrong, "

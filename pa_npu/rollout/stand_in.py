@@ -2,14 +2,15 @@
 
 For tests and benchmarks of everything around the engines, where no model is wanted:
 
-    python -m pa_npu.rollout.stand_in --port 8000 --step-s 0.005 --sequence-s 0.0005
+    python -m pa_npu.rollout.stand_in --port 8000 --step-s 0.005 --sequence-s 0.0005 --median-tokens 200
 
 `write_interpreter` makes it what a run starts for rollout.python (or --python) instead of vLLM.
 
 Speed: one decode step of c running sequences takes step_s + sequence_s * c, so throughput saturates at 1 / sequence_s.
 Requests need the API key of the environment's VLLM_API_KEY, if there is one, on every path but /health.
-Tokens: response i of a request with seed s depends on s + i alone; not on the prompt, the batch or the speed. Answers have all the
-fields of vLLM's, with their usual sizes, because decoding them is what the coordinator pays for.
+Tokens: response i of a request with seed s depends on s + i alone; not on the prompt, the batch or the speed. So does its length,
+uniform up to the limit, but for HeavyTail's, which go by the prompt too. Answers have all the fields of vLLM's, with their usual
+sizes, because decoding them is what the coordinator pays for.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
+import random
 import sys
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +46,24 @@ class Speed:
     max_num_seqs: int = 256
 
 
+@dataclass(frozen=True)
+class HeavyTail:
+    """Lognormal lengths: median_tokens * exp(prompt_sigma * a + response_sigma * b), a and b standard normal.
+
+    a follows from the prompt's tokens, so that a prompt has its length whenever it comes again; b from the seed.
+    """
+
+    median_tokens: float
+    prompt_sigma: float = 0.6
+    response_sigma: float = 0.4
+
+    def length(self, prompt_tokens: Sequence[int], seed: int, max_tokens: int) -> int:
+        of_prompt = random.Random(zlib.crc32(np.asarray(prompt_tokens, "<i4").tobytes())).gauss(0.0, 1.0)
+        of_response = random.Random(seed).gauss(0.0, 1.0)
+        exponent = self.prompt_sigma * of_prompt + self.response_sigma * of_response
+        return min(max(1, round(self.median_tokens * math.exp(exponent))), max_tokens)
+
+
 @dataclass
 class _Running:
     lengths: list[int]
@@ -56,6 +78,7 @@ class _Running:
 class StandInEngine:
     """The server's state. variants: number of distinct responses; a small number lets every body be built once.
 
+    lengths: of responses that may end by themselves; None is uniform up to the limit.
     api_key: wanted on every path but /health, as real engines do; None wants none.
     """
 
@@ -66,8 +89,10 @@ class StandInEngine:
         eos_token_id: int = 2,
         variants: int = 2**31,
         api_key: str | None = None,
+        lengths: HeavyTail | None = None,
     ) -> None:
         self.speed = speed
+        self._lengths = lengths
         self._api_key = api_key
         self.requests: list[dict[str, Any]] = []
         self.calls: list[tuple[str, list[Any]]] = []
@@ -79,7 +104,7 @@ class StandInEngine:
         self._running: list[_Running] = []
         self._waiting: list[_Running] = []
         self._arrived = asyncio.Event()
-        self._choices: dict[tuple[int, int, bool, bool], tuple[int, bytes]] = {}
+        self._choices: dict[tuple[int, int, int, bool], tuple[int, bytes]] = {}
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**26, middlewares=[self._guard])
@@ -110,7 +135,7 @@ class StandInEngine:
         self.requests.append({key: value for key, value in body.items() if key != "prompt"})
         with_logprobs = body.get("logprobs") is not None
         choices = [
-            self._choice(body["seed"] + i, body["max_tokens"], body["ignore_eos"], with_logprobs)
+            self._choice(body["prompt"], body["seed"] + i, body["max_tokens"], body["ignore_eos"], with_logprobs)
             for i in range(body["n"])
         ]
         work = _Running([length for length, _ in choices])
@@ -150,9 +175,18 @@ class StandInEngine:
         self.calls.append(("reset_prefix_cache", []))
         return web.json_response({"success": not self._running})
 
-    def _choice(self, seed: int, max_tokens: int, ignore_eos: bool, with_logprobs: bool) -> tuple[int, bytes]:
+    def _choice(
+        self, prompt: Sequence[int], seed: int, max_tokens: int, ignore_eos: bool, with_logprobs: bool
+    ) -> tuple[int, bytes]:
         """Length and JSON of one choice, without its index and the echoed prompt."""
-        key = (seed % self._variants, max_tokens, ignore_eos, with_logprobs)
+        seed %= self._variants
+        if ignore_eos:
+            length = max_tokens
+        elif self._lengths is not None:
+            length = self._lengths.length(prompt, seed, max_tokens)
+        else:
+            length = int(np.random.default_rng(seed).integers(1, max_tokens + 1))
+        key = (seed, length, max_tokens, with_logprobs)
         if key not in self._choices:
             if len(self._choices) > 4096:
                 self._choices.clear()
@@ -194,13 +228,12 @@ class StandInEngine:
 
 
 def _make_choice(
-    seed: int, max_tokens: int, ignore_eos: bool, with_logprobs: bool, vocab_size: int, eos_token_id: int
+    seed: int, length: int, max_tokens: int, with_logprobs: bool, vocab_size: int, eos_token_id: int
 ) -> tuple[int, bytes]:
-    random = np.random.default_rng(seed)
-    length = max_tokens if ignore_eos else int(random.integers(1, max_tokens + 1))
-    tokens = random.integers(eos_token_id + 1, vocab_size, length)
+    numbers = np.random.default_rng(seed)
+    tokens = numbers.integers(eos_token_id + 1, vocab_size, length)
     finish_reason = "length"
-    if not ignore_eos and length < max_tokens:
+    if length < max_tokens:
         tokens[-1] = eos_token_id
         finish_reason = "stop"
     strings = [f" t{token}" for token in tokens]
@@ -213,7 +246,7 @@ def _make_choice(
         "logprobs": None,
     }
     if with_logprobs:
-        logprobs = (-random.exponential(1.0, length)).astype(np.float32).astype(np.float64).tolist()
+        logprobs = (-numbers.exponential(1.0, length)).astype(np.float32).astype(np.float64).tolist()
         choice["logprobs"] = {
             "text_offset": np.cumsum([len(string) for string in strings]).tolist(),
             "token_logprobs": logprobs,
@@ -274,19 +307,17 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences in one step; further ones wait")
     parser.add_argument("--vocab-size", type=int, default=1000)
     parser.add_argument("--eos-token-id", type=int, default=2)
+    parser.add_argument("--median-tokens", type=float, help="lognormal lengths with this median; default: uniform")
+    parser.add_argument("--prompt-sigma", type=float, default=0.6, help="their deviation between prompts, of the log")
+    parser.add_argument("--response-sigma", type=float, default=0.4, help="and between responses to one prompt")
     parser.add_argument("--variants", type=int, default=2**31, help="number of distinct responses")
     args = parser.parse_args()
     speed = Speed(args.step_s, args.sequence_s, args.stride, args.max_num_seqs)
+    lengths = HeavyTail(args.median_tokens, args.prompt_sigma, args.response_sigma) if args.median_tokens else None
+    key = os.environ.get(KEY_VARIABLE) or None
+    engine = StandInEngine(speed, args.vocab_size, args.eos_token_id, args.variants, key, lengths)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(
-            _serve_forever(
-                StandInEngine(
-                    speed, args.vocab_size, args.eos_token_id, args.variants, os.environ.get(KEY_VARIABLE) or None
-                ),
-                args.host,
-                args.port,
-            )
-        )
+        asyncio.run(_serve_forever(engine, args.host, args.port))
 
 
 if __name__ == "__main__":

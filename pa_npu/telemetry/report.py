@@ -91,6 +91,8 @@ def notes(reports: Sequence[RunReport]) -> list[str]:
     return [
         f"TPSPD: trained prompt + response tokens (prompt once per sample) / seconds between publishes / all devices, "
         f"trainers and engines; a device is {' or '.join(units)}.",
+        "Tail waste: share of the engines' places that are idle in a generation because nothing is left to dispatch. Replica "
+        "imbalance: work of the busiest replica over the mean, minus 1.",
         f"Warm-up iterations dropped: {', '.join(dropped)}. Seconds are means per iteration; evaluation and "
         f"checkpoint are part of the iteration.",
     ]
@@ -99,8 +101,8 @@ def notes(reports: Sequence[RunReport]) -> list[str]:
 def _rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
     results = [report.result for report in reports]
 
-    def row(title: str, values: Sequence[float], layout: str) -> tuple[str, list[str]]:
-        return title, [format(value, layout) for value in values]
+    def row(title: str, values: Sequence[float | None], layout: str) -> tuple[str, list[str]]:
+        return title, ["-" if value is None else format(value, layout) for value in values]
 
     return [
         row("TPSPD", [r.throughput.tpspd for r in results], ",.1f"),
@@ -115,6 +117,8 @@ def _rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
         row("  checkpoint s", [r.checkpoint_s for r in results], ".3f"),
         row("trainer idle", [r.trainer_idle for r in results], ".1%"),
         row("engine idle", [r.engine_idle for r in results], ".1%"),
+        row("tail waste", [r.tail_waste for r in results], ".1%"),
+        row("replica imbalance", [r.replica_imbalance for r in results], ".1%"),
         row("devices", [r.devices for r in results], "d"),
         row("iterations", [r.iterations for r in results], "d"),
         row("warm-up iterations dropped", [r.dropped_iterations for r in results], "d"),

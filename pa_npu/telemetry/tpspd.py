@@ -47,7 +47,10 @@ class Throughput:
 
 @dataclass(frozen=True)
 class RunThroughput:
-    """Throughput of a run's iterations after the warm-up. Rates come from sums, seconds are means per iteration."""
+    """Throughput of a run's iterations after the warm-up. Rates come from sums, seconds are means per iteration.
+
+    tail_waste, replica_imbalance: None where records do not have them.
+    """
 
     throughput: Throughput
     devices: int
@@ -61,6 +64,8 @@ class RunThroughput:
     checkpoint_s: float
     trainer_idle: float
     engine_idle: float
+    tail_waste: float | None
+    replica_imbalance: float | None
 
 
 def throughput(work: Work) -> Throughput:
@@ -110,6 +115,9 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
     def weighted(key: str) -> float:
         return sum(number(record, key) * number(record, "iteration_s") for record in kept) / seconds
 
+    def weighted_if_there(key: str) -> float | None:
+        return weighted(key) if all(record.get(key) is not None for record in kept) else None
+
     return RunThroughput(
         throughput=throughput(work),
         devices=work.devices,
@@ -123,6 +131,8 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
         checkpoint_s=mean("checkpoint_s", 0.0),
         trainer_idle=weighted("trainer_idle"),
         engine_idle=weighted("engine_idle"),
+        tail_waste=weighted_if_there("tail_waste"),
+        replica_imbalance=weighted_if_there("replica_imbalance"),
     )
 
 

@@ -16,7 +16,7 @@ from pa_npu.telemetry.summary import summarise
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make_run(run_dir: Path, seconds: float, iterations: int = 4, warmup: int | None = 1) -> Path:
+def make_run(run_dir: Path, seconds: float, iterations: int = 4, warmup: int | None = 1, balance: bool = True) -> Path:
     with MetricsWriter(run_dir, tensorboard=False) as writer:
         for iteration in range(iterations):
             writer.write(
@@ -35,6 +35,7 @@ def make_run(run_dir: Path, seconds: float, iterations: int = 4, warmup: int | N
                     "checkpoint_s": 0.25,
                     "trainer_idle": 0.5,
                     "engine_idle": 0.25,
+                    **({"tail_waste": 0.125, "replica_imbalance": 0.0625} if balance else {}),
                 }
             )
     if warmup is not None:
@@ -111,3 +112,11 @@ def test_the_summary_names_accuracy_throughput_and_what_was_written(tmp_path: Pa
 def test_the_summary_of_a_run_too_short_for_throughput_still_names_its_files(tmp_path: Path) -> None:
     text = summarise(make_run(tmp_path / "short", 8.0, iterations=1))
     assert "no evaluation" in text and "Throughput: none" in text and "metrics.jsonl" in text
+
+
+def test_tail_waste_and_imbalance_are_shown_where_the_records_have_them(tmp_path: Path) -> None:
+    older = make_run(tmp_path / "older", 8.0, balance=False)
+    rows = render_text([load_report(older), load_report(make_run(tmp_path / "run", 8.0))]).splitlines()
+    cells = {line.split("|")[1].strip(): line.split("|")[2:4] for line in rows if line.count("|") >= 4}
+    assert [cell.strip() for cell in cells["tail waste"]] == ["-", "12.5%"]
+    assert [cell.strip() for cell in cells["replica imbalance"]] == ["-", "6.2%"]

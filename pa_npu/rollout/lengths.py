@@ -1,0 +1,103 @@
+"""How long the responses to a prompt will be, learned from the run's own groups, and the order to dispatch prompts in.
+
+A group holds its room on an engine until its longest response ends, so groups are ordered by that: longest processing time
+first, Graham 1969 (SIAM J. Appl. Math. 17): no list of jobs on m equal machines ends later than 4/3 - 1/(3m) of the best one
+when the jobs come by falling length. Engines are told the mean length: what a group will put on them.
+
+An estimate is a baseline for all prompts times a ratio of the prompt's own:
+
+  baseline   least squares over the prompt's length, forgetting exponentially, so that it follows lengths that grow in training
+  ratio      exponential mean over the prompt's earlier groups of what was seen over the baseline of that time, from 1
+
+Estimates steer when and where a group is generated, never what: seeds, and with order=prompt slots, follow from its index. So
+they are not part of a checkpoint; a resumed run learns them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pa_npu.data.prompts import Prompt
+
+# Groups that the baseline remembers, about: some iterations of usual size.
+_MEMORY = 1000
+# A line through fewer groups than this is noise.
+_MIN_FOR_SLOPE = 16
+# Of the newest group in a prompt's ratio. One group of 8 has most of the information, and the policy moves between epochs.
+_NEWEST = 0.5
+
+
+class ResponseLengths:
+    """Running estimates in tokens. max_tokens: the length limit, and what is assumed before anything was seen.
+
+    All pairs of this class are (mean of the group's responses, longest of them).
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._count, self._weight = 0, 0.0
+        # exponentially forgotten sums: x and x^2 of prompt lengths, y and x y of the pairs
+        self._x, self._xx = 0.0, 0.0
+        self._y, self._xy = np.zeros(2), np.zeros(2)
+        self._ratios: dict[int, npt.NDArray[np.float64]] = {}
+
+    @property
+    def num_observed(self) -> int:
+        """Groups seen so far."""
+        return self._count
+
+    def mean(self, prompt: Prompt) -> float:
+        """Expected tokens of a response."""
+        return float(self._expect(prompt)[0])
+
+    def longest(self, prompt: Prompt) -> float:
+        """Expected tokens of the longest response of a group."""
+        return float(self._expect(prompt)[1])
+
+    def observe(self, groups: Sequence[tuple[Prompt, Sequence[int]]]) -> None:
+        """Response lengths of an iteration's groups.
+
+        All at once: those that finish first are short, and a baseline of them alone would make all others look long.
+        """
+        keep = 1.0 - 1.0 / _MEMORY
+        pairs = [np.array([np.mean(lengths), np.max(lengths)]) for _, lengths in groups]
+        for (prompt, _), pair in zip(groups, pairs, strict=True):
+            x = float(len(prompt.tokens))
+            self._count += 1
+            self._weight = keep * self._weight + 1.0
+            self._x, self._xx = keep * self._x + x, keep * self._xx + x * x
+            self._y, self._xy = keep * self._y + pair, keep * self._xy + x * pair
+        for (prompt, _), pair in zip(groups, pairs, strict=True):
+            ratio = self._ratios.get(prompt.prompt_id, np.ones(2))
+            self._ratios[prompt.prompt_id] = ratio + _NEWEST * (pair / self._baseline(prompt) - ratio)
+
+    def _expect(self, prompt: Prompt) -> npt.NDArray[np.float64]:
+        expected = self._baseline(prompt) * self._ratios.get(prompt.prompt_id, 1.0)
+        return np.clip(expected, 1.0, self._max_tokens)
+
+    def _baseline(self, prompt: Prompt) -> npt.NDArray[np.float64]:
+        if not self._count:
+            return np.full(2, float(self._max_tokens))
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - mean_x**2
+        if self._count < _MIN_FOR_SLOPE or spread < 1.0:
+            return mean_y
+        slope = (self._xy / self._weight - mean_x * mean_y) / spread
+        # prompts far from the others' lengths are not extrapolated to nothing, nor beyond the limit
+        return np.clip(mean_y + slope * (len(prompt.tokens) - mean_x), 0.25 * mean_y, 4.0 * mean_y)
+
+
+def longest_first(expected: Sequence[float], shares: int = 1) -> list[int]:
+    """Indices by falling expected length, equal ones in order, within each of `shares` equal parts of the sequence.
+
+    Groups that share an optimizer step should not be those of one length, so each step's share is ordered by itself.
+    """
+    size = len(expected) // shares
+    return [
+        index
+        for start in range(0, size * shares, size)
+        for index in sorted(range(start, start + size), key=lambda index: -expected[index])
+    ]
