@@ -62,7 +62,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
 
 def _nodes(config: Config) -> str:
     nodes = config.placement.nnodes
-    return "" if nodes == 1 else f", on {nodes} nodes of {config.num_devices // nodes}"
+    return "" if nodes == 1 else f", on {nodes} nodes of {config.devices_per_node}"
 
 
 def _schedule(config: Config) -> str:

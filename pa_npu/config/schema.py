@@ -316,12 +316,36 @@ class TelemetryConfig(Section):
     profile_ranks: tuple[int, ...] = Field((0,), description="Trainer ranks that profile_iterations is about.")
 
 
+LOOPBACK = "127.0.0.1"
+STORE_PORT = 29500  # torchrun's
+
+
 class PlacementConfig(Section):
     nnodes: int = Field(1, ge=1, description="Number of nodes; every node starts one launcher with the same keys.")
     node_rank: int = Field(0, ge=0, description="Which of the nodes this launcher is on; 0 is the head.")
-    master_addr: str | None = Field(None, description="Address of the head node, for nodes other than it.")
-    host: str = Field("127.0.0.1", min_length=1, description="Address that store, engines and trainers listen on.")
-    store_port: int = Field(0, ge=0, le=65535, description="Port of the c10d store; 0 takes a free one.")
+    master_addr: str | None = Field(
+        None,
+        min_length=1,
+        description="Address of the head node, the same on all nodes; needed where there are several.",
+    )
+    devices_per_node: int | None = Field(
+        None, ge=1, description="Devices (cpu: cores) of each node that the run uses; none divides them evenly."
+    )
+    join_timeout_s: float = Field(
+        600.0, gt=0, description="Deadline of nodes to join the run at its start, and to come back when they were lost."
+    )
+    node_timeout_s: float = Field(
+        60.0, ge=4, description="A node that gives no sign of life for this long is lost; half of it, for the head."
+    )
+    host: str | None = Field(
+        None,
+        min_length=1,
+        description="Address of this node that store, engines and trainers listen on; none is loopback on one node, and the "
+        "address that reaches master_addr on several.",
+    )
+    store_port: int = Field(
+        0, ge=0, le=65535, description="Port of the c10d store; 0 is a free one on one node, and 29500 on several."
+    )
     engine_port: int = Field(
         0, ge=0, le=65535, description="Port of the first engine, the others follow; 0 takes free ones."
     )
@@ -334,6 +358,16 @@ class PlacementConfig(Section):
     pin_cores: bool = Field(
         True, description="On cpu, pin each engine and trainer rank to its core where there are enough."
     )
+
+    @property
+    def address(self) -> str:
+        """placement.host, resolved; on several nodes the launcher has put it there."""
+        return self.host or LOOPBACK
+
+    @property
+    def rendezvous_port(self) -> int:
+        """placement.store_port, resolved: several nodes must know it beforehand."""
+        return self.store_port or (STORE_PORT if self.nnodes > 1 else 0)
 
 
 class Config(Section):
@@ -410,6 +444,11 @@ class Config(Section):
     def num_devices(self) -> int:
         """All devices, engines and trainers: the denominator of TPSPD."""
         return self.trainer.devices + self.rollout.engines * self.rollout.tensor_parallel
+
+    @property
+    def devices_per_node(self) -> int:
+        """placement.devices_per_node, resolved."""
+        return self.placement.devices_per_node or self.num_devices // self.placement.nnodes
 
     @model_validator(mode="before")
     @classmethod
@@ -556,10 +595,17 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"placement.master_addr: needed on node {c.placement.node_rank}, which must find the head; set it to the address of "
             f"node 0"
         )
-    if c.placement.nnodes > 1 and c.num_devices % c.placement.nnodes:
+    if c.placement.nnodes > 1 and c.placement.devices_per_node is None and c.num_devices % c.placement.nnodes:
         yield (
             f"placement.nnodes: {c.num_devices} devices of engines and trainers cannot be divided evenly among "
-            f"{c.placement.nnodes} nodes; change rollout.engines, trainer.devices or placement.nnodes"
+            f"{c.placement.nnodes} nodes; change rollout.engines, trainer.devices or placement.nnodes, or set "
+            f"placement.devices_per_node to what each node has"
+        )
+    if c.num_devices > c.placement.nnodes * (c.placement.devices_per_node or c.num_devices):
+        yield (
+            f"placement.devices_per_node: {c.num_devices} devices of engines and trainers are more than "
+            f"{c.placement.nnodes} nodes of {c.placement.devices_per_node}; lower rollout.engines or trainer.devices, or raise "
+            f"placement.nnodes"
         )
     for key, devices, wanted in (
         ("engine_devices", c.placement.engine_devices, r.engines * r.tensor_parallel),

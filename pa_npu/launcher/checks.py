@@ -6,7 +6,7 @@ Rules inside the configuration are pa_npu.config's; these need the disk, the dev
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,15 @@ from pa_npu.config.preflight import check_model
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.launcher.engine_key import engine_key
-from pa_npu.launcher.placement import Placement, available_cores, place, port_problem, visible_devices
+from pa_npu.launcher.placement import (
+    Placement,
+    available_cores,
+    place,
+    place_nodes,
+    port_problem,
+    settle_on_node,
+    visible_devices,
+)
 from pa_npu.launcher.readiness import served_model
 from pa_npu.launcher.resume import check_checkpoint
 from pa_npu.launcher.run_directory import check_run_directory
@@ -35,12 +43,14 @@ T = TypeVar("T")
 class Findings:
     """What the checks found out. notes: what a dry run forgives, because it depends on this machine alone.
 
+    placement: of this node; placements: of all.
     device_bytes: memory of a device, None where unknown. own_memory: whether devices have any; else (cpu) it is the host's.
     """
 
     spec: ModelSpec | None = None
     platform: Platform | None = None
     placement: Placement | None = None
+    placements: list[Placement] = field(default_factory=list)
     device_bytes: int | None = None
     own_memory: bool = True
     counts: list[str] = field(default_factory=list)
@@ -71,11 +81,8 @@ def check_surroundings(
     device_memory_gib: the memory to plan with, instead of that of the devices here.
     """
     findings = Findings(platform=platform)
-    if config.placement.nnodes > 1 and not forgive:
-        raise ConfigError(
-            f"placement.nnodes: {config.placement.nnodes}: this version starts the processes of one node only; "
-            f"use --dry-run to plan, or set it to 1"
-        )
+    if config.placement.nnodes > 1:
+        findings.placements = place_nodes(config)
     _find_memory(findings, config, device_memory_gib)
 
     def local(check: Callable[[], T], *files: str | None) -> T | None:
@@ -93,7 +100,10 @@ def check_surroundings(
         reason = platforms.missing(config.run.device)
         findings.notes.append(f"run.device: {config.run.device} cannot be used: {reason}")
     else:
-        findings.placement = local(lambda: place(config, _num_devices(platform), available_cores()))
+        findings.placement = local(lambda: _place_here(config, platform, findings.placements))
+        if findings.placement:
+            findings.placements = findings.placements or [findings.placement]
+            findings.placements[config.placement.node_rank] = findings.placement
     findings.spec = local(lambda: check_model_files(config), config.model.path)
     if findings.spec is None:
         findings.spec = _planned_model(config, findings)
@@ -107,7 +117,8 @@ def check_surroundings(
                 findings.counts.append(f"data.{key}: {count}" if count else f"data.{key}: not here")
     check_rewards(config)
     local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
-    local(lambda: check_ports(config))
+    engines = findings.placement.engines if findings.placement else ()
+    local(lambda: check_ports(config, engines))
     changed = local(lambda: check_checkpoint(config))
     findings.notes += [changed] if changed else []
     check_run_directory(config)
@@ -115,6 +126,25 @@ def check_surroundings(
         findings.notes += [f"versions: {problem}" for problem in trainer_problems(platform.name)]
         findings.notes += device_notes(platform, findings.placement) if findings.placement else []
     return findings
+
+
+def _place_here(config: Config, platform: Platform, placements: Sequence[Placement]) -> Placement:
+    """placements: of several nodes, else empty."""
+    if not placements:
+        return place(config, _num_devices(platform), available_cores())
+    own = placements[config.placement.node_rank]
+    return settle_on_node(config, own, _num_devices(platform), available_cores())
+
+
+def check_share(config: Config, platform: Platform) -> Placement:
+    """The checks of devices, memory and engines that a node other than the head needs; returns what of the run it gets."""
+    share = _place_here(config, platform, place_nodes(config))
+    findings = Findings(spec=ModelSpec.read(config.model.path), platform=platform)
+    _find_memory(findings, config, None)
+    check_memory(config, findings)
+    if share.engines and not config.rollout.attach:
+        check_engine_interpreter(config)
+    return share
 
 
 def _find_memory(findings: Findings, config: Config, device_memory_gib: float | None) -> None:
@@ -158,9 +188,13 @@ def check_engines(config: Config, platform: Platform) -> tuple[ModelSpec, Placem
     """The checks that engines without a run need."""
     if config.rollout.attach:
         raise ConfigError("rollout.attach: these engines are to be started, not attached; remove the key")
+    if config.placement.nnodes > 1:
+        raise ConfigError(
+            "placement.nnodes: engines are started on this node only; set it to 1, here and on other nodes"
+        )
     spec = check_model_files(config)
     check_engine_interpreter(config)
-    check_ports(config)
+    check_ports(config, range(config.rollout.engines))
     return spec, place(config, _num_devices(platform), available_cores())
 
 
@@ -249,22 +283,25 @@ def device_notes(platform: Platform, placement: Placement) -> list[str]:
     ]
 
 
-def check_ports(config: Config) -> None:
+def check_ports(config: Config, engines: Sequence[int]) -> None:
+    """The address and the fixed ports of this node, which has these engines of the run."""
     placement = config.placement
-    problem = port_problem(placement.host, 0)
+    problem = port_problem(placement.address, 0)
     if problem:
         raise ConfigError(
-            f"placement.host: cannot listen on {placement.host} ({problem}); use an address of this machine"
+            f"placement.host: cannot listen on {placement.address} ({problem}); use an address of this machine"
         )
-    wanted = [("store_port", placement.store_port)] if placement.store_port else []
+    wanted = []
+    if placement.rendezvous_port and placement.node_rank == 0:
+        wanted.append(("store_port", placement.rendezvous_port))
     if placement.engine_port and not config.rollout.attach:
-        wanted += [("engine_port", placement.engine_port + index) for index in range(config.rollout.engines)]
+        wanted += [("engine_port", placement.engine_port + index) for index in engines]
     for key, port in wanted:
-        problem = port_problem(placement.host, port)
+        problem = port_problem(placement.address, port)
         if problem:
             raise ConfigError(
-                f"placement.{key}: port {port} of {placement.host} cannot be used ({problem}); "
-                f"choose another, or 0 for a free one"
+                f"placement.{key}: port {port} of {placement.address} cannot be used ({problem}); "
+                f"choose another" + (", or 0 for a free one" if placement.nnodes == 1 else "")
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,14 +90,29 @@ def _config(options: argparse.Namespace, rest: Sequence[str]) -> Config:
 def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from pa_npu.launcher.resume import resolve_resume
 
-    config = resolve_resume(_config(options, rest), lambda line: print(line, file=sys.stderr))
+    given = _config(options, rest)
+    if options.device_memory_gib is not None and not options.dry_run:
+        raise UserError("command line: --device-memory-gib is for planning; add --dry-run, or remove it")
+    if given.placement.node_rank and not options.dry_run:
+        return _agent(given)
+    config = resolve_resume(given, lambda line: print(line, file=sys.stderr))
     if options.dry_run:
         return _dry_run(config, options.device_memory_gib)
-    if options.device_memory_gib is not None:
-        raise UserError("command line: --device-memory-gib is for planning; add --dry-run, or remove it")
     from pa_npu.launcher.run import run  # imports torch; --help and mistakes in the configuration need not wait for it
 
     return run(config)
+
+
+def _agent(config: Config) -> int:
+    variable = "TORCH_CPP_LOG_LEVEL"
+    users = os.environ.get(variable)
+    # read at torch's import: a store that goes away is said in one line of ours, not by a C++ stack
+    os.environ.setdefault(variable, "ERROR")
+    from pa_npu.launcher.node_agent import run_agent
+
+    if users is None:
+        del os.environ[variable]  # not for the processes of this node
+    return run_agent(config)
 
 
 def _engines(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -120,10 +136,11 @@ def _dry_run(config: Config, device_memory_gib: float | None) -> int:
     """Print what a run would be. What this machine merely lacks becomes a note, so that a cluster's run can be planned."""
     from pa_npu.config.describe import derived_lines
     from pa_npu.launcher.checks import check_surroundings, resolve_device
+    from pa_npu.launcher.placement import placement_lines
 
     config, platform = resolve_device(config, forgive=True)
     findings = check_surroundings(config, platform, forgive=True, device_memory_gib=device_memory_gib)
-    placement = findings.placement.lines() if findings.placement else []
+    placement = placement_lines(findings.placements) if findings.placements else []
     print(dump_config(config))
     for line in derived_lines(config, findings.spec, findings.device_bytes, findings.own_memory):
         print(f"# {line}")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pa_npu.buffer.store import attempt_prefix
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
+from pa_npu.launcher.addresses import interface_of, is_loopback
 from pa_npu.launcher.placement import Placement, visible_devices
 from pa_npu.platform.base import Platform
 from pa_npu.rollout.engine import server_command
@@ -24,6 +24,23 @@ class Command:
     argv: tuple[str, ...]
     env: dict[str, str]
     cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Role:
+    """A process for another node, whose launcher builds its command itself. index: engine index or trainer rank."""
+
+    node: int
+    kind: Literal["engine", "trainer"]
+    index: int
+    attempt: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.index}"
+
+
+Startable = Command | Role
 
 
 @dataclass(frozen=True)
@@ -47,44 +64,49 @@ class Store:
         return {"PA_NPU_STORE": self.address, "PA_NPU_ATTEMPT": str(self.attempt)}
 
 
-def engine_url(config: Config, port: int) -> str:
-    host = config.placement.host
+def engine_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def engine_commands(
-    config: Config, spec: ModelSpec, platform: Platform, placement: Placement, ports: Sequence[int], key: str
-) -> Iterator[Command]:
-    for index, port in enumerate(ports):
-        command = server_command(config, spec, index, port)
-        env = _common_env(config) | {KEY_VARIABLE: key}
-        env |= visible_devices(platform.visible_devices_env, placement.engine_devices[index], os.environ)
-        yield Command(f"engine-{index}", command.argv, env | command.env, placement.engine_cores[index])
+def engine_command(
+    config: Config, spec: ModelSpec, platform: Platform, placement: Placement, index: int, port: int, key: str
+) -> Command:
+    """Engine `index` of the run, which `placement` has on this node."""
+    local = placement.engines.index(index)
+    command = server_command(config, spec, index, port)
+    env = _common_env(config, platform) | {KEY_VARIABLE: key}
+    env |= visible_devices(platform.visible_devices_env, placement.engine_devices[local], os.environ)
+    return Command(f"engine-{index}", command.argv, env | command.env, placement.engine_cores[local])
 
 
 def coordinator_command(config: Config, platform: Platform, store: Store, key: str) -> Command:
     argv = (sys.executable, "-m", "pa_npu.rollout.coordinator", "--config", _config_file(config))
-    env = _common_env(config) | store.env() | platform.environment("coordinator") | ({KEY_VARIABLE: key} if key else {})
+    env = (
+        _common_env(config, platform)
+        | store.env()
+        | platform.environment("coordinator")
+        | ({KEY_VARIABLE: key} if key else {})
+    )
     return Command("coordinator", argv, env)
 
 
-def trainer_commands(config: Config, platform: Platform, placement: Placement, store: Store) -> Iterator[Command]:
-    """One rank per trainer device. Ranks see all trainer devices and take theirs by LOCAL_RANK, as torchrun has it."""
-    world_size = config.trainer.devices
-    for rank in range(world_size):
-        env = _common_env(config) | store.env() | platform.environment("trainer")
-        env |= visible_devices(platform.visible_devices_env, placement.trainer_devices, os.environ)
-        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        env |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
-        argv = (sys.executable, "-m", "pa_npu.trainer.main", "--config", _config_file(config))
-        yield Command(f"trainer-{rank}", argv, env, placement.trainer_cores[rank])
+def trainer_command(config: Config, platform: Platform, placement: Placement, store: Store, rank: int) -> Command:
+    """Rank `rank`, on this node. Ranks see all trainer devices of it and take theirs by LOCAL_RANK, as torchrun has it."""
+    local = placement.ranks.index(rank)
+    env = _common_env(config, platform) | store.env() | platform.environment("trainer")
+    env |= visible_devices(platform.visible_devices_env, placement.trainer_devices, os.environ)
+    env |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(config.trainer.devices)}
+    env |= {"LOCAL_WORLD_SIZE": str(len(placement.ranks)), "GROUP_RANK": str(config.placement.node_rank)}
+    env |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
+    argv = (sys.executable, "-m", "pa_npu.trainer.main", "--config", _config_file(config))
+    return Command(f"trainer-{rank}", argv, env, placement.trainer_cores[local])
 
 
 def _config_file(config: Config) -> str:
     return str(Path(config.run.dir) / "config.yaml")
 
 
-def _common_env(config: Config) -> dict[str, str]:
+def _common_env(config: Config, platform: Platform) -> dict[str, str]:
     env = dict(os.environ)
     env.pop(KEY_VARIABLE, None)  # for engines and coordinator alone
     env |= {
@@ -92,13 +114,10 @@ def _common_env(config: Config) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",  # log lines appear when they are written
     }
     env.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code leaves a stack in the log
-    loopback = _loopback_interface()
-    if config.placement.host.startswith("127.") and loopback:
-        # without it gloo resolves the machine's name, which fails on machines that do not know their own
-        env.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    return env
-
-
-def _loopback_interface() -> str | None:
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)
+    address = config.placement.address
+    interface = interface_of(address)
+    if interface is None:
+        return env
+    # without it gloo resolves the machine's name, which fails on machines that do not know their own
+    env.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return env if is_loopback(address) else env | platform.network_environment(address, interface)

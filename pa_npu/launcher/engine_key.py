@@ -47,6 +47,23 @@ def key_file(directory: Path, key: str) -> Iterator[Path]:
         file.unlink(missing_ok=True)
 
 
+def run_key(config: Config) -> str:
+    """On another node than the head: the run's key from the shared run directory, or the user's own.
+
+    Raises UserError when there is neither.
+    """
+    file = Path(config.run.dir) / KEY_FILE
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return checked_key(file.read_text(encoding="utf-8").strip(), str(file))
+    users = os.environ.get(KEY_VARIABLE, "")
+    if not users:
+        raise UserError(
+            f"{KEY_VARIABLE}: the engines' key cannot be read from {file}; run all launchers as the same user, or give them "
+            f"the same {KEY_VARIABLE}"
+        )
+    return checked_key(users, KEY_VARIABLE)
+
+
 def read_key(path: str | Path, where: str, remedy: str) -> str:
     """The key in a file. Raises ConfigError that begins with `where` and ends with `remedy`; the key itself is in no message."""
     try:

@@ -27,7 +27,7 @@ from pa_npu.buffer.store import StoreChannel, StoreError, connect
 from pa_npu.config.load import load_tree
 from pa_npu.config.schema import Config
 from pa_npu.errors import BAD_INPUT, FAILED, DeadlineExceeded, PaNpuError, UserError
-from pa_npu.launcher.commands import Command, engine_commands, engine_url
+from pa_npu.launcher.commands import Command, engine_command, engine_url
 from pa_npu.launcher.console import Console
 from pa_npu.launcher.joining_checks import Choices, Site, check_site, engine_key_here, local_address
 from pa_npu.launcher.process_tree import Process, ProcessTree
@@ -116,7 +116,7 @@ def join(address: tuple[str, int], choices: Choices, options: argparse.Namespace
     site = check_site(config, here, run_name)
     key = engine_key_here(site.config, roster, options.key_file, run_name)
     log_dir = options.log_dir or site.log_dir
-    name = f"joined-{site.config.placement.host.replace(':', '_')}-{site.port}"
+    name = f"joined-{site.config.placement.address.replace(':', '_')}-{site.port}"
     command = _command(site, key, name)
     with (
         Console(log_dir / f"{name}.launcher.log") as console,
@@ -126,7 +126,7 @@ def join(address: tuple[str, int], choices: Choices, options: argparse.Namespace
         for note in site.notes:
             console.complain(f"note: {note}")
         process = tree.start(command.name, command.argv, command.env, command.cores)
-        url = engine_url(site.config, site.port)
+        url = engine_url(site.config.placement.address, site.port)
         return JoinedEngine(site.config, roster, process, url, run_name, console, signals).serve()
 
 
@@ -144,7 +144,8 @@ def find_run(address: tuple[str, int], run_name: str) -> tuple[Roster, Config]:
 
 
 def _command(site: Site, key: str, name: str) -> Command:
-    (command,) = engine_commands(site.config, site.spec, site.platform, site.placement, [site.port], key)
+    (index,) = site.placement.engines
+    command = engine_command(site.config, site.spec, site.platform, site.placement, index, site.port, key)
     return replace(command, name=name)
 
 

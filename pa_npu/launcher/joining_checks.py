@@ -60,7 +60,7 @@ def check_site(config: Config, choices: Choices, run_name: str) -> Site:
         )
     run_dir = Path(config.run.dir)
     log_dir = run_dir / "logs" if run_dir.is_dir() else Path(_LOGS).resolve()
-    host = choices.host or config.placement.host
+    host = choices.host or config.placement.address
     config = config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": str(run_dir if run_dir.is_dir() else log_dir)}),
@@ -88,7 +88,7 @@ def _place(config: Config, platform: Platform, devices: tuple[int, ...] | None) 
             f"example --devices {','.join(map(str, range(wanted)))}"
         )
     if devices is None:
-        return Placement((tuple(range(wanted)),), (), ((),), ())
+        return Placement((tuple(range(wanted)),), (), ((),), (), engines=(0,))
     available = platform.device_count() if cores is None else len(cores)
     if len(set(devices)) != wanted or len(devices) != wanted:
         raise UserError(
@@ -97,7 +97,7 @@ def _place(config: Config, platform: Platform, devices: tuple[int, ...] | None) 
     if max(devices) >= available:
         raise UserError(f"--devices: {max(devices)} is not here; there are {available}, numbered from 0")
     pinned = tuple(cores[index] for index in devices) if cores is not None else ()
-    return Placement((devices,), (), (pinned,), ())
+    return Placement((devices,), (), (pinned,), (), engines=(0,))
 
 
 def _free_port(host: str, port: int) -> int:

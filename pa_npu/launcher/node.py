@@ -17,11 +17,11 @@ from typing import Any
 from pa_npu.config.schema import Config
 from pa_npu.errors import PaNpuError, UserError
 from pa_npu.launcher.checks import check_ports, device_notes
-from pa_npu.launcher.placement import Placement
+from pa_npu.launcher.placement import Placement, port_problem
 from pa_npu.launcher.versions import trainer_problems
 from pa_npu.platform.base import Platform
 
-_TOKEN_FILE = ".nodes"
+TOKEN_FILE = ".nodes"
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,23 @@ def leave_token(config: Config) -> str:
     directory, token = Path(config.run.dir), secrets.token_hex(8)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / _TOKEN_FILE).write_text(token, encoding="utf-8")
+        (directory / TOKEN_FILE).write_text(token, encoding="utf-8")
     except OSError as error:
         raise UserError(f"run.dir: {directory} cannot be written ({error.strerror}); choose another run.dir") from None
     return token
 
 
-def inspect_node(config: Config, platform: Platform, placement: Placement, node: int, token: str) -> NodeReport:
-    """Everything that can be wrong with this node; `placement` are the devices that it uses."""
-    problems = [problem for problem in (_shared_directory(config, node, token), _ports(config)) if problem]
+def inspect_node(
+    config: Config,
+    platform: Platform,
+    placement: Placement,
+    node: int,
+    token: str,
+    ports: Sequence[int] | None = None,
+) -> NodeReport:
+    """Everything that can be wrong with this node; `placement` is its share. ports: of its engines, where they are settled."""
+    found = (_shared_directory(config, node, token), _ports(config, placement, ports or ()))
+    problems = [problem for problem in found if problem]
     return NodeReport(
         node=node,
         host=socket.gethostname(),
@@ -77,7 +85,7 @@ def node_problems(reports: Sequence[NodeReport]) -> list[str]:
 def _shared_directory(config: Config, node: int, token: str) -> str | None:
     directory = Path(config.run.dir)
     try:
-        seen = (directory / _TOKEN_FILE).read_text(encoding="utf-8")
+        seen = (directory / TOKEN_FILE).read_text(encoding="utf-8")
         probe = directory / f".node-{node}"
         probe.write_text(token, encoding="utf-8")
         probe.unlink()
@@ -90,11 +98,15 @@ def _shared_directory(config: Config, node: int, token: str) -> str | None:
     return None
 
 
-def _ports(config: Config) -> str | None:
+def _ports(config: Config, placement: Placement, settled: Sequence[int]) -> str | None:
     try:
-        check_ports(config)
+        check_ports(config, placement.engines)
     except PaNpuError as error:
         return str(error)
+    address = config.placement.address
+    taken = ((port, problem) for port in settled if (problem := port_problem(address, port)))
+    for port, problem in taken:
+        return f"port {port} of {address}, an engine's, cannot be used ({problem}); end the process that has it"
     return None
 
 

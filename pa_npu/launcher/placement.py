@@ -1,4 +1,4 @@
-"""Which device, cores and port every process gets: pure arithmetic, except for asking the kernel for free ports."""
+"""Which node, device, cores and port every process gets: pure arithmetic, except for asking the kernel for free ports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import random
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
@@ -18,12 +18,17 @@ _FREE_PORTS = range(20000, 32000)
 
 @dataclass(frozen=True)
 class Placement:
-    """devices: indices per process, engines with rollout.tensor_parallel of them. cores: empty where nothing is pinned."""
+    """Of one node. devices: indices per process, engines with rollout.tensor_parallel of them. cores: empty where unpinned.
+
+    engines, ranks: which engines and trainer ranks of the run these are, in the order of the other fields.
+    """
 
     engine_devices: tuple[tuple[int, ...], ...]
     trainer_devices: tuple[int, ...]
     engine_cores: tuple[tuple[int, ...], ...]
     trainer_cores: tuple[tuple[int, ...], ...]
+    engines: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     def lines(self) -> list[str]:
         """For people: who runs where."""
@@ -32,13 +37,20 @@ class Placement:
         trainers = (
             self.trainer_cores if any(self.trainer_cores) else tuple((device,) for device in self.trainer_devices)
         )
-        named = [(f"engine-{index}", where) for index, where in enumerate(engines)]
-        named += [(f"trainer-{rank}", where) for rank, where in enumerate(trainers)]
+        named = [(f"engine-{index}", where) for index, where in zip(self.engines, engines, strict=True)]
+        named += [(f"trainer-{rank}", where) for rank, where in zip(self.ranks, trainers, strict=True)]
         return [f"{name} on {kind} {','.join(map(str, where))}" for name, where in named]
 
 
+def placement_lines(placements: Sequence[Placement]) -> list[str]:
+    """For people: who runs where, on all nodes."""
+    if len(placements) == 1:
+        return placements[0].lines()
+    return [f"node {node}: {', '.join(share.lines()) or 'nothing'}" for node, share in enumerate(placements)]
+
+
 def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Placement:
-    """Assign devices, engines first.
+    """Assign the devices of the only node, engines first.
 
     num_devices: how many devices with memory of their own there are; None on cpu, where a device is one of `cores` and,
     without a list in placement.*, processes share cores unpinned when there are too few.
@@ -73,6 +85,91 @@ def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Plac
         trainer_devices=trainers,
         engine_cores=tuple(tuple(cores[i] for i in group) if pin else () for group in grouped),
         trainer_cores=tuple((cores[i],) if pin else () for i in trainers),
+        engines=tuple(range(config.rollout.engines)),
+        ranks=tuple(range(config.trainer.devices)),
+    )
+
+
+def place_nodes(config: Config) -> list[Placement]:
+    """Assign the devices of several nodes, engines first; every node computes the same. Cores are not assigned yet.
+
+    An engine and a tensor-parallel group of trainers stay on one node. In placement.*_devices, device d of node n has the
+    index n x devices per node + d. Raises ConfigError when that is impossible.
+    """
+    per_node, given = config.devices_per_node, config.placement
+    num_devices = given.nnodes * per_node
+    listed = [*(given.engine_devices or ()), *(given.trainer_devices or ())]
+    if len(set(listed)) < len(listed) or any(not 0 <= index < num_devices for index in listed):
+        raise ConfigError(
+            f"placement: {listed} names a device twice or one beyond the {num_devices} of {given.nnodes} nodes of {per_node}; "
+            f"correct placement.*_devices"
+        )
+    free = [[i for i in range(n * per_node, (n + 1) * per_node) if i not in listed] for n in range(given.nnodes)]
+    engines = _units("rollout", config.rollout.tensor_parallel, config.rollout.engines, given.engine_devices, free)
+    replicas = config.trainer.devices // config.trainer.tensor_parallel
+    trainers = _units("trainer", config.trainer.tensor_parallel, replicas, given.trainer_devices, free)
+    for unit, section in [*((unit, "rollout") for unit in engines), *((unit, "trainer") for unit in trainers)]:
+        if len({index // per_node for index in unit}) > 1:
+            raise ConfigError(
+                f"placement.{'engine' if section == 'rollout' else section}_devices: {list(unit)} are tensor-parallel peers on "
+                f"several nodes of {per_node} devices; give them devices of one node"
+            )
+    devices = [index for unit in trainers for index in unit]
+    placements = []
+    for node in range(given.nnodes):
+        here = [index for index, unit in enumerate(engines) if unit[0] // per_node == node]
+        ranks = [rank for rank, index in enumerate(devices) if index // per_node == node]
+        placements.append(
+            Placement(
+                engine_devices=tuple(tuple(i % per_node for i in engines[index]) for index in here),
+                trainer_devices=tuple(devices[rank] % per_node for rank in ranks),
+                engine_cores=((),) * len(here),
+                trainer_cores=((),) * len(ranks),
+                engines=tuple(here),
+                ranks=tuple(ranks),
+            )
+        )
+    return placements
+
+
+def _units(
+    section: str, size: int, count: int, given: Sequence[int] | None, free: list[list[int]]
+) -> list[tuple[int, ...]]:
+    """`count` units of `size` devices each: as given, else the first that are free together on a node."""
+    if given:
+        return [tuple(given[at : at + size]) for at in range(0, size * count, size)]
+    units: list[tuple[int, ...]] = []
+    for _ in range(count):
+        node = next((devices for devices in free if len(devices) >= size), None)
+        if node is None:
+            left = ", ".join(str(len(devices)) for devices in free)
+            raise ConfigError(
+                f"{section}.tensor_parallel: {size} peers must share a node, but after {len(units)} of {count} groups the nodes "
+                f"have {left} devices left; change it, rollout.engines, trainer.devices or placement.devices_per_node"
+            )
+        units.append(tuple(node.pop(0) for _ in range(size)))
+    return units
+
+
+def settle_on_node(config: Config, placement: Placement, num_devices: int | None, cores: Sequence[int]) -> Placement:
+    """A node's share with its cores. num_devices and cores: what the node has, as for `place`.
+
+    Raises ConfigError when the node has fewer devices than its share needs.
+    """
+    used = [*(index for engine in placement.engine_devices for index in engine), *placement.trainer_devices]
+    available = len(cores) if num_devices is None else num_devices
+    enough = max(used, default=-1) < available
+    if not enough and num_devices is not None:
+        raise ConfigError(
+            f"placement.devices_per_node: the run uses {config.devices_per_node} devices of each node, but {available} are "
+            f"here; lower rollout.engines or trainer.devices, or set placement.devices_per_node"
+        )
+    if num_devices is not None or not (enough and config.placement.pin_cores):
+        return placement
+    return replace(
+        placement,
+        engine_cores=tuple(tuple(cores[i] for i in engine) for engine in placement.engine_devices),
+        trainer_cores=tuple((cores[i],) for i in placement.trainer_devices),
     )
 
 
@@ -92,12 +189,12 @@ def available_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def engine_ports(config: Config) -> list[int]:
-    """One port per engine: placement.engine_port and the following ones, or free ones."""
-    first, count = config.placement.engine_port, config.rollout.engines
+def engine_ports(config: Config, engines: Sequence[int]) -> list[int]:
+    """One port for each of these engines of this node: by their index from placement.engine_port on, or free ones."""
+    first = config.placement.engine_port
     if first:
-        return list(range(first, first + count))
-    return free_ports(config.placement.host, count)
+        return [first + index for index in engines]
+    return free_ports(config.placement.address, len(engines))
 
 
 def free_ports(host: str, count: int) -> list[int]:

@@ -17,11 +17,24 @@ from pathlib import Path
 from types import TracebackType
 
 from pa_npu.launcher import keeper
+from pa_npu.launcher.commands import Command, Startable
 from pa_npu.launcher.log_tail import last_lines
+from pa_npu.launcher.processes import Process as AnyProcess
 
+# Engines need about 2 s to leave on SIGTERM; the whole stop stays below 10 s.
+GRACE_S = 5.0
 _KILL_MARGIN_S = 2.0
 """How much longer than the grace a keeper gets to kill and reap before it is killed itself."""
 _POLL_S = 0.02
+
+
+def describe_end(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
 
 
 @dataclass(eq=False)
@@ -40,13 +53,7 @@ class Process:
 
     def describe_end(self) -> str:
         """For example "exit code 1" or "killed by SIGKILL"."""
-        code = self.popen.returncode
-        if code >= 0:
-            return f"exit code {code}"
-        try:
-            return f"killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"killed by signal {-code}"
+        return describe_end(self.popen.returncode)
 
     def last_lines(self, count: int) -> list[str]:
         return last_lines(self.log, count)
@@ -86,17 +93,19 @@ class ProcessTree:
         self.processes.append(process)
         return process
 
+    def launch(self, command: Startable) -> Process:
+        if not isinstance(command, Command):
+            raise TypeError(f"{command.name} is for node {command.node}, not for this one")
+        return self.start(command.name, command.argv, command.env, command.cores)
+
     def ended(self) -> list[Process]:
         """Processes that ended, those killed by a signal first: the others often only lost contact with these."""
         ended = [process for process in self.processes if process.exit_code is not None]
         return sorted(ended, key=lambda process: process.popen.returncode >= 0)
 
-    def stop(self, processes: Sequence[Process] | None = None) -> None:
+    def stop(self, processes: Sequence[AnyProcess] | None = None) -> None:
         """SIGTERM to all at once, SIGKILL after the grace; returns when they and all their descendants are gone."""
-        chosen = self.processes if processes is None else processes
-        running = [process for process in chosen if process.exit_code is None]
-        for process in running:
-            process.popen.terminate()
+        running = self.terminate(processes)
         deadline = time.monotonic() + self._grace_s + _KILL_MARGIN_S
         while any(process.exit_code is None for process in running):
             if time.monotonic() > deadline or self._hurry():
@@ -104,14 +113,32 @@ class ProcessTree:
             time.sleep(_POLL_S)
         self.kill_strays()
 
-    def kill_one(self, process: Process) -> None:
+    def terminate(self, processes: Sequence[AnyProcess] | None = None) -> list[Process]:
+        """SIGTERM to those that run, without waiting; returns them."""
+        running = [
+            process
+            for process in self.processes
+            if (processes is None or process in processes) and process.exit_code is None
+        ]
+        for process in running:
+            process.popen.terminate()
+        return running
+
+    def kill_one(self, process: AnyProcess) -> None:
         """SIGKILL a process, which may hang, and its descendants."""
-        self._kill([process])
+        self._kill([one for one in self.processes if one is process])
         self.kill_strays()
 
-    def forget(self, processes: Sequence[Process]) -> None:
+    def forget(self, processes: Sequence[AnyProcess]) -> None:
         """These have ended, others may take their names."""
         self.processes = [process for process in self.processes if process not in processes]
+
+    def settle(self, seconds: float) -> None:
+        """What ends at the same time is known when it has been reaped."""
+        time.sleep(seconds)
+
+    def problem(self) -> None:
+        """None: only its processes end a run on one node."""
 
     def kill(self) -> None:
         """SIGKILL everything at once."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from pa_npu.config.schema import Config
 from pa_npu.errors import BAD_INPUT, MUST_NOT_CONTINUE
-from pa_npu.launcher.commands import Command
+from pa_npu.launcher.commands import Startable
 from pa_npu.launcher.console import Console
-from pa_npu.launcher.process_tree import Process, ProcessTree
+from pa_npu.launcher.processes import Process, Processes
 from pa_npu.launcher.readiness import Awaited
 from pa_npu.rollout.roster import Roster
 
@@ -34,13 +34,13 @@ class Failure(Exception):
 class Attempt:
     """Coordinator and trainers of one attempt of the run, and what to wait for until they work."""
 
-    commands: Sequence[Command]
+    commands: Sequence[Startable]
     awaited: Sequence[Awaited]
 
 
 @dataclass
 class _Engine:
-    command: Command
+    command: Startable
     index: int
     process: Process
     generation: int = 0
@@ -50,7 +50,7 @@ class Recovery:
     """Of one run. attempt: prepares the n-th attempt, from the newest checkpoint; called while no worker runs."""
 
     def __init__(
-        self, config: Config, tree: ProcessTree, console: Console, roster: Roster, attempt: Callable[[int], Attempt]
+        self, config: Config, tree: Processes, console: Console, roster: Roster, attempt: Callable[[int], Attempt]
     ) -> None:
         self._engine_restarts = config.rollout.restarts
         self._run_restarts = config.run.restarts
@@ -62,7 +62,7 @@ class Recovery:
         self._engines: list[_Engine] = []
         self._looked_s = time.monotonic()
 
-    def watch(self, command: Command, index: int, process: Process) -> None:
+    def watch(self, command: Startable, index: int, process: Process) -> None:
         """This engine has been started; index: its place in the roster."""
         self._engines.append(_Engine(command, index, process))
 
@@ -105,7 +105,7 @@ class Recovery:
             )
         self._tree.kill_one(engine.process)
         self._tree.forget([engine.process])
-        engine.process = self._tree.start(name, engine.command.argv, engine.command.env, engine.command.cores)
+        engine.process = self._tree.launch(engine.command)
         engine.generation += 1
         self._roster.renew(engine.index, engine.generation)
         self._console.complain(

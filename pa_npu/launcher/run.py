@@ -1,5 +1,6 @@
-"""One run from start to end: store, process tree, readiness, supervision, stop, summary.
+"""One run from start to end: store, nodes, process tree, readiness, supervision, stop, summary.
 
+nodes     where there are several: the launchers of the others have joined and found nothing wrong (node_head.py)
 engines, coordinator and trainer ranks start together (their imports take half a minute)
 ready     all engines answer, all pipeline stages have announced their weights
 running   the coordinator's progress lines are relayed
@@ -13,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,20 +25,34 @@ import torch.distributed as dist
 
 from pa_npu import __version__
 from pa_npu.buffer.store import StoreChannel, attempt_prefix, connect
-from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
+from pa_npu.data.provenance import config_tree
 from pa_npu.errors import ConfigError, DataError
-from pa_npu.launcher.checks import check_engines, check_surroundings, resolve_device
-from pa_npu.launcher.commands import Command, Store, coordinator_command, engine_commands, engine_url, trainer_commands
+from pa_npu.launcher.addresses import resolve_address
+from pa_npu.launcher.checks import Findings, check_engines, check_surroundings, resolve_device
+from pa_npu.launcher.commands import (
+    Role,
+    Startable,
+    Store,
+    coordinator_command,
+    engine_command,
+    engine_url,
+    trainer_command,
+)
 from pa_npu.launcher.console import Console
 from pa_npu.launcher.engine_key import engine_key, key_file
-from pa_npu.launcher.placement import Placement, engine_ports
-from pa_npu.launcher.process_tree import ProcessTree
+from pa_npu.launcher.node import TOKEN_FILE, inspect_node, leave_token
+from pa_npu.launcher.node_agent import all_versions
+from pa_npu.launcher.node_head import NodeTree
+from pa_npu.launcher.node_messages import PREFIX as NODES_PREFIX
+from pa_npu.launcher.node_messages import Invitation, Joining
+from pa_npu.launcher.placement import engine_ports, placement_lines
+from pa_npu.launcher.process_tree import GRACE_S, ProcessTree
 from pa_npu.launcher.readiness import Awaited, engine_answers, host_store, trainers_announced
 from pa_npu.launcher.recovery import Attempt, Recovery
 from pa_npu.launcher.resume import resolve_resume
 from pa_npu.launcher.run_directory import begin_attempt, own_run_directory
-from pa_npu.launcher.supervisor import Supervisor, stop_signals
+from pa_npu.launcher.supervisor import StopSignals, Supervisor, stop_signals
 from pa_npu.platform.base import Platform
 from pa_npu.rollout.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.rollout.roster import Roster
@@ -45,23 +61,22 @@ from pa_npu.telemetry.summary import summarise
 from pa_npu.telemetry.timeline import Timeline, merge
 from pa_npu.weights.wire import Abandonment
 
-# Engines need about 2 s to leave on SIGTERM; the whole stop stays below 10 s.
-GRACE_S = 5.0
-
 
 def run(config: Config) -> int:
     """Check everything, run, and return the exit code. Raises UserError before anything starts."""
     start_s = time.monotonic()
     config, platform = resolve_device(config)
+    config = resolve_address(config)
     findings = check_surroundings(config, platform)
     assert platform and findings.spec and findings.placement
     key = engine_key(config)
     with own_run_directory(config) as run_dir, Console(run_dir / "logs" / "launcher.log") as console:
+        nodes = config.placement.nnodes
         console.say(
             f"pa_npu {__version__}: {config.rollout.engines} engines and {config.trainer.devices} trainer ranks "
-            f"on {platform.name}; run directory {run_dir}"
+            f"on {platform.name}{f', {nodes} nodes' if nodes > 1 else ''}; run directory {run_dir}"
         )
-        for line in (*findings.counts, *findings.placement.lines()):
+        for line in (*findings.counts, *placement_lines(findings.placements)):
             console.say(line)
         for note in findings.notes:
             console.complain(f"note: {note}")
@@ -70,19 +85,50 @@ def run(config: Config) -> int:
             timeline,
             contextlib.nullcontext() if config.rollout.attach else key_file(run_dir, key),
             stop_signals() as signals,
-            ProcessTree(run_dir / "logs", GRACE_S, signals.insisted) as tree,
+            ProcessTree(run_dir / "logs", GRACE_S, signals.insisted) as local,
         ):
-            server = _host_store(config)  # lives as long as this name
-            plan = Plan(config, findings.spec, platform, findings.placement, server.port, key, console)
-            engines, urls = plan_engines(config, findings.spec, platform, findings.placement, key)
-            roster = announce(config, plan.store, urls)
-            console.say(f"engines can join with: python -m pa_npu.rollout.engine --join {plan.store.address}")
-            recovery = Recovery(config, tree, console, roster, plan.attempt_again)
-            supervisor = Supervisor(tree, console, timeline, signals, recovery)
-            first = plan.attempt(config, 0)
-            code = supervisor.run(engines, first.commands, [*await_engines(config, urls), *first.awaited])
+            if nodes == 1:
+                server = _host_store(config)  # lives as long as this name
+                plan = Plan(config, findings, platform, server.port, key, console)
+                code = supervise(plan, local, timeline, signals)
+            else:
+                with several_nodes(config, findings, platform, local, console, signals) as (server, tree):
+                    plan = Plan(config, findings, platform, server.port, key, console, tree)
+                    code = plan.gather(signals) or supervise(plan, tree, timeline, signals)
+                    tree.finish(code, "it is done" if code == 0 else f"exit code {code}")
         finish(config, run_dir, console, code, time.monotonic() - start_s)
         return code
+
+
+def supervise(plan: Plan, tree: ProcessTree | NodeTree, timeline: Timeline, signals: StopSignals) -> int:
+    """Start everything and see it through."""
+    config, console = plan.config, plan.console
+    engines, urls = plan.engines()
+    roster = announce(config, plan.store, urls)
+    console.say(f"engines can join with: python -m pa_npu.rollout.engine --join {plan.store.address}")
+    recovery = Recovery(config, tree, console, roster, plan.attempt_again)
+    supervisor = Supervisor(tree, console, timeline, signals, recovery)
+    first = plan.attempt(config, 0)
+    return supervisor.run(engines, first.commands, [*await_engines(config, urls), *first.awaited])
+
+
+@contextmanager
+def several_nodes(
+    config: Config, findings: Findings, platform: Platform, local: ProcessTree, console: Console, signals: StopSignals
+) -> Iterator[tuple[dist.TCPStore, NodeTree]]:
+    """The run's store, and the processes of all nodes, which are told of the run's end when the context is left."""
+    assert findings.placement
+    token, address = leave_token(config), config.placement.address
+    own = Joining(inspect_node(config, platform, findings.placement, 0, token), address, all_versions(), [])
+    server = _host_store(config)
+    channel = StoreChannel(connect(address, server.port, config.trainer.startup_timeout_s), NODES_PREFIX)
+    log_dir = Path(config.run.dir) / "logs"
+    try:
+        with NodeTree(config.placement, findings.placements, local, log_dir, channel, own, console, signals) as tree:
+            tree.invite(Invitation(config_tree(config), own.versions, token))
+            yield server, tree
+    finally:
+        (Path(config.run.dir) / TOKEN_FILE).unlink(missing_ok=True)
 
 
 def run_engines(config: Config) -> int:
@@ -92,7 +138,12 @@ def run_engines(config: Config) -> int:
     spec, placement = check_engines(config, platform)
     directory = Path(f"{config.run.dir}-engines")
     key = engine_key(config)
-    commands, urls = plan_engines(config, spec, platform, placement, key)
+    ports = engine_ports(config, placement.engines)
+    commands = [
+        engine_command(config, spec, platform, placement, index, port, key)
+        for index, port in zip(placement.engines, ports, strict=True)
+    ]
+    urls = [engine_url(config.placement.address, port) for port in ports]
     with (
         Console(directory / "logs" / "launcher.log") as console,
         key_file(directory, key) as file,
@@ -106,39 +157,72 @@ def run_engines(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to start coordinator and trainers, as often as it takes."""
+    """How to start engines, and coordinator and trainers as often as it takes. nodes: where there are several."""
 
     config: Config
-    spec: ModelSpec
+    findings: Findings
     platform: Platform
-    placement: Placement
     store_port: int
     key: str
     console: Console
+    nodes: NodeTree | None = None
 
     @property
     def store(self) -> Store:
-        return Store(self.config.placement.host, self.store_port)
+        return Store(self.config.placement.address, self.store_port)
+
+    def gather(self, signals: StopSignals) -> int:
+        """Wait for the other nodes; 0, or the exit code when a signal came first. Raises PaNpuError when one cannot join."""
+        assert self.nodes
+        return 0 if self.nodes.gather() else 128 + signals.received[0]
+
+    def engines(self) -> tuple[list[Startable], list[str]]:
+        """The engines to start, none where running ones are attached, and the URLs of all."""
+        config, spec, here = self.config, self.findings.spec, self.findings.placement
+        assert spec and here
+        if config.rollout.attach:
+            return [], list(config.rollout.attach)
+        ports = dict(zip(here.engines, engine_ports(config, here.engines), strict=True))
+        commands: list[Startable] = []
+        urls = []
+        for index, node in self._nodes_of([share.engines for share in self.findings.placements]):
+            if node == 0:
+                commands.append(engine_command(config, spec, self.platform, here, index, ports[index], self.key))
+                urls.append(engine_url(config.placement.address, ports[index]))
+                continue
+            assert self.nodes
+            commands.append(Role(node, "engine", index))
+            urls.append(self.nodes.engine_url(index))
+        return commands, urls
 
     def attempt(self, config: Config, number: int) -> Attempt:
         """The commands of an attempt that has `config` in the run directory."""
-        store, trainer = replace(self.store, attempt=number), config.trainer
+        store, trainer, here = replace(self.store, attempt=number), config.trainer, self.findings.placement
+        assert here
         channel = StoreChannel(connect(store.host, store.port, trainer.startup_timeout_s), store.prefix)
         announced = partial(trainers_announced, channel, trainer.pipeline_parallel)
-        commands = [
-            coordinator_command(config, self.platform, store, self.key),
-            *trainer_commands(config, self.platform, self.placement, store),
-        ]
+        commands: list[Startable] = [coordinator_command(config, self.platform, store, self.key)]
+        for rank, node in self._nodes_of([share.ranks for share in self.findings.placements]):
+            if node == 0:
+                commands.append(trainer_command(config, self.platform, here, store, rank))
+            else:
+                commands.append(Role(node, "trainer", rank, number))
         return Attempt(commands, [Awaited("trainers", announced, trainer.startup_timeout_s, "trainer", "trainer-0")])
 
     def attempt_again(self, number: int) -> Attempt:
-        """From the newest checkpoint of the run, or where it began if it has none."""
+        """From the newest checkpoint of the run, or where it began if it has none. Raises Failure where a node is missing."""
         # an engine may still wait for trainers that are gone
         last = attempt_prefix(number - 1).rstrip("/")
         Abandonment(self.store.host, self.store.port, last).declare("coordinator and trainers were started again")
+        if self.nodes:
+            self.nodes.await_lost()
         config = resolve_resume(self.config, self.console.complain, restart=True)
         begin_attempt(config, self.console.complain)
         return self.attempt(config, number)
+
+    def _nodes_of(self, numbers: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """(engine or rank, its node) in order. numbers: of each node."""
+        return sorted((number, node) for node, here in enumerate(numbers) for number in here)
 
 
 def announce(config: Config, store: Store, urls: Sequence[str]) -> Roster:
@@ -161,17 +245,6 @@ def _for_joining(config: Config) -> dict[str, Any]:
     return tree
 
 
-def plan_engines(
-    config: Config, spec: ModelSpec, platform: Platform, placement: Placement, key: str
-) -> tuple[list[Command], list[str]]:
-    """The engines' commands, none where running ones are attached, and their URLs."""
-    if config.rollout.attach:
-        return [], list(config.rollout.attach)
-    ports = engine_ports(config)
-    commands = list(engine_commands(config, spec, platform, placement, ports, key))
-    return commands, [engine_url(config, port) for port in ports]
-
-
 def await_engines(config: Config, urls: Sequence[str]) -> list[Awaited]:
     timeout_s = config.rollout.startup_timeout_s
     names = [f"engine-{index}" for index in range(len(urls))]
@@ -182,7 +255,7 @@ def await_engines(config: Config, urls: Sequence[str]) -> list[Awaited]:
 
 
 def _host_store(config: Config) -> dist.TCPStore:
-    host, port = config.placement.host, config.placement.store_port
+    host, port = config.placement.address, config.placement.rendezvous_port
     try:
         return host_store(host, port)
     except OSError as error:

@@ -21,8 +21,11 @@ CONFIG_FILE = "config.yaml"
 EARLIER = "earlier"
 LOCK = ".lock"
 
-# A run that finds nothing to continue begins again, whatever it was told to continue from.
-_WHERE_FROM = ("checkpoint.load", "checkpoint.resume")
+# A run that finds nothing to continue begins again, whatever it was told to continue from, and on whatever machines.
+_OF_NO_ACCOUNT = (
+    *("checkpoint.load", "checkpoint.resume"),
+    *("placement.host", "placement.master_addr"),
+)
 
 
 def check_run_directory(config: Config) -> None:
@@ -41,7 +44,7 @@ def check_run_directory(config: Config) -> None:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"run.dir: {file} cannot be read ({reason}); choose another run.dir") from None
-    different = [key for key in differences(found, config_tree(config)) if key not in _WHERE_FROM]
+    different = [key for key in differences(found, config_tree(config)) if key not in _OF_NO_ACCOUNT]
     if continues_own_run(config):
         different = changes_the_run(different)
     if different:

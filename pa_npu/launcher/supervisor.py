@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 from pa_npu.errors import BAD_INPUT, FAILED
-from pa_npu.launcher.commands import Command
+from pa_npu.launcher.commands import Startable
 from pa_npu.launcher.console import Console
 from pa_npu.launcher.log_tail import MarkedLines
-from pa_npu.launcher.process_tree import Process, ProcessTree
+from pa_npu.launcher.processes import Process, Processes
 from pa_npu.launcher.readiness import Awaited
 from pa_npu.launcher.recovery import Attempt, Failure, Recovery
 from pa_npu.telemetry.progress import PREFIX
@@ -43,6 +43,10 @@ class StopSignals:
         self.received.append(number)
 
 
+def signal_name(number: int) -> str:
+    return signal.Signals(number).name
+
+
 @contextmanager
 def stop_signals() -> Iterator[StopSignals]:
     signals = StopSignals()
@@ -60,7 +64,7 @@ class Supervisor:
 
     def __init__(
         self,
-        tree: ProcessTree,
+        tree: Processes,
         console: Console,
         timeline: Timeline,
         signals: StopSignals,
@@ -75,7 +79,7 @@ class Supervisor:
         self._signals = signals
         self._progress: MarkedLines | None = None
 
-    def run(self, engines: Sequence[Command], workers: Sequence[Command], awaited: Sequence[Awaited]) -> int:
+    def run(self, engines: Sequence[Startable], workers: Sequence[Startable], awaited: Sequence[Awaited]) -> int:
         """Returns the exit code of the run; everything is stopped then. engines: in the order of the roster."""
         start_s = now()
         try:
@@ -90,13 +94,14 @@ class Supervisor:
                 self._stop("the run is done")
                 return 0
         except Failure as failure:
-            return self._fail(failure)
+            if not self._signals.received:
+                return self._fail(failure)
         number = self._signals.received[0]
-        self._stop(f"{signal.Signals(number).name}: stopping (once more: at once)")
+        self._stop(f"{signal_name(number)}: stopping (once more: at once)")
         return 128 + number
 
-    def _start(self, command: Command) -> Process:
-        process = self._tree.start(command.name, command.argv, command.env, command.cores)
+    def _start(self, command: Startable) -> Process:
+        process = self._tree.launch(command)
         if command.name == "coordinator" and self._progress is None:
             self._progress = MarkedLines(process.log, PREFIX)
         return process
@@ -152,7 +157,6 @@ class Supervisor:
         failed = failure.process
         if not self._recovers or self._recovery is None or failed is None or _is_engine(failed):
             return None
-        time.sleep(_AFTERMATH_S)  # the first to end is not always the first to be seen
         return self._recovery.next_attempt(self._failed() or [failed])
 
     def _workers(self) -> list[Process]:
@@ -166,9 +170,12 @@ class Supervisor:
             return False
         if self._recovery is not None and self._recovers:
             self._recovery.restart_engines()
-        failed = self._failed()
-        if failed:
-            raise Failure(f"{failed[0].name} ended: {failed[0].describe_end()}", failed[0])
+        if problem := self._tree.problem():
+            raise Failure(problem)
+        if self._failed():
+            self._tree.settle(_AFTERMATH_S)  # the first to end is not always the first to be seen
+            culprit = self._failed()[0]
+            raise Failure(f"{culprit.name} ended: {culprit.describe_end()}", culprit)
         return True
 
     def _failed(self) -> list[Process]:
@@ -190,7 +197,6 @@ class Supervisor:
             self._console.complain(f"last lines of {process.log}:")
             for line in process.last_lines(_LOG_LINES):
                 self._console.complain(f"    {line}")
-        time.sleep(_AFTERMATH_S)
         for other in self._failed():
             if other is not process:
                 last = other.last_lines(1)

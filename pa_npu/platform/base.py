@@ -110,6 +110,9 @@ class Platform(Protocol):
     def environment(self, role: Role) -> dict[str, str]:
         """Environment defaults for a child process of this role; variables the user has set are left out."""
 
+    def network_environment(self, address: str, interface: str) -> dict[str, str]:
+        """What makes collectives use `address`, which `interface` has; variables the user has set are left out."""
+
 
 def torch_profile(activities: Iterable[Any], directory: Path, name: str) -> AbstractContextManager[Any]:
     """Platform.profile by torch.profiler: one Chrome trace, name.TIME.pt.trace.json."""

@@ -106,3 +106,6 @@ class CpuPlatform:
         if role == "trainer":
             defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron warns without it, whatever the device
         return {name: value for name, value in defaults.items() if name not in os.environ}
+
+    def network_environment(self, address: str, interface: str) -> dict[str, str]:
+        return {}  # gloo's interface is the launcher's to set, on every platform

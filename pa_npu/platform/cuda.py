@@ -80,3 +80,6 @@ class CudaPlatform(AcceleratorPlatform):
                 **CUBLAS_WORKSPACE,
             }
         return without_users(defaults)
+
+    def network_environment(self, address: str, interface: str) -> dict[str, str]:
+        return without_users({"NCCL_SOCKET_IFNAME": f"={interface}"})  # = takes the name as a whole, not as a prefix

@@ -68,3 +68,7 @@ class NpuPlatform(AcceleratorPlatform):
                 "OMP_NUM_THREADS": "4",
             }
         return without_users(defaults)
+
+    def network_environment(self, address: str, interface: str) -> dict[str, str]:
+        # without it HCCL takes the first interface that is not a container's bridge
+        return {} if "HCCL_SOCKET_IFNAME" in os.environ else without_users({"HCCL_IF_IP": address})

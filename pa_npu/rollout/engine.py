@@ -53,7 +53,7 @@ def server_command(
         *("-m", "vllm.entrypoints.openai.api_server"),
         *("--model", spec.path),
         *("--served-model-name", SERVED_MODEL),
-        *("--host", config.placement.host),
+        *("--host", config.placement.address),
         *("--port", str(port)),
         *("--dtype", _DTYPES[config.model.dtype]),
         *("--tensor-parallel-size", str(rollout.tensor_parallel)),

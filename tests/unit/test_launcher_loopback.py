@@ -32,7 +32,7 @@ def test_the_check_sees_a_socket_and_whether_others_can_reach_it(address):
 
 def test_store_listens_on_the_given_address_alone_where_torch_takes_all():
     before = listening([os.getpid()])
-    store = host_store(Config.model_fields["placement"].get_default().host, 0)
+    store = host_store(Config.model_fields["placement"].get_default().address, 0)
     assert listening([os.getpid()]) - before == {(os.getpid(), "127.0.0.1", store.port)}
 
     before = listening([os.getpid()])
