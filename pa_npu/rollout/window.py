@@ -16,7 +16,7 @@ generation takes at most 1 / SATURATION of the shortest time, found from the gro
   recheck   After 1, 2, 4, then every 8 iterations, some groups run at twice the window, in case the engine or the
             lengths have changed.
   share     M is what an engine gets of an iteration. When engines join or leave, the choice is made anew with what is known
-            of t(m).
+            of t(m), and a recheck follows.
 
 What is sampled does not depend on the window, because every request has a seed of its own: only time does.
 """
@@ -146,7 +146,10 @@ class AutoWindow:
         return not self._climbing
 
     def begin_iteration(self, num_engines: int) -> None:
-        """With another number of engines each has more or fewer waves; what is known of one engine's speed stays true."""
+        """With another number of engines each has more or fewer waves; what is known of an engine's speed is used further.
+
+        That may be wrong where engines share a machine, so moving down stays half of the way.
+        """
         if num_engines == self._num_engines:
             return
         self._num_engines = num_engines
@@ -210,14 +213,15 @@ class AutoWindow:
         choice = next(groups for groups in candidates if times[groups] <= shortest / SATURATION)
         moves_up = choice > (1 + _HYSTERESIS_UP) * self._held
         moves_down = choice < (1 - _HYSTERESIS_DOWN) * self._held
-        is_new = reason in ("climbed", "engines changed")
-        if is_new or moves_up:
+        if reason == "engines changed":  # the waves are others: one group more may save a whole wave
+            moves_up, moves_down = choice > self._held, choice < self._held
+        if reason == "climbed" or moves_up:
             self._held = choice
         elif moves_down:
             # half of the way on a log scale, then the smallest window with as many waves
             waves = self._waves(math.ceil(math.sqrt(choice * self._held)))
             self._held = math.ceil(self._groups_per_iteration / waves)
-        if is_new or moves_up or moves_down:
+        if reason == "climbed" or moves_up or moves_down:
             logger.info(
                 "window: %d sequences per engine (%s), %d waves; percent of the best generation time by window: %s",
                 self._held * self._group,
