@@ -12,20 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tools import make_tiny_model
-
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "run_grpo_7b.sh"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    arguments = ["--out", str(directory), "--random", "--train-questions", "64", "--test-questions", "8"]
-    assert make_tiny_model.main(arguments) == 0
-    return directory
 
 
 def environment(**others: str) -> dict[str, str]:

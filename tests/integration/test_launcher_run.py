@@ -14,7 +14,6 @@ import pytest
 
 from tests.helpers.launched import Launched, find, settings
 from tests.helpers.sockets import listening, outside_loopback
-from tools import make_tiny_model
 
 pytestmark = [
     pytest.mark.integration,
@@ -22,14 +21,6 @@ pytestmark = [
 ]
 
 RUN_TIMEOUT_S = 400.0
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    arguments = ["--out", str(directory), "--random", "--train-questions", "64", "--test-questions", "8"]
-    assert make_tiny_model.main(arguments) == 0
-    return directory
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 
 from pa_npu.buffer.store import StoreChannel, attempt_prefix, connect
 from tests.helpers.launched import Launched, settings
-from tools import make_tiny_model
 
 pytestmark = [
     pytest.mark.integration,
@@ -146,14 +145,6 @@ def rank(pid: int) -> str:
     except OSError:
         return ""
     return next((entry[5:].decode() for entry in environment if entry.startswith(b"RANK=")), "")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    arguments = ["--out", str(directory), "--random", "--train-questions", "64", "--test-questions", "8"]
-    assert make_tiny_model.main(arguments) == 0
-    return directory
 
 
 def keys(tiny: Path, directory: Path, **others: object) -> list[str]:
