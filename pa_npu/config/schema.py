@@ -260,7 +260,7 @@ class ScheduleConfig(Section):
     dispatch: Literal["auto", "longest-first", "in-order"] = Field(
         "auto",
         description="Order in which prompts go to engines, by the length that earlier responses let expect; it changes no sample. "
-        "auto is longest-first, but in-order where trainers take groups in turn (order=prompt with stream=true).",
+        "auto is longest-first, but while groups stream in-order where trainers are the bottleneck or order=prompt.",
     )
     dynamic_sampling: bool = Field(
         False,

@@ -153,6 +153,7 @@ class Coordinator:
             border = await self._cross(version, prompts[0], is_first=version == first)
             if current is not None:
                 self._write(current, border)
+                self._producer.note_training(border.report.get("train_s", 0.0))
             evaluation = await self._evaluate(version, test) if test and self._evaluation_due(version) else None
             if version == last:
                 return

@@ -35,6 +35,9 @@ from pa_npu.rollout.tasks import TaskScope
 from pa_npu.rollout.window import GroupTiming, WindowController
 from pa_npu.telemetry.timeline import Timeline, now
 
+# Longest-first shortens generation by so much at least, where it matters: 4 to 16 waves (docs/results/balance.md).
+_SHORTENS = 1.25
+
 
 class Producer:
     """Produces iterations, one at a time.
@@ -65,6 +68,9 @@ class Producer:
         self._work = work
         self._store_thread = store_thread
         self._lengths = ResponseLengths(sampling.max_tokens)
+        self._generate_s = 0.0  # of the last iteration, and whether it was dispatched by length
+        self._by_length = False
+        self._trainers_behind = False
 
     async def produce(
         self, iteration: int, prompts: Sequence[Prompt], another: Callable[[], Prompt] | None = None
@@ -74,7 +80,8 @@ class Producer:
         another: gives a further prompt; needed with schedule.dynamic_sampling, when groups are replaced.
         """
         config = self._config
-        order = self._dispatch_order(iteration, prompts)
+        self._by_length = self._goes_by_length(iteration)
+        order = self._dispatch_order(prompts)
         selection = Selection(config)
         assignment = Assignment(
             config.schedule.order,
@@ -119,18 +126,32 @@ class Producer:
             await self._put(group, advantages, *slot)
         assignment.finish()
         production.end(self._window.sequences, tail.tail_waste, assignment.imbalance)
+        self._generate_s = production.numbers()["generate_s"]
         self._window.end_iteration()
         self._lengths.observe([seen[index] for index in sorted(seen)])
         return production
 
-    def _dispatch_order(self, iteration: int, prompts: Sequence[Prompt]) -> list[int]:
-        """A permutation of the indices of `prompts`."""
+    def note_training(self, train_s: float) -> None:
+        """What training the last iteration took, without waiting for groups."""
+        in_order_s = self._generate_s * (_SHORTENS if self._by_length else 1.0)
+        self._trainers_behind = train_s > in_order_s
+
+    def _goes_by_length(self, iteration: int) -> bool:
+        """schedule.dispatch, resolved. While groups stream, trainers begin with the first group to be complete:
+
+        longest-first is later with it, which costs more than it gains where trainers are behind the engines anyway, and slots
+        that are taken in turn (order=prompt) would be waited for one by one.
+        """
         schedule = self._config.schedule
-        # trainers that wait for slot 0 would wait for it the longer, the later it is dispatched
-        in_turn = schedule.order == "prompt" and self._config.streams(iteration)
-        if schedule.dispatch == "in-order" or (schedule.dispatch == "auto" and in_turn):
+        if schedule.dispatch != "auto":
+            return schedule.dispatch == "longest-first"
+        return not self._config.streams(iteration) or (schedule.order == "completion" and not self._trainers_behind)
+
+    def _dispatch_order(self, prompts: Sequence[Prompt]) -> list[int]:
+        """A permutation of the indices of `prompts`."""
+        if not self._by_length:
             return list(range(len(prompts)))
-        shares = schedule.updates_per_iteration
+        shares = self._config.schedule.updates_per_iteration
         return longest_first([self._lengths.longest(prompt) for prompt in prompts], shares)
 
     def _expected_work(self, prompts: Sequence[Prompt]) -> float | None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 ITERATIONS = 2  # the second also shows that the first one's update was the same
+EPOCH = 0  # of the group that publishes
 
 
 def main(job_file: str, rank: int) -> None:
@@ -104,7 +105,6 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
             spec,
             store_host="127.0.0.1",
             store_port=port,
-            engine_workers=engine_workers,
             bucket_bytes=16 * 1024,
             timeout_s=30,
             backend=platform.comm_backend,
@@ -112,7 +112,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
         ) as publisher:
             if ranks.is_stage_leader:
                 store.set("manifest", json.dumps(publisher.manifest()))
-            publisher.connect(60)
+            publisher.connect(EPOCH, engine_workers, 60)
             publisher.publish(ITERATIONS)
     shutdown_parallel()
     return {"logprobs": logprobs, "reports": reports, "reads": channel.num_reads, "automatic_bucket_bytes": automatic}

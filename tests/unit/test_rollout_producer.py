@@ -357,7 +357,7 @@ BY_LENGTH = [6, 3, 1, 7, 4, 0, 5, 2]
 
 
 async def two_iterations(
-    chosen: Config, store_thread: ThreadPoolExecutor, engines: int = 1
+    chosen: Config, store_thread: ThreadPoolExecutor, engines: int = 1, train_s: float = 0.0
 ) -> tuple[list[tuple[str, int, int, int]], Shelf]:
     """Requests and groups of the second iteration, which knows the lengths of the first; one group in flight per engine."""
     asked: list[tuple[str, int, int, int]] = []
@@ -368,6 +368,7 @@ async def two_iterations(
     assert [index for _, index, _, _ in asked] == list(range(GROUPS)), "nothing is known at first"
     asked.clear()
     shelf.groups.clear()
+    producer.note_training(train_s)
     await producer.produce(1, prompts())
     return asked, shelf
 
@@ -386,6 +387,17 @@ async def two_iterations(
 )
 async def test_prompts_are_dispatched_by_what_their_earlier_responses_were(store_thread, schedule, expected):
     asked, _ = await two_iterations(config(schedule=schedule), store_thread)
+    assert [index for _, index, _, _ in asked] == expected
+
+
+@pytest.mark.parametrize(
+    "schedule, expected",
+    [({}, list(range(GROUPS))), ({"stream": False}, BY_LENGTH), ({"dispatch": "longest-first"}, BY_LENGTH)],
+)
+async def test_streams_to_trainers_that_are_the_bottleneck_are_in_order_unless_told_otherwise(
+    store_thread, schedule, expected
+):
+    asked, _ = await two_iterations(config(schedule=schedule), store_thread, train_s=1000.0)
     assert [index for _, index, _, _ in asked] == expected
 
 

@@ -27,7 +27,7 @@ from pa_npu.weights.receiver import Receiver
 from tests.helpers.models import make_model
 from tests.npu_sim.reference_ops import all_references
 from tests.npu_sim.simulator import NpuSim
-from tests.npu_sim.train_rank import ITERATIONS
+from tests.npu_sim.train_rank import EPOCH, ITERATIONS
 
 ROOT = Path(__file__).parents[3]
 TIME_LIMIT_S = 180
@@ -131,7 +131,8 @@ def receive(run: Run, layout: str) -> dict[str, torch.Tensor]:
     stage = json.loads(store.get("manifest"))
     manifest = wire.Manifest.from_json(stage["manifest"])
     with NpuSim(all_references()):
-        group = wire.join_group("127.0.0.1", store.port, stage["name"], 1, 2, "hccl", 30.0, f"receiver of {layout}")
+        name = wire.epoch_name(stage["name"], EPOCH)
+        group = wire.join_group("127.0.0.1", store.port, name, 1, 2, "hccl", 30.0, f"receiver of {layout}")
         receiver = Receiver([manifest], [group], 1, torch.device("npu", 0), 30.0)
         tensors = dict(receiver.receive(ITERATIONS))
         assert {tensor.device.type for tensor in tensors.values()} == {"npu"}
