@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import platform
 import random
 import signal
 import statistics
@@ -37,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.launcher.placement import free_ports
+from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -267,13 +267,6 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
         cells += [f"{r.bound:.2f}x", f"{r.speedup:.2f}x", f"{r.speedup / r.bound:.0%}", f"{r.model:.2f}x"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import gc
 import json
 import multiprocessing
 import os
-import platform as host
 import queue
 import statistics
 import sys
@@ -52,6 +51,7 @@ from pa_npu.buffer.group import Group
 from pa_npu.buffer.microbatch import Microbatch, build_microbatches
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
+from pa_npu.telemetry.hardware import processor
 
 TIMEOUT_S = 170.0
 MODELS = ("policy", "old", "reference")
@@ -144,13 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def hardware() -> str:
-    cpu = host.processor() or host.machine()
-    try:
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].partition(":")[2].strip() if names else cpu
-    except OSError:
-        pass  # not Linux: the architecture must do
-    return f"{cpu}, {os.cpu_count()} cores, one thread per rank, torch {torch.__version__}, gloo"
+    return f"{processor()}, {os.cpu_count()} cores, one thread per rank, torch {torch.__version__}, gloo"
 
 
 def make_model(directory: Path, hidden: int, seed: int) -> str:

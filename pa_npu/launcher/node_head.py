@@ -95,7 +95,7 @@ class Node:
     events: Mail | None = None
     left: str | None = None
     rival: tuple[int, int] | None = (
-        None  # another launcher's generation, and how many beats of this one there were then
+        None  # another launcher's generation, and how many beats of this one had been seen then
     )
     processes: dict[int, RemoteProcess] = field(default_factory=dict)
     waiting: list[Start] = field(default_factory=list)

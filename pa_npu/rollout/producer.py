@@ -35,8 +35,8 @@ from pa_npu.rollout.tasks import TaskScope
 from pa_npu.rollout.window import GroupTiming, WindowController
 from pa_npu.telemetry.timeline import Timeline, now
 
-# Longest-first shortens generation by so much at least, where it matters: 4 to 16 waves (docs/results/balance.md).
-_SHORTENS = 1.25
+# Generation in order takes about so much longer than longest first (docs/results/balance.md, 4 and 8 waves).
+_IN_ORDER_TAKES = 1.25
 
 
 class Producer:
@@ -68,8 +68,7 @@ class Producer:
         self._work = work
         self._store_thread = store_thread
         self._lengths = ResponseLengths(sampling.max_tokens)
-        self._generate_s = 0.0  # of the last iteration, and whether it was dispatched by length
-        self._by_length = False
+        self._generate_s, self._by_length = 0.0, False  # of the last iteration, and whether it was dispatched by length
         self._trainers_behind = False
 
     async def produce(
@@ -133,7 +132,7 @@ class Producer:
 
     def note_training(self, train_s: float) -> None:
         """What training the last iteration took, without waiting for groups."""
-        in_order_s = self._generate_s * (_SHORTENS if self._by_length else 1.0)
+        in_order_s = self._generate_s * (_IN_ORDER_TAKES if self._by_length else 1.0)
         self._trainers_behind = train_s > in_order_s
 
     def _goes_by_length(self, iteration: int) -> bool:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
@@ -57,7 +58,7 @@ class HeavyTail:
     prompt_sigma: float = 0.6
     response_sigma: float = 0.4
 
-    def length(self, prompt_tokens: Sequence[int], seed: int, max_tokens: int) -> int:
+    def length(self, prompt_tokens: npt.ArrayLike, seed: int, max_tokens: int) -> int:
         of_prompt = random.Random(zlib.crc32(np.asarray(prompt_tokens, "<i4").tobytes())).gauss(0.0, 1.0)
         of_response = random.Random(seed).gauss(0.0, 1.0)
         exponent = self.prompt_sigma * of_prompt + self.response_sigma * of_response
