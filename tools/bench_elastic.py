@@ -295,8 +295,8 @@ devices, which need {GROUPS // TRAINERS * TRAIN_GROUP_S:.1f} s per iteration. {G
 
 {chr(10).join(lines)}
 
-- One engine alone generates an iteration in {ideal_s:.2f} s at least, two in {ideal_s / 2:.2f} s; training what comes last is added.
-  The run goes on while the second starts.
+- One engine alone generates an iteration in {ideal_s:.2f} s at least, two in {ideal_s / 2:.2f} s; training what comes
+  last is added. The run goes on while the second starts.
 - Tokens per second: {after.tokens_per_s / before.tokens_per_s:.2f}x (bound 2). TPSPD counts the joined device as well:
   {after.tpspd / before.tpspd:.2f}x, where the bound is {bound:.2f}x (2 x {before.devices} / {after.devices} devices).
 - After it has left, TPSPD is {again.tpspd / before.tpspd:.0%} of what it was before it came. While it leaves it finishes its
