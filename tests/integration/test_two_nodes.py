@@ -6,11 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from pa_npu.launcher.placement import free_ports
 from tests.helpers.launched import Launched, find, settings
@@ -27,15 +29,17 @@ RUN_TIMEOUT_S = 400.0
 HEAD, OTHER = "127.0.0.1", "127.0.0.2"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
-Launch = Callable[..., tuple[Launched, Launched]]
 
-
-@pytest.fixture
-def launch(tiny: Path, tmp_path: Path) -> Iterator[Launch]:
+class Nodes:
     """Head and agent: trainer-0 on the head, engine-0 and trainer-1 on the other node."""
-    launched: list[Launched] = []
 
-    def start(*others: str, **keys: object) -> tuple[Launched, Launched]:
+    def __init__(self, tiny: Path, directory: Path) -> None:
+        self._tiny = tiny
+        self._directory = directory
+        self._launched: list[Launched] = []
+        self._other: list[str] = []
+
+    def start(self, *others: str, run_dir: str = "run", **keys: object) -> tuple[Launched, Launched]:
         """others: for the other node only."""
         (port,) = free_ports(HEAD, 1)
         nodes = {
@@ -48,16 +52,30 @@ def launch(tiny: Path, tmp_path: Path) -> Iterator[Launch]:
             "placement__master_addr": HEAD,
             "placement__store_port": port,
         }
-        arguments = settings(tiny, tmp_path / "run", **(nodes | keys))
-        other = [*arguments, "placement.node_rank=1", f"placement.host={OTHER}", *others]
-        for name, given in (("head", arguments), ("other", other)):
-            (tmp_path / name).mkdir()
-            launched.append(Launched(tmp_path / name, "run", *given))
-        return launched[0], launched[1]
+        arguments = settings(self._tiny, self._directory / run_dir, **(nodes | keys))
+        self._other = [*arguments, "placement.node_rank=1", f"placement.host={OTHER}", *others]
+        return self._launch(arguments), self.start_other()
 
-    yield start
-    for item in launched:
-        item.close()
+    def start_other(self) -> Launched:
+        """Once more: the node comes back."""
+        return self._launch(self._other)
+
+    def close(self) -> None:
+        for item in self._launched:
+            item.close()
+
+    def _launch(self, arguments: list[str]) -> Launched:
+        directory = self._directory / f"launcher-{len(self._launched)}"
+        directory.mkdir()
+        self._launched.append(Launched(directory, "run", *arguments))
+        return self._launched[-1]
+
+
+@pytest.fixture
+def nodes(tiny: Path, tmp_path: Path) -> Iterator[Nodes]:
+    started = Nodes(tiny, tmp_path)
+    yield started
+    started.close()
 
 
 def trainer_environment(launched: Launched) -> dict[str, str]:
@@ -67,8 +85,8 @@ def trainer_environment(launched: Launched) -> dict[str, str]:
     return {name: pairs[name] for name in RANK_VARIABLES if name in pairs}
 
 
-def test_two_nodes_run_together_and_both_end_well(launch: Launch, tmp_path: Path) -> None:
-    head, other = launch()
+def test_two_nodes_run_together_and_both_end_well(nodes: Nodes, tmp_path: Path) -> None:
+    head, other = nodes.start()
     sockets: set[tuple[int, str, int]] = set()
     ranks: dict[str, dict[str, str]] = {}
     while head.popen.poll() is None:
@@ -98,8 +116,8 @@ def test_two_nodes_run_together_and_both_end_well(launch: Launch, tmp_path: Path
     assert {HEAD, OTHER} <= addresses and all(address.startswith("127.") for address in addresses), addresses
 
 
-def test_a_node_whose_launcher_is_killed_is_named_and_leaves_nothing(launch: Launch) -> None:
-    head, other = launch(placement__node_timeout_s=4)
+def test_a_node_whose_launcher_is_killed_is_named_and_leaves_nothing(nodes: Nodes) -> None:
+    head, other = nodes.start(placement__node_timeout_s=4)
     for node in (head, other):
         node.wait_for(lambda node=node: find(node, "trainer.main") is not None, "a rank has started", RUN_TIMEOUT_S)
     head.family()
@@ -111,8 +129,40 @@ def test_a_node_whose_launcher_is_killed_is_named_and_leaves_nothing(launch: Lau
     other.assert_nothing_survives()
 
 
-def test_a_node_with_another_configuration_is_refused_in_one_line(launch: Launch) -> None:
-    head, other = launch("optimizer.learning_rate=0.5")
+@pytest.mark.nightly
+def test_a_node_that_is_lost_in_the_middle_and_comes_back_changes_nothing(nodes: Nodes, tmp_path: Path) -> None:
+    keys: dict[str, object] = {
+        "schedule__iterations": 5,
+        "schedule__order": "prompt",
+        "checkpoint__every": 1,
+        "rollout__ignore_eos": "true",
+        "reward__functions": '[{name: format, pattern: "[0-4]"}]',
+        "data__test": "null",
+        "placement__node_timeout_s": 4,
+    }
+    weights = []
+    for run_dir in ("undisturbed", "run"):
+        head, other = nodes.start(run_dir=run_dir, **keys)
+        if run_dir == "run":
+            head.wait_for(
+                lambda head=head: "iteration   1/5" in head.output, "two iterations have ended", RUN_TIMEOUT_S
+            )
+            other.family()
+            other.popen.kill()
+            other.assert_nothing_survives()
+            head.wait_for(lambda head=head: "is lost" in head.output, "the loss is noticed", RUN_TIMEOUT_S)
+            other = nodes.start_other()
+        assert head.popen.wait(RUN_TIMEOUT_S) == 0, head.output + other.output
+        assert other.popen.wait(20) == 0, other.output
+        weights.append(load_file(tmp_path / run_dir / "hf" / "model.safetensors"))
+    assert f"node 1 ({OTHER}) is back" in head.output and "the run continues from" in head.output
+    undisturbed, disturbed = weights
+    changed = [name for name, weight in undisturbed.items() if not torch.equal(weight, disturbed[name])]
+    assert not changed, f"tensors that differ: {changed}"
+
+
+def test_a_node_with_another_configuration_is_refused_in_one_line(nodes: Nodes) -> None:
+    head, other = nodes.start("optimizer.learning_rate=0.5")
     assert head.popen.wait(RUN_TIMEOUT_S) == 2 and other.popen.wait(20) == 2, head.output + other.output
     line = "configuration differs from the head's in optimizer.learning_rate; start every node with the same recipe"
     (said,) = [text for text in other.output.splitlines() if text.startswith("error: ")]
