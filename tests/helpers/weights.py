@@ -106,8 +106,8 @@ class Stage:
                 owner = getattr(owner, child)
             owner.register_parameter(leaf, torch.nn.Parameter(torch.full(shape, float("nan"), dtype=dtype)))
         offset = spec.num_layers // self.num_stages * self.stage
-        for layer, child in module.decoder.layers.named_children():
-            child.layer_number = offset + int(layer) + 1
+        for layer, transformer_layer in module.decoder.layers.named_children():
+            transformer_layer.layer_number = offset + int(layer) + 1
         return module
 
     def load(self, spec: ModelSpec, tp_rank: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_takes_strided_slices_of_a_fused_projection(impl):
     fused = torch.randn(layout.total, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def attend(x, impl):
-        return shared_prompt_attention(*x.requires_grad_().split((4, 2, 2), dim=1), layout, impl=impl)
+        return shared_prompt_attention(*x.requires_grad_().split((4, 2, 2), dim=1), layout=layout, impl=impl)
 
     grads = []
     for name in (impl, "dense"):
@@ -201,7 +202,7 @@ def test_context_parallel_shards_give_the_whole():
 
 
 def test_auto_takes_the_measured_winner():
-    kernel = KERNELS["cpu-flash"]
+    kernel: Any = KERNELS["cpu-flash"]
     assert kernel.prefers_gather(PrefixLayout.from_groups([(64, [256] * 8)]))
     assert not kernel.prefers_gather(PrefixLayout.from_groups([(512, [64] * 8)]))
     assert not kernel.prefers_gather(PrefixLayout.from_groups([(64, [1024] * 8)]))

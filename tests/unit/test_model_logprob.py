@@ -40,7 +40,7 @@ def test_values_and_gradients_equal_the_full_softmax(
         hidden, weight, targets, vocab_size=VOCAB, temperature=temperature, chunk=chunk, entropy_grad=entropy_grad
     )
     reference = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    expected, expected_entropy = full_softmax(*reference, targets, temperature)
+    expected, expected_entropy = full_softmax(*reference, targets=targets, temperature=temperature)
     scale = expected.abs().max()
     assert (logprobs - expected).abs().max() < bound * scale
     assert (entropy - expected_entropy).abs().max() < bound * scale
@@ -84,7 +84,7 @@ def test_bf16_head_gradient_is_summed_over_chunks_in_fp32() -> None:
     logprobs.sum().backward()
     assert logprobs.dtype == torch.float32 and weight.grad is not None and weight.grad.dtype == torch.bfloat16
     reference = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    expected, _ = full_softmax(*reference, targets, 1.0)
+    expected, _ = full_softmax(*reference, targets=targets, temperature=1.0)
     expected.sum().backward()
     error = (weight.grad - reference[1].grad).norm() / reference[1].grad.norm()
     assert error < 0.01

@@ -35,7 +35,7 @@ def test_rms_norm_equals_its_formula(ops: TorchOps, shape: tuple[int, ...]) -> N
     ours = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (shape, shape[-1:])]
     theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
     down = torch.randn(shape, dtype=torch.float64)
-    out, expected = ops.rms_norm(*ours, EPS), hf_rms_norm(*theirs)
+    out, expected = ops.rms_norm(*ours, eps=EPS), hf_rms_norm(*theirs)
     assert (out - expected).abs().max() < 1e-14
     (out * down).sum().backward()
     (expected * down).sum().backward()

@@ -133,11 +133,11 @@ def test_key_is_new_for_every_run_and_reaches_engines_and_coordinator_through_th
     # a key of the user's is not passed on to processes that have no use for it
     monkeypatch.setenv("VLLM_API_KEY", key)
     assert engine_key(config()) == key
-    placement = Placement(((0,),), (1,), ((),), ((),))
+    placement = Placement(((0,),), (1,), ((),), ((),), (0,), (0,))
     store, platform = commands.Store("127.0.0.1", 1), get("cpu")
-    engine = next(commands.engine_commands(config(), SPEC, platform, placement, [8000], key))
+    engine = commands.engine_command(config(), SPEC, platform, placement, 0, 8000, key)
     coordinator = commands.coordinator_command(config(), platform, store, key)
-    trainer = next(commands.trainer_commands(config(), platform, placement, store))
+    trainer = commands.trainer_command(config(), platform, placement, store, 0)
     assert engine.argv[engine.argv.index("--middleware") + 1] == "pa_npu.rollout.engine_guard.EngineGuard"
     assert engine.env["VLLM_API_KEY"] == coordinator.env["VLLM_API_KEY"] == key
     assert "VLLM_API_KEY" not in trainer.env

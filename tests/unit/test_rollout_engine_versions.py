@@ -180,7 +180,10 @@ async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow
         }
     )
     placement = place(chosen, 8, range(2))
-    started = list(commands.engine_commands(chosen, SPEC, Device(), placement, [8000, 8001], "key"))  # type: ignore[arg-type]
+    started = [
+        commands.engine_command(chosen, SPEC, Device(), placement, index, 8000 + index, "key")  # type: ignore[arg-type]
+        for index in range(2)
+    ]
     assert [option(command.argv, "--tensor-parallel-size") for command in started] == ["2", "2"]
     assert [command.env["X_VISIBLE_DEVICES"] for command in started] == ["0,1", "2,3"]
     assert [command.env["VLLM_ASCEND_ENABLE_NZ"] for command in started] == [

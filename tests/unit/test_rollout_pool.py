@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -103,7 +104,8 @@ async def test_lease_gives_room_back_when_its_block_raises():
 async def test_pool_closes_its_engines_and_refuses_equal_names():
     async with pool_of("a", "b") as pool:
         pass
-    assert all(engine.closed for engine in pool.engines)
+    engines: list[Any] = list(pool.engines)
+    assert all(engine.closed for engine in engines)
     with pytest.raises(ValueError, match="names must differ"):
         pool_of("a", "a")
 

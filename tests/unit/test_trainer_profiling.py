@@ -69,7 +69,7 @@ def no_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path, rank: int, **telemetry: Any) -> list[Path]:
     config = make_config(tmp_path, telemetry)
     parts: Any = (OneLayerBackend(), QuietBorder(), lambda iteration: NoMicrobatches(), Timeline(None, ""))
-    loop.train(config, *parts, IterationProfiler(config, PLATFORM, rank))
+    loop.train(config, *parts, profiler=IterationProfiler(config, PLATFORM, rank))
     return sorted((tmp_path / "profile").glob("*"))
 
 

@@ -55,9 +55,9 @@ def random_inputs(layout, heads, kv_heads, head_dim, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_equals_dense_in_both_stats_layouts(sim, layout, heads, kv_heads, dtype, impl):
     inputs = random_inputs(layout, heads, kv_heads, 16, dtype)
-    expected = run_dense(*inputs, layout)
+    expected = run_dense(*inputs, layout=layout)
     with sim:
-        found = run_npu(*inputs, layout, impl)
+        found = run_npu(*inputs, layout=layout, impl=impl)
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
         error = ((a.double() - b).abs().max() / b.abs().max()).item()
         assert error < BOUNDS[dtype], f"{name} differs by {error:.1e} of its largest value"
@@ -76,8 +76,8 @@ def test_wrong_stats_layout_is_seen_by_the_comparison(sim, monkeypatch, request)
     layout = LAYOUTS["group"]
     inputs = random_inputs(layout, 4, 2, 16, torch.float32)
     with sim:
-        found = run_npu(*inputs, layout, "merge")
-    assert (found[0].double() - run_dense(*inputs, layout)[0]).abs().max() > 1e-2
+        found = run_npu(*inputs, layout=layout, impl="merge")
+    assert (found[0].double() - run_dense(*inputs, layout=layout)[0]).abs().max() > 1e-2
 
 
 def test_one_call_per_depth_and_every_operator_has_a_kernel(sim):
@@ -86,7 +86,7 @@ def test_one_call_per_depth_and_every_operator_has_a_kernel(sim):
     with sim:
         npu.stats_layout(torch.device("npu", 0))
         sim.calls.clear()
-        run_npu(*inputs, layout, "merge", scale=0.3)
+        run_npu(*inputs, layout=layout, impl="merge", scale=0.3)
     assert sim.calls["npu::npu_fusion_attention"] == 2
     assert sim.calls["npu::npu_fusion_attention_grad"] == 2
     assert not sim.without_kernel
@@ -99,4 +99,4 @@ def test_refuses_what_the_operator_cannot_take(sim):
         with pytest.raises(ValueError, match="segment 1024: npu_fusion_attention takes 1024 sequences"):
             shared_prompt_attention(q, q, q, layout, impl="merge")
         with pytest.raises(ValueError, match="float64"):
-            shared_prompt_attention(*[q.double()] * 3, layout, impl="merge")
+            shared_prompt_attention(*[q.double()] * 3, layout=layout, impl="merge")
