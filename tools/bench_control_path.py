@@ -44,7 +44,8 @@ from pa_npu.buffer.group import Group
 from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
 from pa_npu.buffer.store import StoreChannel, connect
 from pa_npu.config.model_spec import ModelSpec
-from pa_npu.config.schema import Config, RewardConfig
+from pa_npu.config.schema import Config
+from pa_npu.config.sections import RewardConfig
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.rewards.pool import RewardPool
 from pa_npu.data.rewards.types import RewardInput, RewardResult

@@ -9,7 +9,7 @@ import torch
 from pa_npu.algorithm.batch import TokenBatch
 from pa_npu.algorithm.corrections import KL_ESTIMATORS, engine_weights, k3, kl_reward_advantages
 from pa_npu.algorithm.policy_losses import PolicyLoss
-from pa_npu.config.schema import AlgorithmConfig
+from pa_npu.config.sections import AlgorithmConfig
 
 
 @dataclass(frozen=True)

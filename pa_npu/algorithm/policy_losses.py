@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from pa_npu.algorithm.batch import TokenBatch
-from pa_npu.config.schema import AlgorithmConfig
+from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.errors import ConfigError
 
 

@@ -10,7 +10,8 @@ from pydantic import BaseModel
 
 from pa_npu.config.keys import all_keys, section_of
 from pa_npu.config.presets import PRESETS, PresetName
-from pa_npu.config.schema import Config, RewardFunction
+from pa_npu.config.schema import Config
+from pa_npu.config.sections import RewardFunction
 
 
 def keys_help() -> str:

@@ -10,7 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from pa_npu.config.schema import Config, Section
+from pa_npu.config.schema import Config
+from pa_npu.config.sections import Section
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.config.schema import DataConfig
+from pa_npu.config.sections import DataConfig
 from pa_npu.data.records import Message, Record, read_records
 from pa_npu.errors import DataError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pa_npu.buffer.store import StoreChannel
-from pa_npu.config.schema import PlacementConfig
+from pa_npu.config.sections import PlacementConfig
 from pa_npu.errors import BAD_INPUT, FAILED, DeadlineExceeded, UserError
 from pa_npu.launcher.commands import Role, Startable, engine_url
 from pa_npu.launcher.console import Console

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from pa_npu.buffer.store import StoreChannel
-from pa_npu.config.schema import PlacementConfig
+from pa_npu.config.sections import PlacementConfig
 from pa_npu.errors import BAD_INPUT, DeadlineExceeded, PaNpuError, UserError
 from pa_npu.launcher.console import Console
 from pa_npu.launcher.node import node_problems

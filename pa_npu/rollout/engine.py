@@ -13,7 +13,8 @@ from pathlib import Path
 import pa_npu
 from pa_npu import platform
 from pa_npu.config.model_spec import ModelSpec
-from pa_npu.config.schema import Config, RolloutConfig
+from pa_npu.config.schema import Config
+from pa_npu.config.sections import RolloutConfig
 from pa_npu.errors import ConfigError
 from pa_npu.rollout.engine_versions import EngineVersion, engine_version, environment
 from pa_npu.rollout.wire import SERVED_MODEL

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pa_npu.config.schema import RolloutConfig
+from pa_npu.config.sections import RolloutConfig
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 from pa_npu.rollout.pool import EnginePool
 from pa_npu.rollout.protocol import EngineError, EngineGone, RolloutEngine

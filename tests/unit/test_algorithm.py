@@ -15,7 +15,7 @@ from pa_npu.algorithm.batch import TokenBatch
 from pa_npu.algorithm.corrections import engine_weights, k1, k2, k3
 from pa_npu.algorithm.losses import loss_sums, metric_names
 from pa_npu.algorithm.policy_losses import cispo, clip, find_policy_loss, gspo, reinforce
-from pa_npu.config.schema import AlgorithmConfig
+from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from pa_npu.algorithm.policy_losses import find_policy_loss
 from pa_npu.config import Config, dump_config, load_config
 from pa_npu.config.help import keys_help
 from pa_npu.config.presets import PRESETS, PresetName
-from pa_npu.config.schema import AlgorithmConfig
+from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.errors import ConfigError
 
 MAX_LENGTH = 8

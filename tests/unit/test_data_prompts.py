@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pa_npu.config.schema import DataConfig
+from pa_npu.config.sections import DataConfig
 from pa_npu.data.prompts import PromptSet, load_prompts
 from pa_npu.errors import DataError
 from tools.make_tiny_model import make_tokenizer

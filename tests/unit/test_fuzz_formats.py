@@ -22,7 +22,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from pa_npu.buffer.group import Group, GroupFormatError
-from pa_npu.config.schema import DataConfig
+from pa_npu.config.sections import DataConfig
 from pa_npu.data.prompts import load_prompts
 from pa_npu.errors import DataError
 from pa_npu.rollout.protocol import EngineError, Sampling

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pa_npu.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RewardFunction
+from pa_npu.config.schema import Config
+from pa_npu.config.sections import DataConfig, ModelConfig, RewardConfig, RewardFunction
 from pa_npu.data.rewards import pool as pool_module
 from pa_npu.data.rewards.pool import RewardInput, RewardPool, check_reward_functions
 from pa_npu.errors import DataError, PaNpuError
@@ -262,7 +263,7 @@ async def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
     program = f"""
 import asyncio
-from pa_npu.config.schema import RewardConfig, RewardFunction
+from pa_npu.config.sections import RewardConfig, RewardFunction
 from pa_npu.data.rewards.pool import RewardInput, RewardPool
 async def main():
     async with RewardPool(RewardConfig(functions=(RewardFunction(name="users_rewards:by_row"),))) as pool:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from pa_npu.buffer.store import StoreChannel
-from pa_npu.config.schema import RolloutConfig
+from pa_npu.config.sections import RolloutConfig
 from pa_npu.rollout.fleet import Fleet
 from pa_npu.rollout.pool import EnginePool
 from pa_npu.rollout.roster import Roster

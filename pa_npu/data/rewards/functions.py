@@ -17,7 +17,7 @@ from pa_npu.data.rewards.types import RewardInput
 from pa_npu.errors import DataError
 
 if TYPE_CHECKING:
-    from pa_npu.config.schema import RewardFunction
+    from pa_npu.config.sections import RewardFunction
 
 Function = Callable[[RewardInput], Sequence[float]]
 ERROR_CHARACTERS = 500

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from pa_npu.config.schema import RewardConfig
+from pa_npu.config.sections import RewardConfig
 from pa_npu.data.rewards.process import WorkerProcess, check_reward_functions, reward_specs
 from pa_npu.data.rewards.types import SHAPING, RewardInput, RewardResult
 from pa_npu.errors import PaNpuError

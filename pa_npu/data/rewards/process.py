@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pa_npu
-from pa_npu.config.schema import Config, RewardFunction
+from pa_npu.config.schema import Config
+from pa_npu.config.sections import RewardFunction
 from pa_npu.data.rewards.functions import FunctionSpec, build_function, function_specs
 from pa_npu.errors import DataError, DeadlineExceeded
 

@@ -1,0 +1,367 @@
+"""The keys of the configuration: one class per section, one sentence per key, with default and bounds.
+
+Unknown keys are refused. Rules between keys are in `pa_npu.config.schema`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pa_npu.config.presets import PresetName
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, and no key is accepted and ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    dir: str = Field("runs/default", min_length=1, description="Run directory; everything the run writes goes there.")
+    seed: int = Field(1, ge=0, lt=2**31, description="Seed of data order, sampling and initialisation.")
+    device: Literal["auto", "npu", "cuda", "cpu"] = Field(
+        "auto", description="Device kind of trainers and engines; auto takes npu, then cuda, then cpu."
+    )
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="How often coordinator and trainers are started again, from the newest checkpoint, when one of them ends.",
+    )
+    deterministic: bool = Field(True, description="Use deterministic kernels where the platform has a choice.")
+
+
+class ModelConfig(Section):
+    path: str = Field(..., min_length=1, description="HF model directory (config.json, safetensors, tokenizer).")
+    dtype: Literal["fp32", "bf16"] = Field(
+        "bf16", description="Type of weights and activations; master weights are fp32."
+    )
+    frozen_dtype: Literal["same", "bf16"] = Field(
+        "same",
+        description="Type in which old policy and reference are kept and computed: model.dtype, or bf16 also beside an fp32 "
+        "policy, for half their memory and pipeline traffic.",
+    )
+    head_chunk_tokens: int = Field(
+        2048, ge=1, description="Rows per chunk of the LM head's log-prob, so that full logits never exist at once."
+    )
+
+
+class DataConfig(Section):
+    train: str = Field(
+        ...,
+        min_length=1,
+        description="Training prompts: JSONL or parquet (question/answer, prompt/answer or messages).",
+    )
+    test: str | None = Field(None, description="Held-out prompts in the same formats; none disables evaluation.")
+    chat_template: Literal["auto", "always", "never"] = Field(
+        "auto", description="Render prompts with the tokenizer's chat template; auto does where the tokenizer has one."
+    )
+    system_prompt: str | None = Field(None, description="System message put before each prompt.")
+    instruction: str | None = Field(None, description="Text appended to each question, on a line of its own.")
+    max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens, template included.")
+    overlong_prompt: Literal["refuse", "truncate", "skip"] = Field(
+        "refuse", description="What happens to longer prompts: refuse the run, keep the last tokens, or skip; counted."
+    )
+    shuffle: bool = Field(True, description="Shuffle the training prompts anew in every epoch, seeded by run.seed.")
+
+
+class RolloutConfig(Section):
+    engines: int = Field(1, ge=1, description="Number of engines (vLLM servers).")
+    attach: tuple[str, ...] = Field(
+        (),
+        description="URLs of running engines (see `pa_npu.launcher engines`) to use instead of starting any; they must serve "
+        "this model.path, one for each of rollout.engines.",
+    )
+    key_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the API key of attached engines, which `pa_npu.launcher engines` names; none means VLLM_API_KEY of "
+        "the environment.",
+    )
+    tensor_parallel: int = Field(1, ge=1, description="Devices per engine.")
+    python: str | None = Field(None, description="Interpreter of the engines' own environment; none means this one.")
+    responses_per_prompt: int = Field(8, ge=2, description="G, the number of responses per prompt (one group).")
+    max_response_tokens: int = Field(256, ge=1, description="Longest response in tokens.")
+    temperature: float = Field(1.0, gt=0.0, le=10.0, description="Sampling temperature; the trainer applies the same.")
+    top_p: float = Field(
+        1.0, gt=0.0, le=1.0, description="Nucleus sampling; only 1.0, which the trainer can match exactly."
+    )
+    top_k: int = Field(-1, description="Top-k sampling; only -1 (off), which the trainer can match exactly.")
+    ignore_eos: bool = Field(False, description="Always generate max_response_tokens (benchmarks with fixed work).")
+    window: Literal["auto"] | int = Field(
+        "auto", description="Sequences in flight per engine; auto finds the smallest that loses no throughput."
+    )
+    max_num_batched_tokens: int = Field(
+        32768, ge=1, description="vLLM's token budget per step; no prompt may be chunked."
+    )
+    max_num_seqs: int = Field(256, ge=1, description="vLLM's limit of sequences in one step.")
+    memory_fraction: float = Field(
+        0.85, gt=0.0, le=1.0, description="Share of device memory an engine may take (npu, cuda)."
+    )
+    kv_cache_gib: float = Field(1.0, gt=0.0, description="KV cache of an engine in GiB (cpu).")
+    graph_mode: bool = Field(False, description="Let engines compile and capture graphs; false computes eagerly.")
+    prefix_caching: bool = Field(
+        True, description="Keep prompts' keys and values for the other responses of their group."
+    )
+    batch_invariant: bool = Field(
+        False, description="Engine kernels whose results do not depend on what else is in the batch; slower."
+    )
+    expandable_segments: bool | None = Field(
+        None, description="Allocator of engines that grows its segments (npu, cuda); none leaves it to the engine."
+    )
+    request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one group's generation.")
+    startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for an engine to become ready.")
+    probe_every_s: float = Field(
+        30.0, gt=0, description="Time between two probes of a serving engine: a token that it must generate."
+    )
+    probe_timeout_s: float = Field(
+        60.0, gt=0, description="Deadline of a probe; an engine that does not answer is taken for hung and replaced."
+    )
+    restarts: int = Field(3, ge=0, description="How often each engine that ends or hangs is started again.")
+    extra_args: tuple[str, ...] = Field((), description="Further arguments for the vLLM server.")
+    env: dict[str, str] = Field(default_factory=dict, description="Further environment variables for the engines.")
+
+
+class RewardFunction(Section):
+    name: str = Field(..., min_length=1, description="math, format, overlong, or module:function of your own.")
+    weight: float = Field(1.0, description="Factor of this reward in the sum.")
+    pattern: str | None = Field(None, description="Regular expression a response must match (format only).")
+    max_tokens: int | None = Field(
+        None, ge=1, description="Length with reward -1 (overlong only); null means rollout.max_response_tokens."
+    )
+    buffer_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens before max_tokens over which the reward falls from 0 to -1 (overlong only); null means a fifth.",
+    )
+
+
+class RewardConfig(Section):
+    functions: tuple[RewardFunction, ...] = Field(
+        (RewardFunction(name="math"),),
+        min_length=1,
+        description="Reward functions; a response's reward is their weighted sum.",
+    )
+    timeout_s: float = Field(
+        10.0, gt=0, description="Time limit for rewarding one group; then its reward is zero, logged."
+    )
+    workers: int = Field(1, ge=1, description="Processes that compute rewards.")
+
+
+class AlgorithmConfig(Section):
+    name: PresetName | None = Field(
+        None, description="Preset: the values below for the keys that are not set; null sets nothing."
+    )
+    loss: str = Field("clip", description="Policy loss: clip, gspo, cispo, reinforce, or module:function of your own.")
+    advantage: Literal["group-std", "centred", "leave-one-out", "batch-std"] = Field(
+        "group-std",
+        description="Rewards minus the group's mean, divided by the group's deviation, by nothing, or by the batch's "
+        "deviation; or minus the mean of the group's other responses.",
+    )
+    clip_low: float = Field(0.2, gt=0, le=1, description="Ratio is clipped from below at 1 - clip_low; 1 never clips.")
+    clip_high: float = Field(0.2, gt=0, description="Ratio is clipped from above at 1 + clip_high.")
+    kl_coef: float = Field(
+        0.0, ge=0, description="Coefficient of the KL divergence to the reference; 0 builds no reference."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="Estimator of the KL term; in the loss k1 has an expected gradient of zero, so use it in the reward.",
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss",
+        description="Where the KL term goes: into the loss of each token, or, summed over the response, off its reward.",
+    )
+    reference_refresh_every: int = Field(
+        0, ge=0, description="Make the reference equal to the policy every n iterations; 0 keeps the first model."
+    )
+    importance_sampling: Literal["none", "token", "sequence"] = Field(
+        "none", description="Truncated importance weights between the engine's and the trainer's log-probs."
+    )
+    importance_cap: float = Field(2.0, ge=1, description="Importance weights are truncated here.")
+    entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
+    aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"] = Field(
+        "token-mean",
+        description="Token weights and normaliser: 1 over tokens, 1/length over sequences, 1 over sequences, 1 over "
+        "B*G*max length.",
+    )
+
+
+class OptimizerConfig(Section):
+    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
+    min_learning_rate: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
+    warmup_iterations: int = Field(0, ge=0, description="Iterations of linear warm-up.")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the decay after warm-up.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; norms and biases are exempt.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2.")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
+    clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 never clips.")
+
+
+class TrainerConfig(Section):
+    devices: int = Field(1, ge=1, description="Trainer ranks in all nodes; must be tensor x pipeline x data parallel.")
+    tensor_parallel: int = Field(1, ge=1, description="Tensor-parallel size (TP).")
+    pipeline_parallel: int = Field(1, ge=1, description="Pipeline-parallel size (PP).")
+    sequence_parallel: bool = Field(False, description="Shard norms and residuals over TP along the sequence (SP).")
+    distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
+    wait_timeout_s: float = Field(
+        1800.0, gt=0, description="Deadline of every wait of a trainer (rollouts, publish, collectives)."
+    )
+    startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for the trainer ranks to become ready.")
+
+
+class MicrobatchConfig(Section):
+    responses: int | None = Field(
+        None, description="Responses per microbatch; must divide rollout.responses_per_prompt; none means all."
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Pack microbatches of responses, also of several groups, together up to so many tokens, padding included; "
+        "a larger one goes alone. Only without pipeline parallelism; none packs nothing.",
+    )
+    pad_to_multiple_of: int | None = Field(
+        None,
+        description="Pad packed lengths to a multiple; none means trainer.tensor_parallel with sequence parallelism, else 1.",
+    )
+
+
+class AttentionConfig(Section):
+    shared_prompt: bool = Field(
+        True, description="Compute a group's prompt once; false packs separate sequences (baseline)."
+    )
+    implementation: Literal["auto", "dense", "merge", "gather"] = Field(
+        "auto", description="Kernel form of shared-prompt attention."
+    )
+
+
+class ScheduleConfig(Section):
+    iterations: int = Field(10, ge=1, description="Iterations of the run (weight versions published).")
+    updates_per_iteration: int = Field(
+        1,
+        ge=1,
+        description="Optimizer steps per iteration, on equal shares of its groups in schedule.order (completion: which groups "
+        "share a step depends on arrival); more than 1 keeps an old policy to take ratios against.",
+    )
+    prompts_per_iteration: int = Field(16, ge=1, description="B, the number of groups per iteration.")
+    stream: bool | Literal["alternate"] = Field(
+        True,
+        description="Train while engines generate (periodic); false waits for the whole batch (sync); alternate does one "
+        "and the other in turn, sync first, to measure them against each other.",
+    )
+    order: Literal["prompt", "completion"] = Field(
+        "completion", description="Order in which groups are trained; prompt makes the update bit-identical to sync."
+    )
+    dispatch: Literal["auto", "longest-first", "in-order"] = Field(
+        "auto",
+        description="Order in which prompts go to engines, by the length that earlier responses let expect; it changes no sample. "
+        "auto is longest-first, but while groups stream in-order where trainers are the bottleneck or order=prompt.",
+    )
+    dynamic_sampling: bool = Field(
+        False,
+        description="Replace groups whose responses are all right or all wrong by further prompts, until an iteration has "
+        "prompts_per_iteration others (DAPO).",
+    )
+    dynamic_sampling_limit: int = Field(
+        8, ge=1, description="Stop the run when dynamic sampling needs more than this many times prompts_per_iteration."
+    )
+    evaluate_every: int = Field(
+        0, ge=0, description="Evaluate every n iterations; 0 only before the first and after the last."
+    )
+
+
+class PublishConfig(Section):
+    bucket_mib: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
+        "auto", description="Size of one bucket of the weight broadcast; auto goes by the device's free memory."
+    )
+    timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
+    probe_tokens: int = Field(
+        16, ge=0, description="Tokens per engine of the log-prob probe after each publish; 0 turns it off."
+    )
+    probe_tolerance: float = Field(
+        0.1, gt=0, description="Largest |engine - trainer| log-prob of the probe; beyond it the run stops (I5)."
+    )
+
+
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0, description="Save every n iterations; 0 only after the last one.")
+    load: str | None = Field(None, description="Checkpoint directory (.../iteration_000010) to continue from.")
+    resume: Literal["auto"] | None = Field(
+        None,
+        description="auto: continue from the newest complete checkpoint of run.dir; where there is none, start from "
+        "checkpoint.load or from the beginning.",
+    )
+    asynchronous: bool = Field(True, description="Write checkpoints in the background, while training goes on.")
+    timeout_s: float = Field(600.0, gt=0, description="Deadline of writing a checkpoint in the background.")
+    keep_last: int = Field(0, ge=0, description="Keep the newest n checkpoints and delete older ones; 0 keeps all.")
+    keep_best: int = Field(
+        0, ge=0, description="Keep, beside keep_last, the n checkpoints with the best evaluation accuracy."
+    )
+    export_hf: bool = Field(True, description="Write the final weights as an HF directory.")
+
+
+class TelemetryConfig(Section):
+    samples_per_iteration: int = Field(2, ge=0, description="Groups written to samples.jsonl per iteration.")
+    tensorboard: bool = Field(True, description="Write TensorBoard events.")
+    timeline: bool = Field(True, description="Write timeline.json (Chrome trace format).")
+    warmup_iterations: int = Field(1, ge=0, description="Iterations at the start that throughput summaries leave out.")
+    profile_iterations: tuple[int, ...] = Field(
+        (), description="Iterations whose training is profiled into RUN/profile, which slows them; none by default."
+    )
+    profile_ranks: tuple[int, ...] = Field((0,), description="Trainer ranks that profile_iterations is about.")
+
+
+LOOPBACK = "127.0.0.1"
+STORE_PORT = 29500  # torchrun's
+
+
+class PlacementConfig(Section):
+    nnodes: int = Field(1, ge=1, description="Number of nodes; every node starts one launcher with the same keys.")
+    node_rank: int = Field(0, ge=0, description="Which of the nodes this launcher is on; 0 is the head.")
+    master_addr: str | None = Field(
+        None,
+        min_length=1,
+        description="Address of the head node, the same on all nodes; needed where there are several.",
+    )
+    devices_per_node: int | None = Field(
+        None, ge=1, description="Devices (cpu: cores) of each node that the run uses; none divides them evenly."
+    )
+    join_timeout_s: float = Field(
+        600.0, gt=0, description="Deadline of nodes to join the run at its start, and to come back when they were lost."
+    )
+    node_timeout_s: float = Field(
+        60.0, ge=4, description="A node that gives no sign of life for this long is lost; half of it, for the head."
+    )
+    host: str | None = Field(
+        None,
+        min_length=1,
+        description="Address of this node that store, engines and trainers listen on; none is loopback on one node, and the "
+        "address that reaches master_addr on several.",
+    )
+    store_port: int = Field(
+        0, ge=0, le=65535, description="Port of the c10d store; 0 is a free one on one node, and 29500 on several."
+    )
+    engine_port: int = Field(
+        0, ge=0, le=65535, description="Port of the first engine, the others follow; 0 takes free ones."
+    )
+    engine_devices: tuple[int, ...] | None = Field(
+        None, description="Device indices of the engines; none takes the first ones."
+    )
+    trainer_devices: tuple[int, ...] | None = Field(
+        None, description="Device indices of the trainer ranks; none takes the next ones."
+    )
+    pin_cores: bool = Field(
+        True, description="On cpu, pin each engine and trainer rank to its core where there are enough."
+    )
+
+    @property
+    def address(self) -> str:
+        """placement.host, resolved; on several nodes the launcher has put it there."""
+        return self.host or LOOPBACK
+
+    @property
+    def rendezvous_port(self) -> int:
+        """placement.store_port, resolved: several nodes must know it beforehand."""
+        return self.store_port or (STORE_PORT if self.nnodes > 1 else 0)
