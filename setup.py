@@ -35,7 +35,15 @@ EXTRAS = {
     # the trainers' environment; the engines need another torch (2.10 with vllm-ascend 0.23) and hence one of their own,
     # named in rollout.python
     "npu": ["torch==2.7.1", "torch_npu==2.7.1", "pyyaml", "decorator", "attrs"],
-    "dev": ["pytest>=8", "pytest-asyncio>=0.24", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.13", "types-PyYAML"],
+    "dev": [
+        "pytest>=8",
+        "pytest-asyncio>=0.24",  # tests of the coordinator
+        "pytest-timeout>=2.3",  # a test that hangs fails, and the others still run
+        "hypothesis>=6.100",  # fuzzing of parsers and layouts
+        "ruff>=0.9",
+        "mypy>=1.13",
+        "types-PyYAML",
+    ],
 }
 
 

@@ -5,12 +5,13 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/env.sh"
 what=${1:-all}
 shift || true
+options=()
 case $what in
-  unit) paths=(tests/unit) limit_s=600 ;;
-  integration) paths=(tests/integration) limit_s=2400 ;;
-  all) paths=(tests) limit_s=3000 ;;
+  unit) paths=(tests/unit) limit_s=1200 ;;
+  integration) paths=(tests/integration) limit_s=3600 ;;
+  all) paths=(tests) limit_s=4800 ;;
   # everything, the tests marked nightly too, and 10,000 examples of each property where it is otherwise 500
-  nightly) paths=(tests) limit_s=14400 && export HYPOTHESIS_PROFILE=nightly ;;
+  nightly) paths=(tests) limit_s=14400 options=(--timeout 3600) && export HYPOTHESIS_PROFILE=nightly ;;
   *) fail "tests/run.sh: $what is not unit, integration, all or nightly" ;;
 esac
 setup_environment cpu dev
@@ -24,5 +25,5 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_DEVICE_BACKEND_AUTOLOAD=0 TOK
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-# a test that hangs must not hold the run: SIGINT first, so that pytest still prints what it has
-exec timeout --foreground --signal=INT --kill-after=60 "$limit_s" "$PYTHON" -m pytest "${paths[@]}" "$@"
+# pytest ends a test that hangs; this ends a pytest that does. SIGINT first, so that it still prints what it has
+exec timeout --foreground --signal=INT --kill-after=60 "$limit_s" "$PYTHON" -m pytest "${paths[@]}" "${options[@]}" "$@"

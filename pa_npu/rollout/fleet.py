@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,7 +24,7 @@ from pa_npu.errors import DeadlineExceeded, PaNpuError
 from pa_npu.rollout.pool import EnginePool
 from pa_npu.rollout.protocol import EngineError, EngineGone, RolloutEngine
 from pa_npu.rollout.roster import Entry, Roster
-from pa_npu.rollout.tasks import gather
+from pa_npu.rollout.tasks import cancel, gather
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +78,7 @@ class Fleet:
     async def __aexit__(self, *exc_info: object) -> None:
         tasks = {task for member in self._members.values() for task in member.tasks}
         tasks |= {self._watcher} if self._watcher else set()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
 
     @property
     def size(self) -> int:
@@ -108,7 +106,7 @@ class Fleet:
             self._version = None
             for member in self._members.values():
                 if member.state == "serving":
-                    await _cancel(member.tasks)
+                    await cancel(member.tasks)
             yield
 
     async def _look_for_joiners(self) -> None:
@@ -150,8 +148,7 @@ class Fleet:
         member.state = "gone"
         logger.warning("engine %s is lost: %s", member.name, reason)
         self._pool.suspend(engine)
-        current = asyncio.current_task()
-        await _cancel({task for task in member.tasks if task is not current})
+        await cancel(member.tasks)
         await engine.close()
         if member.restarts:
             self._roster.ask_replacement(member.index, member.generation, reason)
@@ -162,8 +159,7 @@ class Fleet:
     async def _remove(self, member: Member) -> None:
         self._roster.confirm_left(member.index)
         del self._members[member.index]
-        current = asyncio.current_task()
-        await _cancel({task for task in member.tasks if task is not current})
+        await cancel(member.tasks)
         await self._pool.remove(member.engine)
         self._changed.set()
         if not self._members:
@@ -265,10 +261,3 @@ class Fleet:
         task = asyncio.create_task(run(), name=f"{name} {member.name}")
         member.tasks.add(task)
         task.add_done_callback(member.tasks.discard)
-
-
-async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
-    for task in list(tasks):
-        task.cancel()
-        with suppress(asyncio.CancelledError, PaNpuError):
-            await task

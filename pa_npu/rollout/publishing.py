@@ -22,7 +22,7 @@ from pa_npu.rollout.fleet import Fleet, Member
 from pa_npu.rollout.pool import EnginePool
 from pa_npu.rollout.protocol import EngineError, RolloutEngine, Sampling
 from pa_npu.rollout.seeds import group_seed
-from pa_npu.rollout.tasks import gather
+from pa_npu.rollout.tasks import cancel, gather
 from pa_npu.weights.wire import Abandonment, epoch_name
 
 logger = logging.getLogger(__name__)
@@ -162,9 +162,7 @@ class EnginePublish:
                 raise EngineError(f"the trainers could not send: {broken.result()}")
             await loading
         finally:
-            for task in (loading, broken):
-                task.cancel()
-            await asyncio.gather(loading, broken, return_exceptions=True)
+            await cancel([loading, broken])
         return await self._probe(version, members, prompt)
 
     async def _while_healthy(self, engine: RolloutEngine, work: Coroutine[Any, Any, None]) -> None:
@@ -175,8 +173,7 @@ class EnginePublish:
                 await engine.check_health(deadline_s=self._config.rollout.probe_timeout_s)
             await task
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel([task])
 
     async def _broken(self, key: str) -> str:
         """Why the trainers' side of an attempt failed, once it has."""

@@ -35,6 +35,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from pa_npu.rollout.engine_guard import KEY_VARIABLE, OPEN_PATH, REFUSAL, authorised
+from pa_npu.rollout.tasks import cancel
 
 
 @dataclass(frozen=True)
@@ -197,9 +198,7 @@ class StandInEngine:
     async def _decode_loop(self, app: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(self._decode(), name="stand-in decode loop")
         yield
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await cancel([task])
 
     async def _decode(self) -> None:
         loop = asyncio.get_running_loop()

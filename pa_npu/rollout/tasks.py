@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class TaskScope:
                     await asyncio.wait(set(self._tasks))
         finally:
             # reached with tasks left only when something failed, or when this task itself is cancelled
-            await _cancel(self._tasks)
+            await cancel(self._tasks)
         if self._failure is not None and (error is None or self._interrupted):
             if self._interrupted and hasattr(self._owner, "uncancel"):
                 self._owner.uncancel()  # since Python 3.11
@@ -68,11 +68,16 @@ async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        await _cancel(tasks)
+        await cancel(tasks)
 
 
-async def _cancel(tasks: Sequence[asyncio.Future[Any]] | set[asyncio.Task[Any]]) -> None:
-    left = [task for task in tasks if not task.done()]
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait for their end; what they raise meanwhile is dropped.
+
+    A task may not wait for itself, so the one that calls this is left out. A cancellation of the caller is not mistaken for
+    one of theirs: it is raised, once they have ended.
+    """
+    left = [task for task in tasks if not task.done() and task is not asyncio.current_task()]
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)

@@ -19,6 +19,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections import DataConfig, ModelConfig, RewardConfig, RewardFunction
 from pa_npu.data.rewards import pool as pool_module
 from pa_npu.data.rewards.pool import RewardInput, RewardPool, check_reward_functions
+from pa_npu.data.rewards.process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
 
 USERS_MODULE = '''
@@ -245,6 +246,31 @@ async def test_closing_ends_workers_and_fails_what_waits(tmp_path: Path) -> None
         await waiting
     with pytest.raises(PaNpuError, match="closed"):
         await pool.score(group())
+
+
+async def test_closing_ends_a_worker_that_is_being_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio.wait_for of Python 3.10 and 3.11 returns in place of being cancelled when what it waits for has just come."""
+    replacing = asyncio.Event()
+
+    async def reap(self: WorkerProcess) -> str:
+        replacing.set()
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self.kill()
+        return "SIGKILL"
+
+    async with RewardPool(users_config()) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerProcess, "reap", reap)
+            scored = asyncio.create_task(pool.score(group(exit=9)))
+            await asyncio.wait_for(replacing.wait(), 10)
+        closing = asyncio.create_task(pool.close())
+        assert (await asyncio.wait({closing}, timeout=30))[0], "the pool does not close"
+    with pytest.raises(PaNpuError, match="closed"):
+        await scored
 
 
 async def test_a_cancelled_caller_does_not_disturb_the_pool(tmp_path: Path) -> None:

@@ -141,3 +141,25 @@ async def test_an_engine_that_joined_before_a_publish_takes_part_in_it_and_one_t
         async with job.fleet.border():
             assert [member.name for member in await job.fleet.members()] == ["a", "b"]
         assert asyncio.get_running_loop().time() - began < 5
+
+
+async def test_a_fleet_that_ends_while_it_removes_an_engine_ends():
+    """What it removes takes a while to stop; the end of the fleet comes in between and must not be taken for that."""
+    job = Job()
+    stopping = asyncio.Event()
+
+    class SlowToStop(SlowToStart):
+        async def wait_ready(self, *, deadline_s: float) -> None:
+            try:
+                await super().wait_ready(deadline_s=deadline_s)
+            finally:
+                stopping.set()
+                await asyncio.sleep(0.2)
+
+    job.engines["a"] = SlowToStop("a")
+    await job.fleet.__aenter__()
+    index = job.roster.announce("a", restarts=False)
+    await job.until(lambda: job.fleet.size == 1, "the fleet sees it")
+    job.roster.ask_leave(index)
+    await asyncio.wait_for(stopping.wait(), 10)
+    await asyncio.wait_for(job.fleet.__aexit__(None, None, None), 10)

@@ -71,7 +71,10 @@ class RewardPool:
 
     async def __aenter__(self) -> RewardPool:
         try:
-            await asyncio.gather(*(worker.start() for worker in self._workers))
+            # all of them, so that none still starts after the others were ended for one that failed
+            for error in await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True):
+                if error is not None:
+                    raise error
         except BaseException:
             await self.close()
             raise
@@ -164,6 +167,7 @@ class _Worker:
         self._server: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._overdue: _Job | None = None
+        self._closing = False
 
     @property
     def has_room(self) -> bool:
@@ -175,6 +179,7 @@ class _Worker:
 
     async def close(self) -> None:
         self._set_clock(None)
+        self._closing = True
         if self._server is not None:
             self._server.cancel()
             await asyncio.gather(self._server, return_exceptions=True)
@@ -193,7 +198,8 @@ class _Worker:
     async def _serve(self) -> None:
         """Reads replies for as long as the pool lives; replaces the process when it dies."""
         try:
-            while True:
+            # not for ever: wait_for of Python 3.10 and 3.11 can swallow the cancellation when a process has just ended
+            while not self._closing:
                 assert self._process is not None
                 await self._read_replies(self._process)
                 dead, self._process = self._process, None
