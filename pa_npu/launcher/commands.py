@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,10 +13,15 @@ from pa_npu.buffer.store import attempt_prefix
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
 from pa_npu.launcher.addresses import interface_of, is_loopback
+from pa_npu.launcher.keeper import SCRATCH
 from pa_npu.launcher.placement import Placement, visible_devices
 from pa_npu.platform.base import Platform
 from pa_npu.rollout.engine import server_command
 from pa_npu.rollout.engine_guard import KEY_VARIABLE
+
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+# a socket's path has 107 bytes at most: DIRECTORY/pa-xxxxxxxx/uuid
+_LONGEST_TEMPORARY_DIRECTORY = 107 - len("/pa-xxxxxxxx/") - 36
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,11 @@ def engine_command(
     command = server_command(config, spec, index, port)
     env = _common_env(config, platform) | {KEY_VARIABLE: key}
     env |= visible_devices(platform.visible_devices_env, placement.engine_devices[local], os.environ)
-    return Command(f"engine-{index}", command.argv, env | command.env, placement.engine_cores[local])
+    env |= command.env
+    # the directory of the sockets between vLLM's processes, which it leaves behind when it is killed
+    if _SOCKETS not in env and len(tempfile.gettempdir()) <= _LONGEST_TEMPORARY_DIRECTORY:
+        env[SCRATCH] = _SOCKETS
+    return Command(f"engine-{index}", command.argv, env, placement.engine_cores[local])
 
 
 def coordinator_command(config: Config, platform: Platform, store: Store, key: str) -> Command:

@@ -40,6 +40,7 @@ from pa_npu.data.prompts import Prompt, PromptStream, load_prompts
 from pa_npu.data.rewards.pool import RewardPool
 from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.rollout.client import VllmEngine
+from pa_npu.rollout.engine_guard import KEY_VARIABLE
 from pa_npu.rollout.evaluate import evaluate
 from pa_npu.rollout.fleet import Fleet
 from pa_npu.rollout.pool import EnginePool, EngineUse
@@ -78,6 +79,7 @@ async def run(config: Config) -> None:
     """Everything from an empty event loop to the last evaluation."""
     spec = ModelSpec.read(config.model.path)
     store = _store_address()
+    key = os.environ.pop(KEY_VARIABLE, None)  # reward functions are users' code, and inherit the environment
     first = first_version(config)
     async with AsyncExitStack() as stack:
         train, test = load_prompt_sets(config)
@@ -85,7 +87,7 @@ async def run(config: Config) -> None:
         roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX))
         pool = await stack.enter_async_context(EnginePool())
         fleet = await stack.enter_async_context(
-            Fleet(config.rollout, pool, roster, lambda url: VllmEngine(url, spec.vocab_size))
+            Fleet(config.rollout, pool, roster, lambda url: VllmEngine(url, spec.vocab_size, key))
         )
         rewards = await stack.enter_async_context(RewardPool(config.reward))
         timeline = stack.enter_context(

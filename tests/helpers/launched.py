@@ -61,6 +61,14 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def environment(pid: int) -> str:
+    """What it was started with."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().replace(b"\0", b"\n").decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launched import Launched, find, settings
+from tests.helpers.launched import Launched, environment, find, settings
 from tests.helpers.sockets import listening, outside_loopback
 
 pytestmark = [
@@ -21,6 +21,12 @@ pytestmark = [
 ]
 
 RUN_TIMEOUT_S = 400.0
+PARTS = {
+    "api_server": True,
+    "rollout.coordinator": True,
+    "trainer.main": False,
+    "rewards.worker": False,
+}  # know the key
 
 
 @pytest.fixture
@@ -42,12 +48,14 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
     """Whole runs, one after the other, on engines that outlive them; nobody listens but on loopback; the key stays secret."""
     sockets: dict[str, set[tuple[int, str, int]]] = {"engines": set(), "run": set()}
     exposed: dict[tuple[int, str, int], str] = {}
+    knows_key: dict[str, bool] = {}  # by command line
 
     def look(name: str, launched: Launched) -> None:
         family = launched.family() | {launched.popen.pid: "launcher"}
         found = listening(family)
         sockets[name] |= found
         exposed.update({socket: family[socket[0]] for socket in outside_loopback(found)})
+        knows_key.update({line: key in environment(pid) for pid, line in launched.family().items()})
 
     engines = launch("engines", *settings(tiny, tmp_path / "shared"))
     engines.wait_for(lambda: "engine-0 ready" in engines.output, "the engine is ready", RUN_TIMEOUT_S)
@@ -74,6 +82,8 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
     written = [
         path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".log", ".out", ".yaml", ".jsonl")
     ]
+    parts = {part: [knows for line, knows in knows_key.items() if part in line] for part in PARTS}
+    assert {part: any(known) for part, known in parts.items() if known} == PARTS, "only those that need the key have it"
     assert written and not [path for path in written if key in path.read_text(errors="replace")], (
         "keys are not for logs"
     )

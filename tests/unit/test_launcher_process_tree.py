@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pa_npu.launcher import keeper
 from pa_npu.launcher.log_tail import MarkedLines
 from pa_npu.launcher.process_tree import Process, ProcessTree
 
@@ -145,6 +146,26 @@ def test_a_dead_command_takes_its_children_and_their_sessions_along(tree: Proces
     process.popen.wait(10)
     assert process.describe_end() == "killed by SIGKILL"
     assert alive(pids) == []
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_command_that_wants_a_directory_of_its_own_has_one_for_as_long_as_it_runs(
+    tree: ProcessTree, tmp_path: Path, killed: bool
+) -> None:
+    named = tmp_path / "named"
+    code = f"import os, time; open({str(named)!r}, 'w').write(os.environ['HERE']); time.sleep(60)"
+    environment = os.environ | {"PA_NPU_SCRATCH": "HERE", "TMPDIR": str(tmp_path)}
+    process = tree.start("busy", python(code), environment)
+    wait_until(lambda: named.exists() and named.read_text() != "", "it has started")
+    directory = Path(named.read_text())
+    assert directory.parent == tmp_path and directory.is_dir()
+    (directory / "file").touch()
+    if killed:
+        os.kill(keeper.descendants(process.popen.pid)[0], signal.SIGKILL)
+        process.popen.wait(10)
+    else:
+        tree.stop()
+    assert not directory.exists()
 
 
 def test_a_killed_keeper_leaves_nothing(tree: ProcessTree, tmp_path: Path) -> None:
