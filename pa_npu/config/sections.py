@@ -294,7 +294,7 @@ class CheckpointConfig(Section):
         "checkpoint.load or from the beginning.",
     )
     asynchronous: bool = Field(True, description="Write checkpoints in the background, while training goes on.")
-    timeout_s: float = Field(600.0, gt=0, description="Deadline of writing a checkpoint in the background.")
+    timeout_s: float = Field(600.0, gt=0, description="Deadline of writing a checkpoint.")
     keep_last: int = Field(0, ge=0, description="Keep the newest n checkpoints and delete older ones; 0 keeps all.")
     keep_best: int = Field(
         0, ge=0, description="Keep, beside keep_last, the n checkpoints with the best evaluation accuracy."

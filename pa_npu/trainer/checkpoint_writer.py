@@ -1,4 +1,4 @@
-"""Running a rank's write in the background: a forked process with a deadline, or in place for a synchronous save."""
+"""Running a rank's write: in the background by a forked process, or in place for a synchronous save; both with a deadline."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -32,20 +33,32 @@ class Writer(Protocol):
 
 
 class InPlace:
-    """A write that happens when it is first asked for."""
+    """A write that happens when it is first asked for, by a thread, so that a disk that hangs does not hold the rank."""
 
-    def __init__(self, write: Callable[[], None]) -> None:
+    def __init__(self, write: Callable[[], None], timeout_s: float) -> None:
         self._write = write
+        self._timeout_s = timeout_s
 
     def poll(self) -> bool:
-        try:
-            self._write()
-        except Exception as error:  # OSError, and whatever torch's writer makes of one
-            raise WriteFailed(root_cause(error)) from error
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                self._write()
+            except BaseException as error:  # OSError, and whatever torch's writer makes of one
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="checkpoint write", daemon=True)
+        thread.start()
+        thread.join(self._timeout_s)
+        if thread.is_alive():
+            raise WriteFailed(f"the write has not finished within {self._timeout_s:g} s (checkpoint.timeout_s)")
+        if errors:
+            raise WriteFailed(root_cause(errors[0])) from errors[0]
         return True
 
     def cancel(self) -> None:
-        """Nothing runs."""
+        """Nothing runs, but for a thread that a disk holds."""
 
 
 class Forked:

@@ -125,7 +125,7 @@ class Checkpointing:
                 writer = Forked(plan.write, self._config.checkpoint.timeout_s)
                 plan.release()
             else:
-                writer = InPlace(plan.write)
+                writer = InPlace(plan.write, self._config.checkpoint.timeout_s)
 
         reasons = _together(start)
         if reasons or writer is None:

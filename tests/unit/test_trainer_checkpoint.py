@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,7 +127,9 @@ def test_what_is_saved_is_the_version_that_was_scheduled_although_it_changed_sin
     held(monkeypatch, lambda: os.read(wait, 1))
     if not forked:
         late: list[InPlace] = []
-        monkeypatch.setattr(checkpointing, "Forked", lambda write, timeout_s: late.append(InPlace(write)) or late[0])
+        monkeypatch.setattr(
+            checkpointing, "Forked", lambda write, timeout_s: late.append(InPlace(write, timeout_s)) or late[0]
+        )
         monkeypatch.setattr(PlannedShards, "release", lambda self: None)
     assert "checkpoint_failed" not in run.checkpoints.at_border(1)
     assert run.complete() == []
@@ -222,6 +225,20 @@ def test_a_writer_that_hangs_or_is_killed_is_named_and_the_run_goes_on(
     assert f"rank 0: its writer process {pid} {reason}" in caplog.text
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+    assert list(run.directory.iterdir()) == []
+
+
+def test_a_write_in_place_that_hangs_is_given_up_and_the_run_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(model, tmp_path, checkpoint={"timeout_s": 0.2, "every": 2, "asynchronous": False})
+    run.train(0)
+    disk = threading.Event()
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(PlannedShards, "write", lambda self: disk.wait(60))
+        assert run.checkpoints.at_border(2)["checkpoint_failed"] == 2
+    disk.set()
+    assert "rank 0: the write has not finished within 0.2 s (checkpoint.timeout_s)" in caplog.text
     assert list(run.directory.iterdir()) == []
 
 
