@@ -136,6 +136,9 @@ def test_an_engine_joins_with_one_command_serves_from_the_next_publish_and_leave
         assert iterate(run, 3)["workers"] == 1
         run.announce(4, {"loss": 0.0})
         run.published(4)
+        run._wait_until(
+            lambda: len(run.lines("metrics.jsonl")) == 4, "iteration 3 is recorded, which comes after the publish"
+        )
         records = {record["iteration"]: record for record in run.lines("metrics.jsonl")}
         run.process.kill()
         output = run.end()

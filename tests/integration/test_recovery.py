@@ -25,6 +25,7 @@ from tests.helpers.launched import Launched, settings
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.timeout(3600),  # nine starts of an engine in one test; each wait has a deadline of its own
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc"),
 ]
 

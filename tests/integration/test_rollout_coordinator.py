@@ -258,7 +258,7 @@ def test_a_reward_over_its_time_limit_is_zero_logged_and_counted_and_the_run_goe
         "        time.sleep(3600)\n"
         "    return [1.0] * len(group.responses)\n"
     )
-    reward = {"functions": [{"name": "slow_rewards:slow"}], "timeout_s": 0.5, "workers": 2}
+    reward = {"functions": [{"name": "slow_rewards:slow"}], "timeout_s": 2.0, "workers": 2}
     with stand_in_engines(1, Speed(stride=4)) as engines:
         data = {"test": None, "shuffle": False, "train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 16}
         environment = {"PYTHONPATH": str(tmp_path)}
@@ -284,7 +284,7 @@ def test_a_reward_over_its_time_limit_is_zero_logged_and_counted_and_the_run_goe
     ]
     (record,) = run.lines("metrics.jsonl")
     assert record["reward_errors"] == GROUPS // 4 and record["reward_mean"] == pytest.approx(0.75)
-    said = [line for line in output.splitlines() if "reward.timeout_s = 0.5 s" in line]
+    said = [line for line in output.splitlines() if "reward.timeout_s = 2 s" in line]
     assert len(said) == GROUPS // 4 and all("zero for the responses to" in line for line in said), output
     assert "Traceback" not in output
 
