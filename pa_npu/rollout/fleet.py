@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from pa_npu.config.sections import RolloutConfig
@@ -66,13 +67,14 @@ class Fleet:
         self._version: int | None = None  # of the iteration that runs
         self._border = asyncio.Lock()
         self._changed = asyncio.Event()
+        self._failure: PaNpuError | None = None
         self._watcher: asyncio.Task[None] | None = None
         self.deliver_late: DeliverLate | None = None
 
     async def __aenter__(self) -> Fleet:
         self._pool.on_lost(self.lost)
         self._update()
-        self._watcher = asyncio.create_task(self._watch(), name="fleet")
+        self._watcher = asyncio.create_task(self._or_fail(self._watch), name="fleet")
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -166,6 +168,8 @@ class Fleet:
             self._pool.fail(EngineGone(f"no engine is left: {member.name} was the last, and nothing starts it again"))
 
     async def _wait_change(self, deadline: float, what: str) -> None:
+        if self._failure is not None:
+            raise self._failure
         if not self._members:
             raise EngineGone("no engine is left, and nothing starts one; see the engines' logs")
         self._changed.clear()
@@ -177,20 +181,17 @@ class Fleet:
             ) from None
 
     async def _watch(self) -> None:
-        try:
-            while True:
-                await asyncio.sleep(_LOOK_EVERY_S)
-                if self._roster.changed():
-                    self._update()
-                for member in list(self._members.values()):
-                    if member.state == "leaving" and self._is_free(member):
-                        logger.info("engine %s has left", member.name)
-                        await self._remove(member)
-                    elif self._is_probe_due(member):
-                        member.probed_s = time.monotonic()
-                        self._start(member, self._probe(member), "probe")
-        except PaNpuError as error:
-            self._pool.fail(error)
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            if self._roster.changed():
+                self._update()
+            for member in list(self._members.values()):
+                if member.state == "leaving" and self._is_free(member):
+                    logger.info("engine %s has left", member.name)
+                    await self._remove(member)
+                elif self._is_probe_due(member):
+                    member.probed_s = time.monotonic()
+                    self._start(member, partial(self._probe, member), "probe")
 
     def _update(self) -> None:
         for entry in self._roster.entries():
@@ -211,10 +212,11 @@ class Fleet:
             self._pool.suspend(predecessor.engine)
             for task in predecessor.tasks:
                 task.cancel()
-            self._start(member, predecessor.engine.close(), "close")
+            self._start(member, predecessor.engine.close, "close")
         self._members[entry.index] = member
         self._pool.add(member.engine)
-        self._start(member, self._bring_up(member, is_replacement=predecessor is not None), "bring up")
+        bring_up = partial(self._bring_up, member, is_replacement=predecessor is not None)
+        self._start(member, bring_up, "bring up")
 
     async def _bring_up(self, member: Member, *, is_replacement: bool) -> None:
         try:
@@ -254,10 +256,22 @@ class Fleet:
         except (EngineError, DeadlineExceeded) as error:
             await self.lost(member.engine, f"it did not generate a token when probed: {error}")
 
-    def _start(self, member: Member, work: Awaitable[None], name: str) -> None:
-        async def run() -> None:
-            await work
-
-        task = asyncio.create_task(run(), name=f"{name} {member.name}")
+    def _start(self, member: Member, work: Callable[[], Awaitable[None]], name: str) -> None:
+        task = asyncio.create_task(self._or_fail(work), name=f"{name} {member.name}")
         member.tasks.add(task)
         task.add_done_callback(member.tasks.discard)
+
+    async def _or_fail(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Nobody waits for these tasks; what they do not expect, the loss of the store for example, ends the run."""
+        try:
+            await work()
+        except PaNpuError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("the watch over the engines failed")
+            self._fail(PaNpuError(f"the watch over the engines failed: {error!r}"))
+
+    def _fail(self, error: PaNpuError) -> None:
+        self._failure = error
+        self._pool.fail(error)
+        self._changed.set()

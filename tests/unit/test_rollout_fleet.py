@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pa_npu.buffer.store import StoreChannel
 from pa_npu.config.sections import RolloutConfig
+from pa_npu.errors import PaNpuError
 from pa_npu.rollout.fleet import Fleet
 from pa_npu.rollout.pool import EnginePool
 from pa_npu.rollout.roster import Roster
@@ -163,3 +164,20 @@ async def test_a_fleet_that_ends_while_it_removes_an_engine_ends():
     job.roster.ask_leave(index)
     await asyncio.wait_for(stopping.wait(), 10)
     await asyncio.wait_for(job.fleet.__aexit__(None, None, None), 10)
+
+
+async def test_an_engine_that_answers_what_nobody_expects_ends_the_run_at_once():
+    """Nobody waits for the tasks of the fleet: without a word from them, engines would be waited for until a deadline."""
+
+    class Odd(SlowToStart):
+        async def wait_ready(self, *, deadline_s: float) -> None:
+            raise KeyError("version")
+
+    job = Job()
+    job.engines["a"] = Odd("a")
+    async with job.fleet:
+        job.roster.announce("a", restarts=False)
+        with pytest.raises(PaNpuError, match="the watch over the engines failed: KeyError"):
+            await asyncio.wait_for(job.pool.admit(1, 1, lambda: 8, 60.0), 10)
+        with pytest.raises(PaNpuError, match="the watch over the engines failed: KeyError"):
+            await asyncio.wait_for(job.fleet.wait_all_ready(), 10)
