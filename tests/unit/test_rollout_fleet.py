@@ -141,7 +141,7 @@ async def test_an_engine_that_joined_before_a_publish_takes_part_in_it_and_one_t
         began = asyncio.get_running_loop().time()
         async with job.fleet.border():
             assert [member.name for member in await job.fleet.members()] == ["a", "b"]
-        assert asyncio.get_running_loop().time() - began < 5
+        assert asyncio.get_running_loop().time() - began < 20
 
 
 async def test_a_fleet_that_ends_while_it_removes_an_engine_ends():

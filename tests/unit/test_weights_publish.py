@@ -269,7 +269,7 @@ def test_members_that_do_not_join_are_named() -> None:
 def test_publish_without_its_engine_ends_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     world = World(monkeypatch, spec, workers=2)
-    publishers = world.publishers(timeout_s=0.7)
+    publishers = world.publishers(timeout_s=2.0)
     receivers = world.connect(publishers, timeout_s=5.0)
     start = time.monotonic()
     sender, *_ = run_threads(lambda: publishers[0].publish(7), received(receivers[0], 7))
@@ -379,7 +379,7 @@ def test_tp_peer_that_stops_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     world = World(monkeypatch, spec, tp_size=2)
     monkeypatch.setattr("pa_npu.weights.publisher._GATHER_MARGIN_S", 0.0)
-    publishers = world.publishers(timeout_s=0.7)
+    publishers = world.publishers(timeout_s=2.0)
     world.connect(publishers, timeout_s=5.0)
     (leader,) = run_threads(lambda: publishers[0].publish(1))
     assert isinstance(leader, DeadlineExceeded), leader
@@ -390,8 +390,8 @@ def test_tp_peer_that_stops_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_engine_asked_for_another_version_or_manifest_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     world = World(monkeypatch, spec)
-    publishers = world.publishers(timeout_s=0.7)
-    (receiver,) = world.connect(publishers, timeout_s=0.7)
+    publishers = world.publishers(timeout_s=3.0)
+    (receiver,) = world.connect(publishers, timeout_s=3.0)
     _, worker = run_threads(lambda: publishers[0].publish(4), received(receiver, 5))
     assert (
         isinstance(worker, wire.WeightSyncError)
@@ -399,8 +399,8 @@ def test_engine_asked_for_another_version_or_manifest_refuses(tmp_path: Path, mo
         and "version 5" in str(worker)
     )
 
-    publishers = world.publishers(timeout_s=0.7)
-    (receiver,) = world.connect(publishers, timeout_s=0.7)
+    publishers = world.publishers(timeout_s=3.0)
+    (receiver,) = world.connect(publishers, timeout_s=3.0)
     receiver._manifests[0] = replace(receiver._manifests[0], stage=9)
     _, worker = run_threads(lambda: publishers[0].publish(4), received(receiver, 4))
     assert isinstance(worker, wire.WeightSyncError) and "other buckets than the manifest" in str(worker)
