@@ -121,7 +121,7 @@ def test_layerwise_reload_is_always_finished(fails: bool, monkeypatch: pytest.Mo
     """A reload that is left open would leave the engine with tensors that have no memory."""
     calls: list[str] = []
     reload, config = ModuleType("reload"), ModuleType("config")
-    reload.initialize_layerwise_reload = lambda model: calls.append(f"initialize {model} {torch.get_default_device()}")  # type: ignore[attr-defined]
+    reload.initialize_layerwise_reload = lambda model: calls.append(f"initialize {model} {torch.empty(0).device}")  # type: ignore[attr-defined]
     reload.finalize_layerwise_reload = lambda model, config: calls.append(f"finalize {model} {config}")  # type: ignore[attr-defined]
 
     @contextmanager
