@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import PaNpuError, exit_code
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.weights.wire import run_and_exit
 
 logger = logging.getLogger(__name__)
 
@@ -60,4 +60,4 @@ def run_rank(config: Config, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

@@ -14,12 +14,16 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import math
+import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -367,11 +371,28 @@ def drop_group(group: dist.ProcessGroup) -> None:
     """Stop using a group made by join_group in which a member is gone or hangs.
 
     NCCL and HCCL are told to end what is pending. gloo cannot be, and its destructor waits for it, with Python's lock held,
-    until the group's timeout: so the object stays until the process ends.
+    until the group's timeout: so the object stays until the process ends, which run_and_exit is for.
     """
     if hasattr(group, "abort"):
         group.abort()
     _dropped.append(group)
+
+
+def run_and_exit(main: Callable[[], int]) -> NoReturn:
+    """sys.exit(main()), which does not wait for what is pending in dropped groups, as the end of the interpreter would."""
+    try:
+        code = main()
+    except Exception:
+        if not _dropped:
+            raise
+        traceback.print_exc()
+        code = 1
+    if _dropped:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def broadcast(group: dist.ProcessGroup | None, tensor: torch.Tensor, root: int = 0) -> dist.Work:
