@@ -155,7 +155,7 @@ def keys(tiny: Path, directory: Path, **others: object) -> list[str]:
         "schedule.prompts_per_iteration": 8,
         "schedule.order": "prompt",
         "rollout.responses_per_prompt": 4,
-        "rollout.max_response_tokens": 24,
+        "rollout.max_response_tokens": 64,  # a second or two of generation, which a busy machine does not miss
         "rollout.ignore_eos": "true",
         "rollout.window": 8,
         "rollout.restarts": 20,
