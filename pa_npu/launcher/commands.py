@@ -13,7 +13,6 @@ from pa_npu.buffer.store import attempt_prefix
 from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
 from pa_npu.launcher.addresses import interface_of, is_loopback
-from pa_npu.launcher.keeper import SCRATCH
 from pa_npu.launcher.placement import Placement, visible_devices
 from pa_npu.platform.base import Platform
 from pa_npu.rollout.engine import server_command
@@ -26,10 +25,13 @@ _LONGEST_TEMPORARY_DIRECTORY = 107 - len("/pa-xxxxxxxx/") - 36
 
 @dataclass(frozen=True)
 class Command:
+    """scratch_env: the variable in which it finds a directory of its own, which goes with it."""
+
     name: str
     argv: tuple[str, ...]
     env: dict[str, str]
     cores: tuple[int, ...] = ()
+    scratch_env: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,11 @@ def engine_command(
     env = _common_env(config, platform) | {KEY_VARIABLE: key}
     env |= visible_devices(platform.visible_devices_env, placement.engine_devices[local], os.environ)
     env |= command.env
-    # the directory of the sockets between vLLM's processes, which it leaves behind when it is killed
-    if _SOCKETS not in env and len(tempfile.gettempdir()) <= _LONGEST_TEMPORARY_DIRECTORY:
-        env[SCRATCH] = _SOCKETS
-    return Command(f"engine-{index}", command.argv, env, placement.engine_cores[local])
+    # vLLM leaves the sockets between its processes behind when it is killed
+    own = _SOCKETS not in env and len(tempfile.gettempdir()) <= _LONGEST_TEMPORARY_DIRECTORY
+    return Command(
+        f"engine-{index}", command.argv, env, placement.engine_cores[local], scratch_env=_SOCKETS if own else None
+    )
 
 
 def coordinator_command(config: Config, platform: Platform, store: Store, key: str) -> Command:

@@ -7,7 +7,7 @@
 - SIGTERM to the keeper: SIGTERM to the command's process group, and after GRACE seconds SIGKILL to every descendant.
 - The launcher dies, however: the lifeline closes, and the keeper kills every descendant at once.
 - The keeper is killed: the kernel kills the command, and the launcher, the next reaper, kills the rest.
-- PA_NPU_SCRATCH=VARIABLE in the environment: the command finds in VARIABLE a directory of its own, which goes with it.
+- PA_NPU_SCRATCH=DIRECTORY in the environment: the keeper removes it in the end.
 
 Usage: python keeper.py LIFELINE_FD GRACE_S CORES -- COMMAND [ARGUMENT ...]      (CORES: "0,3", or "" for no pinning)
 The parent-death signal and the reaper are Linux calls; elsewhere only descendants in the command's group are reached.
@@ -23,7 +23,6 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -95,27 +94,15 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, lambda number, frame: received.append(number))
     signal.set_wakeup_fd(wakeup_writer)
-    with _scratch():
-        pid = _start(command, cores)
-        status = _watch(pid, lifeline, wakeup, received, grace_s)
-        kill_descendants()
+    scratch = os.environ.pop(SCRATCH, None)
+    pid = _start(command, cores)
+    status = _watch(pid, lifeline, wakeup, received, grace_s)
+    kill_descendants()
+    if scratch is not None:
+        import shutil  # takes longer than all the rest, and most commands do without
+
+        shutil.rmtree(scratch, ignore_errors=True)
     return _end_like(status)
-
-
-@contextlib.contextmanager
-def _scratch() -> Iterator[None]:
-    variable = os.environ.pop(SCRATCH, None)
-    if variable is None:
-        yield
-        return
-    import shutil  # these two take longer than all the rest, and most commands do without
-    import tempfile
-
-    os.environ[variable] = directory = tempfile.mkdtemp(prefix="pa-")
-    try:
-        yield
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _start(command: list[str], cores: str) -> int:

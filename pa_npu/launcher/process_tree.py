@@ -7,9 +7,11 @@ command, to the keeper or to this process.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +46,7 @@ class Process:
     name: str
     log: Path
     popen: subprocess.Popen[bytes]
+    scratch: Path | None = None
     started_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -73,8 +76,21 @@ class ProcessTree:
         self._not_ours = frozenset(keeper.descendants(os.getpid()))
         keeper.become_reaper()
 
-    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], cores: Sequence[int] = ()) -> Process:
-        """Start a command with stdout and stderr in LOG_DIR/<name>.log, on the given cores only, if any."""
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cores: Sequence[int] = (),
+        scratch_env: str | None = None,
+    ) -> Process:
+        """Start a command with stdout and stderr in LOG_DIR/<name>.log, on the given cores only, if any.
+
+        scratch_env: the variable in which it finds a directory of its own, which is removed when it has ended.
+        """
+        scratch = Path(tempfile.mkdtemp(prefix="pa-")) if scratch_env else None
+        if scratch_env:
+            env = {**env, scratch_env: str(scratch), keeper.SCRATCH: str(scratch)}
         log = self._log_dir / f"{name}.log"
         numbers = [str(self._lifeline), str(self._grace_s), ",".join(map(str, cores))]
         # -I -S: the keeper needs the standard library only, and starts in 15 ms this way
@@ -89,14 +105,14 @@ class ProcessTree:
                 pass_fds=[self._lifeline],
                 start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
             )
-        process = Process(name, log, popen)
+        process = Process(name, log, popen, scratch)
         self.processes.append(process)
         return process
 
     def launch(self, command: Startable) -> Process:
         if not isinstance(command, Command):
             raise TypeError(f"{command.name} is for node {command.node}, not for this one")
-        return self.start(command.name, command.argv, command.env, command.cores)
+        return self.start(command.name, command.argv, command.env, command.cores, command.scratch_env)
 
     def ended(self) -> list[Process]:
         """Processes that ended, those killed by a signal first: the others often only lost contact with these."""
@@ -154,7 +170,11 @@ class ProcessTree:
     def kill_strays(self) -> list[int]:
         """Kill what a killed keeper left behind."""
         keepers = frozenset(process.popen.pid for process in self.processes if process.exit_code is None)
-        return keeper.kill_descendants(self._not_ours | keepers)
+        killed = keeper.kill_descendants(self._not_ours | keepers)
+        for process in self.processes:
+            if process.scratch is not None and process.exit_code is not None:
+                shutil.rmtree(process.scratch, ignore_errors=True)
+        return killed
 
     def __enter__(self) -> ProcessTree:
         return self

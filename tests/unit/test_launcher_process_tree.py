@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -148,23 +149,25 @@ def test_a_dead_command_takes_its_children_and_their_sessions_along(tree: Proces
     assert alive(pids) == []
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("end", ["it is stopped", "it dies", "it is killed with its keeper"])
 def test_a_command_that_wants_a_directory_of_its_own_has_one_for_as_long_as_it_runs(
-    tree: ProcessTree, tmp_path: Path, killed: bool
+    tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     named = tmp_path / "named"
     code = f"import os, time; open({str(named)!r}, 'w').write(os.environ['HERE']); time.sleep(60)"
-    environment = os.environ | {"PA_NPU_SCRATCH": "HERE", "TMPDIR": str(tmp_path)}
-    process = tree.start("busy", python(code), environment)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    process = tree.start("busy", python(code), os.environ, scratch_env="HERE")
     wait_until(lambda: named.exists() and named.read_text() != "", "it has started")
     directory = Path(named.read_text())
     assert directory.parent == tmp_path and directory.is_dir()
     (directory / "file").touch()
-    if killed:
+    if end == "it is stopped":
+        process.popen.terminate()
+    elif end == "it dies":
         os.kill(keeper.descendants(process.popen.pid)[0], signal.SIGKILL)
-        process.popen.wait(10)
     else:
-        tree.stop()
+        tree.kill_one(process)
+    process.popen.wait(10)
     assert not directory.exists()
 
 
