@@ -151,7 +151,7 @@ def test_math_verify_also_works_outside_the_main_thread() -> None:
 def test_hostile_responses_cost_little_time(response: str) -> None:
     start_s = time.process_time()
     assert not is_correct(response, "46")
-    assert time.process_time() - start_s < 5.0
+    assert time.process_time() - start_s < 2.0
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
