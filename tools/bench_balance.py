@@ -4,7 +4,7 @@
 The real producer, pool, estimates and assignment, between engines and trainers that only take time:
 
   virtual    engines and trainers in virtual time, where nothing else costs anything: the same numbers on every machine
-  --real     stand-in engines (pa_npu.rollout.stand_in) as processes, HTTP, wall time; trainers are timers
+  --real     stand-in engines (pa_npu.engines.stand_in) as processes, HTTP, wall time; trainers are timers
 
     python tools/bench_balance.py [--markdown FILE]          # about two minutes
     python tools/bench_balance.py --real [--markdown FILE]
@@ -18,7 +18,7 @@ prompt in the second. The same prompts in the same order for every row. Columns,
   generate   until the last response, over the bound: the larger of the sum of the groups' longest responses over all places, and
              the longest response of all
   iteration  until the last replica is done, over the larger of that bound and of Tt, training on equally loaded replicas
-  tail       tail_waste of the records (pa_npu/rollout/tail.py)
+  tail       tail_waste of the records (pa_npu/coordinator/tail.py)
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from unittest import mock
 
 import numpy as np
 
-from pa_npu.buffer.group import Group
-from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt, PromptStream
-from pa_npu.data.rewards.types import RewardInput, RewardResult
-from pa_npu.rollout.assignment import Assignment
-from pa_npu.rollout.client import VllmEngine
-from pa_npu.rollout.pool import EnginePool
-from pa_npu.rollout.producer import Producer
-from pa_npu.rollout.protocol import Completion, RolloutEngine, Sampling
-from pa_npu.rollout.seeds import group_seed
-from pa_npu.rollout.stand_in import HeavyTail, Speed
-from pa_npu.rollout.window import FixedWindow
-from pa_npu.rollout.work import GroupWork
+from pa_npu.dispatch.assignment import Assignment
+from pa_npu.dispatch.window import FixedWindow
+from pa_npu.dispatch.work import GroupWork
+from pa_npu.engines.pool import EnginePool
+from pa_npu.engines.protocol import Completion, RolloutEngine, Sampling
+from pa_npu.engines.stand_in import HeavyTail, Speed
+from pa_npu.engines.vllm.client import VllmEngine
+from pa_npu.families.spec import ModelSpec
+from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.samples.group import Group
+from pa_npu.samples.seeds import group_seed
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.timeline import Timeline
 
@@ -470,7 +470,7 @@ def stand_ins(case: Case) -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
         urls = []
         for _ in range(case.engines):
-            command = [sys.executable, "-m", "pa_npu.rollout.stand_in", "--step-s", str(case.speed.step_s)]
+            command = [sys.executable, "-m", "pa_npu.engines.stand_in", "--step-s", str(case.speed.step_s)]
             command += ["--stride", str(case.speed.stride), "--median-tokens", str(case.lengths.median_tokens)]
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)

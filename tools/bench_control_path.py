@@ -3,7 +3,7 @@
 
 The coordinator's real path runs in this process, pinned to one core: admission, HTTP client, JSON decoding and checks, a
 reward stub, advantages, the group's bytes, the put into the c10d store. Around it, on the other cores, run what it talks
-to: stand-in engines (pa_npu.rollout.stand_in, faster than any row needs), the store's host, and a consumer that takes the
+to: stand-in engines (pa_npu.engines.stand_in, faster than any row needs), the store's host, and a consumer that takes the
 groups out as trainers do.
 
     python tools/bench_control_path.py [--seconds 8] [--rows 8x128,16x512] [--engines 2] [--profile] [--markdown FILE]
@@ -40,23 +40,23 @@ from pathlib import Path
 import numpy as np
 
 from pa_npu.algorithm.advantages import group_advantages
-from pa_npu.buffer.group import Group
-from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
-from pa_npu.buffer.store import StoreChannel, connect
-from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import RewardConfig
+from pa_npu.control.channel import StoreChannel, connect
+from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.scoring import ScoredGroup, reward_input
 from pa_npu.data.prompts import Prompt
-from pa_npu.data.rewards.pool import RewardPool
-from pa_npu.data.rewards.types import RewardInput, RewardResult
-from pa_npu.rollout import wire
-from pa_npu.rollout.client import VllmEngine
-from pa_npu.rollout.pool import EnginePool
-from pa_npu.rollout.producer import Producer
-from pa_npu.rollout.protocol import Sampling
-from pa_npu.rollout.scoring import ScoredGroup, reward_input
-from pa_npu.rollout.window import FixedWindow
-from pa_npu.rollout.work import GroupWork
+from pa_npu.dispatch.window import FixedWindow
+from pa_npu.dispatch.work import GroupWork
+from pa_npu.engines.pool import EnginePool
+from pa_npu.engines.protocol import Sampling
+from pa_npu.engines.vllm import codec as wire
+from pa_npu.engines.vllm.client import VllmEngine
+from pa_npu.families.spec import ModelSpec
+from pa_npu.rewards.pool import RewardPool
+from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.samples.group import Group
+from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.telemetry.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,7 +171,7 @@ def surroundings(engines: int, responses: int, length: int) -> Iterator[tuple[li
         options += ["--max-num-seqs", str(GROUPS_IN_FLIGHT * responses)]
         urls = []
         for _ in range(engines):
-            line = start(stack, "-m", "pa_npu.rollout.stand_in", *options)
+            line = start(stack, "-m", "pa_npu.engines.stand_in", *options)
             urls.append(line.split()[-1])
         port = int(start(stack, __file__, "--as-store").split()[-1])
         start(stack, __file__, "--as-consumer", str(port))

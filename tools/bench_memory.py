@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compare the estimate of a trainer's memory (pa_npu.config.derive) with what the allocator measures over two iterations.
+"""Compare the estimate of a trainer's memory (pa_npu.planning.derive) with what the allocator measures over two iterations.
 
 One process, TP1, random Qwen2. Every case runs in a process of its own, with its allocations recorded by torch's profiler:
 the peak of forward and backward, with the optimizer's state in place. The reduction of gradients afterwards is left out:
@@ -26,10 +26,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pa_npu.buffer.microbatch import build_microbatches
-from pa_npu.config.derive import trainer_memory
-from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
+from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.derive import trainer_memory
+from pa_npu.samples.microbatch import build_microbatches
 
 CASES = (
     ("fp32", "none", 0.0),
@@ -112,10 +112,10 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
     platform.prepare_megatron()
     from megatron.core import parallel_state
 
-    from pa_npu.model.parallel import initialise_parallel
+    from pa_npu.backends.megatron.backend import MegatronBackend
+    from pa_npu.backends.megatron.parallel import initialise_parallel
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import load_stage
-    from pa_npu.trainer.megatron_backend import MegatronBackend
 
     sys.path.insert(0, str(Path(__file__).parent))
     from bench_trainer import FixedMicrobatches, make_groups

@@ -14,9 +14,9 @@ shards of the other ranks must reach the leader first; the bare gather does just
 
 Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadcast, and of bare gather and broadcast one
 after another (medians); the publish over each of the two (the aim: at least 0.5 of the broadcast); the share of a
-publish that the leader spent waiting for the wire.
+publish that the leader spent waiting for the transport.
 
-With --model nothing is sent: it prints the seconds that pa_npu.weights.sizing expects on links of the given speed (GB/s,
+With --model nothing is sent: it prints the seconds that pa_npu.publish.sizing expects on links of the given speed (GB/s,
 10^9 bytes: a port of 200 Gbit/s is 25), for several TP and bucket sizes, and their share of an iteration.
 """
 
@@ -38,12 +38,13 @@ import torch
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
-from pa_npu.config.model_spec import ModelSpec
-from pa_npu.weights import hf_map, wire
-from pa_npu.weights.gather import Position
-from pa_npu.weights.publisher import Publisher
-from pa_npu.weights.receiver import Receiver
-from pa_npu.weights.sizing import Link, publish_seconds, weight_bytes
+from pa_npu.backends.megatron import hf_map
+from pa_npu.backends.megatron.gather import Position
+from pa_npu.engines.vllm.worker import Receiver
+from pa_npu.families.spec import ModelSpec
+from pa_npu.publish import transport
+from pa_npu.publish.publisher import Publisher
+from pa_npu.publish.sizing import Link, publish_seconds, weight_bytes
 
 TIMEOUT_S = 120.0
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -251,8 +252,8 @@ def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
         step: Callable[[int], object] = publisher.publish
     else:
         announced = json.loads(store.get("manifest"))
-        group = wire.join_group("127.0.0.1", port, announced["name"], 1, 2, "gloo", TIMEOUT_S, "endurance")
-        manifest = wire.Manifest.from_json(announced["manifest"])
+        group = transport.join_group("127.0.0.1", port, announced["name"], 1, 2, "gloo", TIMEOUT_S, "endurance")
+        manifest = transport.Manifest.from_json(announced["manifest"])
         receiver = Receiver([manifest], [group], 1, torch.device("cpu"), TIMEOUT_S)
         step = lambda version: deque(receiver.receive(version), maxlen=0)  # noqa: E731 - the loop below is for both
     lines, seconds = [], []
@@ -323,11 +324,11 @@ def trainer(case: Case, rank: int, results: Any) -> None:
                 wire_wait_s.append(stats.wire_wait_s)
                 start = _together(everyone)
                 if bare is not None:
-                    wire.broadcast(bare, flat).wait()
+                    transport.broadcast(bare, flat).wait()
                 broadcast_s.append(_together(everyone) - start)
                 start = _together(everyone)
                 for peer in range(1, size):
-                    wire.broadcast(peers, shards[peer], root=peer).wait()
+                    transport.broadcast(peers, shards[peer], root=peer).wait()
                 gathered = _together(everyone)
                 gather_s.append(gathered - start if size > 1 else 0.0)
         rows.append(
@@ -354,7 +355,7 @@ def worker(case: Case, rank: int) -> None:
     bare = _join(case, "bare", rank, 1 + case.workers)
     for bucket_mib in case.bucket_mib:
         announced = json.loads(store.get(f"manifest/{bucket_mib}"))
-        manifest = wire.Manifest.from_json(announced["manifest"])
+        manifest = transport.Manifest.from_json(announced["manifest"])
         group = _join(case, announced["name"], rank, 1 + case.workers)
         receiver = Receiver([manifest], [group], rank, torch.device("cpu"), TIMEOUT_S)
         flat = torch.ones(manifest.num_bytes, dtype=torch.uint8)
@@ -364,7 +365,7 @@ def worker(case: Case, rank: int) -> None:
                 pass
             _together(everyone)
             _together(everyone)
-            wire.broadcast(bare, flat).wait()
+            transport.broadcast(bare, flat).wait()
             for _ in range(3):  # end of the broadcast, begin and end of the bare gather
                 _together(everyone)
         receiver.close()
@@ -391,7 +392,7 @@ def stand_in_stage(spec: ModelSpec, tp_size: int, dtype: torch.dtype) -> torch.n
 
 
 def _join(case: Case, name: str, rank: int, size: int) -> dist.ProcessGroup:
-    return wire.join_group("127.0.0.1", case.port, name, rank, size, "gloo", TIMEOUT_S, f"benchmark group {name}")
+    return transport.join_group("127.0.0.1", case.port, name, rank, size, "gloo", TIMEOUT_S, f"benchmark group {name}")
 
 
 def _together(group: dist.ProcessGroup) -> float:

@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
-from pa_npu.buffer.group import Group
-from pa_npu.buffer.microbatch import Microbatch, build_microbatches
-from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
+from pa_npu.families.spec import ModelSpec
+from pa_npu.samples.group import Group
+from pa_npu.samples.microbatch import Microbatch, build_microbatches
 
 PROFILE_GROUPS = {
     "linear layers": ("aten::mm", "aten::addmm", "aten::linear", "aten::bmm", "mkldnn"),
@@ -209,10 +209,10 @@ def make_groups(args: argparse.Namespace, vocab_size: int) -> list[Group]:
 def make_backend(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-def]
     platform = platforms.get("cpu")
     platform.prepare_megatron()
-    from pa_npu.model.parallel import initialise_parallel
+    from pa_npu.backends.megatron.backend import MegatronBackend
+    from pa_npu.backends.megatron.parallel import initialise_parallel
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import load_stage
-    from pa_npu.trainer.megatron_backend import MegatronBackend
 
     initialise_parallel(config, platform, dist.HashStore(), 0, 1)
     device = platform.device(0)

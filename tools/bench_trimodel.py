@@ -47,10 +47,10 @@ from pa_npu.algorithm.aggregation import token_weights
 from pa_npu.algorithm.batch import TokenBatch
 from pa_npu.algorithm.losses import loss_sums
 from pa_npu.algorithm.policy_losses import find_policy_loss
-from pa_npu.buffer.group import Group
-from pa_npu.buffer.microbatch import Microbatch, build_microbatches
-from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
+from pa_npu.families.spec import ModelSpec
+from pa_npu.samples.group import Group
+from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.telemetry.hardware import processor
 
 TIMEOUT_S = 170.0
@@ -220,7 +220,7 @@ def rank_main(case: Case, rank: int, results: Any) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})  # a device is one core
     config, platform = case.config(), platforms.get("cpu")
     platform.prepare_megatron()
-    from pa_npu.model.parallel import initialise_parallel, shutdown_parallel
+    from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
 
     store = dist.TCPStore("127.0.0.1", case.port, is_master=False)
     initialise_parallel(config, platform, store, rank, case.stages)
@@ -271,9 +271,9 @@ class Pass:
 
 
 def build_pass(name: str, case: Case, config: Config, platform: Any, microbatches: list[Microbatch]) -> Pass:
-    from pa_npu.model.stage import build_stage, data_parallel
-    from pa_npu.trainer.schedule import run_pipelined, run_sequential
-    from pa_npu.weights.hf_map import load_hf
+    from pa_npu.backends.megatron.hf_map import load_hf
+    from pa_npu.backends.megatron.schedule import run_pipelined, run_sequential
+    from pa_npu.backends.megatron.stage import build_stage, data_parallel
 
     specs = {model: ModelSpec.read(path) for model, path in case.models.items()}
     separate_dtype = config.model.model_copy(update={"dtype": config.frozen_dtype, "frozen_dtype": "same"})

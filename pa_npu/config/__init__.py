@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pa_npu.config.load import dump_config as dump_config
     from pa_npu.config.load import load_config as load_config
-    from pa_npu.config.model_spec import ModelSpec as ModelSpec
     from pa_npu.config.schema import Config as Config
+    from pa_npu.families.spec import ModelSpec as ModelSpec
 
 _HOMES = {
     "Config": "pa_npu.config.schema",
-    "ModelSpec": "pa_npu.config.model_spec",
+    "ModelSpec": "pa_npu.families.spec",
     "dump_config": "pa_npu.config.load",
     "load_config": "pa_npu.config.load",
 }

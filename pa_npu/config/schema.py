@@ -128,7 +128,7 @@ class Config(Section):
         return self
 
 
-# Log-probs of a model in bf16 against the same one in fp32: differences of 0.005 to 0.01 (tests/unit/test_model_frozen.py).
+# Log-probs of a model in bf16 against the same one in fp32: differences of 0.005 to 0.01 (tests/unit/test_backends_frozen.py).
 _FROZEN_ROUNDING = 0.01
 
 

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pa_npu import platform as platforms
-from pa_npu.config.fit import shortages
-from pa_npu.config.known_models import known_spec
-from pa_npu.config.model_spec import ModelSpec
-from pa_npu.config.preflight import check_model
 from pa_npu.config.schema import Config
+from pa_npu.engines.vllm.versions import engine_version, environment
 from pa_npu.errors import ConfigError, DataError, UserError
+from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.placement import (
     Placement,
@@ -28,13 +26,15 @@ from pa_npu.launcher.placement import (
     settle_on_node,
     visible_devices,
 )
-from pa_npu.launcher.readiness import served_model
+from pa_npu.launcher.process.readiness import served_model
 from pa_npu.launcher.resume import check_checkpoint
 from pa_npu.launcher.run_directory import check_run_directory
 from pa_npu.launcher.versions import trainer_problems
+from pa_npu.planning.fit import shortages
+from pa_npu.planning.known_models import known_spec
+from pa_npu.planning.preflight import check_model
 from pa_npu.platform.base import Platform
 from pa_npu.platform.busy import busy_devices
-from pa_npu.rollout.engine_versions import engine_version, environment
 
 T = TypeVar("T")
 
@@ -241,7 +241,7 @@ def check_dataset(path: str, tokenizer: Any, config: Config) -> str:
 
 def check_rewards(config: Config) -> None:
     """Every reward function can be built, tried in a worker as the run will use it: user code may do anything."""
-    from pa_npu.data.rewards.pool import check_reward_functions
+    from pa_npu.rewards.pool import check_reward_functions
 
     check_reward_functions(config)
 

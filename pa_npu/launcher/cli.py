@@ -125,7 +125,7 @@ def _engines(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _export(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise UserError(f"command line: {rest[0]}: unknown argument of export; see --help")
-    from pa_npu.trainer.export import export_checkpoint
+    from pa_npu.backends.megatron.checkpoint_export import export_checkpoint
 
     export_checkpoint(Path(options.checkpoint), Path(options.output), options.model)
     print(f"wrote {options.output}")
@@ -134,9 +134,9 @@ def _export(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _dry_run(config: Config, device_memory_gib: float | None) -> int:
     """Print what a run would be. What this machine merely lacks becomes a note, so that a cluster's run can be planned."""
-    from pa_npu.config.describe import derived_lines
     from pa_npu.launcher.checks import check_surroundings, resolve_device
     from pa_npu.launcher.placement import placement_lines
+    from pa_npu.planning.describe import derived_lines
 
     config, platform = resolve_device(config, forgive=True)
     findings = check_surroundings(config, platform, forgive=True, device_memory_gib=device_memory_gib)

@@ -13,12 +13,12 @@ from pathlib import Path
 from pa_npu import __version__
 from pa_npu import platform as platforms
 from pa_npu.config.schema import Config
+from pa_npu.engines.vllm.versions import installed, select
 from pa_npu.errors import PaNpuError, UserError
 from pa_npu.launcher.checks import check_surroundings, resolve_device
 from pa_npu.launcher.placement import available_cores, port_problem
 from pa_npu.launcher.versions import trainer_problems
 from pa_npu.platform.busy import busy_devices
-from pa_npu.rollout.engine_versions import installed, select
 
 _GIB = 2**30
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pa_npu.config.schema import Config
+from pa_npu.engines.vllm.guard import KEY_VARIABLE
 from pa_npu.errors import ConfigError, UserError
-from pa_npu.rollout.engine_guard import KEY_VARIABLE
 
 KEY_FILE = "api_key"
 

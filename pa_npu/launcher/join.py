@@ -1,6 +1,6 @@
 """Add an engine to a running job, keep it until it is asked to leave, and let it finish what it has in flight then.
 
-    python -m pa_npu.rollout.engine --join HOST:PORT      (the address that the run's launcher prints)
+    python -m pa_npu.engines.vllm.command --join HOST:PORT      (the address that the run's launcher prints)
 
 checks     the run's configuration comes from its store; model, interpreter, devices, port and API key are checked here
 starting   the server loads the model; a signal ends it at once
@@ -23,18 +23,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from pa_npu.buffer.store import StoreChannel, StoreError, connect
 from pa_npu.config.load import load_tree
 from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel, StoreError, connect
+from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
+from pa_npu.control.roster import Roster
 from pa_npu.errors import BAD_INPUT, FAILED, DeadlineExceeded, PaNpuError, UserError
-from pa_npu.launcher.commands import Command, engine_command, engine_url
-from pa_npu.launcher.console import Console
 from pa_npu.launcher.joining_checks import Choices, Site, check_site, engine_key_here, local_address
-from pa_npu.launcher.process_tree import Process, ProcessTree
-from pa_npu.launcher.readiness import engine_answers
-from pa_npu.launcher.supervisor import StopSignals, stop_signals
-from pa_npu.rollout.roster import PREFIX as ROSTER_PREFIX
-from pa_npu.rollout.roster import Roster
+from pa_npu.launcher.process.commands import Command, engine_command, engine_url
+from pa_npu.launcher.process.console import Console
+from pa_npu.launcher.process.process_tree import Process, ProcessTree
+from pa_npu.launcher.process.readiness import engine_answers
+from pa_npu.launcher.process.supervisor import StopSignals, stop_signals
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m pa_npu.rollout.engine",
+        "python -m pa_npu.engines.vllm.command",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

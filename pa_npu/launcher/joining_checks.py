@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pa_npu import platform as platforms
-from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
+from pa_npu.control.roster import Roster
+from pa_npu.engines.vllm.guard import KEY_VARIABLE
 from pa_npu.errors import ConfigError, DataError, UserError
+from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.checks import check_engine_interpreter, check_model_files, device_notes
 from pa_npu.launcher.engine_key import KEY_FILE, checked_key, read_key
 from pa_npu.launcher.placement import Placement, available_cores, free_ports, port_problem
-from pa_npu.launcher.readiness import served_model
+from pa_npu.launcher.process.readiness import served_model
 from pa_npu.platform.base import Platform
-from pa_npu.rollout.engine_guard import KEY_VARIABLE
-from pa_npu.rollout.roster import Roster
 
 _CONNECT_TIMEOUT_S = 10.0
 _UNAUTHORISED = 401

@@ -12,15 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pa_npu import __version__
-from pa_npu.buffer.store import StoreChannel, connect
-from pa_npu.config.model_spec import ModelSpec
+from pa_npu.checkpoints.provenance import config_tree, differences
 from pa_npu.config.schema import Config
-from pa_npu.data.provenance import config_tree, differences
+from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.errors import BAD_INPUT, FAILED, ConfigError, PaNpuError, UserError
+from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.addresses import resolve_address
 from pa_npu.launcher.checks import check_share, resolve_device
-from pa_npu.launcher.commands import Command, Role, Store, engine_command, trainer_command
-from pa_npu.launcher.console import Console
 from pa_npu.launcher.engine_key import run_key
 from pa_npu.launcher.node import NodeReport, inspect_node
 from pa_npu.launcher.node_link import HeadLink
@@ -36,8 +34,10 @@ from pa_npu.launcher.node_messages import (
     parse_order,
 )
 from pa_npu.launcher.placement import Placement, engine_ports
-from pa_npu.launcher.process_tree import GRACE_S, Process, ProcessTree
-from pa_npu.launcher.supervisor import StopSignals, signal_name, stop_signals
+from pa_npu.launcher.process.commands import Command, Role, Store, engine_command, trainer_command
+from pa_npu.launcher.process.console import Console
+from pa_npu.launcher.process.process_tree import GRACE_S, Process, ProcessTree
+from pa_npu.launcher.process.supervisor import StopSignals, signal_name, stop_signals
 from pa_npu.launcher.versions import installed_versions
 from pa_npu.platform.base import Platform
 

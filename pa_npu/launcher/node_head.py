@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from pa_npu.buffer.store import StoreChannel
 from pa_npu.config.sections import PlacementConfig
+from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import BAD_INPUT, FAILED, DeadlineExceeded, UserError
-from pa_npu.launcher.commands import Role, Startable, engine_url
-from pa_npu.launcher.console import Console
-from pa_npu.launcher.log_tail import last_lines
 from pa_npu.launcher.node_messages import End, Ended, Invitation, Joining, Start, to_json
 from pa_npu.launcher.node_roll import TICK_S, Node, NodeRoll
 from pa_npu.launcher.placement import Placement
-from pa_npu.launcher.process_tree import ProcessTree, describe_end
-from pa_npu.launcher.processes import Process
-from pa_npu.launcher.recovery import Failure
-from pa_npu.launcher.supervisor import StopSignals
+from pa_npu.launcher.process.commands import Role, Startable, engine_url
+from pa_npu.launcher.process.console import Console
+from pa_npu.launcher.process.log_tail import last_lines
+from pa_npu.launcher.process.process_tree import ProcessTree, describe_end
+from pa_npu.launcher.process.processes import Process
+from pa_npu.launcher.process.recovery import Failure
+from pa_npu.launcher.process.supervisor import StopSignals
 
 _KILLED = -9
 # After the end of a node's patience with a silent head, what it takes to stop its processes.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from pa_npu.buffer.store import StoreChannel
+from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import PaNpuError
 from pa_npu.launcher.node_messages import BEAT_S, Ended, Leaving, Mail, to_json
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pa_npu.buffer.store import StoreChannel
+from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import PaNpuError
-from pa_npu.launcher.commands import Role
 from pa_npu.launcher.node import NodeReport
+from pa_npu.launcher.process.commands import Role
 
 PREFIX = "pa/nodes/"
 BEAT_S = 0.25

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from pa_npu.buffer.store import StoreChannel
 from pa_npu.config.sections import PlacementConfig
+from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import BAD_INPUT, DeadlineExceeded, PaNpuError, UserError
-from pa_npu.launcher.console import Console
 from pa_npu.launcher.node import node_problems
 from pa_npu.launcher.node_messages import BEAT_S, Ended, Invitation, Joining, Leaving, Mail, parse_event
 from pa_npu.launcher.placement import Placement
-from pa_npu.launcher.supervisor import StopSignals
+from pa_npu.launcher.process.console import Console
+from pa_npu.launcher.process.supervisor import StopSignals
 
 TICK_S = 0.02
 # The first beat after some moment may have been on its way already.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from pa_npu.checkpoints import directories as store
+from pa_npu.checkpoints.provenance import check_continuation, model_fingerprint
 from pa_npu.config.schema import Config
-from pa_npu.data import checkpoint_store as store
-from pa_npu.data.provenance import check_continuation, model_fingerprint
 from pa_npu.errors import ConfigError
 
 

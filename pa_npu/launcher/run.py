@@ -24,13 +24,22 @@ from typing import Any
 import torch.distributed as dist
 
 from pa_npu import __version__
-from pa_npu.buffer.store import StoreChannel, attempt_prefix, connect
+from pa_npu.checkpoints.provenance import config_tree
 from pa_npu.config.schema import Config
-from pa_npu.data.provenance import config_tree
+from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
+from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
+from pa_npu.control.roster import Roster
 from pa_npu.errors import ConfigError, DataError
 from pa_npu.launcher.addresses import resolve_address
 from pa_npu.launcher.checks import Findings, check_engines, check_surroundings, resolve_device
-from pa_npu.launcher.commands import (
+from pa_npu.launcher.engine_key import engine_key, key_file
+from pa_npu.launcher.node import TOKEN_FILE, inspect_node, leave_token
+from pa_npu.launcher.node_agent import all_versions
+from pa_npu.launcher.node_head import NodeTree
+from pa_npu.launcher.node_messages import PREFIX as NODES_PREFIX
+from pa_npu.launcher.node_messages import Invitation, Joining
+from pa_npu.launcher.placement import engine_ports, placement_lines
+from pa_npu.launcher.process.commands import (
     Role,
     Startable,
     Store,
@@ -39,27 +48,18 @@ from pa_npu.launcher.commands import (
     engine_url,
     trainer_command,
 )
-from pa_npu.launcher.console import Console
-from pa_npu.launcher.engine_key import engine_key, key_file
-from pa_npu.launcher.node import TOKEN_FILE, inspect_node, leave_token
-from pa_npu.launcher.node_agent import all_versions
-from pa_npu.launcher.node_head import NodeTree
-from pa_npu.launcher.node_messages import PREFIX as NODES_PREFIX
-from pa_npu.launcher.node_messages import Invitation, Joining
-from pa_npu.launcher.placement import engine_ports, placement_lines
-from pa_npu.launcher.process_tree import GRACE_S, ProcessTree
-from pa_npu.launcher.readiness import Awaited, engine_answers, host_store, trainers_announced
-from pa_npu.launcher.recovery import Attempt, Recovery
+from pa_npu.launcher.process.console import Console
+from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
+from pa_npu.launcher.process.readiness import Awaited, engine_answers, host_store, trainers_announced
+from pa_npu.launcher.process.recovery import Attempt, Recovery
+from pa_npu.launcher.process.supervisor import StopSignals, Supervisor, stop_signals
 from pa_npu.launcher.resume import resolve_resume
 from pa_npu.launcher.run_directory import begin_attempt, own_run_directory
-from pa_npu.launcher.supervisor import StopSignals, Supervisor, stop_signals
 from pa_npu.platform.base import Platform
-from pa_npu.rollout.roster import PREFIX as ROSTER_PREFIX
-from pa_npu.rollout.roster import Roster
+from pa_npu.publish.transport import Abandonment
 from pa_npu.telemetry.progress import format_duration
 from pa_npu.telemetry.summary import summarise
 from pa_npu.telemetry.timeline import Timeline, merge
-from pa_npu.weights.wire import Abandonment
 
 
 def run(config: Config) -> int:
@@ -105,7 +105,7 @@ def supervise(plan: Plan, tree: ProcessTree | NodeTree, timeline: Timeline, sign
     config, console = plan.config, plan.console
     engines, urls = plan.engines()
     roster = announce(config, plan.store, urls)
-    console.say(f"engines can join with: python -m pa_npu.rollout.engine --join {plan.store.address}")
+    console.say(f"engines can join with: python -m pa_npu.engines.vllm.command --join {plan.store.address}")
     recovery = Recovery(config, tree, console, roster, plan.attempt_again)
     supervisor = Supervisor(tree, console, timeline, signals, recovery)
     first = plan.attempt(config, 0)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import yaml
 
+from pa_npu.checkpoints.directories import clean, version_of
+from pa_npu.checkpoints.provenance import changes_the_run, config_tree, differences
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
-from pa_npu.data.checkpoint_store import clean, version_of
-from pa_npu.data.provenance import changes_the_run, config_tree, differences
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.resume import checkpoints_directory, continues_own_run
 

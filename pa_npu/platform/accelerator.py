@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pa_npu.config.derive import LARGEST_BUCKET_BYTES
+from pa_npu.planning.derive import LARGEST_BUCKET_BYTES
 from pa_npu.platform import base
 
 

@@ -9,22 +9,28 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pa_npu.buffer.iterator import MicrobatchIterator
-from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
-from pa_npu.buffer.store import StoreChannel, attempt_prefix
-from pa_npu.config.model_spec import ModelSpec
+from pa_npu.backends.megatron.backend import MegatronBackend
+from pa_npu.backends.megatron.gather import Position
+from pa_npu.backends.megatron.hf_map import load_hf
+from pa_npu.backends.megatron.parallel import (
+    Ranks,
+    initialise_parallel,
+    shutdown_parallel,
+    side_tensor_group,
+    tensor_group,
+)
+from pa_npu.backends.megatron.stage import TriModel, build_stage
 from pa_npu.config.schema import Config
-from pa_npu.model.parallel import Ranks, initialise_parallel, shutdown_parallel, side_tensor_group, tensor_group
-from pa_npu.model.stage import TriModel, build_stage
+from pa_npu.control.channel import StoreChannel, attempt_prefix
+from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
+from pa_npu.publish.late_engines import LateEngines, VersionGate
+from pa_npu.publish.publisher import Publisher
+from pa_npu.publish.sizing import auto_bucket_bytes
+from pa_npu.samples.iterator import MicrobatchIterator
+from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.border import Border
-from pa_npu.trainer.late_engines import LateEngines, VersionGate
-from pa_npu.trainer.megatron_backend import MegatronBackend
-from pa_npu.weights.gather import Position
-from pa_npu.weights.hf_map import load_hf
-from pa_npu.weights.publisher import Publisher
-from pa_npu.weights.sizing import auto_bucket_bytes
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from pa_npu.buffer.group import Group
-from pa_npu.buffer.microbatch import Microbatch, build_microbatches
-from pa_npu.buffer.store import StoreChannel
+from pa_npu.backends.protocol import Members, TrainBackend
 from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
+from pa_npu.publish.transport import WeightSyncError
+from pa_npu.samples.group import Group
+from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.telemetry.timeline import Timeline
-from pa_npu.trainer.protocol import Members, TrainBackend
-from pa_npu.weights.wire import WeightSyncError
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pa_npu.buffer.iterator import MicrobatchIterator
+from pa_npu.backends.megatron.statistics import merge_updates
+from pa_npu.backends.protocol import TrainBackend
+from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
+from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.border import Border
-from pa_npu.trainer.checkpointing import Checkpointing
 from pa_npu.trainer.profiling import IterationProfiler
-from pa_npu.trainer.protocol import TrainBackend
-from pa_npu.trainer.statistics import merge_updates
 
 
 def train(

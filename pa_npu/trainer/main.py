@@ -13,12 +13,12 @@ from pathlib import Path
 
 from pa_npu import platform as platforms
 from pa_npu.config.load import load_config
-from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
 from pa_npu.errors import PaNpuError, exit_code
+from pa_npu.families.spec import ModelSpec
+from pa_npu.publish.transport import run_and_exit
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
-from pa_npu.weights.wire import run_and_exit
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def run_rank(config: Config, rank: int) -> None:
     platform.set_device(local_rank)
     platform.prepare_megatron()
     # everything below imports megatron, which only works after prepare_megatron
-    from pa_npu.buffer.store import connect
+    from pa_npu.control.channel import connect
     from pa_npu.trainer.assemble import assemble_rank
     from pa_npu.trainer.loop import train
     from pa_npu.trainer.profiling import IterationProfiler

@@ -1,4 +1,4 @@
-"""One trainer rank that saves, loads and fails: `resume` and `faults`, for tests/integration/test_trainer_checkpoint.py.
+"""One trainer rank that saves, loads and fails: `resume` and `faults`, for tests/integration/test_checkpoints_trainer.py.
 
 python -m tests.helpers.checkpoint_rank JOB.json      started by trainer_rank.run_job, like that module
 """
@@ -28,8 +28,8 @@ def main(job_file: str) -> None:
     platform = platforms.get(config.run.device)
     platform.prepare_megatron()
 
-    from pa_npu.buffer.store import connect
-    from pa_npu.model.parallel import initialise_parallel, shutdown_parallel
+    from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
+    from pa_npu.control.channel import connect
 
     host, port = os.environ["PA_NPU_STORE"].rsplit(":", 1)
     store = connect(host, int(port), 60)
@@ -46,14 +46,14 @@ class Attempt:
     """A run from its objects on; several in one process stand for processes that were started again."""
 
     def __init__(self, config: Any, platform: Any, store: dist.TCPStore, rank: int, name: str) -> None:
-        from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
-        from pa_npu.buffer.store import StoreChannel
-        from pa_npu.config.model_spec import ModelSpec
-        from pa_npu.model.parallel import ranks
+        from pa_npu.backends.megatron.backend import MegatronBackend
+        from pa_npu.backends.megatron.parallel import ranks
+        from pa_npu.checkpoints.saving import Checkpointing
+        from pa_npu.control.channel import StoreChannel
+        from pa_npu.families.spec import ModelSpec
+        from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
         from pa_npu.telemetry.timeline import Timeline
         from pa_npu.trainer.assemble import load_stage, rollout_source
-        from pa_npu.trainer.checkpointing import Checkpointing
-        from pa_npu.trainer.megatron_backend import MegatronBackend
 
         self.config, self.rank = config, rank
         spec, timeline, device = ModelSpec.read(config.model.path), Timeline(None, ""), platform.device(0)
@@ -97,7 +97,7 @@ def resume(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore
 
 def faults(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int) -> list[dict[str, float]]:
     """Save versions 2, 4, 6, 8. While 4 is saved the last rank's disk is full; it is killed with its writer while it saves 8."""
-    from pa_npu.trainer.checkpoint_shards import PlannedShards
+    from pa_npu.backends.megatron.checkpoint_shards import PlannedShards
 
     last_rank = rank == config.trainer.devices - 1
     run = Attempt(config, platform, store, rank, "run")

@@ -18,13 +18,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from pa_npu.buffer.group import Group
-from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
-from pa_npu.buffer.store import StoreChannel, connect
 from pa_npu.config import Config, dump_config
+from pa_npu.control.channel import StoreChannel, connect
+from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
+from pa_npu.control.roster import Roster
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.rollout.roster import PREFIX as ROSTER_PREFIX
-from pa_npu.rollout.roster import Roster
+from pa_npu.samples.group import Group
+from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from tests.helpers.stand_in_engine import API_KEY, Served
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +104,7 @@ class Run:
             self.roster.announce(engine.url)
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "pa_npu.rollout.coordinator", "--config", str(self.dir / "config.yaml")),
+                *(sys.executable, "-m", "pa_npu.coordinator.main", "--config", str(self.dir / "config.yaml")),
             ],
             env={
                 "PATH": "/usr/bin:/bin",

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pa_npu.rollout.window import GroupTiming, WindowController
+from pa_npu.dispatch.window import GroupTiming, WindowController
 
 STRIDE = 4
 """Tokens per simulated step."""

@@ -16,23 +16,23 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from pa_npu.buffer.store import StoreChannel, connect
 from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel, connect
+from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
+from pa_npu.control.roster import Roster
 from pa_npu.errors import PaNpuError
-from pa_npu.launcher.commands import Command, Role, Startable
-from pa_npu.launcher.console import Console
 from pa_npu.launcher.node import NodeReport
 from pa_npu.launcher.node_agent import Agent
 from pa_npu.launcher.node_head import NodeTree
 from pa_npu.launcher.node_link import HeadLink
 from pa_npu.launcher.node_messages import PREFIX, Invitation, Joining
 from pa_npu.launcher.placement import Placement, free_ports
-from pa_npu.launcher.process_tree import ProcessTree
-from pa_npu.launcher.readiness import Awaited, host_store
-from pa_npu.launcher.recovery import Attempt, Recovery
-from pa_npu.launcher.supervisor import Supervisor, stop_signals
-from pa_npu.rollout.roster import PREFIX as ROSTER_PREFIX
-from pa_npu.rollout.roster import Roster
+from pa_npu.launcher.process.commands import Command, Role, Startable
+from pa_npu.launcher.process.console import Console
+from pa_npu.launcher.process.process_tree import ProcessTree
+from pa_npu.launcher.process.readiness import Awaited, host_store
+from pa_npu.launcher.process.recovery import Attempt, Recovery
+from pa_npu.launcher.process.supervisor import Supervisor, stop_signals
 from pa_npu.telemetry.timeline import Timeline
 
 HOST = "127.0.0.1"

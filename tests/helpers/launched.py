@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pa_npu.launcher.keeper import descendants
+from pa_npu.launcher.process.keeper import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.attention import PrefixLayout
-from pa_npu.config.model_spec import ModelSpec
+from pa_npu.backends.megatron.logprob import vocab_parallel_logprobs
 from pa_npu.config.schema import Config
-from pa_npu.model.logprob import vocab_parallel_logprobs
+from pa_npu.families.spec import ModelSpec
 from tests.helpers.megatron import PLATFORM, build_stage, initialise_parallel, load_hf, model_config, shutdown_parallel
 from tests.helpers.passes import compare_passes
 
@@ -52,7 +52,7 @@ def run_layout(config: Config, reference: Path, store: dist.Store, rank: int, wo
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from pa_npu.model.stage import data_parallel
+    from pa_npu.backends.megatron.stage import data_parallel
 
     ranks = initialise_parallel(config, PLATFORM, store, rank, world_size)
     spec = ModelSpec.read(config.model.path)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.attention import PrefixLayout
-from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
+from pa_npu.families.spec import ModelSpec
 from tests.helpers.megatron import PLATFORM, TriModel, build_stage, initialise_parallel, load_hf, shutdown_parallel
 
 Microbatch = tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -80,7 +80,7 @@ def run_pass(
     """One pass of Megatron's schedule. stored: the frozen models' log-probs where the stage does not compute them."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from pa_npu.model.stage import data_parallel
+    from pa_npu.backends.megatron.stage import data_parallel
 
     ddp = data_parallel(stage, distributed_optimizer=False)
     ddp.zero_grad_buffer()

@@ -20,9 +20,9 @@ import numpy as np
 import torch.distributed as dist
 
 from pa_npu.algorithm.advantages import group_advantages
-from pa_npu.buffer.group import Group
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
+from pa_npu.samples.group import Group
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,21 +123,21 @@ def run_job(job: Job, timeout_s: float = 240, ends: tuple[int, ...] | None = Non
 def main(job_file: str) -> None:
     from pa_npu import platform as platforms
     from pa_npu.config.load import load_config
-    from pa_npu.config.model_spec import ModelSpec
+    from pa_npu.families.spec import ModelSpec
 
     job: dict[str, Any] = json.loads(Path(job_file).read_text())
     config = load_config([job["config"]])
     platform = platforms.get(config.run.device)
     platform.prepare_megatron()
 
-    from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
-    from pa_npu.buffer.store import StoreChannel, connect
-    from pa_npu.model.parallel import initialise_parallel, shutdown_parallel
+    from pa_npu.backends.megatron.backend import MegatronBackend
+    from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
+    from pa_npu.checkpoints.saving import Checkpointing
+    from pa_npu.control.channel import StoreChannel, connect
+    from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import load_stage, rollout_source
-    from pa_npu.trainer.checkpointing import Checkpointing
     from pa_npu.trainer.loop import consume
-    from pa_npu.trainer.megatron_backend import MegatronBackend
 
     rank = int(os.environ["RANK"])
     host, port = os.environ["PA_NPU_STORE"].rsplit(":", 1)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d as c10d
 
-from pa_npu.config.model_spec import ModelSpec
-from pa_npu.weights import hf_map
+from pa_npu.backends.megatron import hf_map
+from pa_npu.families.spec import ModelSpec
 
 T = TypeVar("T")
 FAMILIES = ("qwen2", "qwen3", "llama")

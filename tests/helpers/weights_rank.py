@@ -44,9 +44,9 @@ def start_ranks(job: dict[str, Any], world_size: int, directory: Path) -> list[s
 
 
 def main(job_file: str) -> None:
-    from pa_npu.config.model_spec import ModelSpec
-    from pa_npu.weights.export import export_hf
-    from pa_npu.weights.publisher import Publisher
+    from pa_npu.backends.megatron.hf_export import export_hf
+    from pa_npu.families.spec import ModelSpec
+    from pa_npu.publish.publisher import Publisher
     from tests.helpers.megatron import (
         PLATFORM,
         build_stage,

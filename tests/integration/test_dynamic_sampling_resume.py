@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from pa_npu.buffer.group import Group
-from pa_npu.data.checkpoint_store import META_FILE, CheckpointMeta, directory_name
-from pa_npu.rollout.stand_in import Speed
+from pa_npu.checkpoints.directories import META_FILE, CheckpointMeta, directory_name
+from pa_npu.engines.stand_in import Speed
+from pa_npu.samples.group import Group
 from tests.helpers.stand_in_engine import stand_in_engines
-from tests.integration.test_rollout_coordinator import GROUPS, RESPONSES, Run
+from tests.integration.test_coordinator_run import GROUPS, RESPONSES, Run
 
 pytestmark = pytest.mark.integration
 ITERATIONS, RESUMED_AT = 4, 2

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pa_npu.buffer.store import StoreChannel, attempt_prefix, connect
+from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from tests.helpers.launched import Launched, settings
 
 pytestmark = [

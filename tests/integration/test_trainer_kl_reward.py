@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pa_npu.buffer.group import Group
 from pa_npu.config.schema import Config
+from pa_npu.samples.group import Group
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import Job, make_groups, run_job
 

@@ -51,15 +51,15 @@ def main(job_file: str, rank: int) -> None:
 
 
 def train(config: Any, platform: Any, port: int, rank: int, directory: Path, engine_workers: int) -> dict[str, Any]:
-    from pa_npu.buffer.rollout_buffer import StoreRolloutBuffer
-    from pa_npu.buffer.store import StoreChannel, connect
-    from pa_npu.config.model_spec import ModelSpec
-    from pa_npu.model.parallel import initialise_parallel, shutdown_parallel
+    from pa_npu.backends.megatron.backend import MegatronBackend
+    from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
+    from pa_npu.control.channel import StoreChannel, connect
+    from pa_npu.families.spec import ModelSpec
+    from pa_npu.publish.publisher import Publisher
+    from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import bucket_bytes, load_stage, rollout_source
     from pa_npu.trainer.loop import consume
-    from pa_npu.trainer.megatron_backend import MegatronBackend
-    from pa_npu.weights.publisher import Publisher
     from tests.helpers.trainer_rank import put_groups
 
     logprobs: dict[int, torch.Tensor] = {}

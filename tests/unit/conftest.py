@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pa_npu.rollout import engine_versions
+from pa_npu.engines.vllm import versions as engine_versions
 
 
 @pytest.fixture

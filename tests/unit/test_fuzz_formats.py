@@ -21,17 +21,17 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from pa_npu.buffer.group import Group, GroupFormatError
 from pa_npu.config.sections import DataConfig
 from pa_npu.data.prompts import load_prompts
+from pa_npu.engines.protocol import EngineError, Sampling
+from pa_npu.engines.vllm.codec import decode_object, decode_response
 from pa_npu.errors import DataError
-from pa_npu.rollout.protocol import EngineError, Sampling
-from pa_npu.rollout.wire import decode_object, decode_response
+from pa_npu.publish.transport import Manifest, WeightSyncError
+from pa_npu.samples.group import Group, GroupFormatError
 from pa_npu.telemetry.metrics import MetricsWriter, read_evaluations, read_records
 from pa_npu.telemetry.summary import summarise
-from pa_npu.weights.wire import Manifest, WeightSyncError
 from tests.helpers.mutations import VALUES, changed_bytes, changed_tree, json_near, to_json
-from tests.unit.test_buffer_group import ENVELOPE_BYTES, assert_same, make_group, signed
+from tests.unit.test_samples_group import ENVELOPE_BYTES, assert_same, make_group, signed
 
 
 @pytest.fixture(scope="module")

@@ -17,16 +17,16 @@ import pytest
 import torch.distributed as dist
 from safetensors.numpy import save_file
 
-from pa_npu.buffer.store import StoreChannel, StoreError, connect
 from pa_npu.config import Config
+from pa_npu.control.channel import StoreChannel, StoreError, connect
+from pa_npu.control.roster import PREFIX, Roster
+from pa_npu.engines.stand_in import write_interpreter
 from pa_npu.errors import DeadlineExceeded, UserError
 from pa_npu.launcher import join, joining_checks
 from pa_npu.launcher.join import JoinedEngine, within
 from pa_npu.launcher.joining_checks import Choices, check_site
+from pa_npu.launcher.process.supervisor import StopSignals
 from pa_npu.launcher.run import _for_joining
-from pa_npu.launcher.supervisor import StopSignals
-from pa_npu.rollout.roster import PREFIX, Roster
-from pa_npu.rollout.stand_in import write_interpreter
 
 KEY = "key-of-the-run"
 MODEL = {

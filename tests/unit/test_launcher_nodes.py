@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from pa_npu.checkpoints.provenance import config_tree
 from pa_npu.config import Config
-from pa_npu.data.provenance import config_tree
 from pa_npu.errors import ConfigError
-from pa_npu.launcher.commands import Role
 from pa_npu.launcher.node_agent import check_same
 from pa_npu.launcher.node_messages import End, NodeError, Start, parse_event, parse_order, to_json
+from pa_npu.launcher.process.commands import Role
 from tests.helpers.fake_nodes import UP_AND_SLEEP, Cluster, alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="keepers and reapers are Linux calls")
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="keepers and rea
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setattr("pa_npu.launcher.supervisor._AFTERMATH_S", 0.05)
+    monkeypatch.setattr("pa_npu.launcher.process.supervisor._AFTERMATH_S", 0.05)
     made = Cluster(tmp_path)
     for name in ("coordinator", "engine-0", "trainer-0", "trainer-1"):
         made.role(name, UP_AND_SLEEP)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from pa_npu.config import Config
-from pa_npu.config.derive import engine_memory, trainer_memory, work
-from pa_npu.config.describe import derived_lines
-from pa_npu.config.model_spec import ModelSpec
-from pa_npu.config.preflight import check_model
 from pa_npu.errors import ConfigError, UserError
+from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.checks import check_ports
 from pa_npu.launcher.placement import engine_ports, place, port_problem, visible_devices
 from pa_npu.launcher.run_directory import check_run_directory, own_run_directory
+from pa_npu.planning.derive import engine_memory, trainer_memory, work
+from pa_npu.planning.describe import derived_lines
+from pa_npu.planning.preflight import check_model
 
 
 def make_config(**sections: dict[str, Any]) -> Config:

@@ -13,11 +13,11 @@ from pa_npu.config import Config
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher import addresses
 from pa_npu.launcher.addresses import interface_of, is_loopback, resolve_address
-from pa_npu.launcher.commands import Role, Store, trainer_command
 from pa_npu.launcher.engine_key import run_key
 from pa_npu.launcher.node_agent import Builder
 from pa_npu.launcher.node_messages import NodeError
 from pa_npu.launcher.placement import Placement, engine_ports, place_nodes, placement_lines, settle_on_node
+from pa_npu.launcher.process.commands import Role, Store, trainer_command
 
 
 def make_config(**sections: dict[str, Any]) -> Config:

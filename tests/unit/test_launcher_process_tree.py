@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from pa_npu.launcher import keeper
-from pa_npu.launcher.log_tail import MarkedLines
-from pa_npu.launcher.process_tree import Process, ProcessTree
+from pa_npu.launcher.process import keeper
+from pa_npu.launcher.process.log_tail import MarkedLines
+from pa_npu.launcher.process.process_tree import Process, ProcessTree
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals and reapers are Linux calls")
 
@@ -194,7 +194,7 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path, number: signal.Signals
     code = f"""
         import os, sys, time
         from pathlib import Path
-        from pa_npu.launcher.process_tree import ProcessTree
+        from pa_npu.launcher.process.process_tree import ProcessTree
         tree = ProcessTree(Path({str(tmp_path)!r}), 1.0)
         tree.start("family", [sys.executable, "-S", "-c", {FAMILY!r}, {str(tmp_path / "pids")!r}, "deaf"], os.environ)
         time.sleep(60)

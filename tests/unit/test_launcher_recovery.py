@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pa_npu.buffer.store import StoreChannel
 from pa_npu.config import Config
-from pa_npu.launcher.commands import Command
-from pa_npu.launcher.console import Console
-from pa_npu.launcher.process_tree import ProcessTree
-from pa_npu.launcher.recovery import Attempt, Recovery
-from pa_npu.launcher.supervisor import Supervisor, stop_signals
-from pa_npu.rollout.roster import PREFIX, Roster
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.roster import PREFIX, Roster
+from pa_npu.launcher.process.commands import Command
+from pa_npu.launcher.process.console import Console
+from pa_npu.launcher.process.process_tree import ProcessTree
+from pa_npu.launcher.process.recovery import Attempt, Recovery
+from pa_npu.launcher.process.supervisor import Supervisor, stop_signals
 from pa_npu.telemetry.timeline import Timeline
 
 SERVES = "import time; time.sleep(60)"
@@ -24,8 +24,8 @@ SERVES = "import time; time.sleep(60)"
 
 @pytest.fixture(autouse=True)
 def short_aftermath(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pa_npu.launcher.supervisor._AFTERMATH_S", 0.05)
-    monkeypatch.setattr("pa_npu.launcher.recovery._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("pa_npu.launcher.process.supervisor._AFTERMATH_S", 0.05)
+    monkeypatch.setattr("pa_npu.launcher.process.recovery._LOOK_EVERY_S", 0.0)
 
 
 def counted(file: Path, *codes: str) -> str:

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from pa_npu.checkpoints import directories as store
+from pa_npu.checkpoints.provenance import check_continuation, config_digest, config_tree, model_fingerprint
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
-from pa_npu.data import checkpoint_store as store
-from pa_npu.data.provenance import check_continuation, config_digest, config_tree, model_fingerprint
+from pa_npu.coordinator.main import first_version
+from pa_npu.coordinator.record import RunRecords
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.resume import check_checkpoint, resolve_resume
 from pa_npu.launcher.run_directory import check_run_directory, own_run_directory
-from pa_npu.rollout.coordinator import first_version
-from pa_npu.rollout.record import RunRecords
 
 
 @pytest.fixture

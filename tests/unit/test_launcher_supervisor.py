@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from pa_npu.launcher.commands import Command
-from pa_npu.launcher.console import Console
-from pa_npu.launcher.process_tree import ProcessTree
-from pa_npu.launcher.readiness import Awaited
-from pa_npu.launcher.supervisor import Supervisor, stop_signals
+from pa_npu.launcher.process.commands import Command
+from pa_npu.launcher.process.console import Console
+from pa_npu.launcher.process.process_tree import ProcessTree
+from pa_npu.launcher.process.readiness import Awaited
+from pa_npu.launcher.process.supervisor import Supervisor, stop_signals
 from pa_npu.telemetry.timeline import Timeline
 
 
 @pytest.fixture(autouse=True)
 def short_aftermath(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pa_npu.launcher.supervisor._AFTERMATH_S", 0.05)
+    monkeypatch.setattr("pa_npu.launcher.process.supervisor._AFTERMATH_S", 0.05)
 
 
 SLEEP = "import time; time.sleep(60)"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pa_npu.data.rewards import answers
-from pa_npu.data.rewards.answers import equal_answers, extract_answer, is_correct, last_boxed, parse_number
+from pa_npu.rewards import answers
+from pa_npu.rewards.answers import equal_answers, extract_answer, is_correct, last_boxed, parse_number
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 needs_math_verify = pytest.mark.skipif(

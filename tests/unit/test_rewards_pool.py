@@ -17,10 +17,10 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import DataConfig, ModelConfig, RewardConfig, RewardFunction
-from pa_npu.data.rewards import pool as pool_module
-from pa_npu.data.rewards.pool import RewardInput, RewardPool, check_reward_functions
-from pa_npu.data.rewards.process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
+from pa_npu.rewards import pool as pool_module
+from pa_npu.rewards.pool import RewardInput, RewardPool, check_reward_functions
+from pa_npu.rewards.process import WorkerProcess
 
 USERS_MODULE = '''
 import json, os, subprocess, sys, time
@@ -290,7 +290,7 @@ async def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
     program = f"""
 import asyncio
 from pa_npu.config.sections import RewardConfig, RewardFunction
-from pa_npu.data.rewards.pool import RewardInput, RewardPool
+from pa_npu.rewards.pool import RewardInput, RewardPool
 async def main():
     async with RewardPool(RewardConfig(functions=(RewardFunction(name="users_rewards:by_row"),))) as pool:
         await pool.score(RewardInput("", "4", ["a"], [1], {{"pid_file": {str(pid_file)!r}, "endless": True}}))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pa_npu.config.sections import DataConfig
 from pa_npu.data.prompts import load_prompts
-from pa_npu.data.rewards.answers import is_correct
+from pa_npu.rewards.answers import is_correct
 from tools import make_tiny_model as tiny
 
 SMALL = ["--hidden", "64", "--layers", "1", "--train-questions", "40", "--test-questions", "10"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pa_npu.buffer.microbatch import Microbatch, Piece, cut, pack
-from pa_npu.config.model_spec import ModelSpec
+from pa_npu.families.spec import ModelSpec
+from pa_npu.samples.microbatch import Microbatch, Piece, cut, pack
 from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.megatron import PLATFORM, model_config, single_process
 from tests.helpers.models import make_model
@@ -18,7 +18,7 @@ from tests.helpers.trainer_rank import make_groups
 
 # these import megatron, which the helper above has prepared
 from pa_npu.trainer.assemble import load_stage  # isort: skip
-from pa_npu.trainer.megatron_backend import MegatronBackend  # isort: skip
+from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
 
 GROUPS, RESPONSES = 4, 4
 # every consumer of response_index and of the token weights

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pa_npu.buffer.microbatch import build_microbatches
 from pa_npu.config.schema import Config
+from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.megatron import PLATFORM, model_config
 from tests.helpers.models import make_model

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from pa_npu.buffer.group import Group
-from pa_npu.buffer.iterator import MicrobatchIterator
-from pa_npu.buffer.microbatch import build_microbatches
-from pa_npu.config.model_spec import ModelSpec
 from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
+from pa_npu.families.spec import ModelSpec
+from pa_npu.samples.group import Group
+from pa_npu.samples.iterator import MicrobatchIterator
+from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.megatron import PLATFORM, TriModel, model_config, single_process
 from tests.helpers.models import make_model
@@ -24,8 +24,8 @@ from tests.helpers.trainer_rank import make_groups
 # these import megatron, which the helper above has prepared
 from pa_npu.trainer.assemble import load_stage  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip
-from pa_npu.trainer.megatron_backend import MegatronBackend  # isort: skip
-from pa_npu.trainer.statistics import merge_updates  # isort: skip
+from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
+from pa_npu.backends.megatron.statistics import merge_updates  # isort: skip
 
 GROUPS, RESPONSES, LEARNING_RATE = 4, 4, 3e-3
 

@@ -1,0 +1,1 @@
+"""Training backends behind the TrainBackend protocol: what turns microbatches into an update."""

@@ -1,0 +1,243 @@
+"""TrainBackend on megatron-core: forward, loss and backward, the normaliser at the step, probe, publish, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+
+from pa_npu.algorithm.aggregation import normaliser, token_weights
+from pa_npu.algorithm.batch import TokenBatch
+from pa_npu.algorithm.losses import loss_sums, metric_names
+from pa_npu.algorithm.policy_losses import find_policy_loss
+from pa_npu.backends.megatron.checkpoint import CheckpointContents
+from pa_npu.backends.megatron.checkpoint_shards import PlannedShards
+from pa_npu.backends.megatron.hf_export import export_hf
+from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler
+from pa_npu.backends.megatron.schedule import Loss, run_pipelined, run_sequential, with_spans
+from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
+from pa_npu.backends.megatron.statistics import IterationTotals, MetricSums, mean_over_world
+from pa_npu.backends.protocol import Members, MicrobatchSource, ProbeResult
+from pa_npu.config.schema import Config
+from pa_npu.errors import InvariantViolation
+from pa_npu.families.spec import ModelSpec
+from pa_npu.platform.base import Platform
+from pa_npu.publish.late_engines import VersionGate
+from pa_npu.publish.publisher import Publisher
+from pa_npu.samples.microbatch import Microbatch
+from pa_npu.telemetry.timeline import Timeline
+
+
+class MegatronBackend:
+    """One rank. `stage` is this rank's TriModel stage with weights loaded; `publisher` is None where no engine is attached."""
+
+    def __init__(
+        self,
+        stage: TriModel,
+        config: Config,
+        spec: ModelSpec,
+        platform: Platform,
+        device: torch.device,
+        publisher: Publisher | None,
+        timeline: Timeline,
+        gate: VersionGate | None = None,
+    ) -> None:
+        """gate: guards the stage's published_version, which late engines are sent; it is closed while that changes."""
+        self._stage = stage
+        self._config = config
+        self._spec = spec
+        self._platform = platform
+        self._device = device
+        self._publisher = publisher
+        self._timeline = timeline
+        self._ddp = data_parallel(stage, distributed_optimizer=config.trainer.distributed_optimizer)
+        self._optimizer = build_optimizer(self._ddp, config)
+        self._scheduler = build_scheduler(self._optimizer, config)
+        stage.config.no_sync_func = self._ddp.no_sync
+        stage.config.finalize_model_grads_func = self._finalize_gradients
+        self._policy_loss = find_policy_loss(config.algorithm.loss)
+        self._metric_names = metric_names(config.algorithm)
+        self._gate = gate or VersionGate(config.publish.timeout_s)
+        self._policy_version: int | None = None  # of the weights in the policy; unknown until the first publish
+        self._reference_version = 0  # the policy's that the reference was last made equal to; 0 is the HF model
+        self._contents = CheckpointContents(stage, self._optimizer, self._scheduler, config, platform)
+        self._reset_sums()
+
+    def accumulate(self, microbatches: MicrobatchSource) -> None:
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._reset_sums()
+        start = time.perf_counter()
+        # of use to the pipeline only, which packs nothing: every piece of a group is a microbatch
+        groups = self._config.groups_per_replica // self._config.schedule.updates_per_iteration
+        num_microbatches = groups * self._config.microbatches_per_group
+        waited_s = microbatches.waited_s
+        self._run(microbatches, num_microbatches, self._training_loss, forward_only=False)
+        self._platform.synchronize()
+        self._wait_s = microbatches.waited_s - waited_s
+        self._train_s = time.perf_counter() - start - self._wait_s
+
+    def step(self) -> dict[str, float]:
+        start = time.perf_counter()
+        with self._timeline.span("step"):
+            if self._stage.published_version() is self._stage.policy:
+                self._gate.close()
+            self._scheduler.step(increment=1)
+            learning_rate = self._optimizer.param_groups[0]["lr"]
+            succeeded, grad_norm, _ = self._optimizer.step()
+            self._platform.synchronize()
+        if not succeeded or grad_norm is None or not math.isfinite(grad_norm):
+            raise InvariantViolation(
+                f"gradient norm is {grad_norm}: the update would destroy the weights; lower optimizer.learning_rate, or look at "
+                f"the rewards and log-prob differences of the last iterations in metrics.jsonl"
+            )
+        if self._policy_version is not None:
+            self._policy_version += 1
+        return self._report(float(grad_norm), float(learning_rate), time.perf_counter() - start)
+
+    def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
+        self._reset_sums()
+        self._run(microbatches, len(microbatches), self._probe_loss, forward_only=True)
+        sums, largest = self._metrics.over_ranks(self._device)
+        totals = self._totals.over_replicas(self._device)
+        return ProbeResult(largest, sums["logprob_diff"] / max(1, totals.tokens_response))
+
+    def publish(self, version: int, members: Members | None = None) -> None:
+        self._gate.close()
+        self._policy_version = version
+        if "old" in self._stage.frozen:
+            self._stage.copy_policy_to("old")
+        refresh = self._config.algorithm.reference_refresh_every
+        if refresh and version and version % refresh == 0:
+            self._stage.copy_policy_to("reference")
+            self._reference_version = version
+        self._gate.open(version)
+        if self._publisher is not None and members is not None:
+            self._publisher.connect(members.epoch, members.workers)
+            self._publisher.publish(version)
+
+    def plan_save(self, directory: Path) -> PlannedShards:
+        return self._contents.plan(directory, self._reference_version)
+
+    def load(self, directory: Path) -> int:
+        meta = self._contents.load(directory)
+        self._reference_version = meta.reference["version"] if meta.reference else 0
+        return meta.version
+
+    def export(self, directory: Path) -> None:
+        export_hf(self._stage.policy, self._spec, directory)
+
+    def _reset_sums(self) -> None:
+        self._totals = IterationTotals()
+        self._metrics = MetricSums(self._metric_names)
+
+    def _run(
+        self, microbatches: Iterable[Microbatch], num_microbatches: int, loss: Loss, *, forward_only: bool
+    ) -> None:
+        """One pass; num_microbatches is read only where pipeline stages have to agree on it in advance."""
+
+        def forward(microbatch: Microbatch) -> Any:
+            self._totals.add(microbatch)
+            return self._ddp(
+                microbatch.tokens[None],
+                microbatch.layout,
+                microbatch.rows,
+                microbatch.targets,
+                temperature=self._config.rollout.temperature,
+                chunk=self._config.model.head_chunk_tokens,
+                entropy_grad=self._config.algorithm.entropy_coef > 0,
+            )
+
+        with closing(with_spans(microbatches, self._timeline)) as timed, torch.set_grad_enabled(not forward_only):
+            if self._config.trainer.pipeline_parallel == 1:
+                run_sequential(self._ddp, timed, forward, loss, forward_only=forward_only)
+            else:
+                run_pipelined(self._ddp, timed, num_microbatches, forward, loss, forward_only=forward_only)
+
+    def _training_loss(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
+        old_logprobs = self._old_logprobs(microbatch, output)
+        batch = TokenBatch(
+            logprobs=output.logprobs,
+            entropy=output.entropy,
+            old_logprobs=old_logprobs,
+            reference_logprobs=output.frozen.get("reference"),
+            engine_logprobs=microbatch.engine_logprobs,
+            advantages=microbatch.advantages,
+            weights=token_weights(microbatch.response_lengths, self._config.algorithm.aggregation, self._device),
+            response_index=microbatch.response_index,
+            num_responses=microbatch.num_sequences,
+            group_size=self._config.rollout.responses_per_prompt,
+        )
+        sums = loss_sums(batch, self._config.algorithm, self._policy_loss)
+        self._metrics.add(sums.metrics, (old_logprobs - microbatch.engine_logprobs).abs().max())
+        return sums.loss
+
+    def _old_logprobs(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
+        """Of the policy that generated the microbatch. With one update per iteration that is the policy itself: ratio 1."""
+        if "old" in output.frozen:
+            return output.frozen["old"]
+        if self._policy_version not in (None, microbatch.version):
+            raise InvariantViolation(
+                f"I1 version: groups {microbatch.group_indices} of version {microbatch.version} meet a policy of version "
+                f"{self._policy_version} without an old policy to take the ratio against; publish before every update"
+            )
+        return output.logprobs.detach()
+
+    def _probe_loss(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
+        difference = (output.logprobs - microbatch.engine_logprobs).abs()
+        zero = torch.zeros((), device=self._device)
+        metrics = {name: zero for name in self._metric_names} | {"logprob_diff": difference.sum()}
+        self._metrics.add(metrics, difference.max())
+        return zero
+
+    def _finalize_gradients(self, models: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+        """Reduce the summed gradients over replicas and divide them, once, by the update's normaliser (invariant I3)."""
+        finalize_model_grads(models, None, **kwargs)
+        self._totals = self._totals.over_replicas(self._device)
+        self._normaliser = normaliser(
+            self._config.algorithm.aggregation,
+            self._totals.tokens_response,
+            self._totals.num_responses,
+            self._config.rollout.max_response_tokens,
+        )
+        for model in models:
+            model.scale_gradients(1.0 / self._normaliser)
+
+    def _report(self, grad_norm: float, learning_rate: float, step_s: float) -> dict[str, float]:
+        sums, difference_max = self._metrics.over_ranks(self._device)
+        tokens = max(1, self._totals.tokens_response)
+        seconds = mean_over_world(
+            {"wait_s": self._wait_s, "train_s": self._train_s + step_s, "step_s": step_s}, self._device
+        )
+        importance = {
+            name: sums[total] / tokens
+            for name, total in (
+                ("importance_weight_mean", "importance_weight"),
+                ("importance_truncated_ratio", "importance_truncated"),
+            )
+            if total in sums
+        }
+        return {
+            "loss": sums["loss"] / self._normaliser,
+            "policy_loss": sums["policy_loss"] / self._normaliser,
+            "kl": sums.get("kl", 0.0) / tokens,
+            "entropy": sums["entropy"] / tokens,
+            "clip_ratio": sums["clipped"] / tokens,
+            "logprob_diff_mean": sums["logprob_diff"] / tokens,
+            "logprob_diff_max": difference_max,
+            "logprob_k3": sums["logprob_k3"] / tokens,
+            **importance,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "tokens_response": self._totals.tokens_response,
+            "tokens_computed": self._totals.tokens_computed,
+            "microbatches": self._totals.num_microbatches,
+            "memory_peak_bytes": self._platform.memory_bytes()[1],
+            **seconds,
+        }

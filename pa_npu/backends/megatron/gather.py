@@ -1,0 +1,264 @@
+"""One stage's HF tensors, gathered over tensor parallelism into flat buckets of bounded size.
+
+Publishing and exporting read a stage through this. A rank holds at most two packed and two gathered buckets: tensors
+larger than a bucket are cut by rows, each rank contributing the same rows of its shard. With TP the ranks exchange their
+packed shards, one bucket ahead of the one being laid out for the wire; tensors that TP does not cut come from the leader
+alone. With TP=1 the leader packs straight from the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pa_npu.backends.megatron.hf_map import (
+    HfTensor,
+    check_tensor_parallel,
+    first_layer,
+    part_view,
+    stage_tensors,
+    standard_parameters,
+)
+from pa_npu.families.spec import ModelSpec
+from pa_npu.publish import transport
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a trainer rank stands. The TP leader (tp_rank 0) of a stage in replica 0 speaks for it."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    stage: int = 0
+    num_stages: int = 1
+    replica: int = 0
+    tp_group: dist.ProcessGroup | None = None
+
+    @property
+    def is_leader(self) -> bool:
+        return self.tp_rank == 0 and self.replica == 0
+
+    @classmethod
+    def from_megatron(cls) -> Position:
+        """This rank's position in Megatron's current model-parallel groups."""
+        from megatron.core import parallel_state
+
+        return cls(
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
+            replica=parallel_state.get_data_parallel_rank(),
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [start, stop) of every rank's shard of a tensor; a vector's rows are its elements."""
+
+    tensor: HfTensor
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The exchange of one bucket: [tp_size, elements], the ranks' rows of its pieces one after another; one work per peer."""
+
+    shards: torch.Tensor
+    works: list[dist.Work]
+
+
+class StageTensors:
+    """The plan and the data of one stage. All TP ranks build the same plan from the same parameters."""
+
+    def __init__(self, module: torch.nn.Module, spec: ModelSpec, position: Position, bucket_bytes: int) -> None:
+        check_tensor_parallel(spec, position.tp_size)
+        self._spec = spec
+        self._position = position
+        self._parameters = standard_parameters(module)
+        self._tensors = stage_tensors(self._parameters, spec, first_layer(module))
+        self._plan = plan_buckets(
+            [(tensor, self._dtype(tensor)) for tensor in self._tensors], position.tp_size, bucket_bytes
+        )
+        self.manifest = transport.Manifest(
+            stage=position.stage,
+            model={
+                "vocab_size": spec.vocab_size,
+                "hidden_size": spec.hidden_size,
+                "intermediate_size": spec.ffn_size,
+                "num_hidden_layers": spec.num_layers,
+                "num_attention_heads": spec.num_heads,
+                "num_key_value_heads": spec.num_kv_heads,
+                "tie_word_embeddings": int(spec.tied),
+            },
+            shapes={tensor.name: tensor.shape for tensor in self._tensors},
+            buckets=tuple(
+                transport.Bucket(
+                    str(self._dtype(pieces[0].tensor)).removeprefix("torch."),
+                    tuple(segment for piece in pieces for segment in piece_segments(piece, position.tp_size)),
+                )
+                for pieces in self._plan
+            ),
+        )
+
+    def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
+        """The stage's buckets in order: a flat tensor on the TP leader, None on its peers. Collective over TP.
+
+        Read only: a bucket may be a run of a parameter. A yielded bucket is overwritten when the one after the next is
+        asked for, because two buffers take turns.
+        """
+        buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        upcoming = self._start_gather(self._plan[0])
+        for index, (pieces, bucket) in enumerate(zip(self._plan, self.manifest.buckets, strict=True)):
+            gather = upcoming
+            if index + 1 < len(self._plan):
+                upcoming = self._start_gather(self._plan[index + 1])
+            gathered = self._finish_gather(gather, deadline, index)
+            key = (index % 2, bucket.torch_dtype)
+            if self._position.tp_rank != 0:
+                yield None
+                continue
+            if (run := self._contiguous(pieces, gathered)) is not None:
+                yield run[: bucket.num_elements]
+                continue
+            if key not in buffers:
+                largest = max(b.num_elements for b in self.manifest.buckets if b.dtype == bucket.dtype)
+                device = self._parameters[pieces[0].tensor.parameter].device
+                buffers[key] = torch.empty(largest, dtype=bucket.torch_dtype, device=device)
+            target = buffers[key][: bucket.num_elements]
+            self._fill(target, pieces, gathered)
+            yield target
+
+    def _dtype(self, tensor: HfTensor) -> torch.dtype:
+        return self._parameters[tensor.parameter].dtype
+
+    def _rows(self, piece: Piece) -> torch.Tensor:
+        """This rank's rows of a piece as a view (or, for a part of an interleaved tensor, a copy) [..., columns]."""
+        tensor = piece.tensor
+        view = part_view(self._parameters[tensor.parameter].detach(), tensor.part, self._spec)
+        shape = tensor.local_shape(self._position.tp_size)
+        if (piece.start, piece.stop) == (0, shape[0]):
+            return view
+        return view.reshape(shape)[piece.start : piece.stop]
+
+    @torch.no_grad()
+    def _start_gather(self, pieces: list[Piece]) -> Gather | None:
+        """Pack and exchange this bucket's shards; None where TP cuts none of its tensors.
+
+        One broadcast per peer, all at once: as much traffic as an all-gather, but gloo's all-gather copies everything
+        twice more (a tenth of the broadcast's speed), and HCCL has no gather to one rank.
+        """
+        size = self._position.tp_size
+        rows = [self._rows(piece) for piece in pieces if piece.tensor.shard_dim is not None]
+        if size == 1 or not rows:
+            return None
+        shards = rows[0].new_empty(size, sum(row.numel() for row in rows))
+        packed, offset = shards[self._position.tp_rank], 0
+        for row in rows:
+            packed[offset : offset + row.numel()].view(row.shape).copy_(row)
+            offset += row.numel()
+        group = self._position.tp_group
+        return Gather(shards, [transport.broadcast(group, shards[rank], root=rank) for rank in range(1, size)])
+
+    def _finish_gather(self, gather: Gather | None, deadline: transport.Deadline, index: int) -> torch.Tensor | None:
+        if gather is None:
+            return None
+        for rank, work in enumerate(gather.works, start=1):
+            where = (
+                f"gathering weights over TP in stage {self._position.stage}, bucket {index + 1} of {len(self._plan)} "
+                f"({self.manifest.buckets[index].summary}): rank {self._position.tp_rank} of {self._position.tp_size} "
+                f"waits for the shard of rank {rank}"
+            )
+            remedy = "look at the logs of the ranks of this tensor-parallel group for the one that stopped"
+            transport.wait(work, deadline, where, remedy)
+        return gather.shards
+
+    def _contiguous(self, pieces: list[Piece], gathered: torch.Tensor | None) -> torch.Tensor | None:
+        """The bucket, where it already lies in memory as the wire wants it; padding may follow."""
+        if len(pieces) > 1:
+            return None
+        if gathered is not None:
+            return gathered.view(-1) if pieces[0].tensor.shard_dim == 0 else None
+        rows = self._rows(pieces[0])
+        return rows.view(-1) if rows.is_contiguous() else None
+
+    @torch.no_grad()
+    def _fill(self, target: torch.Tensor, pieces: list[Piece], gathered: torch.Tensor | None) -> None:
+        """Lay the pieces out as the manifest's segments say."""
+        size, offset, column = self._position.tp_size, 0, 0
+        for piece in pieces:
+            tensor = piece.tensor
+            if size == 1 or tensor.shard_dim is None:
+                rows = self._rows(piece)
+                target[offset : offset + rows.numel()].view(rows.shape).copy_(rows)
+                offset += rows.numel()
+                continue
+            assert gathered is not None
+            count = (piece.stop - piece.start) * math.prod(tensor.local_shape(size)[1:])
+            shards = gathered[:, column : column + count]
+            column += count
+            if tensor.shard_dim == 1:
+                out = target[offset : offset + size * count].view(piece.stop - piece.start, size, -1)
+                out.copy_(shards.view(size, piece.stop - piece.start, -1).transpose(0, 1))
+                offset += size * count
+                continue
+            for rank, segment in _rank_rows(piece, size):
+                target[offset : offset + segment].copy_(shards[rank, :segment])
+                offset += segment
+
+
+def plan_buckets(tensors: list[tuple[HfTensor, torch.dtype]], tp_size: int, bucket_bytes: int) -> list[list[Piece]]:
+    """Cut tensors, in order, into buckets of one dtype and at most bucket_bytes (or one row of all ranks, if larger).
+
+    A tensor that fits into a bucket is never cut, so that the receiver can use it where it arrives.
+    """
+    buckets: list[list[Piece]] = []
+    room, current_dtype = 0, None
+    for tensor, dtype in tensors:
+        rows = tensor.local_shape(tp_size)[0]
+        row_bytes = math.prod(tensor.shape[1:]) * dtype.itemsize * (tp_size if tensor.shard_dim == 0 else 1)
+        if dtype != current_dtype or rows * row_bytes > room:
+            room = 0
+        start = 0
+        while start < rows:
+            if room < row_bytes:
+                buckets.append([])
+                room = max(bucket_bytes, row_bytes)
+                current_dtype = dtype
+            stop = min(rows, start + room // row_bytes)
+            buckets[-1].append(Piece(tensor, start, stop))
+            room -= (stop - start) * row_bytes
+            start = stop
+    return buckets
+
+
+def piece_segments(piece: Piece, tp_size: int) -> Iterator[transport.Segment]:
+    """Where the gathered rows of a piece lie in the HF tensor, in the order of the wire: rank after rank."""
+    tensor = piece.tensor
+    columns = math.prod(tensor.shape[1:])
+    if tensor.shard_dim != 0 or tp_size == 1:
+        yield transport.Segment(tensor.name, piece.start * columns, (piece.stop - piece.start) * columns)
+        return
+    size = tensor.local_size(tp_size)
+    if (piece.start, piece.stop) == (0, size):
+        yield transport.Segment(tensor.name, 0, math.prod(tensor.shape))
+        return
+    for rank, count in _rank_rows(piece, tp_size):
+        yield transport.Segment(tensor.name, (rank * size + piece.start) * columns, count)
+
+
+def _rank_rows(piece: Piece, tp_size: int) -> Iterator[tuple[int, int]]:
+    """(rank, elements) of a piece cut along rows; vocabulary padding is left out."""
+    tensor = piece.tensor
+    columns = math.prod(tensor.shape[1:])
+    for rank in range(tp_size):
+        first, last = tensor.local_range(rank, tp_size)
+        count = min(piece.stop, last - first) - piece.start
+        if count > 0:
+            yield rank, count * columns

@@ -1,0 +1,243 @@
+"""The map between HF and Megatron parameters, and loading a stage from an HF directory with it.
+
+A stage's parameters carry Megatron's standard names (`decoder.layers.0.self_attention.linear_qkv.weight`, layers
+counted from the stage's first). Every HF tensor is one `HfTensor`: it lies in one Megatron parameter, whole or as a
+part of it, and tensor parallelism (TP) keeps it complete on each rank or cuts it along one dimension, in rank order:
+
+    HF tensor                       Megatron parameter (one TP rank)              cut along
+    q_proj, k_proj, v_proj          linear_qkv  [groups, q per group | 1 | 1, D]  0 (whole groups)
+    gate_proj, up_proj              linear_fc1  cat(gate of rank, up of rank)     0
+    o_proj, down_proj               linear_proj, linear_fc2                       1
+    embed_tokens, lm_head           word_embeddings, output_layer                 0 (vocabulary)
+    norms                           *layernorm                                    not cut
+
+So a rank can produce its shard of every HF tensor alone, and the shards of all ranks, put side by side, are the tensor.
+
+Vocabulary padding: embedding and output rows are padded to a multiple of TP (`HfTensor.local_size`), so that every rank
+holds equally many; the padding rows are the last ones, are loaded as zeros, and are never published or exported. A head
+must leave their logits out of the softmax.
+
+Tied embeddings: HF has no lm_head; with pipeline parallelism the last stage's `output_layer.weight` is a copy of the
+embedding, which is loaded from embed_tokens and is neither published nor exported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from pa_npu.errors import ConfigError, DataError
+from pa_npu.families.hf_checkpoint import HfCheckpoint
+from pa_npu.families.spec import ModelSpec
+
+Part = Literal["whole", "q", "k", "v", "gate", "up"]
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
+
+# Wrappers (DDP, Float16Module, TriModel) put prefixes before the standard name.
+_STANDARD_NAME = re.compile(r"(?:^|\.)((?:embedding|decoder|output_layer)\..+)$")
+_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """One HF tensor: its full shape, how TP cuts it, and the Megatron parameter of its stage that holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    shard_dim: int | None
+    parameter: str
+    part: Part = "whole"
+
+    def local_size(self, tp_size: int) -> int:
+        """Length of every rank's shard along `shard_dim`, vocabulary padding included."""
+        assert self.shard_dim is not None
+        return -(-self.shape[self.shard_dim] // tp_size)
+
+    def local_shape(self, tp_size: int) -> tuple[int, ...]:
+        """Shape of one rank's shard, vocabulary padding included."""
+        if self.shard_dim is None:
+            return self.shape
+        return (*self.shape[: self.shard_dim], self.local_size(tp_size), *self.shape[self.shard_dim + 1 :])
+
+    def local_range(self, tp_rank: int, tp_size: int) -> tuple[int, int]:
+        """The rank's [start, stop) along `shard_dim` of the HF tensor, padding left out; empty when all is padding."""
+        assert self.shard_dim is not None
+        size, end = self.local_size(tp_size), self.shape[self.shard_dim]
+        return min(tp_rank * size, end), min((tp_rank + 1) * size, end)
+
+
+def check_tensor_parallel(spec: ModelSpec, tp_size: int) -> None:
+    """Raises ConfigError where the map cannot cut the model into `tp_size` equal shards."""
+    for what, count in (
+        ("attention heads", spec.num_heads),
+        ("key/value heads", spec.num_kv_heads),
+        ("FFN columns", spec.ffn_size),
+    ):
+        if count % tp_size:
+            raise ConfigError(
+                f"trainer.tensor_parallel: {tp_size} does not divide the {count} {what} of {spec.path}; set it to a "
+                "divisor"
+            )
+
+
+def sources(parameter: str, spec: ModelSpec, layer_offset: int) -> tuple[HfTensor, ...]:
+    """The HF tensors that make up a Megatron parameter of a stage whose layer 0 is the model's layer `layer_offset`."""
+    vocab = (spec.vocab_size, spec.hidden_size)
+    if parameter == EMBEDDING:
+        return (HfTensor("model.embed_tokens.weight", vocab, 0, parameter),)
+    if parameter == OUTPUT:
+        return (HfTensor("model.embed_tokens.weight" if spec.tied else "lm_head.weight", vocab, 0, parameter),)
+    if parameter == FINAL_NORM:
+        return (HfTensor("model.norm.weight", (spec.hidden_size,), None, parameter),)
+    match = _LAYER_NAME.fullmatch(parameter)
+    parts = _layer_sources(match.group(2), spec) if match else None
+    if match is None or parts is None:
+        raise DataError(
+            f"parameter {parameter!r} has no counterpart in HF models of family {spec.family} "
+            f"(qkv_bias={spec.qkv_bias}, qk_norm={spec.qk_norm}); build the stage from the same ModelSpec"
+        )
+    layer = f"model.layers.{int(match.group(1)) + layer_offset}"
+    return tuple(HfTensor(f"{layer}.{name}", shape, dim, parameter, part) for name, shape, dim, part in parts)
+
+
+def _layer_sources(rest: str, spec: ModelSpec) -> list[tuple[str, tuple[int, ...], int | None, Part]] | None:
+    """(HF name within the layer, full shape, TP dimension, part) of one Megatron parameter within a layer."""
+    hidden, ffn = spec.hidden_size, spec.ffn_size
+    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    table: dict[str, list[tuple[str, tuple[int, ...], int | None, Part]]] = {
+        "input_layernorm.weight": [("input_layernorm.weight", (hidden,), None, "whole")],
+        "self_attention.linear_qkv.weight": [
+            ("self_attn.q_proj.weight", (q_rows, hidden), 0, "q"),
+            ("self_attn.k_proj.weight", (kv_rows, hidden), 0, "k"),
+            ("self_attn.v_proj.weight", (kv_rows, hidden), 0, "v"),
+        ],
+        "self_attention.linear_proj.weight": [("self_attn.o_proj.weight", (hidden, q_rows), 1, "whole")],
+        "pre_mlp_layernorm.weight": [("post_attention_layernorm.weight", (hidden,), None, "whole")],
+        "mlp.linear_fc1.weight": [
+            ("mlp.gate_proj.weight", (ffn, hidden), 0, "gate"),
+            ("mlp.up_proj.weight", (ffn, hidden), 0, "up"),
+        ],
+        "mlp.linear_fc2.weight": [("mlp.down_proj.weight", (hidden, ffn), 1, "whole")],
+    }
+    if spec.qkv_bias:
+        table["self_attention.linear_qkv.bias"] = [
+            ("self_attn.q_proj.bias", (q_rows,), 0, "q"),
+            ("self_attn.k_proj.bias", (kv_rows,), 0, "k"),
+            ("self_attn.v_proj.bias", (kv_rows,), 0, "v"),
+        ]
+    if spec.qk_norm:
+        table["self_attention.q_layernorm.weight"] = [("self_attn.q_norm.weight", (spec.head_dim,), None, "whole")]
+        table["self_attention.k_layernorm.weight"] = [("self_attn.k_norm.weight", (spec.head_dim,), None, "whole")]
+    return table.get(rest)
+
+
+def stage_tensors(parameters: Iterable[str], spec: ModelSpec, layer_offset: int) -> tuple[HfTensor, ...]:
+    """The HF tensors a stage owns, in the order of its parameters; the tied copy on the last stage is left out."""
+    names = list(parameters)
+    if spec.tied:
+        names = [name for name in names if name != OUTPUT]
+    return tuple(tensor for name in names for tensor in sources(name, spec, layer_offset))
+
+
+def hf_names(spec: ModelSpec) -> set[str]:
+    """Names of all tensors of the model's HF checkpoint."""
+    rests = ["input_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
+    attention = ["linear_qkv.weight", "linear_proj.weight"] + ["linear_qkv.bias"] * spec.qkv_bias
+    attention += ["q_layernorm.weight", "k_layernorm.weight"] * spec.qk_norm
+    rests += [f"self_attention.{name}" for name in attention]
+    parameters = [f"decoder.layers.{layer}.{rest}" for layer in range(spec.num_layers) for rest in rests]
+    return {tensor.name for tensor in stage_tensors([EMBEDDING, *parameters, FINAL_NORM, OUTPUT], spec, 0)}
+
+
+def part_view(parameter: torch.Tensor, part: Part, spec: ModelSpec) -> torch.Tensor:
+    """A rank's shard of an HF tensor as a view into its Megatron parameter: rows in order, maybe in several dimensions.
+
+    `part_view(...).reshape(tensor.local_shape(tp_size))` is the shard; assigning to the view writes the parameter.
+    """
+    if part == "whole":
+        return parameter
+    if part in ("gate", "up"):
+        return parameter.unflatten(0, (2, -1))[0 if part == "gate" else 1]
+    queries = spec.num_heads // spec.num_kv_heads
+    grouped = parameter.unflatten(0, (-1, queries + 2, spec.head_dim))
+    start, stop = {"q": (0, queries), "k": (queries, queries + 1), "v": (queries + 1, queries + 2)}[part]
+    return grouped[:, start:stop]
+
+
+def standard_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """A stage's parameters by Megatron's standard name, whatever wraps the GPT inside `module`."""
+    found: dict[str, torch.nn.Parameter] = {}
+    for full_name, parameter in module.named_parameters():
+        match = _STANDARD_NAME.search(full_name)
+        if match is None or match.group(1) in found:
+            raise DataError(
+                f"parameter {full_name!r} is {'not a standard GPT parameter' if match is None else 'there twice'}; "
+                f"pass a module that holds exactly one GPT stage"
+            )
+        found[match.group(1)] = parameter
+    return found
+
+
+def first_layer(module: torch.nn.Module) -> int:
+    """The model's index of the stage's first layer (0 if it has none), from Megatron's 1-based layer_number."""
+    for name, child in module.named_modules():
+        if name.endswith("decoder.layers.0"):
+            return int(child.layer_number) - 1
+    return 0
+
+
+@torch.no_grad()
+def load_hf(
+    module: torch.nn.Module, spec: ModelSpec, *, tp_rank: int | None = None, tp_size: int | None = None
+) -> None:
+    """Load a stage's parameters from the HF directory `spec.path`, reading only this rank's slices.
+
+    TP rank and size are Megatron's current ones unless given. Values are cast to the parameters' type. Raises DataError
+    when the checkpoint lacks a tensor, has one of another shape, or has one the model does not know (it would be
+    ignored silently).
+    """
+    if tp_rank is None or tp_size is None:
+        from megatron.core import parallel_state
+
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    check_tensor_parallel(spec, tp_size)
+    offset = first_layer(module)
+    with HfCheckpoint(spec.path) as checkpoint:
+        checkpoint.check_names(hf_names(spec), optional={"lm_head.weight"} if spec.tied else set())
+        for name, parameter in standard_parameters(module).items():
+            tensors = sources(name, spec, offset)
+            _check_parameter(name, parameter, tensors, tp_size)
+            for tensor in tensors:
+                _load_shard(checkpoint, tensor, part_view(parameter, tensor.part, spec), tp_rank, tp_size)
+
+
+def _check_parameter(name: str, parameter: torch.Tensor, tensors: tuple[HfTensor, ...], tp_size: int) -> None:
+    shapes = [tensor.local_shape(tp_size) for tensor in tensors]
+    expected = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    if tuple(parameter.shape) != expected:
+        raise DataError(
+            f"parameter {name}: shape {tuple(parameter.shape)} in the built stage, but {expected} by the model's "
+            "config.json with "
+            f"trainer.tensor_parallel={tp_size}; build the stage from the same ModelSpec"
+        )
+
+
+def _load_shard(checkpoint: HfCheckpoint, tensor: HfTensor, target: torch.Tensor, tp_rank: int, tp_size: int) -> None:
+    if tensor.shard_dim is None:
+        target.copy_(checkpoint.read(tensor.name, tensor.shape))
+        return
+    start, stop = tensor.local_range(tp_rank, tp_size)
+    shard = checkpoint.read(tensor.name, tensor.shape, tensor.shard_dim, start, stop)
+    if stop - start == tensor.local_size(tp_size):
+        target.copy_(shard.view(target.shape))
+        return
+    target.zero_()
+    target[: stop - start].copy_(shard)

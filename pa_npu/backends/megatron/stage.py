@@ -1,0 +1,250 @@
+"""The tri-model pipeline stage: policy, old policy and reference pass through the pipeline together, in one forward.
+
+    stage = build_stage(spec, config, platform, frozen=("old", "reference"), initialise=False)
+    stage.policy                   the trained GPT (registered; what DDP, optimizer and checkpoints see)
+    stage.frozen                   {"old" | "reference": GPT}, outside the module tree, never trained
+    stage.gpts()                   {"policy": ..., **stage.frozen}, for loading weights
+    stage.copy_policy_to("old")
+    ddp = data_parallel(stage, distributed_optimizer=True)
+    output = ddp(tokens, layout, rows, targets, temperature, chunk, entropy_grad=False)
+        tokens int64 [1, T], layout PrefixLayout of T tokens, rows int64 [N], targets int64 [N]
+        -> ModelOutput on the last stage; before it hidden states [T, 1, width] for Megatron's schedule to send
+
+`rows` are packed rows whose hidden state predicts `targets` (PrefixLayout.predictor_rows); only they meet the LM head.
+With sequence parallelism T must be a multiple of TP (PrefixLayout.pad). In bf16 the parameters themselves are bf16, so
+Megatron's Float16Module is not needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from pa_npu.attention import PrefixLayout
+from pa_npu.backends.megatron.gpt import GPT
+from pa_npu.backends.megatron.layers import AttentionContext
+from pa_npu.backends.megatron.rotary import RotaryTable
+from pa_npu.backends.megatron.transformer import transformer_config
+from pa_npu.config.schema import Config
+from pa_npu.families.spec import ModelSpec
+from pa_npu.platform.base import Platform
+
+FROZEN = ("old", "reference")
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What the last stage computes for N target tokens, fp32. Gradients flow through `logprobs`; `entropy` if asked."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    frozen: dict[str, torch.Tensor]
+
+
+class TriModel(MegatronModule):
+    """One pipeline stage of the policy and of up to two frozen models with the same shape.
+
+    Between stages the hidden states of all models travel side by side in one tensor [tokens, 1, width], so that one 1F1B pass
+    serves all models and the schedule needs to know nothing of it. Its type is the policy's; frozen models of a narrower
+    type (model.frozen_dtype) put their own bits there, two bf16 numbers in the place of one fp32, so that nothing is rounded
+    or widened on the way. The frozen parts carry no gradient.
+    """
+
+    def __init__(self, config: TransformerConfig, policy: GPT, frozen: dict[str, GPT], rotary: RotaryTable) -> None:
+        super().__init__(config)
+        self.policy = policy
+        for model in frozen.values():
+            model.eval().requires_grad_(False)
+        # a plain dict keeps them out of the module tree: DDP, optimizer and checkpoints must see the policy only
+        self.frozen = dict(frozen)
+        self.rotary = rotary
+        self.input_tensor: torch.Tensor | None = None
+        self.pre_process, self.post_process = policy.pre_process, policy.post_process
+        self.model_type = policy.model_type
+
+    # What Megatron's schedule and gradient finalisation look for on a model
+
+    @property
+    def decoder(self) -> torch.nn.Module:
+        return self.policy.decoder
+
+    @property
+    def share_embeddings_and_output_weights(self) -> bool:
+        return self.policy.share_embeddings_and_output_weights
+
+    def shared_embedding_or_output_weight(self) -> torch.Tensor:
+        return self.policy.shared_embedding_or_output_weight()
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Hidden states from the previous stage, [tokens, 1, width], or None on the first."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The policy's, under its own names: a checkpoint does not depend on which frozen models a run keeps."""
+        return self.policy.sharded_state_dict(prefix, sharded_offsets, metadata)
+
+    # What the package uses
+
+    def gpts(self) -> dict[str, GPT]:
+        """All models of this stage by name."""
+        return {"policy": self.policy, **self.frozen}
+
+    @torch.no_grad()
+    def copy_policy_to(self, name: str) -> None:
+        """Make the frozen model `name` equal to the policy as it is now, rounded to its own type."""
+        for target, source in zip(self.frozen[name].parameters(), self.policy.parameters(), strict=True):
+            target.copy_(source)
+
+    def published_version(self) -> GPT:
+        """The model that keeps the published weights longest: the old policy, through all of an iteration's updates, where it
+        is as exact as the policy; else the policy, until its next update."""
+        old = self.frozen.get("old")
+        exact = old is not None and old.config.params_dtype == self.config.params_dtype
+        return old if old is not None and exact else self.policy
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        layout: PrefixLayout,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk: int,
+        entropy_grad: bool = False,
+    ) -> ModelOutput | torch.Tensor:
+        """One microbatch through this stage; see the module's docstring for shapes."""
+        self._check(tokens, layout)
+        contexts = self._contexts(layout, tokens.device)
+        inputs = self._unpack()
+
+        frozen_hidden: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for name, model in self.frozen.items():
+                model.set_input_tensor(inputs.get(name))
+                frozen_hidden[name] = model(tokens, contexts[model.config.params_dtype])
+        self.policy.set_input_tensor(inputs.get("policy"))
+        hidden = self.policy(tokens, contexts[self.config.params_dtype])
+        if not self.post_process:
+            return pack_hidden(hidden, list(frozen_hidden.values()))
+
+        with torch.no_grad():
+            frozen_logprobs = {
+                name: self.frozen[name].logprobs(
+                    states, rows, targets, temperature=temperature, chunk=chunk, entropy=False, entropy_grad=False
+                )[0]
+                for name, states in frozen_hidden.items()
+            }
+        logprobs, entropy = self.policy.logprobs(
+            hidden, rows, targets, temperature=temperature, chunk=chunk, entropy=True, entropy_grad=entropy_grad
+        )
+        return ModelOutput(logprobs, entropy, frozen_logprobs)
+
+    def _unpack(self) -> dict[str, torch.Tensor]:
+        """Each model's hidden states out of what the previous stage packed; nothing on the first stage."""
+        if self.input_tensor is None:
+            return {}
+        frozen_dtypes = [model.config.params_dtype for model in self.frozen.values()]
+        parts = unpack_hidden(self.input_tensor, self.config.hidden_size, frozen_dtypes)
+        return dict(zip(self.gpts(), parts, strict=True))
+
+    def _contexts(self, layout: PrefixLayout, device: torch.device) -> dict[torch.dtype, AttentionContext]:
+        """One for each type that a model of this stage computes in."""
+        num_positions = max(offset + length for offset, length in zip(layout.offsets, layout.lengths, strict=True))
+        positions = layout.position_ids(device)
+        return {
+            dtype: AttentionContext(layout, *self.rotary.rows(positions, num_positions, dtype))
+            for dtype in {model.config.params_dtype for model in self.gpts().values()}
+        }
+
+    def _check(self, tokens: torch.Tensor, layout: PrefixLayout) -> None:
+        if tokens.shape != (1, layout.total):
+            raise ValueError(
+                f"tokens: shape {tuple(tokens.shape)} does not match a layout of {layout.total} tokens; "
+                f"it must be (1, {layout.total})"
+            )
+        tensor_parallel = self.config.tensor_model_parallel_size
+        if self.config.sequence_parallel and layout.total % tensor_parallel:
+            raise ValueError(
+                f"layout: {layout.total} tokens are not a multiple of tensor_parallel = {tensor_parallel}, which "
+                f"sequence parallelism needs; use layout.pad({tensor_parallel})"
+            )
+
+
+def build_stage(
+    spec: ModelSpec, config: Config, platform: Platform, *, frozen: tuple[str, ...] = (), initialise: bool = False
+) -> TriModel:
+    """This rank's pipeline stage. `initialise_parallel` must have run.
+
+    frozen: which of "old" and "reference" to build beside the policy.
+    initialise: random weights; otherwise every weight is NaN until loaded, so that none is forgotten unnoticed.
+    Raises ConfigError when the model does not divide by the parallel sizes, DataError for an unsupported rope scaling.
+    """
+    unknown = [name for name in frozen if name not in FROZEN]
+    if unknown or len(set(frozen)) != len(frozen):
+        raise ValueError(f"frozen: {frozen} must be distinct names out of {FROZEN}")
+    megatron_config = transformer_config(spec, config, platform, initialise=initialise)
+    frozen_config = transformer_config(spec, config, platform, dtype=config.frozen_dtype, initialise=initialise)
+
+    def build(megatron_config: TransformerConfig) -> GPT:
+        model = GPT(megatron_config, spec, platform.ops, config.attention.implementation)
+        if not initialise:
+            _mark_tensor_parallel(model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(float("nan"))
+        return model
+
+    policy = build(megatron_config)
+    return TriModel(megatron_config, policy, {name: build(frozen_config) for name in frozen}, RotaryTable(spec))
+
+
+def pack_hidden(policy: torch.Tensor, frozen: list[torch.Tensor]) -> torch.Tensor:
+    """[tokens, 1, hidden] of each model -> [tokens, 1, width] in the policy's type, the frozen models' bits unchanged."""
+    if not frozen:
+        return policy
+    return torch.cat([policy, *(states.view(policy.dtype) for states in frozen)], dim=-1)
+
+
+def unpack_hidden(packed: torch.Tensor, hidden_size: int, frozen_dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+    """The inverse of pack_hidden, as views: the policy's gradient flows back into its part, the others stay zero."""
+    if not frozen_dtypes:
+        return [packed]
+    widths = [hidden_size * dtype.itemsize // packed.dtype.itemsize for dtype in frozen_dtypes]
+    policy, *frozen = packed.split([hidden_size, *widths], dim=-1)
+    return [policy, *(part.detach().view(dtype) for part, dtype in zip(frozen, frozen_dtypes, strict=True))]
+
+
+def _mark_tensor_parallel(model: GPT) -> None:
+    """Say which weights are sharded over TP: Megatron does so while initialising them, and its gradient norm counts by it."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
+            partition_dim = 1 if isinstance(module, RowParallelLinear) else 0
+            if module.weight is not None and not getattr(module.weight, "tensor_model_parallel", False):
+                set_tensor_model_parallel_attributes(module.weight, True, partition_dim, 1)
+
+
+def data_parallel(stage: TriModel, *, distributed_optimizer: bool) -> DistributedDataParallel:
+    """Megatron's DDP around the stage: contiguous fp32 gradient buffers, reduced once per iteration, as sums.
+
+    Reduction is not overlapped with backward: with the groups arriving one by one, no backward is known as the last.
+    """
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        check_for_nan_in_grad=False,
+    )
+    return DistributedDataParallel(stage.config, settings, stage)

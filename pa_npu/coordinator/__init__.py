@@ -1,0 +1,1 @@
+"""The coordinator process: prompts in, groups out, engines under control."""

@@ -1,0 +1,292 @@
+"""The coordinator process: prompts in, groups out, engines under control; one asyncio loop.
+
+    python -m pa_npu.coordinator.main --config RUN/config.yaml
+
+Per weight version v, with keys in the store that the launcher hosts (PA_NPU_STORE=host:port), where the roster of engines is too:
+
+    publish/v/ready   <- trainers, with their report of iteration v - 1
+    engines load v, forget old prefixes, answer the probe; trainers get it        (publishing.py)
+    iteration v - 1 goes into metrics.jsonl and onto the console                   (record.py)
+    greedy evaluation of version v, where due                                      (evaluate.py)
+    iteration v is produced into the rollout buffer while the trainers consume it    (producer.py)
+
+The last version is only published and evaluated. Engines may die, hang, leave and join meanwhile (fleet.py). Any other failure
+ends the process with one line; the launcher starts coordinator and trainers again from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pa_npu import platform
+from pa_npu.checkpoints.directories import read_meta
+from pa_npu.config.load import load_config
+from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
+from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
+from pa_npu.control.roster import Roster
+from pa_npu.coordinator.evaluate import evaluate
+from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.production import Production
+from pa_npu.coordinator.record import RunRecords, iteration_record
+from pa_npu.coordinator.scoring import Rewards
+from pa_npu.data.prompts import Prompt, PromptStream, load_prompts
+from pa_npu.dispatch.window import make_window
+from pa_npu.dispatch.work import GroupWork
+from pa_npu.engines.membership import Fleet
+from pa_npu.engines.pool import EnginePool, EngineUse
+from pa_npu.engines.protocol import Sampling
+from pa_npu.engines.vllm.client import VllmEngine
+from pa_npu.engines.vllm.guard import KEY_VARIABLE
+from pa_npu.errors import PaNpuError, UserError, exit_code
+from pa_npu.families.spec import ModelSpec
+from pa_npu.publish.coordinator_side import Connection, EnginePublish
+from pa_npu.rewards.pool import RewardPool
+from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.telemetry.logs import setup_logging
+from pa_npu.telemetry.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+# The trainers' buffer has this name too; its keys are those of one attempt of the run.
+_BUFFER = "run"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True, help="resolved configuration of the run")
+    arguments = parser.parse_args()
+    setup_logging("coordinator")
+    try:
+        asyncio.run(run(load_config([arguments.config])))
+    except PaNpuError as error:
+        return exit_code(error, logger)
+    return 0
+
+
+async def run(config: Config) -> None:
+    """Everything from an empty event loop to the last evaluation."""
+    spec = ModelSpec.read(config.model.path)
+    store = _store_address()
+    key = os.environ.pop(KEY_VARIABLE, None)  # reward functions are users' code, and inherit the environment
+    first = first_version(config)
+    async with AsyncExitStack() as stack:
+        train, test = load_prompt_sets(config)
+        channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
+        roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX))
+        pool = await stack.enter_async_context(EnginePool())
+        fleet = await stack.enter_async_context(
+            Fleet(config.rollout, pool, roster, lambda url: VllmEngine(url, spec.vocab_size, key))
+        )
+        rewards = await stack.enter_async_context(RewardPool(config.reward))
+        timeline = stack.enter_context(
+            Timeline.for_run(config.run.dir, "coordinator", enabled=config.telemetry.timeline)
+        )
+        records = stack.enter_context(RunRecords(config, first))
+        store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
+        sampling = training_sampling(config, spec)
+        window = make_window(
+            config.rollout.window,
+            config.rollout.responses_per_prompt,
+            config.rollout.max_num_seqs,
+            config.schedule.prompts_per_iteration * config.rollout.responses_per_prompt,
+            max(1, fleet.size),
+        )
+        # groups go through a client of their own, so that a slow put delays no wait
+        buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
+        buffer = StoreRolloutBuffer(buffer_channel, _BUFFER, readers=1)
+        work = GroupWork(spec, config)
+        producer = Producer(config, pool, rewards, buffer, window, sampling, timeline, work, store_thread)
+        await fleet.wait_all_ready()
+        backend = platform.get(config.run.device).comm_backend
+        manifests = [await wait_manifests(config, channel, kind) for kind in ("publish", "late")]
+        publish = EnginePublish(config, fleet, pool, channel, Connection(store, backend, *manifests), sampling)
+        coordinator = Coordinator(config, channel, fleet, pool, rewards, producer, publish, records, timeline, sampling)
+        await coordinator.run(train, test, first)
+
+
+class Coordinator:
+    """The iteration protocol over parts that are already running."""
+
+    def __init__(
+        self,
+        config: Config,
+        channel: StoreChannel,
+        fleet: Fleet,
+        pool: EnginePool,
+        rewards: Rewards,
+        producer: Producer,
+        publish: EnginePublish,
+        records: RunRecords,
+        timeline: Timeline,
+        sampling: Sampling,
+    ) -> None:
+        self._config = config
+        self._channel = channel
+        self._fleet = fleet
+        self._pool = pool
+        self._rewards = rewards
+        self._producer = producer
+        self._publish = publish
+        self._records = records
+        self._timeline = timeline
+        self._sampling = sampling
+
+    async def run(self, train: PromptStream, test: Sequence[Prompt], first: int) -> None:
+        """From weight version `first` to the evaluation of the last one."""
+        last = self._config.schedule.iterations
+        current: _Iteration | None = None
+        prompts: Sequence[Prompt] = ()
+        self._put_position(first, train)
+        for version in range(first, last + 1):
+            if version < last or not prompts:
+                prompts = train.take(self._config.schedule.prompts_per_iteration)
+            border = await self._cross(version, prompts[0], is_first=version == first)
+            if current is not None:
+                self._write(current, border)
+                self._producer.note_training(border.report.get("train_s", 0.0))
+            evaluation = await self._evaluate(version, test) if test and self._evaluation_due(version) else None
+            if version == last:
+                return
+            with self._timeline.span("produce", iteration=version):
+                production = await self._producer.produce(version, prompts, lambda: train.take(1)[0])
+            self._put_position(version + 1, train)
+            current = _Iteration(production, evaluation, border)
+
+    def _put_position(self, version: int, train: PromptStream) -> None:
+        """Which prompts were taken before iteration `version`, for the trainers' checkpoint of that version."""
+        self._channel.put_json(f"data/position/{version}", train.state())
+
+    async def _cross(self, version: int, prompt: Prompt, *, is_first: bool) -> _Border:
+        """Weight version `version` from trainers to engines."""
+        trainer = self._config.trainer
+        with self._timeline.span("wait for trainers", version=version):
+            ready = await self._channel.wait_json_async(
+                f"publish/{version}/ready",
+                trainer.startup_timeout_s if is_first else trainer.wait_timeout_s,
+                f"trainers: rank 0 to announce weight version {version}",
+            )
+        start_s = time.perf_counter()
+        with self._timeline.span("publish", version=version):
+            await self._publish.publish(version, prompt)
+        done_s = time.perf_counter()
+        return _Border(ready.get("report") or {}, done_s - start_s, done_s, self._pool.use(), self._fleet.size)
+
+    def _evaluation_due(self, version: int) -> bool:
+        schedule = self._config.schedule
+        if version in (0, schedule.iterations):
+            return True
+        return bool(schedule.evaluate_every) and version % schedule.evaluate_every == 0
+
+    async def _evaluate(self, version: int, test: Sequence[Prompt]) -> dict[str, Any]:
+        with self._timeline.span("evaluate", version=version):
+            result = await evaluate(
+                version,
+                test,
+                self._pool,
+                self._rewards,
+                self._sampling,
+                max_in_flight=self._config.rollout.max_num_seqs,
+                request_timeout_s=self._config.rollout.request_timeout_s,
+                engine_wait_s=self._config.engine_wait_s,
+            )
+        record = {**asdict(result), "time": time.time()}
+        self._records.write_evaluation(record)
+        return record
+
+    def _write(self, iteration: _Iteration, end: _Border) -> None:
+        record = iteration_record(
+            self._config,
+            iteration.production,
+            end.report,
+            iteration_s=end.done_s - iteration.start.done_s,
+            publish_s=end.publish_s,
+            evaluation=iteration.evaluation,
+            use_before=iteration.start.use,
+            use_after=end.use,
+            devices=self._config.trainer.devices + iteration.start.engines * self._config.rollout.tensor_parallel,
+        )
+        self._records.write_iteration(record, iteration.production.samples)
+
+
+@dataclass(frozen=True)
+class _Border:
+    """The publish between two iterations. report: the trainers', of the iteration before; done_s: when it was complete."""
+
+    report: dict[str, Any]
+    publish_s: float
+    done_s: float
+    use: dict[str, EngineUse]
+    engines: int
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    production: Production
+    evaluation: dict[str, Any] | None
+    start: _Border
+
+
+async def wait_manifests(config: Config, channel: StoreChannel, kind: str) -> list[dict[str, Any]]:
+    """What each pipeline stage will publish to all engines (publish) or deliver to one (late), in stage order."""
+    return [
+        await channel.wait_json_async(
+            f"{kind}/manifest/{stage}",
+            config.trainer.startup_timeout_s,
+            f"trainers: the leader of pipeline stage {stage} to announce its weights",
+        )
+        for stage in range(config.trainer.pipeline_parallel)
+    ]
+
+
+def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
+    return Sampling(
+        max_tokens=config.rollout.max_response_tokens,
+        temperature=config.rollout.temperature,
+        stop_token_ids=spec.eos_token_ids,
+        ignore_eos=config.rollout.ignore_eos,
+    )
+
+
+def load_prompt_sets(config: Config) -> tuple[PromptStream, Sequence[Prompt]]:
+    """Training stream at the position of the checkpoint, and held-out prompts (empty when there are none)."""
+    from transformers import AutoTokenizer  # seconds of import, which engines and trainers spend starting anyway
+
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    train = load_prompts(config.data.train, tokenizer, config.data)
+    logger.info("training on %s", train.summary)
+    test = load_prompts(config.data.test, tokenizer, config.data) if config.data.test else None
+    if test is not None:
+        logger.info("evaluating on %s", test.summary)
+    stream = PromptStream(train, config.run.seed, config.data.shuffle)
+    if config.checkpoint.load:
+        stream.restore(read_meta(Path(config.checkpoint.load)).data)
+    return stream, test or ()
+
+
+def first_version(config: Config) -> int:
+    """The weight version that is published first: 0, or that of the checkpoint."""
+    return read_meta(Path(config.checkpoint.load)).version if config.checkpoint.load else 0
+
+
+def _store_address() -> tuple[str, int]:
+    address = os.environ.get("PA_NPU_STORE", "")
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit():
+        raise UserError(f"PA_NPU_STORE: {address!r} is not host:port; start the coordinator through the launcher")
+    return host, int(port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

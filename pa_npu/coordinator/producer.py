@@ -1,0 +1,213 @@
+"""The producer: one iteration's dispatch, from prompts to groups in the rollout buffer.
+
+    prompts, longest first ──admit──> engine ──completions──> rewards ──> advantages ──> replica, slot ──> buffer
+                    (window per engine)            (each group on its own, as soon as the one before its arrow is done)
+
+Groups are admitted whole, one request on one engine each, by falling expected length or in order (schedule.dispatch); they
+finish, and are delivered, in any order. The order of dispatch is a permutation of the iteration's indices, and what a group
+samples follows from its index, so it changes times and, with order=completion, slots, but no sample. With
+schedule.stream=false groups are held until the batch is complete, then delivered by the same code. Nothing here waits for
+trainers, so the producer cannot stall them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+
+import numpy as np
+
+from pa_npu.algorithm.advantages import batch_advantages, group_advantages
+from pa_npu.config.schema import Config
+from pa_npu.control.tasks import TaskScope
+from pa_npu.coordinator.production import Production
+from pa_npu.coordinator.scoring import Rewards, ScoredGroup, reward_input
+from pa_npu.coordinator.tail import TailMeter
+from pa_npu.data.prompts import Prompt
+from pa_npu.dispatch.assignment import Assignment
+from pa_npu.dispatch.lengths import ResponseLengths, longest_first
+from pa_npu.dispatch.selection import Selection
+from pa_npu.dispatch.window import GroupTiming, WindowController
+from pa_npu.engines.pool import EnginePool, Lease
+from pa_npu.engines.protocol import Sampling
+from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.samples.seeds import group_seed
+from pa_npu.telemetry.timeline import Timeline, now
+
+# Generation in order takes about so much longer than longest first (docs/results/balance.md, 4 and 8 waves).
+_IN_ORDER_TAKES = 1.25
+
+
+class Producer:
+    """Produces iterations, one at a time.
+
+    work: what training a group costs, from its prompt's and its responses' lengths (GroupWork).
+    store_thread: a single-threaded executor for the buffer's blocking calls; one thread keeps their order.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool: EnginePool,
+        rewards: Rewards,
+        buffer: RolloutBuffer,
+        window: WindowController,
+        sampling: Sampling,
+        timeline: Timeline,
+        work: Callable[[int, Sequence[int]], float],
+        store_thread: Executor,
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._rewards = rewards
+        self._buffer = buffer
+        self._window = window
+        self._sampling = sampling
+        self._timeline = timeline
+        self._work = work
+        self._store_thread = store_thread
+        self._lengths = ResponseLengths(sampling.max_tokens)
+        self._generate_s, self._by_length = 0.0, False  # of the last iteration, and whether it was dispatched by length
+        self._trainers_behind = False
+
+    async def produce(
+        self, iteration: int, prompts: Sequence[Prompt], another: Callable[[], Prompt] | None = None
+    ) -> Production:
+        """All groups of `iteration`, one per prompt, into the buffer. The first failure cancels the rest and is raised.
+
+        another: gives a further prompt; needed with schedule.dynamic_sampling, when groups are replaced.
+        """
+        config = self._config
+        self._by_length = self._goes_by_length(iteration)
+        order = self._dispatch_order(prompts)
+        selection = Selection(config)
+        assignment = Assignment(
+            config.schedule.order,
+            config.data_parallel,
+            config.groups_per_replica,
+            config.schedule.updates_per_iteration,
+            self._expected_work(prompts),
+        )
+        tail = TailMeter(self._pool)
+        production = Production(iteration, config.telemetry.samples_per_iteration)
+        held: list[ScoredGroup] = []
+        seen: dict[int, tuple[Prompt, list[int]]] = {}
+        num_sequences = config.rollout.responses_per_prompt
+        self._window.begin_iteration(max(1, len(self._pool.engines)))
+
+        async def complete(index: int, prompt: Prompt, lease: Lease) -> None:
+            scored = await self._generate_and_score(iteration, index, prompt, lease, tail)
+            seen[index] = prompt, scored.response_lengths
+            production.judge(scored)
+            for group in selection.judge(scored):
+                production.add(group)
+                if config.streams(iteration):
+                    slot = assignment.assign(group.index, self._work_of(group))
+                    await self._put(group, self._advantages(group), *slot)
+                else:
+                    held.append(group)
+
+        async with TaskScope() as scope:
+            while (number := await self._next_number(selection, tail)) is not None:
+                # replacements come as they are needed, after the prompts that the iteration began with
+                index = order[number] if number < len(order) else number
+                prompt = prompts[index] if another is None or index < len(prompts) else another()
+                tokens = num_sequences * (len(prompt.tokens) + round(self._lengths.mean(prompt)))
+                # every group in flight ends by its own deadline, and an engine that is gone is replaced by its own
+                lease = await self._pool.admit(
+                    num_sequences, tokens, lambda: self._window.sequences, config.engine_wait_s
+                )
+                tail.dispatched()
+                scope.start(complete(index, prompt, lease), f"group {index} of iteration {iteration}")
+        slots = assignment.assign_all([group.index for group in held], [self._work_of(group) for group in held])
+        for group, advantages, slot in zip(held, self._held_advantages(held), slots, strict=True):
+            await self._put(group, advantages, *slot)
+        assignment.finish()
+        production.end(self._window.sequences, tail.tail_waste, assignment.imbalance)
+        self._generate_s = production.numbers()["generate_s"]
+        self._window.end_iteration()
+        self._lengths.observe([seen[index] for index in sorted(seen)])
+        return production
+
+    def note_training(self, train_s: float) -> None:
+        """What training the last iteration took, without waiting for groups."""
+        in_order_s = self._generate_s * (_IN_ORDER_TAKES if self._by_length else 1.0)
+        self._trainers_behind = train_s > in_order_s
+
+    def _goes_by_length(self, iteration: int) -> bool:
+        """schedule.dispatch, resolved. While groups stream, trainers begin with the first group to be complete:
+
+        longest-first is later with it, which costs more than it gains where trainers are behind the engines anyway, and slots
+        that are taken in turn (order=prompt) would be waited for one by one.
+        """
+        schedule = self._config.schedule
+        if schedule.dispatch != "auto":
+            return schedule.dispatch == "longest-first"
+        return not self._config.streams(iteration) or (schedule.order == "completion" and not self._trainers_behind)
+
+    def _dispatch_order(self, prompts: Sequence[Prompt]) -> list[int]:
+        """A permutation of the indices of `prompts`."""
+        if not self._by_length:
+            return list(range(len(prompts)))
+        shares = self._config.schedule.updates_per_iteration
+        return longest_first([self._lengths.longest(prompt) for prompt in prompts], shares)
+
+    def _expected_work(self, prompts: Sequence[Prompt]) -> float | None:
+        """Of training all groups of an iteration; None before any length was seen."""
+        if not self._lengths.num_observed:
+            return None
+        num_sequences = self._config.rollout.responses_per_prompt
+        return sum(
+            self._work(len(prompt.tokens), [round(self._lengths.mean(prompt))] * num_sequences) for prompt in prompts
+        )
+
+    async def _next_number(self, selection: Selection, tail: TailMeter) -> int | None:
+        if selection.must_wait:
+            tail.nothing_left()
+        return await selection.next_index()
+
+    async def _generate_and_score(
+        self, iteration: int, index: int, prompt: Prompt, lease: Lease, tail: TailMeter
+    ) -> ScoredGroup:
+        start_s = now()
+        completions, lease = await self._pool.generate(
+            lease,
+            prompt.tokens,
+            group_seed(self._config.run.seed, iteration, index),
+            self._sampling,
+            lambda: self._window.sequences,
+            deadline_s=self._config.rollout.request_timeout_s,
+            again_deadline_s=self._config.engine_wait_s,
+        )
+        tail.received()
+        lengths = [len(completion.tokens) for completion in completions]
+        self._timeline.complete(
+            f"group {index}", start_s, now(), f"engine {lease.engine.name}", iteration=iteration, tokens=sum(lengths)
+        )
+        self._window.observe(GroupTiming(lease.in_flight_mean, lease.duration_s, max(lengths)))
+        start_s = now()
+        result = await self._rewards.score(reward_input(prompt, completions))
+        self._timeline.complete(f"reward {index}", start_s, now(), "rewards", iteration=iteration)
+        return ScoredGroup(iteration, index, prompt, completions, result)
+
+    def _advantages(self, group: ScoredGroup) -> np.ndarray:
+        kind = self._config.algorithm.advantage
+        if kind == "batch-std":
+            raise ValueError(
+                "batch-std advantages need the whole batch; the configuration refuses them with stream=true"
+            )
+        return group_advantages(np.asarray(group.result.total, np.float32), kind)
+
+    def _held_advantages(self, groups: Sequence[ScoredGroup]) -> list[np.ndarray]:
+        if self._config.algorithm.advantage == "batch-std":
+            return list(batch_advantages([np.asarray(group.result.total, np.float32) for group in groups]))
+        return [self._advantages(group) for group in groups]
+
+    def _work_of(self, group: ScoredGroup) -> float:
+        return self._work(group.prompt_length, group.response_lengths)
+
+    async def _put(self, group: ScoredGroup, advantages: np.ndarray, replica: int, slot: int) -> None:
+        await asyncio.get_running_loop().run_in_executor(
+            self._store_thread, self._buffer.put, group.with_advantages(advantages), replica, slot
+        )

@@ -1,0 +1,118 @@
+"""The iteration record: the coordinator's numbers and the trainers' report merged into one line of metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pa_npu.config.schema import Config
+from pa_npu.coordinator.production import Production
+from pa_npu.engines.pool import EngineUse
+from pa_npu.telemetry.metrics import MetricsWriter, drop_records
+from pa_npu.telemetry.progress import progress_line, remaining_s
+from pa_npu.telemetry.tpspd import Work, throughput
+
+SAMPLES = "samples.jsonl"
+
+
+class RunRecords:
+    """Writes metrics.jsonl, samples.jsonl and the progress lines. Owns its files: use `with`.
+
+    first_iteration: records of it and later ones, which an earlier attempt wrote after its last checkpoint, are removed.
+    """
+
+    def __init__(self, config: Config, first_iteration: int) -> None:
+        self._config = config
+        self._first = first_iteration
+        self._seconds: list[float] = []
+        run_dir = Path(config.run.dir)
+        self._metrics = MetricsWriter(run_dir, config.telemetry.tensorboard, first_iteration)
+        drop_records(run_dir / SAMPLES, "iteration", first_iteration)
+        self._samples = (run_dir / SAMPLES).open("a", encoding="utf-8", buffering=1)
+
+    def __enter__(self) -> RunRecords:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._metrics.close()
+        self._samples.close()
+
+    def write_iteration(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """One finished iteration, and its line on the console."""
+        self._metrics.write(record)
+        for sample in samples:
+            self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        self._seconds.append(record["iteration_s"])
+        if record.get("checkpoint_failed"):
+            print(
+                f"| checkpoint of version {record['checkpoint_failed']} could not be written: see logs/trainer-0.log; the run "
+                f"goes on",
+                flush=True,
+            )
+        total = self._config.schedule.iterations
+        print(progress_line(record, total, remaining_s(self._seconds, total - self._first)), flush=True)
+
+    def write_evaluation(self, record: Mapping[str, Any]) -> None:
+        self._metrics.write_evaluation(record)
+        print(
+            f"| evaluation of version {record['version']}: accuracy {record['accuracy']:.3f} on {record['questions']} "
+            f"questions, {record['seconds']:.1f} s",
+            flush=True,
+        )
+
+
+def iteration_record(
+    config: Config,
+    production: Production,
+    report: Mapping[str, Any],
+    *,
+    iteration_s: float,
+    publish_s: float,
+    evaluation: Mapping[str, Any] | None,
+    use_before: Mapping[str, EngineUse],
+    use_after: Mapping[str, EngineUse],
+    devices: int,
+) -> dict[str, Any]:
+    """The record of one iteration; the coordinator's numbers win where both have one.
+
+    iteration_s: from one completed publish to the next. publish_s: the publish that ends the iteration. evaluation: the one at its
+    beginning, if any. use_before, use_after: the engines' counters at both ends. devices: engines' and trainers', all.
+    """
+    numbers = production.numbers()
+    prompts_per_group = (
+        config.microbatches_per_group if config.attention.shared_prompt else config.rollout.responses_per_prompt
+    )
+    tokens_computed = int(report.get("tokens_computed") or production.tokens_computed(prompts_per_group))
+    rates = throughput(
+        Work(numbers["tokens_prompt"], numbers["tokens_response"], tokens_computed, iteration_s, devices)
+    )
+    use_before = {name: EngineUse() for name in use_after} | dict(use_before)  # an engine may be new
+    busy_s = sum(use_after[name].busy_s - use_before[name].busy_s for name in use_after)
+    return {
+        **report,
+        "iteration": production.iteration,
+        "version": production.iteration,
+        **numbers,
+        "tokens_computed": tokens_computed,
+        "iteration_s": iteration_s,
+        "publish_s": publish_s,
+        "evaluation_s": evaluation["seconds"] if evaluation else None,
+        "eval_accuracy": evaluation["accuracy"] if evaluation else None,
+        "trainer_idle": min(1.0, (report.get("wait_s", 0.0) + report.get("border_wait_s", 0.0)) / iteration_s),
+        "engine_idle": max(0.0, 1.0 - busy_s / (iteration_s * len(use_after))),
+        "tpspd": rates.tpspd,
+        "tpspd_response": rates.tpspd_response,
+        "tpspd_computed": rates.tpspd_computed,
+        "devices": devices,
+        "engines": {
+            name: {
+                "requests": use_after[name].requests - use_before[name].requests,
+                "tokens": use_after[name].tokens - use_before[name].tokens,
+            }
+            for name in use_after
+        },
+        "time": time.time(),
+    }

@@ -1,1 +1,0 @@
-"""Rewards: answer extraction, reward functions, and the worker processes that run them."""

@@ -1,0 +1,43 @@
+"""Floating-point operations that training a group takes: what replicas are balanced by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pa_npu.attention import PrefixLayout
+from pa_npu.attention.flops import FlopsModel
+from pa_npu.config.schema import Config
+from pa_npu.families.spec import ModelSpec
+
+
+class GroupWork:
+    """Operations of a group's microbatches as they are packed: linear layers by token, attention by pair, head by prediction.
+
+    Tokens alone would call 8 responses of 1,000 and 1 of 8,000 the same, whose attention differs by a factor of 8. Packed
+    sequences' padding and the passes of frozen models, which have the same shape, are left out.
+    """
+
+    def __init__(self, spec: ModelSpec, config: Config) -> None:
+        self._flops = FlopsModel(
+            spec.num_layers,
+            spec.hidden_size,
+            spec.ffn_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.vocab_size,
+        )
+        self._responses = config.microbatch_responses
+        self._shared_prompt = config.attention.shared_prompt
+
+    def __call__(self, prompt_length: int, response_lengths: Sequence[int]) -> float:
+        """Forward and backward of all microbatches of a group with these lengths, in tokens."""
+        pieces = [
+            response_lengths[start : start + self._responses]
+            for start in range(0, len(response_lengths), self._responses)
+        ]
+        return sum(self._piece(prompt_length, lengths) for lengths in pieces)
+
+    def _piece(self, prompt_length: int, lengths: Sequence[int]) -> float:
+        layout = PrefixLayout.from_groups([(prompt_length, lengths)])
+        return self._flops.step(layout if self._shared_prompt else layout.separate(), sum(lengths))

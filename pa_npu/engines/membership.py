@@ -1,0 +1,277 @@
+"""The fleet: which engines there are, which serve, and how one that died, hung or joins gets to serve.
+
+    starting ──answers──> ready ──next publish, or late delivery──> serving ──wants to leave──> leaving ──nothing in flight──> left
+        ^                                                              │
+        └───started again──────── gone <──request or probe fails───────┘
+
+An engine that serves is probed by generating a token: its health page stays green when its worker hangs. What is gone is
+replaced by the launcher, if it is the launcher's, and is given the iteration's weights before it serves (I1). An engine that
+joins serves from the next publish on; it may want to leave in any state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from pa_npu.config.sections import RolloutConfig
+from pa_npu.control.roster import Entry, Roster
+from pa_npu.control.tasks import cancel, gather
+from pa_npu.engines.pool import EnginePool
+from pa_npu.engines.protocol import EngineError, EngineGone, RolloutEngine
+from pa_npu.errors import DeadlineExceeded, PaNpuError
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.25
+_GREETING_S = 2.0
+
+DeliverLate = Callable[[RolloutEngine, int], Awaitable[bool]]
+"""Give an engine the weights of a version while its iteration runs; false where the trainers have gone on already."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One start of one engine, with a client of its own, so that what an earlier start still answers is not taken for its."""
+
+    index: int
+    generation: int
+    restarts: bool
+    engine: RolloutEngine
+    state: Literal["starting", "ready", "serving", "leaving", "gone"] = "starting"
+    probed_s: float = field(default_factory=time.monotonic)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+
+class Fleet:
+    """Owns the membership of `pool`. Use it with `async with`, inside the event loop."""
+
+    def __init__(
+        self, config: RolloutConfig, pool: EnginePool, roster: Roster, make_engine: Callable[[str], RolloutEngine]
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._roster = roster
+        self._make_engine = make_engine
+        self._members: dict[int, Member] = {}
+        self._version: int | None = None  # of the iteration that runs
+        self._border = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._failure: PaNpuError | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self.deliver_late: DeliverLate | None = None
+
+    async def __aenter__(self) -> Fleet:
+        self._pool.on_lost(self.lost)
+        self._update()
+        self._watcher = asyncio.create_task(self._or_fail(self._watch), name="fleet")
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        tasks = {task for member in self._members.values() for task in member.tasks}
+        tasks |= {self._watcher} if self._watcher else set()
+        await cancel(tasks)
+
+    @property
+    def size(self) -> int:
+        """Engines that belong to the run: those that serve, and those that are being started or replaced."""
+        return len(self._members)
+
+    async def wait_all_ready(self) -> None:
+        """At the start of a run: until every engine answers."""
+        deadline = time.monotonic() + self._config.startup_timeout_s
+        while late := [member.name for member in self._members.values() if member.state not in ("ready", "serving")]:
+            await self._wait_change(deadline, f"engines {', '.join(late)} to become ready")
+
+    async def members(self) -> list[Member]:
+        """Those that can take part in a publish, in the order of the roster; waits until there is one."""
+        deadline = time.monotonic() + self._config.startup_timeout_s
+        while not (ready := [m for _, m in sorted(self._members.items()) if m.state in ("ready", "serving")]):
+            await self._wait_change(deadline, "an engine that can take weights")
+        return ready
+
+    @asynccontextmanager
+    async def border(self) -> AsyncIterator[None]:
+        """Between two iterations: no late deliveries, and no probes, which an engine that loads weights would not answer."""
+        await self._look_for_joiners()
+        async with self._border:
+            self._version = None
+            for member in self._members.values():
+                if member.state == "serving":
+                    await cancel(member.tasks)
+            yield
+
+    async def _look_for_joiners(self) -> None:
+        """An engine that joined before a publish has begun takes part in it: it answers already, so greeting it is quick."""
+        if self._roster.changed():
+            self._update()
+        new = {
+            task
+            for member in self._members.values()
+            if member.state == "starting" and not member.restarts
+            for task in member.tasks
+        }
+        if new:
+            await asyncio.wait(new, timeout=_GREETING_S)
+
+    def serve(self, members: Sequence[Member], version: int) -> None:
+        """These hold `version`, and its iteration begins."""
+        for member in members:
+            if member.state in ("ready", "serving"):
+                self._serves(member)
+        self._version = version
+
+    async def check(self, members: Sequence[Member]) -> None:
+        """After a publish that failed: which of them are still there, by a call that each worker must answer."""
+
+        async def ask(member: Member) -> None:
+            try:
+                await member.engine.rpc("pa_version", deadline_s=self._config.probe_timeout_s)
+            except (EngineError, DeadlineExceeded) as error:
+                await self.lost(member.engine, str(error))
+
+        await gather([ask(member) for member in members])
+
+    async def lost(self, engine: RolloutEngine, reason: str) -> None:
+        """The engine is gone: end what it has in flight, and have it replaced. Further reports of the same start do nothing."""
+        member = next((m for m in self._members.values() if m.engine is engine), None)
+        if member is None or member.state == "gone":
+            return
+        member.state = "gone"
+        logger.warning("engine %s is lost: %s", member.name, reason)
+        self._pool.suspend(engine)
+        await cancel(member.tasks)
+        await engine.close()
+        if member.restarts:
+            self._roster.ask_replacement(member.index, member.generation, reason)
+        else:
+            await self._remove(member)
+        self._changed.set()
+
+    async def _remove(self, member: Member) -> None:
+        self._roster.confirm_left(member.index)
+        del self._members[member.index]
+        await cancel(member.tasks)
+        await self._pool.remove(member.engine)
+        self._changed.set()
+        if not self._members:
+            self._pool.fail(EngineGone(f"no engine is left: {member.name} was the last, and nothing starts it again"))
+
+    async def _wait_change(self, deadline: float, what: str) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if not self._members:
+            raise EngineGone("no engine is left, and nothing starts one; see the engines' logs")
+        self._changed.clear()
+        try:
+            await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(
+                f"waited {self._config.startup_timeout_s:g} s for {what} (rollout.startup_timeout_s); see the engines' logs"
+            ) from None
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            if self._roster.changed():
+                self._update()
+            for member in list(self._members.values()):
+                if member.state == "leaving" and self._is_free(member):
+                    logger.info("engine %s has left", member.name)
+                    await self._remove(member)
+                elif self._is_probe_due(member):
+                    member.probed_s = time.monotonic()
+                    self._start(member, partial(self._probe, member), "probe")
+
+    def _update(self) -> None:
+        for entry in self._roster.entries():
+            member = self._members.get(entry.index)
+            if member is None and entry.leaving:  # it asked while no coordinator ran
+                self._roster.confirm_left(entry.index)
+            elif member is None or entry.generation > member.generation:
+                self._welcome(entry, member)
+            elif entry.leaving and member.state in ("starting", "ready", "serving"):
+                logger.info("engine %s leaves: it finishes what it has in flight", member.name)
+                member.state = "leaving"
+                self._pool.suspend(member.engine)
+
+    def _welcome(self, entry: Entry, predecessor: Member | None) -> None:
+        member = Member(entry.index, entry.generation, entry.restarts, self._make_engine(entry.url))
+        if predecessor is not None:
+            logger.info("engine %s was started again", member.name)
+            self._pool.suspend(predecessor.engine)
+            for task in predecessor.tasks:
+                task.cancel()
+            self._start(member, predecessor.engine.close, "close")
+        self._members[entry.index] = member
+        self._pool.add(member.engine)
+        bring_up = partial(self._bring_up, member, is_replacement=predecessor is not None)
+        self._start(member, bring_up, "bring up")
+
+    async def _bring_up(self, member: Member, *, is_replacement: bool) -> None:
+        try:
+            await member.engine.wait_ready(deadline_s=self._config.startup_timeout_s)
+            if member.state != "starting":  # it leaves already
+                return
+            member.state = "ready"
+            self._changed.set()
+            if not is_replacement or self.deliver_late is None:
+                return
+            async with self._border:
+                if self._version is None or member.state != "ready":
+                    return
+                if await self.deliver_late(member.engine, self._version):
+                    logger.info("engine %s serves again, with weight version %d", member.name, self._version)
+                    self._serves(member)
+        except (EngineError, DeadlineExceeded) as error:
+            await self.lost(member.engine, str(error))
+
+    def _is_free(self, member: Member) -> bool:
+        """Nothing is in flight on it, and no publish has it as a member."""
+        return not self._pool.in_flight(member.engine) and not self._border.locked()
+
+    def _serves(self, member: Member) -> None:
+        member.state = "serving"
+        member.probed_s = time.monotonic()
+        self._pool.serve(member.engine)
+
+    def _is_probe_due(self, member: Member) -> bool:
+        waited_s = time.monotonic() - member.probed_s
+        idle = member.state == "serving" and not member.tasks and not self._border.locked()
+        return idle and waited_s > self._config.probe_every_s
+
+    async def _probe(self, member: Member) -> None:
+        try:
+            await member.engine.probe(deadline_s=self._config.probe_timeout_s)
+        except (EngineError, DeadlineExceeded) as error:
+            await self.lost(member.engine, f"it did not generate a token when probed: {error}")
+
+    def _start(self, member: Member, work: Callable[[], Awaitable[None]], name: str) -> None:
+        task = asyncio.create_task(self._or_fail(work), name=f"{name} {member.name}")
+        member.tasks.add(task)
+        task.add_done_callback(member.tasks.discard)
+
+    async def _or_fail(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Nobody waits for these tasks; what they do not expect, the loss of the store for example, ends the run."""
+        try:
+            await work()
+        except PaNpuError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("the watch over the engines failed")
+            self._fail(PaNpuError(f"the watch over the engines failed: {error!r}"))
+
+    def _fail(self, error: PaNpuError) -> None:
+        self._failure = error
+        self._pool.fail(error)
+        self._changed.set()

@@ -1,0 +1,242 @@
+"""EnginePool: chooses an engine for every group, bounds what is in flight, and counts what each engine did.
+
+Admission is asked for in dispatch order by one task (the producer, or the evaluation), and returns a lease on the engine with the
+fewest in-flight tokens among those with room in their window. Whoever holds the lease sends the request and closes it. What an
+engine lost while it had it is admitted again, before anything new. Which engines serve is the fleet's business (fleet.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pa_npu.control.tasks import gather
+from pa_npu.engines.protocol import Completion, EngineGone, RolloutEngine, Sampling
+from pa_npu.errors import DeadlineExceeded, PaNpuError
+
+T = TypeVar("T")
+OnLost = Callable[[RolloutEngine, str], Awaitable[None]]
+
+# A request that so many engines died of is the cause, not the victim.
+_MAX_SENDS = 4
+
+
+@dataclass
+class EngineUse:
+    """What one engine has in flight and has done. Totals only grow; callers take differences."""
+
+    in_flight_sequences: int = 0
+    in_flight_tokens: int = 0
+    requests: int = 0
+    tokens: int = 0
+    """Response tokens received."""
+    sequence_seconds: float = 0.0
+    """Integral of in_flight_sequences over time."""
+    busy_s: float = 0.0
+    """Time with anything in flight."""
+    updated_s: float = field(default_factory=time.perf_counter)
+
+    def advance(self, sequences: int = 0, tokens: int = 0) -> None:
+        """Account for the time since the last change, then change what is in flight."""
+        now_s = time.perf_counter()
+        elapsed_s = now_s - self.updated_s
+        self.sequence_seconds += elapsed_s * self.in_flight_sequences
+        self.busy_s += elapsed_s if self.in_flight_sequences else 0.0
+        self.in_flight_sequences += sequences
+        self.in_flight_tokens += tokens
+        self.updated_s = now_s
+
+
+class Lease:
+    """Room for some sequences on one engine, from admission to `close` (or the end of its `with` block)."""
+
+    def __init__(self, pool: EnginePool, engine: RolloutEngine, use: EngineUse, sequences: int, tokens: int) -> None:
+        self.engine = engine
+        self.sequences = sequences
+        self.tokens = tokens
+        self._pool = pool
+        self._use = use
+        use.advance(sequences, tokens)
+        self._start = (use.updated_s, use.sequence_seconds)
+        self._closed = False
+        self.duration_s = 0.0
+        self.in_flight_mean = 0.0
+        """Sequences in flight on this engine, averaged over the lease."""
+
+    def close(self, response_tokens: int = 0) -> None:
+        """Give the room back; response_tokens were received. Further calls do nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        use = self._use
+        use.advance(-self.sequences, -self.tokens)
+        use.requests += 1
+        use.tokens += response_tokens
+        start_s, start_integral = self._start
+        self.duration_s = use.updated_s - start_s
+        self.in_flight_mean = (
+            (use.sequence_seconds - start_integral) / self.duration_s if self.duration_s else self.sequences
+        )
+        self._pool._room.set()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class EnginePool:
+    """Several engines as one. Owns the clients: close it, or use `async with`."""
+
+    def __init__(self, engines: Sequence[RolloutEngine] = ()) -> None:
+        self._engines = {engine.name: engine for engine in engines}
+        self._uses = {engine.name: EngineUse() for engine in engines}
+        if len(self._uses) != len(engines):
+            raise ValueError(f"engines: names must differ, found {[engine.name for engine in engines]}")
+        self._serving = set(self._engines)
+        self._room = asyncio.Event()
+        self._again = 0  # admissions of what was lost that are waiting
+        self._failure: PaNpuError | None = None
+        self._on_lost: OnLost | None = None
+
+    async def __aenter__(self) -> EnginePool:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+
+    @property
+    def engines(self) -> tuple[RolloutEngine, ...]:
+        """Those that serve."""
+        return tuple(engine for name, engine in self._engines.items() if name in self._serving)
+
+    def add(self, engine: RolloutEngine) -> None:
+        """One more engine; it does not serve yet."""
+        self._engines[engine.name] = engine
+        self._uses.setdefault(engine.name, EngineUse())
+
+    async def remove(self, engine: RolloutEngine) -> None:
+        """It serves no more and is not counted from here on."""
+        self.suspend(engine)
+        del self._engines[engine.name]
+        await engine.close()
+
+    def serve(self, engine: RolloutEngine) -> None:
+        self._serving.add(engine.name)
+        self._room.set()
+
+    def suspend(self, engine: RolloutEngine) -> None:
+        """Admit nothing more to it; what it has in flight goes on."""
+        self._serving.discard(engine.name)
+
+    def on_lost(self, report: OnLost) -> None:
+        """Where `generate` reports engines that are gone, with the reason."""
+        self._on_lost = report
+
+    def fail(self, error: PaNpuError) -> None:
+        """No engine will ever serve again: every admission raises this."""
+        self._failure = error
+        self._room.set()
+
+    def in_flight(self, engine: RolloutEngine) -> int:
+        """Sequences in flight on one engine."""
+        return self._uses[engine.name].in_flight_sequences
+
+    async def admit(
+        self, sequences: int, tokens: int, window: Callable[[], int], deadline_s: float, *, again: bool = False
+    ) -> Lease:
+        """Wait until an engine has room for `sequences` more, of about `tokens` together, and take it.
+
+        window: the largest number of sequences in flight per engine, asked anew whenever room appears; an idle engine
+        takes anything, so that a group larger than the window still runs. Call it from one task only, in dispatch order; with
+        `again`, for what an engine has lost, from anywhere.
+        """
+        start_s = time.monotonic()
+        self._again += again
+        try:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                engine = self._with_room(sequences, window()) if again or not self._again else None
+                if engine is not None:
+                    return Lease(self, engine, self._uses[engine.name], sequences, tokens)
+                self._room.clear()
+                left_s = deadline_s - (time.monotonic() - start_s)
+                try:
+                    await asyncio.wait_for(self._room.wait(), max(left_s, 0.0))
+                except asyncio.TimeoutError:
+                    raise DeadlineExceeded(
+                        f"no room for {sequences} sequences on any of {len(self.engines)} engines within {deadline_s:g} s "
+                        f"({self.num_in_flight} in flight, window {window()}); the engines answer nothing, see their logs"
+                    ) from None
+        finally:
+            self._again -= again
+            if again:
+                self._room.set()  # for those that had to wait for this one
+
+    async def generate(
+        self,
+        lease: Lease,
+        prompt_tokens: npt.NDArray[np.int32],
+        seed: int,
+        sampling: Sampling,
+        window: Callable[[], int],
+        *,
+        deadline_s: float,
+        again_deadline_s: float,
+    ) -> tuple[list[Completion], Lease]:
+        """lease.sequences responses from the leased engine, or, if it is gone by the deadline, from another or its successor.
+
+        They are the same wherever they come from, because they follow from the seed. Returns also the lease under which they
+        came, closed like the given one. again_deadline_s: of the wait for an engine that serves.
+        """
+        for sends in count(1):
+            engine = lease.engine
+            try:
+                with lease:
+                    completions = await engine.generate(
+                        prompt_tokens, lease.sequences, seed, sampling, deadline_s=deadline_s
+                    )
+                    lease.close(sum(len(completion.tokens) for completion in completions))
+                    return completions, lease
+            except (EngineGone, DeadlineExceeded) as error:
+                if self._on_lost is None or sends == _MAX_SENDS:
+                    raise
+                await self._on_lost(engine, str(error))
+            lease = await self.admit(lease.sequences, lease.tokens, window, again_deadline_s, again=True)
+        raise AssertionError("unreachable: the loop ends by return or raise")
+
+    def _with_room(self, sequences: int, window: int) -> RolloutEngine | None:
+        uses = self._uses
+        free = [
+            engine
+            for engine in self.engines
+            if uses[engine.name].in_flight_sequences + sequences <= window or not uses[engine.name].in_flight_sequences
+        ]
+        return min(free, key=lambda engine: uses[engine.name].in_flight_tokens, default=None)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Sequences in flight on all engines."""
+        return sum(use.in_flight_sequences for use in self._uses.values())
+
+    def use(self) -> dict[str, EngineUse]:
+        """A copy of the counters by engine name, as of now."""
+        for use in self._uses.values():
+            use.advance()
+        return {name: EngineUse(**vars(self._uses[name])) for name in self._engines}
+
+    async def on_all(self, call: Callable[[RolloutEngine], Awaitable[T]]) -> list[T]:
+        """`call` on every engine that serves, at the same time; results in engine order, the first failure cancels the others."""
+        return await gather([call(engine) for engine in self.engines])

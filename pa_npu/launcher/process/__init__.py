@@ -1,0 +1,1 @@
+"""The process tree of one machine: commands, start, supervision, recovery, clean end."""

@@ -1,0 +1,136 @@
+"""The commands and environments of a run's processes: engines, coordinator, trainer ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pa_npu.config.schema import Config
+from pa_npu.control.channel import attempt_prefix
+from pa_npu.engines.vllm.command import server_command
+from pa_npu.engines.vllm.guard import KEY_VARIABLE
+from pa_npu.families.spec import ModelSpec
+from pa_npu.launcher.addresses import interface_of, is_loopback
+from pa_npu.launcher.placement import Placement, visible_devices
+from pa_npu.platform.base import Platform
+
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+# a socket's path has 107 bytes at most: DIRECTORY/pa-xxxxxxxx/uuid
+_LONGEST_TEMPORARY_DIRECTORY = 107 - len("/pa-xxxxxxxx/") - 36
+
+
+@dataclass(frozen=True)
+class Command:
+    """scratch_env: the variable in which it finds a directory of its own, which goes with it."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    cores: tuple[int, ...] = ()
+    scratch_env: str | None = None
+
+
+@dataclass(frozen=True)
+class Role:
+    """A process for another node, whose launcher builds its command itself. index: engine index or trainer rank."""
+
+    node: int
+    kind: Literal["engine", "trainer"]
+    index: int
+    attempt: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.index}"
+
+
+Startable = Command | Role
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where the run's c10d store listens, and which attempt of the run a process belongs to."""
+
+    host: str
+    port: int
+    attempt: int = 0
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def prefix(self) -> str:
+        """Of the attempt's keys."""
+        return attempt_prefix(self.attempt)
+
+    def env(self) -> dict[str, str]:
+        return {"PA_NPU_STORE": self.address, "PA_NPU_ATTEMPT": str(self.attempt)}
+
+
+def engine_url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def engine_command(
+    config: Config, spec: ModelSpec, platform: Platform, placement: Placement, index: int, port: int, key: str
+) -> Command:
+    """Engine `index` of the run, which `placement` has on this node."""
+    local = placement.engines.index(index)
+    command = server_command(config, spec, index, port)
+    env = _common_env(config, platform) | {KEY_VARIABLE: key}
+    env |= visible_devices(platform.visible_devices_env, placement.engine_devices[local], os.environ)
+    env |= command.env
+    # vLLM leaves the sockets between its processes behind when it is killed
+    own = _SOCKETS not in env and len(tempfile.gettempdir()) <= _LONGEST_TEMPORARY_DIRECTORY
+    return Command(
+        f"engine-{index}", command.argv, env, placement.engine_cores[local], scratch_env=_SOCKETS if own else None
+    )
+
+
+def coordinator_command(config: Config, platform: Platform, store: Store, key: str) -> Command:
+    argv = (sys.executable, "-m", "pa_npu.coordinator.main", "--config", _config_file(config))
+    env = (
+        _common_env(config, platform)
+        | store.env()
+        | platform.environment("coordinator")
+        | ({KEY_VARIABLE: key} if key else {})
+    )
+    return Command("coordinator", argv, env)
+
+
+def trainer_command(config: Config, platform: Platform, placement: Placement, store: Store, rank: int) -> Command:
+    """Rank `rank`, on this node. Ranks see all trainer devices of it and take theirs by LOCAL_RANK, as torchrun has it."""
+    local = placement.ranks.index(rank)
+    env = _common_env(config, platform) | store.env() | platform.environment("trainer")
+    env |= visible_devices(platform.visible_devices_env, placement.trainer_devices, os.environ)
+    env |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(config.trainer.devices)}
+    env |= {"LOCAL_WORLD_SIZE": str(len(placement.ranks)), "GROUP_RANK": str(config.placement.node_rank)}
+    env |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
+    argv = (sys.executable, "-m", "pa_npu.trainer.main", "--config", _config_file(config))
+    return Command(f"trainer-{rank}", argv, env, placement.trainer_cores[local])
+
+
+def _config_file(config: Config) -> str:
+    return str(Path(config.run.dir) / "config.yaml")
+
+
+def _common_env(config: Config, platform: Platform) -> dict[str, str]:
+    env = dict(os.environ)
+    env.pop(KEY_VARIABLE, None)  # for engines and coordinator alone
+    env |= {
+        "PA_NPU_RUN_DIR": str(Path(config.run.dir).resolve()),
+        "PYTHONUNBUFFERED": "1",  # log lines appear when they are written
+    }
+    env.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code leaves a stack in the log
+    address = config.placement.address
+    interface = interface_of(address)
+    if interface is None:
+        return env
+    # without it gloo resolves the machine's name, which fails on machines that do not know their own
+    env.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return env if is_loopback(address) else env | platform.network_environment(address, interface)

@@ -1,0 +1,58 @@
+"""What the supervisor and the recovery of a run need of its processes, wherever these run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from pa_npu.launcher.process.commands import Startable
+
+
+class Process(Protocol):
+    """One process of the run. `name` is also its log's name."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def log(self) -> Path: ...
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+
+    def describe_end(self) -> str:
+        """For example "exit code 1" or "killed by SIGKILL"."""
+
+    def last_lines(self, count: int) -> list[str]:
+        """Of its log."""
+
+
+class Processes(Protocol):
+    """All processes of the run."""
+
+    @property
+    def processes(self) -> Sequence[Process]:
+        """Those that were started and not forgotten."""
+
+    def launch(self, command: Startable) -> Process:
+        """Start it, with its output in LOG_DIR/<name>.log."""
+
+    def ended(self) -> Sequence[Process]:
+        """Those that ended, the likely culprits first."""
+
+    def stop(self, processes: Sequence[Process] | None = None) -> None:
+        """Stop them, or all, gracefully at first; returns when they are gone."""
+
+    def kill_one(self, process: Process) -> None:
+        """SIGKILL a process, which may hang."""
+
+    def forget(self, processes: Sequence[Process]) -> None:
+        """These have ended, others may take their names."""
+
+    def settle(self, seconds: float) -> None:
+        """After an end: wait until those that ended at the same time are known too."""
+
+    def problem(self) -> str | None:
+        """Why the run must end, whatever its processes do."""

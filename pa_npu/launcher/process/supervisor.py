@@ -1,0 +1,217 @@
+"""The supervisor: starts the commands of a run, waits for readiness, relays progress, ends when the run ends or fails.
+
+What ends before the run was ready for the first time fails it: something is wrong with the run or the machine. What ends later
+is started again as far as `Recovery` allows.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from pa_npu.errors import BAD_INPUT, FAILED
+from pa_npu.launcher.process.commands import Startable
+from pa_npu.launcher.process.console import Console
+from pa_npu.launcher.process.log_tail import MarkedLines
+from pa_npu.launcher.process.processes import Process, Processes
+from pa_npu.launcher.process.readiness import Awaited
+from pa_npu.launcher.process.recovery import Attempt, Failure, Recovery
+from pa_npu.telemetry.progress import PREFIX
+from pa_npu.telemetry.timeline import Timeline, now
+
+_TICK_S = 0.1
+_PROBE_EVERY_S = 0.5
+_WAITING_LINE_EVERY_S = 15.0
+_LOG_LINES = 20
+# Processes that follow a dead one within this time are mentioned, not blamed.
+_AFTERMATH_S = 1.0
+
+
+class StopSignals:
+    """SIGINT and SIGTERM as a wish to stop; a second one insists on stopping at once."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def insisted(self) -> bool:
+        return len(self.received) > 1
+
+    def record(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+
+
+def signal_name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopSignals]:
+    signals = StopSignals()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = [signal.signal(number, signals.record) for number in numbers]
+    try:
+        yield signals
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+
+
+class Supervisor:
+    """Of all processes of a run, or of engines alone, which serve until a signal comes."""
+
+    def __init__(
+        self,
+        tree: Processes,
+        console: Console,
+        timeline: Timeline,
+        signals: StopSignals,
+        recovery: Recovery | None = None,
+    ) -> None:
+        """recovery: None where nothing is started again."""
+        self._tree = tree
+        self._recovery = recovery
+        self._recovers = False
+        self._console = console
+        self._timeline = timeline
+        self._signals = signals
+        self._progress: MarkedLines | None = None
+
+    def run(self, engines: Sequence[Startable], workers: Sequence[Startable], awaited: Sequence[Awaited]) -> int:
+        """Returns the exit code of the run; everything is stopped then. engines: in the order of the roster."""
+        start_s = now()
+        try:
+            for index, command in enumerate(engines):
+                process = self._start(command)
+                if self._recovery is not None:
+                    self._recovery.watch(command, index, process)
+            for command in workers:
+                self._start(command)
+            if self._until_done(awaited):
+                self._timeline.complete("run", start_s, now(), "run")
+                self._stop("the run is done")
+                return 0
+        except Failure as failure:
+            if not self._signals.received:
+                return self._fail(failure)
+        number = self._signals.received[0]
+        self._stop(f"{signal_name(number)}: stopping (once more: at once)")
+        return 128 + number
+
+    def _start(self, command: Startable) -> Process:
+        process = self._tree.launch(command)
+        if command.name == "coordinator" and self._progress is None:
+            self._progress = MarkedLines(process.log, PREFIX)
+        return process
+
+    def _until_ready(self, awaited: Sequence[Awaited]) -> bool:
+        """False when a signal came first."""
+        began, said, clock = time.monotonic(), time.monotonic(), now()
+        pending, next_probe = list(awaited), 0.0
+        while pending:
+            if not self._tick():
+                return False
+            seconds = time.monotonic() - began
+            if time.monotonic() < next_probe:
+                continue
+            for item in [item for item in pending if item.is_ready()]:
+                pending.remove(item)
+                self._timeline.complete(f"start {item.name}", clock, now(), item.name)
+                self._console.say(f"{item.name} ready after {seconds:.0f} s")
+            next_probe = time.monotonic() + _PROBE_EVERY_S
+            for item in pending:
+                if seconds > item.timeout_s:
+                    raise Failure(
+                        f"{item.name} not ready after {seconds:.0f} s ({item.section}.startup_timeout_s)",
+                        next((process for process in self._tree.processes if process.name == item.process), None),
+                    )
+            if pending and time.monotonic() - said > _WAITING_LINE_EVERY_S:
+                said = time.monotonic()
+                self._console.say(f"waiting for {', '.join(item.name for item in pending)} ({seconds:.0f} s)")
+        return True
+
+    def _until_done(self, awaited: Sequence[Awaited]) -> bool:
+        """Until coordinator and trainers have ended well: each of them has deadlines on all of its own waits.
+
+        Where there are none, engines serve until a signal.
+        """
+        while True:
+            try:
+                if not self._until_ready(awaited):
+                    return False
+                self._recovers = self._recovery is not None
+                while not self._workers() or any(process.exit_code is None for process in self._workers()):
+                    if not self._tick():
+                        return False
+                return True
+            except Failure as failure:
+                if self._signals.received or not (attempt := self._next_attempt(failure)):
+                    raise
+                for command in attempt.commands:
+                    self._start(command)
+                awaited = attempt.awaited
+
+    def _next_attempt(self, failure: Failure) -> Attempt | None:
+        failed = failure.process
+        if not self._recovers or self._recovery is None or failed is None or _is_engine(failed):
+            return None
+        return self._recovery.next_attempt(self._failed() or [failed])
+
+    def _workers(self) -> list[Process]:
+        return [process for process in self._tree.processes if not _is_engine(process)]
+
+    def _tick(self) -> bool:
+        """Wait a moment, relay progress, look for dead processes; False when a signal asks to stop."""
+        time.sleep(_TICK_S)
+        self._relay()
+        if self._signals.received:
+            return False
+        if self._recovery is not None and self._recovers:
+            self._recovery.restart_engines()
+        if problem := self._tree.problem():
+            raise Failure(problem)
+        if self._failed():
+            self._tree.settle(_AFTERMATH_S)  # the first to end is not always the first to be seen
+            culprit = self._failed()[0]
+            raise Failure(f"{culprit.name} ended: {culprit.describe_end()}", culprit)
+        return True
+
+    def _failed(self) -> list[Process]:
+        """What ended and should not have: engines at all, unless they are started again, the others with anything but 0."""
+        return [
+            process
+            for process in self._tree.ended()
+            if (not self._recovers if _is_engine(process) else process.exit_code != 0)
+        ]
+
+    def _relay(self) -> None:
+        for line in self._progress.new() if self._progress else ():
+            self._console.say(line)
+
+    def _fail(self, failure: Failure) -> int:
+        self._console.complain(f"failed: {failure.reason}")
+        process = failure.process
+        if process is not None:
+            self._console.complain(f"last lines of {process.log}:")
+            for line in process.last_lines(_LOG_LINES):
+                self._console.complain(f"    {line}")
+        for other in self._failed():
+            if other is not process:
+                last = other.last_lines(1)
+                self._console.complain(f"also: {other.name} ended: {other.describe_end()}: {last[0] if last else ''}")
+        self._stop("stopping the others")
+        return BAD_INPUT if process is not None and process.exit_code == BAD_INPUT else FAILED
+
+    def _stop(self, reason: str) -> None:
+        self._relay()
+        self._console.say(reason)
+        began = time.monotonic()
+        self._tree.stop()
+        self._relay()
+        self._console.say(f"all processes ended ({time.monotonic() - began:.1f} s)")
+
+
+def _is_engine(process: Process) -> bool:
+    return process.name.startswith("engine-")

@@ -1,0 +1,211 @@
+"""The trainer's end of a weight publish: one Publisher per rank, of which each stage's tensor-parallel leader sends.
+
+    every rank                Publisher(...)        knows its place; replicas other than the first do nothing below
+    stage leader              manifest() -> store   what will be sent, for the coordinator to hand to the engines
+    stage leader              connect(epoch, n)     one group with all engine workers, blocks until they are there
+    TP ranks of replica 0     publish(version)      collective over TP; gathers bucket i+1 while bucket i is on the wire
+
+An engine that dies or joins changes the members: connect() again, with the next epoch. After a publish that raised
+WeightSyncError, which it does on the leader alone, the weights are untouched: connect to those that are left and publish again.
+
+The stages publish independently of each other; the engines read them in stage order.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pa_npu.backends.megatron.gather import Position, StageTensors
+from pa_npu.errors import DeadlineExceeded
+from pa_npu.families.spec import ModelSpec
+from pa_npu.publish import progress, transport
+
+_GATHER_MARGIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class PublishStats:
+    """One publish as this rank saw it. `bytes` is what a leader sent (0 elsewhere); `wire_wait_s` the part of `seconds`
+    that a leader waited for the engines."""
+
+    seconds: float = 0.0
+    bytes: int = 0
+    buckets: int = 0
+    wire_wait_s: float = 0.0
+
+
+class Publisher:
+    """Sends a stage's weights to all engine workers. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        stage_module: torch.nn.Module,
+        spec: ModelSpec,
+        *,
+        store_host: str,
+        store_port: int,
+        bucket_bytes: int,
+        timeout_s: float,
+        backend: str,
+        device: torch.device,
+        position: Position | None = None,
+        scope: str = "",
+    ) -> None:
+        """`stage_module` holds one GPT stage (wrappers are fine); its weights are read at each publish.
+
+        The store is any c10d TCPStore that engines reach too. `position` is Megatron's unless given. `scope` begins the groups'
+        names; with "a/" their publishes are given up with Abandonment(..., "a").
+        """
+        self._position = position or Position.from_megatron()
+        self._store = (store_host, store_port)
+        self._engine_workers = 0
+        self._epoch: int | None = None
+        self._abandonment: transport.Abandonment | None = None
+        self._timeout_s = timeout_s
+        self._backend = backend
+        self._device = device
+        self._group: dist.ProcessGroup | None = None
+        # A group's name serves once, in the store and in every member: a publisher that starts again must not meet its
+        # own past.
+        self._name = f"{scope}publish-{self._position.stage}-{uuid.uuid4().hex[:12]}"
+        self._tensors = (
+            StageTensors(stage_module, spec, self._position, bucket_bytes) if self._position.replica == 0 else None
+        )
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank sends its stage's weights: it is the one that must put manifest() into the store."""
+        return self._position.is_leader
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the stage's weights, what one publish sends; 0 on ranks of other replicas."""
+        return self._tensors.manifest.num_bytes if self._tensors is not None else 0
+
+    def manifest(self) -> dict[str, Any]:
+        """What an engine needs to join and read this stage: one element of pa_connect's `stages`. JSON."""
+        assert self._tensors is not None, "only replica 0 publishes"
+        return {"name": self._name, "manifest": self._tensors.manifest.to_json()}
+
+    def connect(self, epoch: int, engine_workers: int, timeout_s: float | None = None) -> None:
+        """Form the group of this epoch with so many engine workers; ranks that do not send return at once, as does a leader
+        that is in it already.
+
+        Waits for them at most timeout_s, which should cover the engines' start; None takes the publisher's own. Raises
+        DeadlineExceeded with the missing workers.
+        """
+        if not self.is_leader or epoch == self._epoch:
+            return
+        self.close()
+        self._engine_workers = engine_workers
+        name = transport.epoch_name(self._name, epoch)
+        self._abandonment = transport.Abandonment(*self._store, name)
+        self._group = transport.join_group(
+            *self._store,
+            name,
+            rank=0,
+            size=1 + engine_workers,
+            backend=self._backend,
+            timeout_s=self._timeout_s,
+            describe=f"stage {self._position.stage} publishes to {self._workers}",
+            members_timeout_s=timeout_s,
+        )
+        self._epoch = epoch
+
+    def publish(self, version: int) -> PublishStats:
+        """Send all weights as `version`. Collective over the TP ranks of replica 0; other ranks return at once.
+
+        Raises WeightSyncError on a leader that lost an engine or was told to give up, and DeadlineExceeded where that was not
+        noticed in time; the group is dropped then, and the engines that are left hold no version.
+        """
+        if self._tensors is None:
+            return PublishStats()
+        start = time.perf_counter()
+        # peers that gather come after the wire, whose message names the engines
+        deadline = transport.Deadline(self._timeout_s + _GATHER_MARGIN_S)
+        if self.is_leader:
+            wire_wait_s = self._send(version, deadline)
+        else:
+            wire_wait_s = 0.0
+            for _ in self._tensors.buckets(deadline):
+                pass
+        manifest = self._tensors.manifest
+        sent = self.num_bytes if self.is_leader else 0
+        return PublishStats(time.perf_counter() - start, sent, len(manifest.buckets), wire_wait_s)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._epoch = None
+        if self._group is not None:
+            transport.leave_group(self._group)
+            self._group = None
+
+    def _drop(self) -> None:
+        """Forget a group that lost a member."""
+        if self._group is not None:
+            transport.drop_group(self._group)
+        self._group, self._epoch = None, None
+
+    def _send(self, version: int, deadline: transport.Deadline) -> float:
+        """Broadcast header and buckets; returns the seconds spent waiting for the transport."""
+        assert self._tensors is not None
+        buckets = self._tensors.buckets(deadline)
+        try:
+            if self._group is None or self._abandonment is None:
+                raise transport.WeightSyncError(
+                    f"stage {self._position.stage} has no connection to the engines; call connect() before publish()"
+                )
+            return self._broadcast(buckets, version, transport.Deadline(self._timeout_s, self._abandonment.reason))
+        except (transport.WeightSyncError, DeadlineExceeded):
+            self._drop()
+            for _ in buckets:  # the TP peers are somewhere in the gather of these and must come to its end
+                pass
+            raise
+
+    def _broadcast(self, buckets: Iterator[torch.Tensor | None], version: int, deadline: transport.Deadline) -> float:
+        assert self._tensors is not None
+        plan = self._tensors.manifest.buckets
+        header = torch.tensor([version, self._tensors.manifest.digest], dtype=torch.int64, device=self._device)
+        on_the_wire, sending = transport.broadcast(self._group, header), "the header"
+        waited = 0.0
+        for index, buffer in enumerate(buckets):
+            assert buffer is not None
+            work = transport.broadcast(self._group, buffer)
+            # Bucket i-1 must have left before the next step of the loop packs bucket i+1 into its buffer.
+            waited += self._wait(on_the_wire, deadline, version, sending)
+            on_the_wire, sending = work, f"bucket {index + 1} of {len(plan)} ({plan[index].summary})"
+        return waited + self._wait(on_the_wire, deadline, version, sending)
+
+    def _wait(self, work: dist.Work, deadline: transport.Deadline, version: int, sending: str) -> float:
+        start = time.perf_counter()
+        transport.wait(
+            work,
+            deadline,
+            f"publish of version {version}, stage {self._position.stage}, {sending}: broadcast to {self._workers}",
+            "check in the engines' logs that each is alive and in pa_receive of this version, or raise "
+            "publish.timeout_s",
+            blame=lambda: self._laggards(version),
+        )
+        return time.perf_counter() - start
+
+    def _laggards(self, version: int) -> str:
+        assert self._group is not None and self._tensors is not None
+        messages = 1 + len(self._tensors.manifest.buckets)
+        return progress.laggards(self._group, range(1, 1 + self._engine_workers), version, messages)
+
+    @property
+    def _workers(self) -> str:
+        return f"engine workers (ranks 1 to {self._engine_workers} of group {self._name})"

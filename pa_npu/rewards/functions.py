@@ -1,0 +1,135 @@
+"""Reward functions: math, format, overlong, and a user's own module:function, each from a group to G numbers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pa_npu.errors import DataError
+from pa_npu.rewards.answers import is_correct
+from pa_npu.rewards.types import RewardInput
+
+if TYPE_CHECKING:
+    from pa_npu.config.sections import RewardFunction
+
+Function = Callable[[RewardInput], Sequence[float]]
+ERROR_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """One configured function. label: its name, made unique. The rest is the settings of the built-in functions."""
+
+    name: str
+    label: str
+    pattern: str | None = None
+    max_tokens: int = 0
+    buffer_tokens: int = 0
+
+
+def function_specs(functions: Iterable[RewardFunction]) -> tuple[FunctionSpec, ...]:
+    """Specs in configuration order; the second `format` is labelled format#2."""
+    seen: dict[str, int] = {}
+    specs = []
+    for function in functions:
+        name = function.name
+        seen[name] = seen.get(name, 0) + 1
+        label = name if seen[name] == 1 else f"{name}#{seen[name]}"
+        specs.append(FunctionSpec(name, label, function.pattern, function.max_tokens or 0, function.buffer_tokens or 0))
+    return tuple(specs)
+
+
+def build_function(spec: FunctionSpec) -> Function:
+    """The function that `spec` names. Raises DataError where it cannot be imported or called."""
+    if spec.name == "math":
+        return math_reward
+    if spec.name == "format":
+        return format_reward(spec.pattern or "")
+    if spec.name == "overlong":
+        return overlong_reward(spec.max_tokens, spec.buffer_tokens)
+    return import_function(spec.name)
+
+
+def math_reward(group: RewardInput) -> list[float]:
+    """1 for a response whose final answer equals the reference, else 0."""
+    return [float(is_correct(response, group.answer)) for response in group.responses]
+
+
+def format_reward(pattern: str) -> Function:
+    """1 for a response in which the pattern is found (a dot also matches line ends), else 0."""
+    try:
+        expression = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise DataError(
+            f"reward.functions: format pattern {pattern!r} is not a regular expression ({error}); correct it"
+        ) from None
+    return lambda group: [float(expression.search(response) is not None) for response in group.responses]
+
+
+def overlong_reward(max_tokens: int, buffer_tokens: int) -> Function:
+    """0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens and beyond.
+
+    DAPO, arXiv 2503.14476, eq. 13, with L_max = max_tokens and L_cache = buffer_tokens. A response that was cut at
+    rollout.max_response_tokens has that many tokens.
+    """
+    if not 1 <= buffer_tokens <= max_tokens:
+        raise DataError(
+            f"reward.functions: overlong needs 1 <= buffer_tokens <= max_tokens, not {buffer_tokens} and {max_tokens}; "
+            f"correct them"
+        )
+    first = max_tokens - buffer_tokens
+    return lambda group: [max(-1.0, min(0.0, (first - length) / buffer_tokens)) for length in group.response_tokens]
+
+
+def import_function(name: str) -> Function:
+    """`module:function` of the user's, importable from the working directory or PYTHONPATH, taking one argument."""
+    module_name, _, function_name = name.partition(":")
+    directory = os.getcwd()
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    try:
+        function: Any = importlib.import_module(module_name)
+        for part in function_name.split("."):
+            function = getattr(function, part)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+        raise DataError(
+            f"reward.functions: {name} cannot be imported ({_one_line(error)}); name an importable module:function "
+            f"(searched: {directory} and PYTHONPATH)"
+        ) from None
+    if not callable(function):
+        raise DataError(f"reward.functions: {name} is a {type(function).__name__}, not a function; name a function")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise DataError(
+            f"reward.functions: {name} cannot be called with one group ({error}); give it one parameter, the group"
+        ) from None
+    except ValueError:
+        pass  # built-in functions have no signature to check; a wrong call shows as a logged zero reward
+    return function
+
+
+def call_function(function: Function, group: RewardInput) -> tuple[list[float], str | None]:
+    """The group's rewards and, where the function failed, zeros and the reason in one line."""
+    try:
+        rewards = [float(reward) for reward in function(group)]
+    except Exception as error:  # whatever a reward function raises costs its reward, not the run
+        return [0.0] * len(group.responses), _one_line(error)
+    if len(rewards) != len(group.responses):
+        reason = f"returned {len(rewards)} rewards for {len(group.responses)} responses"
+    elif not all(map(math.isfinite, rewards)):
+        reason = f"returned a reward that is not finite: {rewards}"
+    else:
+        return rewards, None
+    return [0.0] * len(group.responses), reason[:ERROR_CHARACTERS]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARACTERS]

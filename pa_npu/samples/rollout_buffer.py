@@ -1,0 +1,102 @@
+"""RolloutBuffer: where the coordinator puts groups and the trainer's replicas take them, slot by slot.
+
+Life of a slot (iteration, replica, slot):
+
+    coordinator   put ------------.
+    every rank              wait -+-> [leader reads, broadcasts to its TP peers] -> done
+    last rank                                                                       done -> key removed
+
+All ranks of a replica wait for the key, so the key may go only when each of them has seen it: `readers` is the number
+of ranks of a replica (tensor x pipeline parallel), and every rank calls `done` once per slot, after its broadcast.
+Pipeline stages read independently, hence a blocked read cannot deadlock the 1F1B schedule.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pa_npu.control.channel import StoreChannel
+from pa_npu.errors import InvariantViolation
+from pa_npu.samples.group import Group
+
+
+class RolloutBuffer(Protocol):
+    """What coordinator (put) and trainer ranks (all others) need; another data plane implements these six."""
+
+    readers: int
+
+    def put(self, group: Group, replica: int, slot: int) -> None:
+        """Makes a group available to a replica as its slot-th group of `group.iteration`. Each slot once (I2)."""
+
+    def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
+        """Waits until the slot is filled, returns the seconds waited; raises DeadlineExceeded after timeout_s."""
+
+    def ready(self, iteration: int, replica: int, slot: int) -> bool:
+        """Whether the slot is filled, without waiting."""
+
+    def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
+        """The wire format of a filled slot."""
+
+    def read(self, iteration: int, replica: int, slot: int) -> Group:
+        """The group of a filled slot."""
+
+    def done(self, iteration: int, replica: int, slot: int) -> None:
+        """This rank needs the slot no more; the last of `readers` calls removes it."""
+
+
+class StoreRolloutBuffer:
+    """RolloutBuffer on the c10d store.
+
+    run_id separates attempts of one run, so that a restarted trainer never sees what a killed one left behind.
+    readers: ranks of a replica, i.e. tensor_parallel x pipeline_parallel (the coordinator's value is not used).
+    """
+
+    def __init__(self, channel: StoreChannel, run_id: str, readers: int) -> None:
+        if readers < 1:
+            raise ValueError(f"readers: {readers} must be at least 1, the number of ranks of a replica")
+        self.readers = readers
+        self._channel = channel
+        self._run_id = run_id
+        self._filled: dict[tuple[int, int], int] = {}
+        self._newest = 0
+
+    def put(self, group: Group, replica: int, slot: int) -> None:
+        if group.iteration > self._newest:
+            self._newest, self._filled = group.iteration, {}
+        key = self._key(group.iteration, replica, slot)
+        if (replica, slot) in self._filled or group.iteration < self._newest:
+            raise InvariantViolation(
+                f"I2 exactly once: {group} put into slot {slot} of replica {replica}, but "
+                + (
+                    f"iteration {self._newest} has begun"
+                    if group.iteration < self._newest
+                    else f"group {self._filled[replica, slot]} of that iteration is already there"
+                )
+            )
+        self._channel.put_bytes(key, group.to_bytes())
+        self._filled[replica, slot] = group.index
+
+    def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
+        return self._channel.wait(
+            self._key(iteration, replica, slot),
+            timeout_s,
+            f"the group of slot {slot}, replica {replica}, iteration {iteration}, from the coordinator",
+        )
+
+    def ready(self, iteration: int, replica: int, slot: int) -> bool:
+        return self._channel.exists(self._key(iteration, replica, slot))
+
+    def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
+        return self._channel.get_bytes(self._key(iteration, replica, slot))
+
+    def read(self, iteration: int, replica: int, slot: int) -> Group:
+        return Group.from_bytes(self.read_bytes(iteration, replica, slot))
+
+    def done(self, iteration: int, replica: int, slot: int) -> None:
+        key = self._key(iteration, replica, slot)
+        if self._channel.add(key + "/done", 1) == self.readers:
+            self._channel.delete(key)
+            self._channel.delete(key + "/done")
+
+    def _key(self, iteration: int, replica: int, slot: int) -> str:
+        return f"buffer/{self._run_id}/{iteration}/{replica}/{slot}"

@@ -1,0 +1,145 @@
+"""Checkpoints of several ranks: loaded at other sizes and back, resumed bit by bit, and what one rank's failure does to all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pa_npu.checkpoints import directories as store
+from pa_npu.config.schema import Config
+from tests.helpers.megatron import model_config, single_process
+from tests.helpers.models import make_model
+from tests.helpers.trainer_rank import Job, run_job
+from tests.integration.test_trainer_parity import make_config
+from tests.unit.test_checkpoints_trainer import Run
+
+from megatron.core.dist_checkpointing import load_plain_tensors  # isort: skip
+
+pytestmark = pytest.mark.integration
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2+SP": {"devices": 2, "tensor_parallel": 2, "sequence_parallel": True},
+    "PP2": {"devices": 2, "pipeline_parallel": 2},
+    "DP2": {"devices": 2},
+}
+FIRST, LAST = 2, 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = make_model(tmp_path_factory.mktemp("model"), "qwen2", tied=True)
+    with single_process(model_config(path)):
+        yield path
+
+
+class Single(Run):
+    """One process, in this one, with the configuration and groups of the ranks."""
+
+    def configure(self, model: Path, directory: Path, sections: dict[str, dict[str, Any]]) -> Config:
+        return make_config(model, directory, **sections)
+
+
+@pytest.fixture(scope="module")
+def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Three iterations at one process, with a checkpoint of version 2 and its weights as the run itself exports them."""
+    directory = tmp_path_factory.mktemp("single")
+    run = Single(model, directory)
+    for version in range(FIRST):
+        run.train(version)
+    run.checkpoints.finish(FIRST)
+    run.backend.export(directory / "hf")
+    return {
+        "checkpoint": run.directory / store.directory_name(FIRST),
+        "weights": exported(directory / "hf"),
+        "next": run.train(FIRST),
+    }
+
+
+def exported(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an HF directory."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every whole tensor of a checkpoint, as Megatron itself puts the shards together."""
+    loaded = load_plain_tensors(str(checkpoint))
+    return {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+
+
+def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_goes_to_other_sizes_and_back_and_resumes_there_bit_by_bit(
+    layout: str, model: Path, single: dict[str, Any], tmp_path: Path
+) -> None:
+    config = make_config(
+        model, tmp_path, trainer=LAYOUTS[layout], checkpoint={"every": 1, "load": str(single["checkpoint"])}
+    )
+    job = Job(config, tmp_path, first=FIRST, last=LAST, module="tests.helpers.checkpoint_rank")
+    job.options["scenario"] = "resume"
+    reports = run_job(job)
+    checkpoints = tmp_path / "checkpoints"
+
+    # to the other sizes: weights and moments bit by bit, the next step but for rounding
+    assert not different(exported(tmp_path / "loaded"), single["weights"])
+    saved_again = tensors(checkpoints / store.directory_name(FIRST))
+    original = tensors(single["checkpoint"])
+    assert {
+        "optimizer.state.exp_avg.decoder.final_layernorm.weight",
+        "decoder.final_layernorm.weight",
+    } <= original.keys()
+    assert not different(saved_again, original)
+    for name in ("loss", "grad_norm", "kl", "learning_rate"):
+        assert reports[0][name] == pytest.approx(single["next"][name], rel=1e-5), name
+
+    # interrupted and resumed at these sizes
+    hf = exported(tmp_path / "hf")
+    assert not different(exported(tmp_path / "resumed"), hf)
+    assert [reports[-1][name] for name in ("loss", "grad_norm")] == [
+        reports[-2][name] for name in ("loss", "grad_norm")
+    ]
+    assert different(hf, single["weights"]), "nothing was trained"
+
+    # and back to one process
+    back = Single(model, tmp_path / "back", checkpoint={"load": str(checkpoints / store.directory_name(LAST - 1))})
+    assert back.checkpoints.load() == LAST - 1
+    assert back.train(LAST - 1)["loss"] == pytest.approx(reports[-1]["loss"], rel=1e-5)
+
+    if layout == "PP2":  # once is enough for a new process
+        command = [sys.executable, "-m", "pa_npu.launcher", "export", "--checkpoint"]
+        command += [str(checkpoints / store.directory_name(LAST)), "--output", str(tmp_path / "exported")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert not different(exported(tmp_path / "exported"), hf)
+        assert (tmp_path / "exported" / "config.json").read_bytes() == (tmp_path / "hf" / "config.json").read_bytes()
+
+
+def test_one_rank_that_fails_costs_all_the_checkpoint_and_a_killed_one_leaves_the_one_before(
+    model: Path, tmp_path: Path
+) -> None:
+    config = make_config(model, tmp_path, trainer=LAYOUTS["DP2"], checkpoint={"every": 2}, schedule={"iterations": 8})
+    job = Job(config, tmp_path, module="tests.helpers.checkpoint_rank", options={"scenario": "faults"})
+    reports = run_job(job, ends=(1, -9))
+    assert [report.get("checkpoint_failed") for report in reports] == [None, 4, None]
+    lines = [line for line in (tmp_path / "rank0.log").read_text().splitlines() if "could not be written" in line]
+    assert len(lines) == 1 and "rank 1: File too large" in lines[0], lines
+    assert "usable: " + str(tmp_path / "checkpoints" / "iteration_000002") in lines[0]
+
+    checkpoints = tmp_path / "checkpoints"
+    said: list[str] = []
+    assert store.newest(checkpoints, said.append) == checkpoints / "iteration_000006" and not said
+    assert (checkpoints / ".iteration_000008.incomplete").is_dir(), "the kill came in the middle of the save"
+    store.clean(checkpoints)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["iteration_000002", "iteration_000006"]
+    survivor = Single(model, tmp_path / "next", checkpoint={"load": str(checkpoints / "iteration_000006")})
+    assert survivor.checkpoints.load() == 6

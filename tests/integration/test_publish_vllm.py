@@ -1,0 +1,203 @@
+"""Weights into a live vLLM server: after each publish the engine's log-probs are those of HF for the new weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from pa_npu.engines.vllm.command import server_command
+from pa_npu.families.spec import ModelSpec
+from tests.helpers.megatron import model_config
+from tests.helpers.models import make_model
+from tests.helpers.weights_rank import ROOT, start_ranks
+
+pytestmark = pytest.mark.integration
+TOLERANCE = 1e-4
+API_KEY = "key-of-this-test"
+# longer than the CPU engine's cache blocks (128 tokens), so that prefixes are cached
+PROMPT = torch.randint(3, 128, (150,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Engine:
+    """A vLLM server on `model`."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        config = model_config(
+            model,
+            run={"device": "cpu"},
+            data={"max_prompt_tokens": 200},
+            rollout={
+                "max_response_tokens": 32,
+                "max_num_batched_tokens": 1024,
+                "max_num_seqs": 8,
+                "kv_cache_gib": 0.25,
+            },
+        )
+        port = free_port()
+        command = server_command(config, ModelSpec.read(str(model)), 0, port)
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+        with open(log, "wb") as output:
+            self.process = subprocess.Popen(
+                command.argv,
+                env={**os.environ, **command.env, "VLLM_API_KEY": API_KEY},
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = 90.0) -> Any:
+        """The JSON answer; AssertionError with the body on another status than 200."""
+        request = urllib.request.Request(
+            self.url + path,
+            json.dumps(body or {}).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                data = response.read()
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{path}: {error.code}: {error.read().decode()}") from None
+        return json.loads(data) if data else None
+
+    def rpc(self, method: str, *args: Any) -> Any:
+        return self.call("/collective_rpc", {"method": method, "args": list(args)})["results"][0]
+
+    def sample(self, seed: int, tokens: int = 24) -> tuple[list[int], torch.Tensor]:
+        body = {
+            "model": "policy",
+            "prompt": PROMPT,
+            "max_tokens": tokens,
+            "temperature": 1.0,
+            "seed": seed,
+            "logprobs": 0,
+        }
+        choice = self.call("/v1/completions", body | {"return_token_ids": True, "ignore_eos": True})["choices"][0]
+        return choice["token_ids"], torch.tensor(choice["logprobs"]["token_logprobs"])
+
+    def wait_ready(self, deadline_s: float = 240.0) -> None:
+        start = time.monotonic()
+        while time.monotonic() - start < deadline_s:
+            assert self.process.poll() is None, f"the engine died:\n{self.log.read_text()[-5000:]}"
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        raise AssertionError(f"the engine is not ready after {deadline_s} s:\n{self.log.read_text()[-5000:]}")
+
+    def stop(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def hf_logprobs(model: Path, tokens: list[int]) -> torch.Tensor:
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = hf(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def disagreement(engine: Engine, model: Path, seed: int = 3) -> float:
+    """Largest |engine - HF| log-prob over a sampled response."""
+    tokens, logprobs = engine.sample(seed)
+    return (logprobs - hf_logprobs(model, tokens)).abs().max().item()
+
+
+def add_tokenizer(directory: Path) -> None:
+    tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(128)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1", pad_token="t0").save_pretrained(directory)
+
+
+@contextmanager
+def trainers(job: dict[str, Any], world_size: int, directory: Path) -> Iterator[None]:
+    ranks = start_ranks(job, world_size, directory)
+    try:
+        yield
+        codes = [process.wait(60) for process in ranks]
+        logs = "\n".join((directory / f"rank{rank}.log").read_text()[-3000:] for rank in range(world_size))
+        assert codes == [0] * world_size, logs
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "trainer"),
+    [
+        ("qwen2", False, {"devices": 2, "tensor_parallel": 2}),
+        ("qwen3", True, {"devices": 2, "pipeline_parallel": 2}),
+    ],
+    ids=["qwen2-untied-TP2", "qwen3-tied-PP2"],
+)
+def test_engine_follows_the_trainers_weights(family: str, tied: bool, trainer: dict[str, Any], tmp_path: Path) -> None:
+    models = [make_model(tmp_path / f"model{seed}", family, tied=tied, seed=seed, hidden=128) for seed in range(3)]
+    add_tokenizer(models[0])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stages = trainer.get("pipeline_parallel", 1)
+    engine = Engine(models[0], tmp_path / "engine.log")
+    job = {
+        "trainer": trainer,
+        "models": [str(models[1]), str(models[2])],
+        "store": ["127.0.0.1", store.port],
+        "workers": 1,
+        "bucket_mib": 0.05,
+    }
+    try:
+        with trainers(job, 2, tmp_path), ThreadPoolExecutor(1) as pool:
+            engine.wait_ready()
+            assert disagreement(engine, models[0]) < TOLERANCE, (
+                "the engine must agree with HF before anything is published"
+            )
+            assert disagreement(engine, models[1]) > 0.1, "models too similar: the test could not see a publish"
+            with pytest.raises(AssertionError, match="call pa_connect before pa_receive"):
+                engine.rpc("pa_receive", 0)
+
+            announced = [json.loads(store.get(f"manifest/{stage}")) for stage in range(stages)]
+            assert sum(len(entry["manifest"]["buckets"]) for entry in announced) > 3
+            wrong = json.loads(json.dumps(announced))
+            wrong[0]["manifest"]["model"]["hidden_size"] = 96
+            with pytest.raises(AssertionError, match="hidden_size=96, the engine's model 128"):
+                engine.rpc("pa_connect", "127.0.0.1", store.port, 1, 2, wrong, "gloo", 60.0)
+            assert engine.rpc("pa_connect", "127.0.0.1", store.port, 1, 2, announced, "gloo", 60.0)["rank"] == 1
+            assert engine.rpc("pa_version") == {"version": None}
+
+            for version, model in enumerate(models[1:]):
+                receiving = pool.submit(engine.rpc, "pa_receive", version)
+                store.set(f"go/{version}", b"")
+                received = receiving.result(90)
+                assert received["version"] == version and received["bytes"] > 100_000
+                assert engine.rpc("pa_version") == {"version": version}
+                assert disagreement(engine, model) > 1e-3, "the prefix cache holds the old weights' keys and values"
+                engine.call("/reset_prefix_cache")
+                for seed in (3, 4):
+                    assert disagreement(engine, model, seed) < TOLERANCE, f"version {version}"
+                assert disagreement(engine, models[version]) > 0.1, "still the former weights"
+            engine.rpc("pa_close")
+    finally:
+        engine.stop()

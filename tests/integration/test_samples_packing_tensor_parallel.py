@@ -1,0 +1,122 @@
+"""Two TP ranks pack what the leader found in the buffer, and wait for a microbatch's first group outside of collectives.
+
+The test is the coordinator; run as a script this file is one rank. It puts groups while the ranks are between microbatches, so
+that what is there is known. The collectives' timeout is shorter than the pause before the second put.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from pa_npu.control.channel import StoreChannel, connect
+from pa_npu.samples.iterator import MicrobatchIterator
+from pa_npu.samples.microbatch import Microbatch, cut, pack
+from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from tests.helpers.trainer_rank import make_groups
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS, RESPONSES, MAX_TOKENS, PAD = 2, 4, 100, 4
+# slots put together, the one that the ranks wait for last, so that the others are there when it is
+ARRIVALS = ((0,), (2, 3, 1), (5, 4))
+COLLECTIVE_TIMEOUT_S, PAUSE_S = 5.0, 5.5
+GROUPS = make_groups(0, 6, RESPONSES, seed=1)
+
+
+def digest(microbatch: Microbatch) -> str:
+    sha = hashlib.sha256(repr((microbatch.group_indices, microbatch.layout.lengths)).encode())
+    for name in ("tokens", "rows", "targets", "engine_logprobs", "advantages", "response_index"):
+        sha.update(getattr(microbatch, name).numpy().tobytes())
+    return sha.hexdigest()
+
+
+class BlindBuffer(StoreRolloutBuffer):
+    """A peer's: it must not look for itself, because the answer may have changed since the leader looked."""
+
+    def ready(self, iteration: int, replica: int, slot: int) -> bool:
+        raise AssertionError("only the leader may ask whether a slot is ready")
+
+
+def rank_main(rank: int, port: int) -> None:
+    store = connect("127.0.0.1", port, 30.0)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
+    )
+    group = dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    channel = StoreChannel(connect("127.0.0.1", port, 30.0))
+    microbatches = MicrobatchIterator(
+        (BlindBuffer if rank else StoreRolloutBuffer)(channel, "run", readers=RANKS),
+        replica=0,
+        num_replicas=1,
+        iteration=0,
+        groups=len(GROUPS),
+        order="completion",
+        responses_per_microbatch=RESPONSES,
+        shared_prompt=True,
+        pad_multiple=PAD,
+        max_tokens=MAX_TOKENS,
+        timeout_s=30.0,
+        tensor_group=group,
+    )
+    digests = []
+    for number, microbatch in enumerate(microbatches):
+        digests.append(digest(microbatch))
+        channel.add(f"taken/{number}", 1)
+    microbatches.finish()
+    channel.put_json(f"result/{rank}", digests)
+    dist.destroy_process_group()
+
+
+@pytest.mark.integration
+def test_tensor_parallel_ranks_pack_what_the_leader_found() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    channel = StoreChannel(connect("127.0.0.1", server.port, 30.0))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, str(rank), str(server.port)], env=environment)
+        for rank in range(RANKS)
+    ]
+    deadline = time.monotonic() + 60
+
+    def wait_until_taken(number: int) -> None:
+        while channel.add(f"taken/{number}", 0) < RANKS:
+            assert time.monotonic() < deadline and not any(process.poll() for process in ranks), "a rank hangs or died"
+            time.sleep(0.02)
+
+    try:
+        buffer = StoreRolloutBuffer(channel, "run", readers=RANKS)
+        for number, slots in enumerate(ARRIVALS):
+            if number:
+                wait_until_taken(number - 1)
+            if number == 1:
+                time.sleep(PAUSE_S)
+            for slot in slots:
+                buffer.put(GROUPS[slot], 0, slot)
+        while any(process.poll() is None for process in ranks):
+            assert time.monotonic() < deadline and not any(process.poll() for process in ranks), "a rank hangs or died"
+            time.sleep(0.02)
+        results = [channel.wait_json(f"result/{rank}", 1.0, f"the result of rank {rank}") for rank in range(RANKS)]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    packs = [[piece for slot in sorted(slots) for piece in cut(GROUPS[slot], RESPONSES)] for slots in ARRIVALS]
+    microbatches = [pack(pieces, True, PAD) for pieces in packs]
+    assert all(microbatch.layout.total <= MAX_TOKENS for microbatch in microbatches), "the test's own numbers"
+    expected = [digest(microbatch) for microbatch in microbatches]
+    for rank, digests in enumerate(results):
+        assert digests == expected, f"rank {rank} packed something else"
+    left = [slot for slot in range(len(GROUPS)) if channel.exists(f"buffer/run/0/0/{slot}")]
+    assert not left, f"slots {left} stayed in the store after all ranks were done"
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,127 @@
+"""Chunked log-prob and entropy against the full softmax in fp64: values, gradients, padding, and what is held in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pa_npu.backends.megatron.logprob import vocab_parallel_logprobs
+
+ROWS, HIDDEN, VOCAB = 13, 16, 50
+
+
+def make_inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    hidden = (torch.randn(ROWS, HIDDEN, generator=generator) * scale).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, VOCAB, (ROWS,), generator=generator)
+
+
+def full_softmax(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    log_softmax = (hidden.double() @ weight.double().t() / temperature).log_softmax(-1)
+    return log_softmax.gather(-1, targets[:, None]).squeeze(-1), -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 13, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("entropy_grad", [True, False])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+def test_values_and_gradients_equal_the_full_softmax(
+    chunk: int, temperature: float, entropy_grad: bool, dtype: torch.dtype, bound: float
+) -> None:
+    hidden, weight, targets = make_inputs(dtype)
+    down, down_entropy = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(1)).to(dtype)
+    logprobs, entropy = vocab_parallel_logprobs(
+        hidden, weight, targets, vocab_size=VOCAB, temperature=temperature, chunk=chunk, entropy_grad=entropy_grad
+    )
+    reference = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected, expected_entropy = full_softmax(*reference, targets=targets, temperature=temperature)
+    scale = expected.abs().max()
+    assert (logprobs - expected).abs().max() < bound * scale
+    assert (entropy - expected_entropy).abs().max() < bound * scale
+    assert entropy.requires_grad == entropy_grad
+
+    loss, expected_loss = (logprobs * down).sum(), (expected * down).sum()
+    if entropy_grad:
+        loss, expected_loss = (
+            loss + (entropy * down_entropy).sum(),
+            expected_loss + (expected_entropy * down_entropy).sum(),
+        )
+    loss.backward()
+    expected_loss.backward()
+    for ours, theirs in zip((hidden, weight), reference, strict=True):
+        assert (ours.grad - theirs.grad).abs().max() < bound * theirs.grad.abs().max()
+
+
+def test_large_logits_neither_overflow_nor_lose_the_target() -> None:
+    hidden, weight, targets = make_inputs(torch.float32, scale=300.0)
+    logprobs, entropy = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=VOCAB)
+    expected, _ = full_softmax(hidden, weight, targets, 1.0)
+    assert logprobs.isfinite().all() and entropy.isfinite().all()
+    assert (logprobs - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+def test_padding_rows_are_no_part_of_the_softmax() -> None:
+    hidden, weight, targets = make_inputs(torch.float64)
+    padded = torch.cat([weight.detach(), torch.full((6, HIDDEN), 9.0, dtype=weight.dtype)]).requires_grad_()
+    expected, _ = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=VOCAB)
+    logprobs, _ = vocab_parallel_logprobs(hidden, padded, targets, vocab_size=VOCAB)
+    assert torch.equal(logprobs, expected)
+    logprobs.sum().backward()
+    assert padded.grad is not None and not padded.grad[VOCAB:].any()
+    as_tokens, _ = vocab_parallel_logprobs(hidden, padded, targets, vocab_size=VOCAB + 6)
+    assert (as_tokens - expected).abs().max() > 0.1, "the padding rows must matter when they count"
+
+
+def test_bf16_head_gradient_is_summed_over_chunks_in_fp32() -> None:
+    hidden, weight, targets = make_inputs(torch.bfloat16)
+    logprobs, _ = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=VOCAB, chunk=1)
+    logprobs.sum().backward()
+    assert logprobs.dtype == torch.float32 and weight.grad is not None and weight.grad.dtype == torch.bfloat16
+    reference = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected, _ = full_softmax(*reference, targets=targets, temperature=1.0)
+    expected.sum().backward()
+    error = (weight.grad - reference[1].grad).norm() / reference[1].grad.norm()
+    assert error < 0.01
+
+
+class LargestTensor(TorchDispatchMode):
+    """Number of elements of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_logits_of_all_rows_never_exist() -> None:
+    rows, vocab, chunk = 512, 64, 32
+    hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(vocab, 4, requires_grad=True)
+    with LargestTensor() as largest:
+        logprobs, entropy = vocab_parallel_logprobs(
+            hidden, weight, torch.zeros(rows, dtype=torch.long), vocab_size=vocab, chunk=chunk, entropy_grad=True
+        )
+        (logprobs + entropy).sum().backward()
+    assert largest.numel <= max(chunk * vocab, hidden.numel())
+    with LargestTensor() as largest:
+        full_softmax(hidden, weight, torch.zeros(rows, dtype=torch.long), 1.0)
+    assert largest.numel == rows * vocab, "the measure must see full logits where they exist"
+
+
+def test_bad_arguments_are_refused() -> None:
+    hidden, weight, targets = make_inputs(torch.float32)
+    with pytest.raises(ValueError, match="chunk"):
+        vocab_parallel_logprobs(hidden, weight, targets, vocab_size=VOCAB, chunk=0)
+    with pytest.raises(ValueError, match="one per row"):
+        vocab_parallel_logprobs(hidden, weight, targets[1:], vocab_size=VOCAB)

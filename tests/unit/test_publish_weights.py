@@ -1,0 +1,483 @@
+"""Publishing: buckets cover the model exactly once, engines get HF's tensors bit for bit, and every failure has a deadline."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from pa_npu.backends.megatron.gather import Position, StageTensors
+from pa_npu.engines.vllm.worker import Receiver, check_model
+from pa_npu.errors import DeadlineExceeded
+from pa_npu.families.spec import ModelSpec
+from pa_npu.publish import progress, transport
+from pa_npu.publish.publisher import Publisher, PublishStats
+from tests.helpers.weights import FAMILIES, Stage, gloo_group, make_checkpoint, run_threads
+
+# the backend's own timeout comes after ours, as in join_group, and soon enough for a group that goes with its test
+BACKEND_MARGIN_S = 3.0
+
+
+class World:
+    """Trainer ranks and engine workers as threads of this process, in real gloo groups."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, spec: ModelSpec, tp_size: int = 1, stages: int = 1, workers: int = 1
+    ) -> None:
+        self.spec, self.tp_size, self.stages, self.workers = spec, tp_size, stages, workers
+        self.store = dist.HashStore()
+        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.modules: list[torch.nn.Module] = []
+        monkeypatch.setattr(transport, "join_group", self._join)
+        monkeypatch.setattr(transport, "leave_group", lambda group: None)
+
+    def _join(self, host: str, port: int, name: str, *, rank: int, size: int, timeout_s: float, **_: Any) -> Any:
+        return gloo_group(self.store, name, rank, size, timeout_s + BACKEND_MARGIN_S)
+
+    def publishers(
+        self, bucket_bytes: int = 4096, timeout_s: float = 30.0, dtype: torch.dtype = torch.float32
+    ) -> list[Publisher]:
+        """All trainer ranks, stage by stage; the TP leader first in each."""
+        everyone = [(stage, rank) for stage in range(self.stages) for rank in range(self.tp_size)]
+        groups = run_threads(
+            *(
+                lambda s=stage, r=rank: gloo_group(self.store, f"tp{s}", r, self.tp_size, timeout_s + BACKEND_MARGIN_S)
+                for stage, rank in everyone
+            )
+        )
+        made = []
+        for (stage, rank), group in zip(everyone, groups, strict=True):
+            assert isinstance(group, dist.ProcessGroup), group
+            module = Stage(self.tp_size, stage, self.stages).load(self.spec, rank, dtype)
+            self.modules.append(module)
+            position = Position(rank, self.tp_size, stage, self.stages, 0, group)
+            made.append(publisher(module, self.spec, position, bucket_bytes, timeout_s, self.server.port))
+        return made
+
+    def connect(self, publishers: list[Publisher], timeout_s: float = 30.0, epoch: int = 0) -> list[Receiver]:
+        """Join trainers and engine workers; returns one Receiver per worker."""
+        leaders = [p for p in publishers if p.is_leader]
+        announced = [p.manifest() for p in leaders]
+        manifests = [transport.Manifest.from_json(entry["manifest"]) for entry in announced]
+        size = 1 + self.workers
+
+        def join(rank: int) -> Receiver:
+            names = [transport.epoch_name(entry["name"], epoch) for entry in announced]
+            groups = [gloo_group(self.store, name, rank, size, timeout_s) for name in names]
+            abandonments = [transport.Abandonment("127.0.0.1", self.server.port, name) for name in names]
+            return Receiver(manifests, groups, rank, torch.device("cpu"), timeout_s, abandonments)
+
+        results: list[Any] = run_threads(
+            *(lambda p=p: p.connect(epoch, self.workers) for p in leaders),
+            *(lambda r=r: join(r) for r in range(1, size)),
+        )
+        errors = [r for r in results if isinstance(r, Exception)]
+        assert not errors, errors
+        return results[len(leaders) :]
+
+
+def publisher(
+    module: torch.nn.Module,
+    spec: ModelSpec,
+    position: Position,
+    bucket_bytes: int = 4096,
+    timeout_s: float = 30.0,
+    store_port: int = 1,
+) -> Publisher:
+    return Publisher(
+        module,
+        spec,
+        store_host="127.0.0.1",
+        store_port=store_port,
+        bucket_bytes=bucket_bytes,
+        timeout_s=timeout_s,
+        backend="gloo",
+        device=torch.device("cpu"),
+        position=position,
+    )
+
+
+def received(receiver: Receiver, version: int) -> Callable[[], dict[str, torch.Tensor]]:
+    return lambda: dict(receiver.receive(version))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("tied", "tp_size", "stages", "workers"), [(False, 1, 1, 2), (False, 2, 1, 1), (True, 2, 2, 2), (True, 4, 1, 1)]
+)
+def test_engines_receive_the_checkpoint_bit_for_bit(
+    family: str, tied: bool, tp_size: int, stages: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buckets of 4 KiB cut most tensors; 61 tokens need vocabulary padding under TP. A second publish sends the changed weights."""
+    spec = make_checkpoint(tmp_path, family, tied=tied, vocab=61)
+    world = World(monkeypatch, spec, tp_size, stages, workers)
+    publishers = world.publishers()
+    receivers = world.connect(publishers)
+    expected = load_file(tmp_path / "model.safetensors")
+    for version in (0, 1):
+        results: list[Any] = run_threads(
+            *(lambda p=p, v=version: p.publish(v) for p in publishers), *(received(r, version) for r in receivers)
+        )
+        errors = [r for r in results if isinstance(r, Exception)]
+        assert not errors, errors
+        for weights in results[len(publishers) :]:
+            assert weights.keys() == expected.keys()
+            different = [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)]
+            assert not different, f"version {version}: {different}"
+        sent = sum(stats.bytes for stats in results[: len(publishers)])
+        assert sent == sum(tensor.nbytes for tensor in expected.values()) == receivers[0].num_bytes
+        assert all(stats.buckets > 1 for stats in results[: len(publishers)]), (
+            "one bucket would show nothing about cutting"
+        )
+        expected = {name: tensor + 1 for name, tensor in expected.items()}
+        with torch.no_grad():
+            for module in world.modules:
+                for parameter in module.parameters():
+                    parameter.add_(1)
+
+
+def test_weights_travel_in_the_parameters_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_checkpoint(tmp_path, "qwen3", tied=False)
+    world = World(monkeypatch, spec, tp_size=2)
+    publishers = world.publishers(dtype=torch.bfloat16)
+    (receiver,) = world.connect(publishers)
+    *_, weights = run_threads(*(lambda p=p: p.publish(0) for p in publishers), received(receiver, 0))
+    assert isinstance(weights, dict)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(weights[name], tensor.bfloat16()), name
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 1000, 4096, 10_000, 2**20])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_buckets_cover_every_tensor_once_and_stay_small(bucket_bytes: int, tp_size: int, tmp_path: Path) -> None:
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False, vocab=61)
+    manifest = StageTensors(Stage(tp_size).build(spec), spec, Position(0, tp_size), bucket_bytes).manifest
+    assert transport.Manifest.from_json(manifest.to_json()) == manifest
+    hf = load_file(tmp_path / "model.safetensors")
+    assert manifest.shapes == {
+        name: tuple(tensor.shape) for name, tensor in sorted(hf.items(), key=lambda i: [*manifest.shapes].index(i[0]))
+    }
+    largest_row = max(math.prod(tensor.shape[1:]) for tensor in hf.values()) * 4 * tp_size
+    assert all(bucket.num_bytes <= max(bucket_bytes, largest_row) for bucket in manifest.buckets)
+    for bucket in manifest.buckets:
+        for segment in bucket.segments:
+            whole = segment.size == math.prod(manifest.shapes[segment.name])
+            assert whole or math.prod(manifest.shapes[segment.name]) * 4 > bucket_bytes - 16 * 4 * 32, (
+                f"{segment.name} was cut needlessly"
+            )
+
+
+def test_two_types_in_one_stage_go_in_buckets_of_their_own(tmp_path: Path) -> None:
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
+    module = Stage().load(spec, 0, torch.bfloat16)
+    for name, parameter in module.named_parameters():
+        if "layernorm" in name:
+            parameter.data = parameter.data.float()
+    tensors = StageTensors(module, spec, Position(), 2**20)
+    buckets = [bucket.clone() for bucket in tensors.buckets(transport.Deadline(5)) if bucket is not None]
+    hf = load_file(tmp_path / "model.safetensors")
+    assembler = transport.Assembler(tensors.manifest)
+    found = [
+        item
+        for bucket, buffer in zip(tensors.manifest.buckets, buckets, strict=True)
+        for item in assembler.take(bucket, buffer)
+    ]
+    assert len(found) == len(hf)
+    for name, tensor in found:
+        assert tensor.dtype == (torch.float32 if "norm" in name else torch.bfloat16)
+        assert torch.equal(tensor, hf[name].bfloat16().to(tensor.dtype)), name
+
+
+@pytest.mark.parametrize("break_it", ["gap", "overlap", "unknown", "dtype", "missing key"])
+def test_manifest_that_does_not_cover_its_tensors_is_refused(break_it: str, tmp_path: Path) -> None:
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
+    raw = StageTensors(Stage().build(spec), spec, Position(), 4096).manifest.to_json()
+    segments = raw["buckets"][0][1]
+    if break_it == "gap":
+        segments[0][2] -= 1
+    elif break_it == "overlap":
+        segments.append(list(segments[0]))
+    elif break_it == "unknown":
+        segments.append(["model.extra", 0, 4])
+    elif break_it == "dtype":
+        raw["buckets"][0][0] = "float7"
+    else:
+        del raw["shapes"]
+    with pytest.raises(transport.WeightSyncError, match=r"do not cover|unknown dtype|malformed"):
+        transport.Manifest.from_json(raw)
+
+
+def test_only_the_tp_leader_of_the_first_replica_speaks(tmp_path: Path) -> None:
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
+    other_replica = publisher(Stage().load(spec, 0), spec, Position(replica=1))
+    other_replica.connect(0, 1)
+    assert other_replica.publish(3) == PublishStats() and not other_replica.is_leader
+    peer = publisher(Stage(2).load(spec, 1), spec, Position(1, 2))
+    peer.connect(0, 1)
+    assert not peer.is_leader
+    leader = publisher(Stage().load(spec, 0), spec, Position())
+    with pytest.raises(transport.WeightSyncError, match=r"call connect\(\) before publish\(\)"):
+        leader.publish(0)
+
+
+class LateWork:
+    """A broadcast that ends only once the next one is posted, or when there is no next."""
+
+    def __init__(self, log: list[LateWork], total: int) -> None:
+        self._log, self._index, self._total = log, len(log), total
+        log.append(self)
+
+    def is_completed(self) -> bool:
+        return len(self._log) > min(self._index + 1, self._total - 1)
+
+    def wait(self) -> None:
+        assert self.is_completed()
+
+
+def test_the_next_bucket_is_ready_before_the_one_on_the_wire_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publisher that waits for bucket i before it gathers bucket i+1 would run into its deadline here."""
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
+    monkeypatch.setattr(transport, "join_group", lambda *_, **__: object())
+    monkeypatch.setattr(transport, "leave_group", lambda group: None)
+    with publisher(Stage().load(spec, 0), spec, Position(), timeout_s=5.0) as sender:
+        total = 1 + len(sender.manifest()["manifest"]["buckets"])
+        posted: list[LateWork] = []
+        monkeypatch.setattr(transport, "broadcast", lambda group, tensor: LateWork(posted, total))
+        sender.connect(0, 1)
+        assert sender.publish(0).buckets == len(posted) - 1 == total - 1 > 3
+
+
+def test_members_that_do_not_join_are_named() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("lonely/member/2", "1")
+    arguments = {"name": "lonely", "rank": 0, "size": 4, "backend": "gloo", "timeout_s": 30.0, "describe": "stage 0"}
+    with pytest.raises(DeadlineExceeded, match=r"stage 0: ranks \[1, 3\] of 4 did not join within 0.3 s"):
+        transport.join_group("127.0.0.1", store.port, **arguments, members_timeout_s=0.3)
+    group = transport.join_group("127.0.0.1", store.port, **arguments | {"name": "alone", "size": 1})
+    assert group.size() == 1
+    transport.leave_group(group)
+
+
+def test_publish_without_its_engine_ends_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
+    world = World(monkeypatch, spec, workers=2)
+    publishers = world.publishers(timeout_s=2.0)
+    receivers = world.connect(publishers, timeout_s=5.0)
+    start = time.monotonic()
+    sender, *_ = run_threads(lambda: publishers[0].publish(7), received(receivers[0], 7))
+    assert time.monotonic() - start < 10
+    assert isinstance(sender, DeadlineExceeded), sender
+    for part in ("version 7", "stage 0", "the header", "ranks 1 to 2", "publish.timeout_s"):
+        assert part in str(sender)
+    assert "(not in pa_receive of version 7: rank 2)" in str(sender), "the missing one is named, the waiting one is not"
+
+
+def test_laggards_are_told_apart_by_what_they_last_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    groups = run_threads(*(lambda r=r: gloo_group(store, "publish", r, 5, 5.0) for r in range(5)))
+    workers = [progress.Progress([group], rank) for rank, group in enumerate(groups)]
+
+    def laggards(*ranks: int) -> str:
+        return progress.laggards(groups[0], ranks, version=3, messages=9)
+
+    clock = [1000.0]
+    monkeypatch.setattr(progress.time, "time", lambda: clock[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    workers[1].begin(3)
+    workers[2].begin(2)
+    assert laggards(1, 2, 3) == "not in pa_receive of version 3: ranks 2, 3", "rank 2 is at the version before"
+    workers[2].begin(3)
+    workers[3].begin(3)
+    clock[0] += 2 * progress.SILENT_S
+    workers[1].arrived(0)
+    workers[3].beat()
+    assert laggards(1, 2, 3) == "stopped or dead: rank 2 (0 of 9 messages, silent for 20 s)"
+    assert laggards(1, 3) == "all alive, slow: ranks 1 (1 of 9 messages), 3 (0 of 9 messages)"
+    workers[3].arrived(0)
+    assert "3 (0 of 9 messages)" in laggards(1, 3), "beats are at most one per second"
+
+
+def test_engine_whose_trainer_stops_ends_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
+    world = World(monkeypatch, spec, stages=2)
+    publishers = world.publishers()
+    (receiver,) = world.connect(publishers, timeout_s=2.0)
+    _, worker = run_threads(lambda: publishers[0].publish(1), received(receiver, 1))
+    assert isinstance(worker, DeadlineExceeded), worker
+    for part in ("engine worker 1", "version 1", "stage 1, header", "not done within 2 s"):
+        assert part in str(worker)
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "get_group_store"),
+    reason="this torch destroys groups with the interpreter locked, so that threads cannot play both ends of one that breaks",
+)
+def test_engine_that_dies_ends_the_publish_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
+    world = World(monkeypatch, spec)
+    publishers = world.publishers(timeout_s=30.0, bucket_bytes=1000)
+    receivers = world.connect(publishers)
+
+    def die() -> None:
+        weights: Any = receivers[0].receive(1)
+        for _ in range(3):
+            next(weights)
+        weights.close()
+        receivers.clear()  # nothing holds the worker's end of the connection any more
+
+    start = time.monotonic()
+    sender, _ = run_threads(lambda: publishers[0].publish(1), die)
+    assert time.monotonic() - start < 10
+    assert isinstance(sender, transport.WeightSyncError), sender
+    for part in ("version 1, stage 0, bucket", "the connection broke after", "engine workers (ranks 1 to 1"):
+        assert part in str(sender)
+
+
+@pytest.mark.parametrize("how", ["returns", "raises", "as a control, does not know of it"])
+def test_a_process_that_dropped_a_group_ends_at_once(how: str) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    program = f"""
+        import sys
+        import torch
+        from pa_npu.publish import transport
+
+        def main():
+            rank = int(sys.argv[1])
+            group = transport.join_group("127.0.0.1", {server.port}, "pair", rank, 2, "gloo", 1.0, "a member", 30.0)
+            if rank:
+                sys.stdin.read()
+            work = transport.broadcast(group, torch.zeros(1), root=1)
+            assert not work.is_completed()
+            del work
+            transport.drop_group(group)
+            print("leaving", flush=True)
+            print("the last word")
+            if {how!r} == "raises":
+                raise ValueError("an end nobody expected")
+            return 3
+
+        sys.exit(main()) if {how!r}.startswith("as a control") else transport.run_and_exit(main)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([*command, "1"], stdin=subprocess.PIPE) as other:
+        process = subprocess.Popen([*command, "0"], **both)  # type: ignore[call-overload]
+        assert process.stdout.readline() == "leaving\n"
+        start = time.monotonic()
+        rest = process.stdout.read()
+        code = process.wait(60)
+        seconds = time.monotonic() - start
+        other.kill()
+    assert "the last word\n" in rest and code == (1 if how == "raises" else 3)
+    assert ("ValueError: an end nobody expected" in rest) == (how == "raises")
+    assert seconds < 10 if how in ("returns", "raises") else seconds > 10
+
+
+def test_a_publish_that_is_given_up_ends_on_both_sides_and_leaves_the_tp_peers_ready_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend alone would let both wait for the worker that never comes until their deadline of 30 s."""
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
+    world = World(monkeypatch, spec, tp_size=2, workers=2)
+    publishers = world.publishers(timeout_s=30.0)
+    receivers = world.connect(publishers)
+    name = publishers[0].manifest()["name"]
+
+    def give_up() -> None:
+        time.sleep(0.3)
+        transport.Abandonment("127.0.0.1", world.server.port, name).declare("engine b is gone")
+
+    start = time.monotonic()
+    leader, peer, worker, _ = run_threads(
+        lambda: publishers[0].publish(1), lambda: publishers[1].publish(1), received(receivers[0], 1), give_up
+    )
+    assert time.monotonic() - start < 10
+    assert isinstance(leader, transport.WeightSyncError) and "engine b is gone" in str(leader)
+    assert isinstance(worker, Exception), worker
+    assert isinstance(peer, PublishStats), "the TP peer has come to the end of its gather"
+    receivers[0].close()
+
+    world.workers = 1
+    (receiver,) = world.connect(publishers, epoch=1)
+    results: list[Any] = run_threads(
+        lambda: publishers[0].publish(1), lambda: publishers[1].publish(1), received(receiver, 1)
+    )
+    weights = results[-1]
+    reference = load_file(tmp_path / "model.safetensors")
+    assert set(weights) == set(reference)
+    assert all(torch.equal(weights[key], reference[key]) for key in reference)
+
+
+def test_tp_peer_that_stops_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
+    world = World(monkeypatch, spec, tp_size=2)
+    monkeypatch.setattr("pa_npu.publish.publisher._GATHER_MARGIN_S", 0.0)
+    publishers = world.publishers(timeout_s=2.0)
+    world.connect(publishers, timeout_s=5.0)
+    (leader,) = run_threads(lambda: publishers[0].publish(1))
+    assert isinstance(leader, DeadlineExceeded), leader
+    for part in ("over TP in stage 0, bucket 1 of", "embed_tokens", "rank 0 of 2 waits for the shard of rank 1"):
+        assert part in str(leader)
+
+
+def test_engine_asked_for_another_version_or_manifest_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
+    world = World(monkeypatch, spec)
+    publishers = world.publishers(timeout_s=3.0)
+    (receiver,) = world.connect(publishers, timeout_s=3.0)
+    _, worker = run_threads(lambda: publishers[0].publish(4), received(receiver, 5))
+    assert (
+        isinstance(worker, transport.WeightSyncError)
+        and "sent weight version 4" in str(worker)
+        and "version 5" in str(worker)
+    )
+
+    publishers = world.publishers(timeout_s=3.0)
+    (receiver,) = world.connect(publishers, timeout_s=3.0)
+    receiver._manifests[0] = replace(receiver._manifests[0], stage=9)
+    _, worker = run_threads(lambda: publishers[0].publish(4), received(receiver, 4))
+    assert isinstance(worker, transport.WeightSyncError) and "other buckets than the manifest" in str(worker)
+
+
+def test_engine_with_another_model_refuses_to_connect(tmp_path: Path) -> None:
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
+    manifests = [StageTensors(Stage(1, s, 2).build(spec), spec, Position(0, 1, s, 2), 4096).manifest for s in range(2)]
+    engine = SimpleNamespace(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+    check_model(manifests, engine)
+    with pytest.raises(transport.WeightSyncError, match=r"embed_tokens.weight is announced by two trainer stages"):
+        check_model([manifests[0], manifests[0]], engine)
+    engine.hidden_size = 64
+    with pytest.raises(transport.WeightSyncError, match="stage 0 has hidden_size=32, the engine's model 64"):
+        check_model(manifests, engine)
+
+
+def test_an_attempts_groups_are_given_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_ABANDONED_POLL_S", 0.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    of_first, of_second = (transport.Abandonment("127.0.0.1", store.port, f"pa/{n}/publish-0") for n in (0, 1))
+    assert of_first.reason() is None
+    transport.Abandonment("127.0.0.1", store.port, "pa/0").declare("started again")
+    assert (of_first.reason(), of_second.reason()) == ("started again", None)
+    with pytest.raises(transport.WeightSyncError, match="given up: started again"):
+        transport.join_group("127.0.0.1", store.port, "pa/0/publish-0", 1, 2, "gloo", 30.0, "engine worker 1")
