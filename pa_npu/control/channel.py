@@ -98,6 +98,12 @@ class StoreChannel:
         self.wait(key, timeout_s, what)
         return self.get_bytes(key)
 
+    async def wait_bytes_async(self, key: str, timeout_s: float, what: str) -> bytes:
+        """`wait_bytes` for the event loop: cancellable, and nothing but the short polls runs on the loop."""
+        for pause_s in self._polls(key, timeout_s, what):
+            await asyncio.sleep(pause_s)
+        return self.get_bytes(key)
+
     def put_json(self, key: str, value: Any) -> None:
         self.put_bytes(key, json.dumps(value).encode())
 
@@ -108,10 +114,7 @@ class StoreChannel:
         return json.loads(self.wait_bytes(key, timeout_s, what))
 
     async def wait_json_async(self, key: str, timeout_s: float, what: str) -> Any:
-        """`wait_json` for the event loop: cancellable, and nothing but the short polls runs on the loop."""
-        for pause_s in self._polls(key, timeout_s, what):
-            await asyncio.sleep(pause_s)
-        return self.get_json(key)
+        return json.loads(await self.wait_bytes_async(key, timeout_s, what))
 
     def wait(self, key: str, timeout_s: float, what: str) -> float:
         """Returns the seconds waited until key is there; raises DeadlineExceeded after timeout_s."""

@@ -1,0 +1,99 @@
+"""The messages between trainers and coordinator that are not part of a publish: reports, what was dispatched, data position.
+
+Each message is a frozen dataclass with its topic below it. Those of the publish are in publish/messages.py, those about engines in
+control/roster.py. Every topic lives under the prefix of one attempt of the run (control.channel.attempt_prefix).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pa_npu.control.typed import Topic
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one optimizer step did, equal on all ranks. Means are over the update's trained tokens unless said otherwise.
+
+    loss, policy_loss: sums over the update's normaliser. logprob_diff_mean, logprob_diff_max: |trainer - engine| log-prob.
+    logprob_k3: K3's estimate of KL(engine || trainer). importance_*: None without importance sampling. learning_rate: of the step.
+    tokens_computed: tokens through the model, padding left out. memory_peak_bytes: of this rank. wait_s: waiting for groups;
+    train_s: the rest, the step (step_s) included; both means over ranks.
+    """
+
+    loss: float
+    policy_loss: float
+    kl: float
+    entropy: float
+    clip_ratio: float
+    logprob_diff_mean: float
+    logprob_diff_max: float
+    logprob_k3: float
+    importance_weight_mean: float | None
+    importance_truncated_ratio: float | None
+    grad_norm: float
+    learning_rate: float
+    tokens_response: int
+    tokens_computed: int
+    microbatches: int
+    memory_peak_bytes: int
+    wait_s: float
+    train_s: float
+    step_s: float
+
+
+_ADDED = frozenset({"tokens_response", "tokens_computed", "microbatches", "wait_s", "train_s", "step_s"})
+_LARGEST = frozenset({"logprob_diff_max", "memory_peak_bytes"})
+
+
+def merge_updates(reports: Sequence[UpdateReport]) -> UpdateReport:
+    """One report of an iteration's updates: work and seconds added, extremes kept, the last learning rate, means of the rest."""
+    if len(reports) == 1:
+        return reports[0]
+    merged: dict[str, Any] = {}
+    for name in asdict(reports[0]):
+        values = [getattr(report, name) for report in reports]
+        if name == "learning_rate" or values[0] is None:
+            merged[name] = values[-1]
+        elif name in _LARGEST:
+            merged[name] = max(values)
+        else:
+            merged[name] = sum(values) if name in _ADDED else sum(values) / len(values)
+    return UpdateReport(**merged)
+
+
+@dataclass(frozen=True)
+class BorderReport:
+    """The border before an iteration, on rank 0. probe_*: |trainer - engine| log-prob over the probe; None without a probe."""
+
+    border_wait_s: float
+    probe_diff_max: float | None = None
+    probe_diff_mean: float | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """The checkpoint work at the border after an iteration: seconds that training stood still, a version that failed."""
+
+    checkpoint_s: float | None = None
+    checkpoint_failed: int | None = None
+
+
+@dataclass(frozen=True)
+class IterationReport:
+    """The trainers' part of an iteration's line in metrics.jsonl."""
+
+    iteration: int
+    training: UpdateReport
+    border: BorderReport
+    checkpoint: CheckpointReport
+
+    def record(self) -> dict[str, Any]:
+        """Its fields under the names of metrics.jsonl, those that are None left out."""
+        parts = (asdict(part) for part in (self.training, self.border, self.checkpoint))
+        return {name: value for part in parts for name, value in part.items() if value is not None}
+
+
+REPORT = Topic("iterations/{iteration}/report", IterationReport, "trainers: the report of iteration {iteration}")

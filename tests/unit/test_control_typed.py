@@ -1,0 +1,126 @@
+"""A typed message arrives as it was sent, and nothing else passes for one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from pa_npu.control.channel import StoreChannel, StoreError
+from pa_npu.control.typed import Counter, MessageError, Topic, read_fields
+from pa_npu.errors import DeadlineExceeded
+
+
+@dataclass(frozen=True)
+class Part:
+    tokens: tuple[int, ...]
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Whole:
+    version: int
+    parts: tuple[Part, ...]
+    reason: str | None
+    extra: dict[str, float]
+    pair: tuple[str, int]
+
+
+SENT = Whole(3, (Part((1, 2), -0.1234567890123), Part((), 2)), None, {"a": 1.5}, ("store", 80))
+TOPIC = Topic("publish/{version}/whole", Whole, "rank 0 to announce version {version}", format=2)
+
+
+@pytest.fixture
+def channel() -> StoreChannel:
+    return StoreChannel(dist.HashStore(), "run/")
+
+
+def test_a_message_comes_back_equal_with_its_types(channel: StoreChannel) -> None:
+    assert not TOPIC.exists(channel, version=3) and TOPIC.get_if_there(channel, version=3) is None
+    TOPIC.put(channel, SENT, version=3)
+    received = [
+        TOPIC.get(channel, version=3),
+        TOPIC.wait(channel, 1.0, version=3),
+        asyncio.run(TOPIC.wait_async(channel, 1.0, version=3)),
+        TOPIC.get_if_there(channel, version=3),
+    ]
+    assert received == [SENT] * 4
+    assert isinstance(received[0].parts[0].tokens, tuple) and isinstance(received[0].parts[1].logprob, float)
+    assert TOPIC.delete(channel, version=3) and not TOPIC.exists(channel, version=3)
+
+
+def test_a_wait_names_what_is_missing_and_a_read_does_not_wait(channel: StoreChannel) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 to announce version 7.*publish/7/whole"):
+        TOPIC.wait(channel, 0.01, version=7)
+    with pytest.raises(DeadlineExceeded, match="rank 0 to announce version 7"):
+        asyncio.run(TOPIC.wait_async(channel, 0.01, version=7))
+    with pytest.raises(StoreError, match="publish/7/whole"):
+        TOPIC.get(channel, version=7)
+
+
+def _altered(change: Callable[[dict[str, Any]], Any]) -> bytes:
+    store = StoreChannel(dist.HashStore())
+    TOPIC.put(store, SENT, version=0)
+    envelope = json.loads(store.get_bytes(TOPIC.at(version=0)))
+    return json.dumps(change(envelope) or envelope).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\xff\x00", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        (b"[1]", "is no message"),
+        (b'{"version": 3}', "is no message"),
+        (_altered(lambda e: e.update(format=1)), "holds Whole of format 1, this program reads Whole of format 2"),
+        (_altered(lambda e: e.update(message="Members")), "holds Members of format 2"),
+        (_altered(lambda e: e["fields"].pop("reason")), r"fields \['extra', 'pair', 'parts', 'version'\] instead of"),
+        (_altered(lambda e: e["fields"].update(more=1)), "'more'"),
+        (_altered(lambda e: e["fields"].update(version="3")), "version = '3', which is no int"),
+        (_altered(lambda e: e["fields"].update(version=True)), "version = True, which is no int"),
+        (_altered(lambda e: e["fields"].update(version=3.0)), "version = 3.0, which is no int"),
+        (_altered(lambda e: e["fields"].update(version=None)), "version = None, which is no int"),
+        (_altered(lambda e: e["fields"].update(reason=1)), "reason = 1, which is no str"),
+        (_altered(lambda e: e["fields"].update(pair=["store"])), "pair ="),
+        (_altered(lambda e: e["fields"].update(extra=[])), "extra ="),
+        (_altered(lambda e: e["fields"]["parts"][1].pop("tokens")), r"fields \['logprob'\] in parts\[1\]"),
+        (_altered(lambda e: e["fields"]["parts"][0].update(tokens=[1, "x"])), r"parts\[0\].tokens\[1\] = 'x'"),
+        (_altered(lambda e: e["fields"].update(parts="none")), "parts = 'none'"),
+    ],
+)
+def test_anything_else_is_one_line_that_names_key_and_field(channel: StoreChannel, data: bytes, said: str) -> None:
+    channel.put_bytes(TOPIC.at(version=3), data)
+    with pytest.raises(MessageError, match=said) as raised:
+        TOPIC.get(channel, version=3)
+    text = str(raised.value)
+    assert "publish/3/whole" in text and "same installation" in text and "\n" not in text and len(text) < 500
+
+
+def test_a_place_that_the_key_does_not_have_is_an_error_of_the_program(channel: StoreChannel) -> None:
+    for place in ({}, {"version": 1, "attempt": 2}, {"attempt": 1}):
+        with pytest.raises(TypeError, match="version"):
+            TOPIC.exists(channel, **place)
+    with pytest.raises(TypeError, match="Part is not a Whole"):
+        TOPIC.put(channel, Part((), 0.0), version=1)  # type: ignore[arg-type]
+
+
+def test_unions_take_the_first_type_that_fits() -> None:
+    assert read_fields(int | str | None, "a") == "a" and read_fields(int | str | None, None) is None
+    assert read_fields(Part | int, {"tokens": [], "logprob": 1}) == Part((), 1.0)
+    with pytest.raises(ValueError, match="which is no"):
+        read_fields(int | str, 1.5)
+
+
+def test_a_counter_counts(channel: StoreChannel) -> None:
+    counter = Counter("changes")
+    assert [counter.value(channel), counter.add(channel), counter.add(channel, 2), counter.value(channel)] == [
+        0,
+        1,
+        3,
+        3,
+    ]
