@@ -23,8 +23,8 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.publish.transport import WeightSyncError
-from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.types import Group
 from pa_npu.telemetry.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Border:
 def probe_microbatches(probe: dict[str, Any], version: int, config: Config) -> list[Microbatch]:
     """One microbatch with the probe's prompt and one response per engine, in the packing that training uses."""
     responses = probe["responses"]
-    group = Group(
+    group = Group.of_responses(
         iteration=version,
         version=version,
         index=0,

@@ -171,7 +171,7 @@ class MegatronBackend:
             advantages=microbatch.advantages,
             weights=token_weights(microbatch.response_lengths, self._config.algorithm.aggregation, self._device),
             response_index=microbatch.response_index,
-            num_responses=microbatch.num_sequences,
+            num_responses=microbatch.num_samples,
             group_size=self._config.rollout.responses_per_prompt,
         )
         sums = loss_sums(batch, self._config.algorithm, self._policy_loss)
@@ -182,9 +182,10 @@ class MegatronBackend:
         """Of the policy that generated the microbatch. With one update per iteration that is the policy itself: ratio 1."""
         if "old" in output.frozen:
             return output.frozen["old"]
-        if self._policy_version not in (None, microbatch.version):
+        oldest, newest = microbatch.versions
+        if self._policy_version is not None and not oldest == newest == self._policy_version:
             raise InvariantViolation(
-                f"I1 version: groups {microbatch.group_indices} of version {microbatch.version} meet a policy of version "
+                f"I1 version: groups {microbatch.group_indices} of versions {oldest} to {newest} meet a policy of version "
                 f"{self._policy_version} without an old policy to take the ratio against; publish before every update"
             )
         return output.logprobs.detach()
