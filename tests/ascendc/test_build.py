@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,7 +89,7 @@ def test_without_cann_nothing_is_built_and_the_reason_is_logged(
 
 def test_without_torch_npu_the_reason_names_it(cann: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(build.NotBuildable, match=r"torch cannot be imported.*--no-build-isolation"):
+    with pytest.raises(build.NotBuildable, match=r"torch cannot be imported by .*; install it first"):
         build.find_toolchain(environment(cann))
 
 
@@ -137,6 +139,51 @@ def test_a_failing_cmake_shows_its_output(cann: Path, packages: Path, tmp_path: 
             environ=environment(cann, tmp_path / "bin"),
             log=lambda line: None,
         )
+
+
+def test_the_command_fails_where_something_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "CANN_DEFAULTS", (str(tmp_path / "nowhere"),))
+    for name in build.CANN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert build.main() == 1
+    assert "no CANN toolkit with Ascend C" in capsys.readouterr().out
+
+
+def test_the_command_fails_when_the_build_does_or_its_library_does_not_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(output: Path) -> Path:
+        raise build.BuildFailed("ccec not found")
+
+    monkeypatch.setattr(build, "build_operators", fails)
+    assert build.main() == 1
+    assert "error: ccec not found" in capsys.readouterr().err
+    monkeypatch.setattr(build, "build_operators", lambda output: tmp_path / "no library")
+    assert build.main() == 1
+    assert "does not load" in capsys.readouterr().err
+    monkeypatch.setattr(build, "_load_problem", lambda library: None)
+    assert build.main() == 0
+
+
+@pytest.mark.parametrize("editable", [True, False])
+def test_setup_builds_for_a_wheel_and_leaves_editable_installs_to_the_command(
+    editable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails inside an editable install is a warning that nobody sees."""
+    setuptools = pytest.importorskip("setuptools")
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+    monkeypatch.chdir(build.ROOT)
+    runpy.run_path(str(build.ROOT / "setup.py"))
+    called: list[Path] = []
+    monkeypatch.setattr(build, "build_if_possible", called.append)
+    monkeypatch.setattr("setuptools.command.build_py.build_py.run", lambda self: None)
+    command = given["cmdclass"]["build_py"](setuptools.Distribution())
+    command.editable_mode, command.build_lib = editable, str(tmp_path)
+    command.run()
+    assert called == ([] if editable else [tmp_path])
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
