@@ -9,6 +9,11 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 _MOST_CHARACTERS = 1000  # longer text is no number; bounds the time of the expressions below
 _MOST_GROUPS = 20  # of brackets around each other
 _MOST_POWER_BITS = 4000
@@ -30,21 +35,24 @@ _SPACE = re.compile(r"\\[,;: ]|\\q?quad(?![a-z])|~|\s")
 _SHORT_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _FRACTION = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
 _REPEATING = re.compile(r"(\d{0,100})\.(\d{0,100})\\overline\s*\{(\d{1,100})\}")
-_TIMES_TEN = re.compile(r"\s*(?:\\times|\\cdot|[*x×·])\s*10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|\(\s*([-+]?\d{1,3})\s*\)|([-+]?\d{1,3}))")  # fmt: skip
+_TIMES_TEN = re.compile(
+    r"\s*(?:\\times|\\cdot|[*x×·])\s*10\s*\^\s*"
+    r"(?:\{\s*([-+]?\d{1,3})\s*\}|\(\s*([-+]?\d{1,3})\s*\)|([-+]?\d{1,3}))"
+)
 _EXPONENT = re.compile(r"\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3}))")
 _INTEGER = re.compile(r"\d{1,300}(?=\s*\^)")
 _DEGREE = re.compile(r"\^\s*\{?\s*(?:\\circ|\\degree|°)\s*\}?|°|\\degree")
 _PERCENT = re.compile(r"\\?%|(?:percent|per cent)\.?", re.IGNORECASE)
 _UNIT = re.compile(r"(?P<words>[A-Za-z][A-Za-z. ]*)(?:/ ?(?P<per>[A-Za-z]+))?(?:\s*\^\s*\{?\s*[23]\s*\}?|[²³])?")
 _SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_NO_UNITS = frozenset(
+_NO_UNITS = _words(
     "and or to plus minus times over half quarter third pi tau phi sqrt root log ln sin cos tan exp mod base choose "
-    "infinity inf nan squared cubed not than more less least most factorial".split()
+    "infinity inf nan squared cubed not than more less least most factorial"
 )
 _ONE_LETTER_UNITS = frozenset("mgshlL")
-_ATTACHED_UNITS = frozenset(
+_ATTACHED_UNITS = _words(
     "mm cm dm km mg kg ml mL cl kW kWh ms min mins hr hrs hour hours day days week weeks year years inch inches ft yd mi "
-    "mph kph lb lbs oz usd USD cents dollars euros st nd rd th".split()
+    "mph kph lb lbs oz usd USD cents dollars euros st nd rd th"
 )
 
 

@@ -206,7 +206,13 @@ def test_math_verify_also_works_outside_the_main_thread() -> None:
     assert verdicts == [True]
 
 
-@pytest.mark.parametrize("response", [r"\boxed{" * 20_000, "1" * 100_000, "1," * 50_000, "- " * 50_000, "3/" * 50_000, "(" * 100_000, "#### " * 20_000, "\\boxed{" + "(" * 50_000 + "1", "answer is 1+" * 8_000, "$1" * 50_000, "1 and " * 20_000])  # fmt: skip
+HOSTILE = [
+    *(r"\boxed{" * 20_000, "1" * 100_000, "1," * 50_000, "- " * 50_000, "3/" * 50_000, "(" * 100_000),
+    *("#### " * 20_000, "\\boxed{" + "(" * 50_000 + "1", "answer is 1+" * 8_000, "$1" * 50_000, "1 and " * 20_000),
+]
+
+
+@pytest.mark.parametrize("response", HOSTILE)
 def test_hostile_responses_cost_little_time(response: str) -> None:
     start_s = time.process_time()
     assert not is_correct(response, "46")
