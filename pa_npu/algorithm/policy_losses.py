@@ -7,7 +7,6 @@ A loss of your own: write such a function anywhere importable and set algorithm.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import torch
 
 from pa_npu.algorithm.batch import TokenBatch
 from pa_npu.config.sections import AlgorithmConfig
+from pa_npu.config.user_code import import_function
 from pa_npu.errors import ConfigError
 
 
@@ -68,18 +68,11 @@ def find_policy_loss(name: str) -> PolicyLoss:
     """The registered loss, or the function that `module:function` names. Raises ConfigError when there is none."""
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
-    module, separator, function = name.partition(":")
-    if not separator:
+    if ":" not in name:
         raise ConfigError(
             f"algorithm.loss: {name!r} is none of {', '.join(POLICY_LOSSES)} and not module:function; use one of these"
         )
-    try:
-        loss = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"algorithm.loss: {name!r} cannot be imported ({error}); check PYTHONPATH and the function's name"
-        ) from error
-    return loss
+    return import_function("algorithm.loss", name)
 
 
 def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig) -> PolicyTerms:

@@ -14,6 +14,9 @@ from pydantic import model_validator
 
 from pa_npu.config.presets import PRESETS, fill_overlong, fill_preset
 from pa_npu.config.sections import (
+    ADVANTAGES,
+    LOSSES,
+    REWARDS,
     AlgorithmConfig,
     AttentionConfig,
     CheckpointConfig,
@@ -278,9 +281,8 @@ def _broken_rules(c: Config) -> Iterator[str]:
     ):
         if devices is not None and len(devices) != wanted:
             yield f"placement.{key}: {len(devices)} indices for {wanted} devices; list exactly {wanted} or remove the key"
+    yield from _unknown_names(c)
     for function in c.reward.functions:
-        if function.name not in ("math", "format", "overlong") and ":" not in function.name:
-            yield f"reward.functions: {function.name!r} is not math, format, overlong or module:function; use one of these"
         if function.name == "format" and not function.pattern:
             yield "reward.functions: format needs a pattern; add pattern=REGEX to it"
         if function.name == "overlong" and (function.buffer_tokens or 0) > (function.max_tokens or 0):
@@ -288,6 +290,16 @@ def _broken_rules(c: Config) -> Iterator[str]:
                 f"reward.functions: overlong has buffer_tokens = {function.buffer_tokens}, more than its max_tokens = "
                 f"{function.max_tokens}; lower buffer_tokens"
             )
+
+
+def _unknown_names(c: Config) -> Iterator[str]:
+    """Values that name a function: one of ours, or module:function of the user's (imported by the checks before a run)."""
+    named = [("algorithm.loss", c.algorithm.loss, LOSSES), ("algorithm.advantage", c.algorithm.advantage, ADVANTAGES)]
+    named += [("reward.functions", function.name, REWARDS) for function in c.reward.functions]
+    for key, name, known in named:
+        module, separator, function = name.partition(":")
+        if name not in known and not (separator and module.strip() and function.strip()):
+            yield f"{key}: {name!r} is not {', '.join(known)} or module:function; use one of these"
 
 
 def _unread_keys(a: AlgorithmConfig) -> Iterator[str]:

@@ -163,7 +163,18 @@ class RewardConfig(Section):
     timeout_s: float = Field(
         10.0, gt=0, description="Time limit for rewarding one group; then its reward is zero, logged."
     )
+    max_failing_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="End the run when one function failed for more than this share of the last 64 groups; 1 never ends it.",
+    )
     workers: int = Field(1, ge=1, description="Processes that compute rewards.")
+
+
+LOSSES = ("clip", "gspo", "cispo", "reinforce")
+ADVANTAGES = ("group-std", "centred", "leave-one-out", "batch-std")
+REWARDS = ("math", "format", "overlong")
 
 
 class AlgorithmConfig(Section):
@@ -171,10 +182,10 @@ class AlgorithmConfig(Section):
         None, description="Preset: the values below for the keys that are not set; null sets nothing."
     )
     loss: str = Field("clip", description="Policy loss: clip, gspo, cispo, reinforce, or module:function of your own.")
-    advantage: Literal["group-std", "centred", "leave-one-out", "batch-std"] = Field(
+    advantage: str = Field(
         "group-std",
-        description="Rewards minus the group's mean, divided by the group's deviation, by nothing, or by the batch's "
-        "deviation; or minus the mean of the group's other responses.",
+        description="group-std, centred, batch-std: rewards minus the group's mean, divided by the group's deviation, by nothing, "
+        "by the batch's deviation; leave-one-out: minus the mean of the group's others; or module:function of your own.",
     )
     clip_low: float = Field(0.2, gt=0, le=1, description="Ratio is clipped from below at 1 - clip_low; 1 never clips.")
     clip_high: float = Field(0.2, gt=0, description="Ratio is clipped from above at 1 + clip_high.")
