@@ -115,7 +115,7 @@ def try_loss(config: AlgorithmConfig) -> None:
         raise ConfigError(f"{where}: its gradient is not finite on a made-up batch; correct the formula")
 
 
-def _made_up_batch():  # type: ignore[no-untyped-def]  # torch is imported where it is needed only
+def _made_up_batch():  # torch is imported where it is needed only
     """A TokenBatch of one group, on the policy that sampled for half of the tokens and near it for the others."""
     import torch
 

@@ -7,7 +7,7 @@ loads quickly in every process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -294,7 +294,10 @@ def _broken_rules(c: Config) -> Iterator[str]:
 
 def _unknown_names(c: Config) -> Iterator[str]:
     """Values that name a function: one of ours, or module:function of the user's (imported by the checks before a run)."""
-    named = [("algorithm.loss", c.algorithm.loss, LOSSES), ("algorithm.advantage", c.algorithm.advantage, ADVANTAGES)]
+    named: list[tuple[str, str, Iterable[str]]] = [
+        ("algorithm.loss", c.algorithm.loss, LOSSES),
+        ("algorithm.advantage", c.algorithm.advantage, ADVANTAGES),
+    ]
     named += [("reward.functions", function.name, REWARDS) for function in c.reward.functions]
     for key, name, known in named:
         module, separator, function = name.partition(":")

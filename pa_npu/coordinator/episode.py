@@ -7,15 +7,14 @@ An environment's mistake is one line that names it; a failing reward function is
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from pa_npu.config.user_code import describe
 from pa_npu.control.tasks import gather
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import GroupSession
@@ -50,10 +49,8 @@ async def run_episode(
     except PaNpuError:
         raise
     except Exception as error:  # an environment is users' code
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise EnvironmentFailed(
-            f"environment {type(environment).__name__}, prompt {prompt.prompt_id}: {type(error).__name__}: {error} "
-            f"({Path(frame.filename).name}, line {frame.lineno}); correct the environment"
+            f"environment {type(environment).__name__}, prompt {prompt.prompt_id}: {describe(error)}; correct the environment"
         ) from error
     _check(environment, prompt, samples, num_samples)
     return samples
