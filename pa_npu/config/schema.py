@@ -35,6 +35,7 @@ from pa_npu.config.sections import (
     TelemetryConfig,
     TrainerConfig,
 )
+from pa_npu.config.texts import broken_texts
 
 
 class Config(Section):
@@ -137,7 +138,15 @@ class Config(Section):
 _FROZEN_ROUNDING = 0.01
 
 
+_LONGEST_WAIT_S = 10_000_000  # four months; the clocks of some libraries overflow above
+
+
 def _broken_rules(c: Config) -> Iterator[str]:
+    yield from broken_texts(c)
+    for section, values in c:
+        for key, value in values:
+            if key.endswith("_s") and value is not None and value > _LONGEST_WAIT_S:
+                yield f"{section}.{key}: {value:g} s is longer than any run; set it to {_LONGEST_WAIT_S} or less"
     t, r, s = c.trainer, c.rollout, c.schedule
     shard = t.tensor_parallel * t.pipeline_parallel
     if t.devices % shard:
@@ -199,12 +208,12 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"checkpoint.keep_best: {c.checkpoint.keep_best}: without evaluations in between no checkpoint is better than "
             f"another; set data.test and schedule.evaluate_every, or remove the key"
         )
-    if r.responses_per_prompt % c.microbatch_responses or c.microbatch_responses < 1:
+    if r.responses_per_prompt % c.microbatch_responses:
         yield (
             f"microbatch.responses: {c.microbatch.responses} does not divide rollout.responses_per_prompt = "
             f"{r.responses_per_prompt}; set it to a divisor"
         )
-    if c.pad_multiple < 1 or (t.sequence_parallel and c.pad_multiple % t.tensor_parallel):
+    if t.sequence_parallel and c.pad_multiple % t.tensor_parallel:
         yield (
             f"microbatch.pad_to_multiple_of: {c.microbatch.pad_to_multiple_of}: sequence parallelism needs lengths that are "
             f"multiples of trainer.tensor_parallel = {t.tensor_parallel}; remove the key or set it to a multiple"
@@ -274,6 +283,17 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"placement.devices_per_node: {c.num_devices} devices of engines and trainers are more than "
             f"{c.placement.nnodes} nodes of {c.placement.devices_per_node}; lower rollout.engines or trainer.devices, or raise "
             f"placement.nnodes"
+        )
+    first, last = c.placement.engine_port, c.placement.engine_port + r.engines - 1
+    if first and not r.attach and last > 65535:
+        yield (
+            f"placement.engine_port: {first} and the ports of {r.engines} engines run past 65535; set it to at most "
+            f"{65536 - r.engines}, or 0 for free ones"
+        )
+    if first and not r.attach and first <= c.placement.rendezvous_port <= last:
+        yield (
+            f"placement.engine_port: the engines take ports {first} to {last}, among them {c.placement.rendezvous_port} of "
+            f"the store (placement.store_port); choose another"
         )
     for key, devices, wanted in (
         ("engine_devices", c.placement.engine_devices, r.engines * r.tensor_parallel),

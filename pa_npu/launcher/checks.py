@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pa_npu import platform as platforms
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.config.schema import Config
+from pa_npu.engines.vllm.arguments import check_extra_arguments
 from pa_npu.engines.vllm.versions import engine_version, environment
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.spec import ModelSpec
@@ -118,7 +119,7 @@ def check_surroundings(
     if tokenizer is not None:
         for key, path in (("train", config.data.train), ("test", config.data.test)):
             if path is not None:
-                prompts = local(lambda path=path: check_dataset(path, tokenizer, config), path)  # type: ignore[misc]
+                prompts = local(lambda key=key: check_dataset(key, tokenizer, config), path)  # type: ignore[misc]
                 findings.counts.append(f"data.{key}: {prompts.summary if prompts else 'not here'}")
                 sample = sample or (prompts[0] if prompts else None)
     check_rewards(config, sample)
@@ -239,11 +240,19 @@ def load_tokenizer(path: str) -> Any:
         ) from None
 
 
-def check_dataset(path: str, tokenizer: Any, config: Config) -> PromptSet:
-    """Read a dataset as the coordinator will."""
+def check_dataset(key: str, tokenizer: Any, config: Config) -> PromptSet:
+    """Read data.train or data.test as the coordinator will."""
     from pa_npu.data.prompts import load_prompts
 
-    return load_prompts(path, tokenizer, config.data)
+    path = getattr(config.data, key)
+    prompts = load_prompts(path, tokenizer, config.data)
+    wanted = config.schedule.prompts_per_iteration
+    if key == "train" and len(prompts) < wanted:
+        raise DataError(
+            f"data.train: {path} has {len(prompts)} prompts for schedule.prompts_per_iteration = {wanted}, so that an iteration "
+            f"would hold some twice; lower it or give more prompts"
+        )
+    return prompts
 
 
 def check_rewards(config: Config, sample: Prompt | None) -> None:
@@ -278,6 +287,7 @@ def check_attached(config: Config) -> None:
 def check_engine_interpreter(config: Config) -> None:
     """The engines' interpreter has an engine of a supported version that can do what is configured."""
     environment(config, engine_version(config))
+    check_extra_arguments(config)
 
 
 def device_notes(platform: Platform, placement: Placement) -> list[str]:

@@ -25,7 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--hidden",
         "64",
         "--train-questions",
-        "8",
+        "16",
         "--test-questions",
         "4",
     ]
@@ -163,7 +163,7 @@ def test_a_dry_run_prints_the_tree_and_its_arithmetic(capsys: pytest.CaptureFixt
     assert main(["run", *base, "--dry-run", "schedule.iterations=3"]) == 0
     out = capsys.readouterr().out
     assert "iterations: 3" in out
-    for line in ("# devices               2 =", "# trainer memory", "# engine memory", "# data.train: 8 prompts"):
+    for line in ("# devices               2 =", "# trainer memory", "# engine memory", "# data.train: 16 prompts"):
         assert line in out
     assert "note" not in out
 
