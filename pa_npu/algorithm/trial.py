@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.config.user_code import describe, source_of
 from pa_npu.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pa_npu.algorithm.batch import TokenBatch
 
 TIME_LIMIT_S = 60.0  # importing torch and a user's modules on a busy machine
 _LENGTHS = (3, 5, 2, 4)  # tokens of the made-up batch's responses, a group of four
@@ -115,11 +119,11 @@ def try_loss(config: AlgorithmConfig) -> None:
         raise ConfigError(f"{where}: its gradient is not finite on a made-up batch; correct the formula")
 
 
-def _made_up_batch():  # torch is imported where it is needed only
+def _made_up_batch() -> TokenBatch:
     """A TokenBatch of one group, on the policy that sampled for half of the tokens and near it for the others."""
     import torch
 
-    from pa_npu.algorithm.batch import TokenBatch
+    from pa_npu.algorithm.batch import TokenBatch  # brings torch, which the launcher need not wait for
 
     index = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
     num_tokens = len(index)

@@ -138,6 +138,7 @@ class Config(Section):
 _FROZEN_ROUNDING = 0.01
 
 
+_LEAST_TEMPERATURE = 0.01  # what vLLM raises smaller ones to, but for 0
 _LONGEST_WAIT_S = 10_000_000  # four months; the clocks of some libraries overflow above
 
 
@@ -192,6 +193,16 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"{c.microbatch_responses} of {r.responses_per_prompt}; remove microbatch.responses, or set kl_in to loss"
         )
     yield from _unread_keys(c.algorithm)
+    if c.algorithm.dual_clip is not None and c.algorithm.delta is not None:
+        yield (
+            f"algorithm.delta: {c.algorithm.delta} with algorithm.dual_clip = {c.algorithm.dual_clip}: both bound the loss of "
+            f"tokens with a negative advantage; remove one"
+        )
+    if c.algorithm.delta is not None and c.algorithm.delta <= 1 + c.algorithm.clip_high:
+        yield (
+            f"algorithm.delta: {c.algorithm.delta} is not above 1 + algorithm.clip_high = {1 + c.algorithm.clip_high:g}, where "
+            f"ratios are clipped already; raise it, or remove the key"
+        )
     refresh = c.algorithm.reference_refresh_every
     if refresh and not c.algorithm.kl_coef:
         yield (
@@ -232,6 +243,11 @@ def _broken_rules(c: Config) -> Iterator[str]:
             yield f"telemetry.{key}: {list(values)}: the run has 0 to {end - 1}; leave out the others"
     if t.sequence_parallel and t.tensor_parallel == 1:
         yield "trainer.sequence_parallel: needs trainer.tensor_parallel > 1; set it to false or raise tensor_parallel"
+    if r.temperature < _LEAST_TEMPERATURE:
+        yield (
+            f"rollout.temperature: {r.temperature}: engines sample at {_LEAST_TEMPERATURE} instead of less, and the trainer's "
+            f"log-probs would not match; set it to {_LEAST_TEMPERATURE} or more"
+        )
     if r.top_p != 1.0:
         yield f"rollout.top_p: {r.top_p}: the trainer's log-probs would not match a truncated distribution; set it to 1.0"
     if r.top_k != -1:
@@ -314,11 +330,11 @@ def _broken_rules(c: Config) -> Iterator[str]:
 
 def _unknown_names(c: Config) -> Iterator[str]:
     """Values that name a function: one of ours, or module:function of the user's (imported by the checks before a run)."""
-    named: list[tuple[str, str, Iterable[str]]] = [
+    named: list[tuple[str, str, tuple[str, ...]]] = [
         ("algorithm.loss", c.algorithm.loss, LOSSES),
         ("algorithm.advantage", c.algorithm.advantage, ADVANTAGES),
+        *(("reward.functions", function.name, REWARDS) for function in c.reward.functions),
     ]
-    named += [("reward.functions", function.name, REWARDS) for function in c.reward.functions]
     for key, name, known in named:
         module, separator, function = name.partition(":")
         if name not in known and not (separator and module.strip() and function.strip()):
@@ -329,12 +345,15 @@ def _unread_keys(a: AlgorithmConfig) -> Iterator[str]:
     """Keys that were changed and do nothing with the others as they are; a preset's own values stand for when they do."""
     preset = PRESETS[a.name].algorithm if a.name else {}
     has_ratio = a.loss != "reinforce"
+    two_sided = a.loss not in ("cispo", "reinforce")
     for key, is_read, remedy in (
         ("kl_in", a.kl_coef > 0, "set algorithm.kl_coef"),
         ("kl_estimator", a.kl_coef > 0, "set algorithm.kl_coef"),
         ("importance_cap", a.importance_sampling != "none", "set algorithm.importance_sampling to token or sequence"),
         ("clip_low", has_ratio, "take an algorithm.loss with a ratio to clip"),
         ("clip_high", has_ratio, "take an algorithm.loss with a ratio to clip"),
+        ("dual_clip", two_sided, "set algorithm.loss to clip or gspo"),
+        ("delta", two_sided, "set algorithm.loss to clip or gspo"),
     ):
         value = getattr(a, key)
         if not is_read and value not in (AlgorithmConfig.model_fields[key].default, preset.get(key)):

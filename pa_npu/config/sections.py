@@ -192,6 +192,18 @@ class AlgorithmConfig(Section):
     )
     clip_low: float = Field(0.2, gt=0, le=1, description="Ratio is clipped from below at 1 - clip_low; 1 never clips.")
     clip_high: float = Field(0.2, gt=0, description="Ratio is clipped from above at 1 + clip_high.")
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="Bound of the loss of a token with a negative advantage, in units of it (clip, gspo), as verl's clip_ratio_c; "
+        "null bounds nothing.",
+    )
+    delta: float | None = Field(
+        None,
+        gt=1,
+        description="Bound of the ratio that is not clipped, which matters for negative advantages (clip, gspo), as TRL's delta; "
+        "null bounds nothing.",
+    )
     kl_coef: float = Field(
         0.0, ge=0, description="Coefficient of the KL divergence to the reference; 0 builds no reference."
     )
