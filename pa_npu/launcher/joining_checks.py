@@ -12,7 +12,7 @@ from pathlib import Path
 from pa_npu import platform as platforms
 from pa_npu.config.schema import Config
 from pa_npu.control.roster import Roster
-from pa_npu.engines.vllm.guard import KEY_VARIABLE
+from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.checks import check_engine_interpreter, check_model_files, device_notes

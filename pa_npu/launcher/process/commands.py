@@ -11,8 +11,8 @@ from typing import Literal
 
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import attempt_prefix
+from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.vllm.command import server_command
-from pa_npu.engines.vllm.guard import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.addresses import interface_of, is_loopback
 from pa_npu.launcher.placement import Placement, visible_devices
