@@ -17,11 +17,12 @@ from pa_npu.config.schema import Config
 from pa_npu.engines.protocol import EngineError, LoadedWeights
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.engines.vllm.guard import EngineGuard
+from pa_npu.engines.vllm.kind import served_model
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.engine_key import engine_key, key_file
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process import commands
-from pa_npu.launcher.process.readiness import engine_answers, served_model
+from pa_npu.launcher.process.readiness import engine_answers
 from pa_npu.platform import get
 from tests.unit.test_engines_vllm_command import SPEC
 from tools.stand_in import Speed, StandInEngine, serving

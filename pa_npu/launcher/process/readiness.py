@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import socket
 import urllib.request
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from pa_npu.control.channel import StoreChannel
 
 _PROBE_TIMEOUT_S = 1.0
-_MODELS_TIMEOUT_S = 10.0
 _STORE_TIMEOUT_S = 30.0
 
 
@@ -38,13 +36,6 @@ def engine_answers(url: str) -> bool:
             return bool(reply.status == 200)
     except (OSError, ValueError, http.client.HTTPException):
         return False
-
-
-def served_model(url: str, key: str) -> str:
-    """The model directory that a running engine was started with. Raises OSError or ValueError when it does not say."""
-    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
-    with urllib.request.urlopen(request, timeout=_MODELS_TIMEOUT_S) as reply:
-        return str(json.load(reply)["data"][0]["root"])
 
 
 def trainers_announced(channel: StoreChannel, num_stages: int) -> bool:
