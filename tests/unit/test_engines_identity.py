@@ -74,9 +74,10 @@ async def test_the_pool_reports_a_restarted_engine_as_lost_and_another_one_answe
         lease = await pool.admit(1, 1, lambda: 8, 5.0)
         assert lease.engine is bad
         restarted.identity = type(restarted.identity)()
-        responses, lease = await pool.generate(lease, PROMPT, 0, SAMPLING, lambda: 8, deadline_s=5, again_deadline_s=5)
+        with pool.session(lease, lambda: 8, deadline_s=5, again_deadline_s=5) as session:
+            responses = await session.generate(PROMPT, 1, 0, SAMPLING)
         assert [name for name, _ in lost] == [bad.name] and "started again" in lost[0][1]
-        assert lease.engine is good and responses[0].version == 7
+        assert session.lease.engine is good and responses[0].version == 7
 
 
 @pytest.mark.parametrize("held", [6, 8, None])

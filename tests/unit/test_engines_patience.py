@@ -111,10 +111,11 @@ def pool_of(*engines: Engine) -> tuple[EnginePool, list[str]]:
 
 async def group(pool: EnginePool) -> str:
     lease = await pool.admit(2, 10, lambda: 8, 5.0)
-    _, lease = await pool.generate(
-        lease, PROMPT, 40, SAMPLING, lambda: 8, deadline_s=0.05, again_deadline_s=5.0, what="group 3 of iteration 1"
-    )
-    return lease.engine.name
+    with pool.session(
+        lease, lambda: 8, deadline_s=0.05, again_deadline_s=5.0, what="group 3 of iteration 1"
+    ) as session:
+        await session.generate(PROMPT, 2, 40, SAMPLING)
+    return session.lease.engine.name
 
 
 async def test_a_slow_group_takes_no_engine_down():
