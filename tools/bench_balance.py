@@ -4,7 +4,7 @@
 The real producer, pool, estimates and assignment, between engines and trainers that only take time:
 
   virtual    engines and trainers in virtual time, where nothing else costs anything: the same numbers on every machine
-  --real     stand-in engines (pa_npu.engines.stand_in) as processes, HTTP, wall time; trainers are timers
+  --real     stand-in engines (tools/stand_in.py) as processes, HTTP, wall time; trainers are timers
 
     python tools/bench_balance.py [--markdown FILE]          # about two minutes
     python tools/bench_balance.py --real [--markdown FILE]
@@ -52,7 +52,6 @@ from pa_npu.dispatch.window import FixedWindow
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
-from pa_npu.engines.stand_in import HeavyTail, Speed
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
@@ -62,6 +61,10 @@ from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Group
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.timeline import Timeline
+
+# a script sees its own directory only
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.stand_in import HeavyTail, Speed
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_SEED = 0
@@ -473,7 +476,7 @@ def stand_ins(case: Case) -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
         urls = []
         for _ in range(case.engines):
-            command = [sys.executable, "-m", "pa_npu.engines.stand_in", "--step-s", str(case.speed.step_s)]
+            command = [sys.executable, str(ROOT / "tools/stand_in.py"), "--step-s", str(case.speed.step_s)]
             command += ["--stride", str(case.speed.stride), "--median-tokens", str(case.lengths.median_tokens)]
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)

@@ -3,7 +3,7 @@
 
 The coordinator's real path runs in this process, pinned to one core: admission, HTTP client, JSON decoding and checks, a
 reward stub, advantages, the group's bytes, the put into the c10d store. Around it, on the other cores, run what it talks
-to: stand-in engines (pa_npu.engines.stand_in, faster than any row needs), the store's host, and a consumer that takes the
+to: stand-in engines (tools/stand_in.py, faster than any row needs), the store's host, and a consumer that takes the
 groups out as trainers do.
 
     python tools/bench_control_path.py [--seconds 8] [--rows 8x128,16x512] [--engines 2] [--profile] [--markdown FILE]
@@ -174,7 +174,7 @@ def surroundings(engines: int, responses: int, length: int) -> Iterator[tuple[li
         options += ["--max-num-seqs", str(GROUPS_IN_FLIGHT * responses)]
         urls = []
         for _ in range(engines):
-            line = start(stack, "-m", "pa_npu.engines.stand_in", *options)
+            line = start(stack, str(Path(__file__).with_name("stand_in.py")), *options)
             urls.append(line.split()[-1])
         port = int(start(stack, __file__, "--as-store").split()[-1])
         start(stack, __file__, "--as-consumer", str(port))
@@ -287,7 +287,7 @@ async def time_parts(
     """A body, and the CPU microseconds of decoding, building, encoding and putting its group."""
     async with VllmEngine(url, VOCABULARY) as engine:
         request = wire.encode_request(prompt.tokens, responses, 0, sampling)
-        body = await engine._request("POST", "/v1/completions", request, STARTUP_S)
+        body, _ = await engine._request("POST", "/v1/completions", request, STARTUP_S)
 
     total = np.arange(responses, dtype=np.float32) % 2
 

@@ -30,7 +30,17 @@ _SAME_RUN = (
     *(f"reward.{key}" for key in ("timeout_s", "workers", "max_failing_share")),
     *(
         f"rollout.{key}"
-        for key in ("engines", "attach", "key_file", "tensor_parallel", "python", "window", "env", "extra_args")
+        for key in (
+            "backend",
+            "engines",
+            "attach",
+            "key_file",
+            "tensor_parallel",
+            "python",
+            "window",
+            "env",
+            "extra_args",
+        )
     ),
     *(f"rollout.{key}" for key in ("max_num_", "memory_fraction", "kv_cache_gib")),
     *(f"rollout.{key}" for key in ("graph_mode", "prefix_caching", "expandable_segments")),

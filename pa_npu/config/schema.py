@@ -17,6 +17,7 @@ from pa_npu.config.sections import (
     ADVANTAGES,
     LOSSES,
     REWARDS,
+    SLOWEST_TOKEN_S,
     AlgorithmConfig,
     AttentionConfig,
     CheckpointConfig,
@@ -90,9 +91,14 @@ class Config(Section):
         return self.model.dtype if self.model.frozen_dtype == "same" else self.model.frozen_dtype
 
     @property
+    def request_limit_s(self) -> float:
+        """The longest that a group is waited for on an engine that works."""
+        return self.rollout.request_timeout_s + SLOWEST_TOKEN_S * self.rollout.max_response_tokens
+
+    @property
     def engine_wait_s(self) -> float:
         """Deadline of the wait for room on an engine: what is in flight ends by then, and what died has been replaced."""
-        return self.rollout.request_timeout_s + self.rollout.startup_timeout_s + self.publish.timeout_s
+        return self.request_limit_s + self.rollout.startup_timeout_s + self.publish.timeout_s
 
     @property
     def border_timeout_s(self) -> float:

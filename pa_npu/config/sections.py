@@ -69,8 +69,17 @@ class DataConfig(Section):
     shuffle: bool = Field(True, description="Shuffle the training prompts anew in every epoch, seeded by run.seed.")
 
 
+SLOWEST_TOKEN_S = 0.25
+"""An engine that takes longer per token of a response than this, on top of its deadline, is not worth waiting for."""
+
+
 class RolloutConfig(Section):
-    engines: int = Field(1, ge=1, le=2**14, description="Number of engines (vLLM servers).")
+    backend: str = Field(
+        "vllm",
+        min_length=1,
+        description="Kind of engine: vllm; transformers (slow, exact, for debugging); or module:NAME, an EngineKind of your own.",
+    )
+    engines: int = Field(1, ge=1, le=2**14, description="Number of engines (servers).")
     attach: tuple[str, ...] = Field(
         (),
         description="URLs of running engines (see `pa_npu.launcher engines`) to use instead of starting any; they must serve "
@@ -113,7 +122,12 @@ class RolloutConfig(Section):
     expandable_segments: bool | None = Field(
         None, description="Allocator of engines that grows its segments (npu, cuda); none leaves it to the engine."
     )
-    request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one group's generation.")
+    request_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Deadline of one group's generation. An engine that works is given 0.25 s more per token of "
+        "rollout.max_response_tokens; one that does not is replaced.",
+    )
     startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for an engine to become ready.")
     probe_every_s: float = Field(
         30.0, gt=0, description="Time between two probes of a serving engine: a token that it must generate."

@@ -47,7 +47,11 @@ async def evaluate(
 
     async def answer(number: int, prompt: Prompt, lease: Lease) -> None:
         with pool.session(
-            lease, lambda: max_in_flight, deadline_s=request_timeout_s, again_deadline_s=engine_wait_s
+            lease,
+            lambda: max_in_flight,
+            deadline_s=request_timeout_s,
+            again_deadline_s=engine_wait_s,
+            what=f"held-out prompt {number} at version {version}",
         ) as session:
             samples = await run_episode(environment, prompt, 1, session, 0, greedy, version)
         result = await score(rewards, prompt, samples)

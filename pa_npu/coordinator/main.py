@@ -44,11 +44,11 @@ from pa_npu.coordinator.record import RunRecords, iteration_record
 from pa_npu.data.prompts import Prompt, PromptStream, load_prompts
 from pa_npu.dispatch.window import make_window
 from pa_npu.dispatch.work import GroupWork
+from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool, EngineUse
 from pa_npu.engines.protocol import Sampling
-from pa_npu.engines.vllm.client import VllmEngine
-from pa_npu.engines.vllm.guard import KEY_VARIABLE
+from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.protocol import Environment
 from pa_npu.environments.registry import make_environment
 from pa_npu.errors import PaNpuError, UserError, exit_code
@@ -83,15 +83,16 @@ async def run(config: Config) -> None:
     store = _store_address()
     key = os.environ.pop(KEY_VARIABLE, None)  # reward functions are users' code, and inherit the environment
     first = first_version(config)
+    kind = engine_kind(config.rollout.backend)
     async with AsyncExitStack() as stack:
         tokenizer = load_tokenizer(config)
         train, test = load_prompt_sets(config, tokenizer)
         environment = make_environment(config, tokenizer)
         channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX))
-        pool = await stack.enter_async_context(EnginePool())
+        pool = await stack.enter_async_context(EnginePool((), config.rollout.probe_timeout_s))
         fleet = await stack.enter_async_context(
-            Fleet(config.rollout, pool, roster, lambda url: VllmEngine(url, spec.vocab_size, key))
+            Fleet(config.rollout, pool, roster, lambda url: kind.client(url, spec.vocab_size, key))
         )
         rewards = await stack.enter_async_context(RewardPool(config.reward))
         timeline = stack.enter_context(

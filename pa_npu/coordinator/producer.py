@@ -202,6 +202,7 @@ class Producer:
             lambda: self._window.sequences,
             deadline_s=rollout.request_timeout_s,
             again_deadline_s=self._config.engine_wait_s,
+            what=f"group {index} of iteration {iteration}",
         ) as session:
             samples = await run_episode(
                 self._environment, prompt, rollout.responses_per_prompt, session, seed, self._sampling, iteration

@@ -2,7 +2,8 @@
 
 Admission is asked for in dispatch order by one task (the producer, or the evaluation), and returns a lease on the engine with the
 fewest in-flight tokens among those with room in their window. A group's session sends its requests under the lease and closes it.
-What an engine lost while it had it is admitted again, before anything new. Which engines serve is the fleet's business (fleet.py).
+What an engine lost while it had it is admitted again, before anything new. Which engines serve is the fleet's business
+(membership.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.control.tasks import gather
-from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
+from pa_npu.engines.patience import generate_patiently
+from pa_npu.engines.protocol import EngineError, EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 
 T = TypeVar("T")
@@ -101,7 +103,13 @@ class GroupSession:
     """
 
     def __init__(
-        self, pool: EnginePool, lease: Lease, window: Callable[[], int], deadline_s: float, again_deadline_s: float
+        self,
+        pool: EnginePool,
+        lease: Lease,
+        window: Callable[[], int],
+        deadline_s: float,
+        again_deadline_s: float,
+        what: str,
     ) -> None:
         self.lease = lease
         """The one that the group has, or had last."""
@@ -109,6 +117,7 @@ class GroupSession:
         self._window = window
         self._deadline_s = deadline_s
         self._again_deadline_s = again_deadline_s
+        self._what = what
         self._moving = asyncio.Lock()
         self._tokens = 0
 
@@ -125,9 +134,18 @@ class GroupSession:
         for sends in count(1):
             engine = self.lease.engine
             try:
-                generations = await engine.generate(prompt_tokens, n, seed, sampling, deadline_s=self._deadline_s)
-            except (EngineGone, DeadlineExceeded) as error:
-                if sends == _MAX_SENDS or not await self._move_from(engine, str(error)):
+                generations = await generate_patiently(
+                    *(engine, prompt_tokens, n, seed, sampling),
+                    deadline_s=self._deadline_s,
+                    probe_timeout_s=self._pool.probe_timeout_s,
+                    what=self._what,
+                )
+            except EngineGone as error:
+                if sends == _MAX_SENDS:
+                    raise EngineError(
+                        f"{self._what}: {sends} engines were lost while they generated it, the last: {error}"
+                    ) from None
+                if not await self._move_from(engine, str(error)):
                     raise
             else:
                 self._tokens += sum(len(generation.tokens) for generation in generations)
@@ -149,9 +167,13 @@ class GroupSession:
 
 
 class EnginePool:
-    """Several engines as one. Owns the clients: close it, or use `async with`."""
+    """Several engines as one. Owns the clients: close it, or use `async with`.
 
-    def __init__(self, engines: Sequence[RolloutEngine] = ()) -> None:
+    probe_timeout_s: for an engine that has not answered by a request's deadline to show that it works.
+    """
+
+    def __init__(self, engines: Sequence[RolloutEngine] = (), probe_timeout_s: float = 60.0) -> None:
+        self.probe_timeout_s = probe_timeout_s
         self._engines = {engine.name: engine for engine in engines}
         self._uses = {engine.name: EngineUse() for engine in engines}
         if len(self._uses) != len(engines):
@@ -248,10 +270,19 @@ class EnginePool:
                 self._room.set()  # for those that had to wait for this one
 
     def session(
-        self, lease: Lease, window: Callable[[], int], *, deadline_s: float, again_deadline_s: float
+        self,
+        lease: Lease,
+        window: Callable[[], int],
+        *,
+        deadline_s: float,
+        again_deadline_s: float,
+        what: str = "a group",
     ) -> GroupSession:
-        """What a group asks under a lease. deadline_s: of a request; again_deadline_s: of the wait for another engine."""
-        return GroupSession(self, lease, window, deadline_s, again_deadline_s)
+        """What a group asks under a lease. deadline_s: of a request, after which the engine must show that it works.
+
+        again_deadline_s: of the wait for another engine. what: the group, for messages.
+        """
+        return GroupSession(self, lease, window, deadline_s, again_deadline_s, what)
 
     def _with_room(self, sequences: int, window: int) -> RolloutEngine | None:
         uses = self._uses

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pa_npu import platform as platforms
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.config.schema import Config
-from pa_npu.engines.vllm.arguments import check_extra_arguments
-from pa_npu.engines.vllm.versions import engine_version, environment
+from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.engine_key import engine_key
@@ -28,7 +27,6 @@ from pa_npu.launcher.placement import (
     settle_on_node,
     visible_devices,
 )
-from pa_npu.launcher.process.readiness import served_model
 from pa_npu.launcher.resume import check_checkpoint
 from pa_npu.launcher.run_directory import check_run_directory
 from pa_npu.launcher.versions import trainer_problems
@@ -272,7 +270,7 @@ def check_attached(config: Config) -> None:
     key = engine_key(config)
     for url in config.rollout.attach:
         try:
-            model = served_model(url, key)
+            model = engine_kind(config.rollout.backend).served_model(url, key)
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(
                 f"rollout.attach: {url} does not answer as an engine ({error}); start it with "
@@ -286,8 +284,7 @@ def check_attached(config: Config) -> None:
 
 def check_engine_interpreter(config: Config) -> None:
     """The engines' interpreter has an engine of a supported version that can do what is configured."""
-    environment(config, engine_version(config))
-    check_extra_arguments(config)
+    engine_kind(config.rollout.backend).check(config)
 
 
 def device_notes(platform: Platform, placement: Placement) -> list[str]:

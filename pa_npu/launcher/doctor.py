@@ -14,7 +14,7 @@ from pa_npu import __version__
 from pa_npu import platform as platforms
 from pa_npu.backends.megatron.patches import PATCHES
 from pa_npu.config.schema import Config
-from pa_npu.engines.vllm.versions import installed, select
+from pa_npu.engines.registry import DEFAULT_BACKEND, engine_kind
 from pa_npu.errors import PaNpuError, UserError
 from pa_npu.launcher.checks import check_surroundings, resolve_device
 from pa_npu.launcher.placement import available_cores, port_problem
@@ -60,8 +60,9 @@ def doctor(config: Config | None) -> int:
         print(f"  {name:<14} {value}")
     print("\npackages")
     problems = [problem for dependency in _DEPENDENCIES if (problem := _report(dependency))]
-    engine, engine_problem = _engine(config)
-    print(f"  {'vllm':<14} {engine}")
+    backend = config.rollout.backend if config else DEFAULT_BACKEND
+    engine, engine_problem = engine_kind(backend).describe(config)
+    print(f"  {backend:<14} {engine}")
     problems += [engine_problem] if engine_problem else []
     print("\nversions against the supported matrix (trainers)")
     for kind in platforms.KINDS:
@@ -129,19 +130,6 @@ def _version(dependency: Dependency) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return "installed (version unknown)"
-
-
-def _engine(config: Config | None) -> tuple[str, str | None]:
-    """vLLM's version in the engines' interpreter with its row in the table, and what is missing."""
-    python = config.rollout.python if config else None
-    interpreter = python or sys.executable
-    try:
-        found = installed(python)
-        row = select(found, config.run.device if config else "auto", interpreter)
-    except UserError as error:
-        return f"none that is supported in {interpreter}", str(error)
-    names = ", ".join(f"{name} {version}" for name, version in found.items())
-    return f"{names} ({row.name}, for {row.device}; {interpreter})", None
 
 
 def _ascendc() -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pa_npu.config.schema import Config
-from pa_npu.engines.vllm.guard import KEY_VARIABLE
+from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.errors import ConfigError, UserError
 
 KEY_FILE = "api_key"

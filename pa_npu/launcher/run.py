@@ -105,7 +105,7 @@ def supervise(plan: Plan, tree: ProcessTree | NodeTree, timeline: Timeline, sign
     config, console = plan.config, plan.console
     engines, urls = plan.engines()
     roster = announce(config, plan.store, urls)
-    console.say(f"engines can join with: python -m pa_npu.engines.vllm.command --join {plan.store.address}")
+    console.say(f"engines can join with: python -m pa_npu.launcher.join --join {plan.store.address}")
     recovery = Recovery(config, tree, console, roster, plan.attempt_again)
     supervisor = Supervisor(tree, console, timeline, signals, recovery)
     first = plan.attempt(config, 0)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pa_npu.engines.stand_in import Speed
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Group
 from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, WAIT_S, Run
 from tests.helpers.groups import prompt_tokens
 from tests.helpers.stand_in_engine import stand_in_engines
+from tools.stand_in import Speed
 
 pytestmark = pytest.mark.integration
 
@@ -65,7 +65,7 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
         host, port, rank_offset, world_size, stages, backend, _ = served.engine.calls[0][1]
         assert (host, port) == ("127.0.0.1", run.server.port) and (rank_offset, world_size) == (1 + number, 3)
         assert stages == [{"name": "publish-0", "manifest": {}}] and backend == "gloo"
-        assert served.engine.version == 2
+        assert served.engine.identity.version == 2
 
     records = run.lines("metrics.jsonl")
     assert [(record["iteration"], record["version"]) for record in records] == [(0, 0), (1, 1)]

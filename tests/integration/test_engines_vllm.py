@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pa_npu.config import Config, ModelSpec
 from pa_npu.control.tasks import gather
+from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, Generation, LoadedWeights, Sampling
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.engines.vllm.command import server_command
-from pa_npu.engines.vllm.guard import KEY_VARIABLE
 from pa_npu.errors import DeadlineExceeded
 from tests.helpers.models import make_model
 

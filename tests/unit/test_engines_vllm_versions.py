@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from pa_npu.config.schema import Config
+from pa_npu.engines import interpreter
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling, WeightGroups
 from pa_npu.engines.vllm import command as engine
@@ -89,7 +90,7 @@ def test_the_interpreter_is_asked_once_and_without_importing_vllm(tmp_path: Path
         f'#!/bin/sh\necho x >> {starts}\nPYTHONPATH={tmp_path / "packages"} exec {sys.executable} -S "$@"\n'
     )
     python.chmod(0o755)
-    installed.cache_clear()
+    interpreter.distributions.cache_clear()
     chosen = config({"python": str(python)}, run={"device": "npu"})
     assert [engine_version(chosen).name for _ in range(3)] == ["vllm-ascend 0.23"] * 3
     assert starts.read_text() == "x\n"
@@ -97,7 +98,7 @@ def test_the_interpreter_is_asked_once_and_without_importing_vllm(tmp_path: Path
     hanging = tmp_path / "hanging"
     hanging.write_text("#!/bin/sh\nexec sleep 100\n")
     hanging.chmod(0o755)
-    monkeypatch.setattr(versions, "_INTERPRETER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(interpreter, "_TIMEOUT_S", 0.2)
     for wrong, reason in (
         (str(hanging), "does not run"),
         ("/bin/echo", "does not run"),

@@ -20,13 +20,13 @@ from safetensors.numpy import save_file
 from pa_npu.config import Config
 from pa_npu.control.channel import StoreChannel, StoreError, connect
 from pa_npu.control.roster import PREFIX, Roster
-from pa_npu.engines.stand_in import write_interpreter
 from pa_npu.errors import DeadlineExceeded, UserError
 from pa_npu.launcher import join, joining_checks
 from pa_npu.launcher.join import JoinedEngine, within
 from pa_npu.launcher.joining_checks import Choices, check_site
 from pa_npu.launcher.process.supervisor import StopSignals
 from pa_npu.launcher.run import _for_joining
+from tools.stand_in import write_interpreter
 
 KEY = "key-of-the-run"
 MODEL = {
@@ -295,7 +295,11 @@ def test_a_second_signal_does_not_wait(life):
 
 
 def test_a_coordinator_that_never_lets_it_go_is_waited_for_until_the_deadline(life, config):
-    rollout = config.rollout.model_copy(update={"request_timeout_s": -config.publish.timeout_s})
+    rollout = config.rollout.model_copy(
+        update={
+            "request_timeout_s": config.rollout.request_timeout_s - config.request_limit_s - config.publish.timeout_s
+        }
+    )
     life.engine.config = config.model_copy(update={"rollout": rollout})
     assert life.run(life.signal) == 1
     assert life.said("rollout.request_timeout_s + publish.timeout_s")

@@ -10,21 +10,15 @@ Asynchronous scheduling may stay as each decides: a publish comes when no reques
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pa_npu.config.schema import Config
+from pa_npu.engines.interpreter import distributions
 from pa_npu.errors import ConfigError, UserError
-
-_INTERPRETER_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -129,44 +123,16 @@ def select(found: Mapping[str, str], device: str, python: str) -> EngineVersion:
     )
 
 
-@functools.cache
 def installed(python: str | None) -> dict[str, str]:
-    """Versions of vLLM's distributions in an interpreter (None: this one); asked once. Raises ConfigError."""
-    if python is None:
-        return _versions()
-    if shutil.which(python) is None:
-        raise ConfigError(f"rollout.python: {python} is not an executable; give the path of a Python interpreter")
-    try:
-        reply = subprocess.run(
-            [python, "-c", _PROGRAM], capture_output=True, timeout=_INTERPRETER_TIMEOUT_S, check=True
-        )
-        return dict(json.loads(reply.stdout))
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise ConfigError(f"rollout.python: {python} does not run ({error}); give a working interpreter") from None
+    """Versions of vLLM's distributions in an interpreter (None: this one). Raises ConfigError."""
+    return _versions() if python is None else distributions(python, _DISTRIBUTIONS)
 
 
 _DISTRIBUTIONS = tuple(dict.fromkeys(["vllm", *(row.distribution for row in VERSIONS)]))
-# importlib.metadata alone: importing vllm takes half a minute
-_PROGRAM = f"""
-import importlib.metadata as metadata, json
-found = {{}}
-for name in {_DISTRIBUTIONS!r}:
-    try:
-        found[name] = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        pass
-print(json.dumps(found))
-"""
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return distributions(None, _DISTRIBUTIONS)
 
 
 def _release(version: str) -> tuple[int, int] | None:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import attempt_prefix
-from pa_npu.engines.vllm.command import server_command
-from pa_npu.engines.vllm.guard import KEY_VARIABLE
+from pa_npu.engines.http_server import KEY_VARIABLE
+from pa_npu.engines.registry import engine_kind
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.addresses import interface_of, is_loopback
 from pa_npu.launcher.placement import Placement, visible_devices
 from pa_npu.platform.base import Platform
-
-_SOCKETS = "VLLM_RPC_BASE_PATH"
-# a socket's path has 107 bytes at most: DIRECTORY/pa-xxxxxxxx/uuid
-_LONGEST_TEMPORARY_DIRECTORY = 107 - len("/pa-xxxxxxxx/") - 36
 
 
 @dataclass(frozen=True)
@@ -81,15 +76,11 @@ def engine_command(
 ) -> Command:
     """Engine `index` of the run, which `placement` has on this node."""
     local = placement.engines.index(index)
-    command = server_command(config, spec, index, port)
+    command = engine_kind(config.rollout.backend).command(config, spec, index, port)
     env = _common_env(config, platform) | {KEY_VARIABLE: key}
     env |= visible_devices(platform.visible_devices_env, placement.engine_devices[local], os.environ)
     env |= command.env
-    # vLLM leaves the sockets between its processes behind when it is killed
-    own = _SOCKETS not in env and len(tempfile.gettempdir()) <= _LONGEST_TEMPORARY_DIRECTORY
-    return Command(
-        f"engine-{index}", command.argv, env, placement.engine_cores[local], scratch_env=_SOCKETS if own else None
-    )
+    return Command(f"engine-{index}", command.argv, env, placement.engine_cores[local], scratch_env=command.scratch_env)
 
 
 def coordinator_command(config: Config, platform: Platform, store: Store, key: str) -> Command:

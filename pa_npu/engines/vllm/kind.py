@@ -1,0 +1,41 @@
+"""What launcher and coordinator ask of vLLM engines: the row of the registry."""
+
+from __future__ import annotations
+
+import sys
+
+from pa_npu.config.schema import Config
+from pa_npu.engines.http_client import directory_in, get_json
+from pa_npu.engines.registry import EngineKind
+from pa_npu.engines.vllm.arguments import check_extra_arguments
+from pa_npu.engines.vllm.client import VllmEngine
+from pa_npu.engines.vllm.command import server_command
+from pa_npu.engines.vllm.versions import engine_version, environment, installed, select
+from pa_npu.errors import UserError
+
+
+def check(config: Config) -> None:
+    """The engines' interpreter has a vLLM of a supported version that can do what is configured."""
+    environment(config, engine_version(config))
+    check_extra_arguments(config)
+
+
+def describe(config: Config | None) -> tuple[str, str | None]:
+    """vLLM's version in the engines' interpreter with its row in the table, and what is missing."""
+    python = config.rollout.python if config else None
+    interpreter = python or sys.executable
+    try:
+        found = installed(python)
+        row = select(found, config.run.device if config else "auto", interpreter)
+    except UserError as error:
+        return f"none that is supported in {interpreter}", str(error)
+    names = ", ".join(f"{name} {version}" for name, version in found.items())
+    return f"{names} ({row.name}, for {row.device}; {interpreter})", None
+
+
+def served_model(url: str, key: str) -> str:
+    """The model directory that a running engine was started with."""
+    return directory_in(get_json(f"{url}/v1/models", key), "data", 0, "root")
+
+
+VLLM = EngineKind(server_command, VllmEngine, check, describe, served_model)
