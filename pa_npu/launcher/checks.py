@@ -17,6 +17,7 @@ from pa_npu.config.schema import Config
 from pa_npu.engines.vllm.arguments import check_extra_arguments
 from pa_npu.engines.vllm.versions import engine_version, environment
 from pa_npu.errors import ConfigError, DataError, UserError
+from pa_npu.families.model_directory import check_end_tokens, check_plain_files, check_tokenizer, check_weights
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.placement import (
@@ -117,6 +118,8 @@ def check_surroundings(
     tokenizer = load_tokenizer(config.model.path) if has_model else None
     sample: Prompt | None = None
     if tokenizer is not None:
+        if findings.spec is not None:
+            check_tokenizer(findings.spec, tokenizer)
         for key, path in (("train", config.data.train), ("test", config.data.test)):
             if path is not None:
                 prompts = local(lambda key=key: check_dataset(key, tokenizer, config), path)  # type: ignore[misc]
@@ -207,24 +210,12 @@ def check_engines(config: Config, platform: Platform) -> tuple[ModelSpec, Placem
 
 
 def check_model_files(config: Config) -> ModelSpec:
-    """The model can be read, is supported, divides as configured, and its weight files are complete."""
+    """The model can be read, is supported, divides as configured, and its files say the same."""
     spec = ModelSpec.read(config.model.path)
     check_model(config, spec)
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(Path(config.model.path).glob("*.safetensors"))
-    if not files:
-        raise DataError(
-            f"model.path: {config.model.path} has no *.safetensors file; save the model with "
-            f"save_pretrained(..., safe_serialization=True)"
-        )
-    for file in files:
-        try:
-            with safe_open(file, framework="np"):
-                pass
-        except (SafetensorError, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"model.path: {file} is damaged or incomplete ({reason}); copy it again") from None
+    check_plain_files(spec.path)
+    check_weights(spec)
+    check_end_tokens(spec)
     return spec
 
 
@@ -232,7 +223,7 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises anything from OSError to bare Exception here
         reason = " ".join(str(error).split())[:200]
         raise DataError(
