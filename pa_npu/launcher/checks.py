@@ -33,9 +33,9 @@ from pa_npu.launcher.process.readiness import served_model
 from pa_npu.launcher.resume import check_checkpoint
 from pa_npu.launcher.run_directory import check_run_directory
 from pa_npu.launcher.versions import trainer_problems
-from pa_npu.planning.fit import shortages
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.preflight import check_model
+from pa_npu.planning.model_rules import check_model
+from pa_npu.planning.shortages import shortages
 from pa_npu.platform.base import Platform
 from pa_npu.platform.busy import busy_devices
 
