@@ -54,6 +54,10 @@ INNER_KNOWN: dict[tuple[str, str], str] = {
         "pa_npu.launcher.checks",
         "pa_npu.engines.vllm.versions",
     ): "asks the engines' interpreter; goes with a factory of engines",
+    (
+        "pa_npu.launcher.checks",
+        "pa_npu.engines.vllm.arguments",
+    ): "asks vLLM about its arguments; goes with a factory of engines",
     ("pa_npu.launcher.engine_key", "pa_npu.engines.vllm.guard"): "names of the key; goes with a factory of engines",
     ("pa_npu.launcher.joining_checks", "pa_npu.engines.vllm.guard"): "names of the key; goes with a factory of engines",
     ("pa_npu.launcher.process.commands", "pa_npu.engines.vllm.command"): "starts vLLM; goes with a factory of engines",
