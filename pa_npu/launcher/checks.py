@@ -16,6 +16,7 @@ from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.config.schema import Config
 from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
+from pa_npu.families.model_directory import check_end_tokens, check_plain_files, check_tokenizer, check_weights
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.placement import (
@@ -30,9 +31,9 @@ from pa_npu.launcher.placement import (
 from pa_npu.launcher.resume import check_checkpoint
 from pa_npu.launcher.run_directory import check_run_directory
 from pa_npu.launcher.versions import trainer_problems
-from pa_npu.planning.fit import shortages
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.preflight import check_model
+from pa_npu.planning.model_rules import check_model
+from pa_npu.planning.shortages import shortages
 from pa_npu.platform.base import Platform
 from pa_npu.platform.busy import busy_devices
 
@@ -115,6 +116,8 @@ def check_surroundings(
     tokenizer = load_tokenizer(config.model.path) if has_model else None
     sample: Prompt | None = None
     if tokenizer is not None:
+        if findings.spec is not None:
+            check_tokenizer(findings.spec, tokenizer)
         for key, path in (("train", config.data.train), ("test", config.data.test)):
             if path is not None:
                 prompts = local(lambda key=key: check_dataset(key, tokenizer, config), path)  # type: ignore[misc]
@@ -205,24 +208,12 @@ def check_engines(config: Config, platform: Platform) -> tuple[ModelSpec, Placem
 
 
 def check_model_files(config: Config) -> ModelSpec:
-    """The model can be read, is supported, divides as configured, and its weight files are complete."""
+    """The model can be read, is supported, divides as configured, and its files say the same."""
     spec = ModelSpec.read(config.model.path)
     check_model(config, spec)
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(Path(config.model.path).glob("*.safetensors"))
-    if not files:
-        raise DataError(
-            f"model.path: {config.model.path} has no *.safetensors file; save the model with "
-            f"save_pretrained(..., safe_serialization=True)"
-        )
-    for file in files:
-        try:
-            with safe_open(file, framework="np"):
-                pass
-        except (SafetensorError, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"model.path: {file} is damaged or incomplete ({reason}); copy it again") from None
+    check_plain_files(spec.path)
+    check_weights(spec)
+    check_end_tokens(spec)
     return spec
 
 
@@ -230,7 +221,7 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises anything from OSError to bare Exception here
         reason = " ".join(str(error).split())[:200]
         raise DataError(

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from pa_npu.config import Config, ModelSpec
+from pa_npu.config import Config
 from pa_npu.control.tasks import gather
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.pool import EnginePool
@@ -30,6 +30,7 @@ from pa_npu.engines.protocol import EngineError, Generation, LoadedWeights, Samp
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.engines.vllm.command import server_command
 from pa_npu.errors import DeadlineExceeded
+from pa_npu.families.spec import ModelSpec
 from tests.helpers.models import make_model
 
 pytestmark = pytest.mark.integration

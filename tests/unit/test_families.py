@@ -18,7 +18,7 @@ from pa_npu.errors import DataError
 from pa_npu.families import registry
 from pa_npu.families.llama import Llama
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.derive import trainer_memory
+from pa_npu.planning.memory import trainer_memory
 from tests.helpers.megatron import loaded_stage, model_config, single_process
 from tests.helpers.models import FAMILIES, make_model
 from tests.helpers.renamed_llama import RenamedLlama

@@ -21,6 +21,7 @@ from pa_npu.config import Config
 from pa_npu.control.channel import StoreChannel, StoreError, connect
 from pa_npu.control.roster import PREFIX, Roster
 from pa_npu.errors import DeadlineExceeded, UserError
+from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher import join, joining_checks
 from pa_npu.launcher.join import JoinedEngine, within
 from pa_npu.launcher.joining_checks import Choices, check_site
@@ -47,7 +48,8 @@ def config(tmp_path: Path) -> Config:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL))
-    save_file({"model.norm.weight": np.ones(64, np.float32)}, model / "model.safetensors")
+    shapes = ModelSpec.read(str(model)).hf_tensors()
+    save_file({name: np.ones(shape, np.float32) for name, shape in shapes.items()}, model / "model.safetensors")
     (tmp_path / "run").mkdir()
     return Config.model_validate(
         {

@@ -15,9 +15,10 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.checks import check_ports
 from pa_npu.launcher.placement import engine_ports, place, port_problem, visible_devices
 from pa_npu.launcher.run_directory import check_run_directory, own_run_directory
-from pa_npu.planning.derive import engine_memory, trainer_memory, work
-from pa_npu.planning.describe import derived_lines
-from pa_npu.planning.preflight import check_model
+from pa_npu.planning.amounts import work
+from pa_npu.planning.memory import engine_memory, trainer_memory
+from pa_npu.planning.model_rules import check_model
+from pa_npu.planning.plan_text import derived_lines
 
 
 def make_config(**sections: dict[str, Any]) -> Config:

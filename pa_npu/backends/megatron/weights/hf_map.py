@@ -34,7 +34,7 @@ from pa_npu.errors import DataError
 from pa_npu.families.dense import LayerRole, OuterRole
 from pa_npu.families.hf_checkpoint import HfCheckpoint
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.preflight import check_tensor_division
+from pa_npu.planning.model_rules import check_tensor_division
 
 Part = Literal["whole", "q", "k", "v", "gate", "up"]
 

@@ -1,10 +1,9 @@
-"""What a configuration means in numbers: devices per role, work per iteration, and memory per device.
+"""Bytes that a trainer rank and an engine need on a device, by purpose, before anything runs.
 
-The memory figures are for choosing sizes before a run, in bytes of one device. Weights, gradients, optimizer and frozen
-models are exact; activations and working set are counts of the tensors that are alive at the peak of a backward pass.
-What the allocator measures on a CPU (docs/results/memory_cpu.md) is within 3% of the total and 15% of the counted parts.
-Allocator overhead, attention kernels' workspaces, communication buffers and the device's own context are not in them:
-`pa_npu.planning.fit` keeps a tenth of a device for these.
+The figures are for choosing sizes before a run. Weights, gradients, optimizer and frozen models are exact; activations and working
+set are counts of the tensors that are alive at the peak of a backward pass. What the allocator measures on a CPU
+(docs/results/memory_cpu.md) is within 3% of the total and 15% of the counted parts. Allocator overhead, attention kernels'
+workspaces, communication buffers and the device's own context are not in them: `shortages` keeps a tenth of a device for these.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.amounts import Work, work
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES
 
 GIB = 2**30
@@ -40,38 +40,6 @@ class Memory:
     def line(self) -> str:
         parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in self.parts if size)
         return f"{format_bytes(self.total)} = {parts}"
-
-
-@dataclass(frozen=True)
-class Work:
-    """Upper bounds of one iteration's work: every prompt and response at its longest."""
-
-    sequences: int
-    microbatches_per_replica: int
-    microbatch_tokens: int
-    prompt_tokens: int
-    response_tokens: int
-    computed_tokens: int
-
-
-def work(config: Config) -> Work:
-    """Tokens of an iteration as TPSPD counts them (the prompt once per response) and as they are computed."""
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    group_size, shared = config.rollout.responses_per_prompt, config.attention.shared_prompt
-    sequences = config.schedule.prompts_per_iteration * group_size
-    pieces = config.groups_per_replica * config.microbatches_per_group
-    responses = config.microbatch_responses
-    piece = prompt * (1 if shared else responses) + response * responses
-    piece = -(-piece // config.pad_multiple) * config.pad_multiple
-    return Work(
-        sequences=sequences,
-        microbatches_per_replica=pieces,
-        # packing fills a microbatch up to max_tokens, unless one piece is larger or all together are smaller
-        microbatch_tokens=min(max(piece, config.microbatch.max_tokens or 0), piece * pieces),
-        prompt_tokens=sequences * prompt,
-        response_tokens=sequences * response,
-        computed_tokens=piece * pieces * config.data_parallel,
-    )
 
 
 def trainer_memory(config: Config, spec: ModelSpec) -> Memory:

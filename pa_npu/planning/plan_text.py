@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.derive import (
+from pa_npu.planning.amounts import Work, work
+from pa_npu.planning.memory import (
     Memory,
-    Work,
     engine_memory,
     format_bytes,
     kv_bytes_per_token,
     trainer_memory,
     wanted_sequences,
     wanted_tokens,
-    work,
 )
 
 

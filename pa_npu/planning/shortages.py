@@ -1,4 +1,4 @@
-"""Whether a run fits into its devices' memory, and if not, which key to change to what; pure arithmetic on `derive`.
+"""Whether a run fits into its devices' memory, and if not, which key to change to what; arithmetic on `memory`.
 
 The rule. A tenth of a device is kept free for what the figures leave out (allocator, workspaces, communication buffers,
 the device's own context).
@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.derive import (
+from pa_npu.planning.memory import (
     GIB,
     Memory,
     engine_memory,
@@ -32,7 +32,7 @@ from pa_npu.planning.derive import (
     wanted_sequences,
     wanted_tokens,
 )
-from pa_npu.planning.preflight import check_model
+from pa_npu.planning.model_rules import check_model
 
 USABLE = 0.9
 _LARGEST_TENSOR_PARALLEL = 8  # devices that one node links directly
