@@ -7,15 +7,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.control.messages import UpdateReport
 from pa_npu.samples.microbatch import Microbatch
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Largest and mean |engine - trainer| log-prob over the probe's tokens (invariant I5)."""
+    """What engine and trainer log-probs differ by over the probe's tokens (I5). difference_max: the largest absolute one."""
 
     difference_max: float
-    difference_mean: float
+    differences: DifferenceSums
+
+
+@dataclass(frozen=True)
+class TrainedResponse:
+    """One response that went through forward and backward: its group's dispatch index, its number there, its trained tokens."""
+
+    group: int
+    number: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an optimizer step did, equal on all ranks. differences: of its tokens' log-probs from the engines' (I5)."""
+
+    report: UpdateReport
+    differences: DifferenceSums
 
 
 @dataclass(frozen=True)
@@ -55,11 +74,14 @@ class PlannedSave(Protocol):
 class TrainBackend(Protocol):
     """One rank's share of the policy. Every method is collective: all trainer ranks call it in the same order."""
 
-    def accumulate(self, microbatches: MicrobatchSource) -> None:
-        """Forward and backward over one update's microbatches as they arrive; gradients stay unnormalised sums."""
+    def accumulate(self, microbatches: MicrobatchSource) -> list[TrainedResponse]:
+        """Forward and backward over one update's microbatches as they arrive; gradients stay unnormalised sums.
 
-    def step(self) -> dict[str, float]:
-        """Divide by the update's normaliser, reduce, clip, apply. Returns the update's numbers, equal on all ranks."""
+        Returns what this replica has trained, counted where it goes through the model (I2).
+        """
+
+    def step(self) -> Update:
+        """Divide by the update's normaliser, reduce, clip, apply."""
 
     def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
         """Log-probs of the current policy against the engines' for the same tokens; changes nothing."""

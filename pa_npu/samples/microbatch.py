@@ -26,6 +26,7 @@ class Microbatch:
     engine_logprobs, advantages: float32 [N]. response_index: int64 [N], the response's number in this microbatch, from 0.
     response_lengths: tokens of each response. num_prompt_tokens: the prompt counted once per response, as TPSPD does.
     group_indices: dispatch indices of the groups that the responses come from, each once.
+    sources: of each response its group's dispatch index and its number in the group.
     """
 
     layout: PrefixLayout
@@ -40,6 +41,7 @@ class Microbatch:
     iteration: int
     version: int
     group_indices: tuple[int, ...]
+    sources: tuple[tuple[int, int], ...]
 
     @property
     def num_sequences(self) -> int:
@@ -141,6 +143,7 @@ def pack(pieces: Sequence[Piece], shared_prompt: bool, pad_multiple: int) -> Mic
         iteration=pieces[0].group.iteration,
         version=pieces[0].group.version,
         group_indices=tuple(dict.fromkeys(piece.group.index for piece in pieces)),
+        sources=tuple((piece.group.index, number) for piece in pieces for number in range(piece.first, piece.last)),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 
+from pa_npu.algorithm.agreement import difference_sums
 from pa_npu.algorithm.aggregation import normaliser, token_weights
 from pa_npu.algorithm.batch import TokenBatch
 from pa_npu.algorithm.losses import loss_sums, metric_names
@@ -22,9 +23,16 @@ from pa_npu.backends.megatron.hf_export import export_hf
 from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler
 from pa_npu.backends.megatron.schedule import Loss, run_pipelined, run_sequential, with_spans
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
-from pa_npu.backends.megatron.statistics import IterationTotals, MetricSums, mean_over_world
-from pa_npu.backends.protocol import Members, MicrobatchSource, ProbeResult
+from pa_npu.backends.megatron.statistics import (
+    IterationTotals,
+    MetricSums,
+    StepNumbers,
+    trained_responses,
+    update_report,
+)
+from pa_npu.backends.protocol import Members, MicrobatchSource, ProbeResult, TrainedResponse, Update
 from pa_npu.config.schema import Config
+from pa_npu.control.freshness import EXACT
 from pa_npu.errors import InvariantViolation
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
@@ -69,7 +77,7 @@ class MegatronBackend:
         self._contents = CheckpointContents(stage, self._optimizer, self._scheduler, config, platform)
         self._reset_sums()
 
-    def accumulate(self, microbatches: MicrobatchSource) -> None:
+    def accumulate(self, microbatches: MicrobatchSource) -> list[TrainedResponse]:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._reset_sums()
@@ -82,8 +90,9 @@ class MegatronBackend:
         self._platform.synchronize()
         self._wait_s = microbatches.waited_s - waited_s
         self._train_s = time.perf_counter() - start - self._wait_s
+        return self._trained
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> Update:
         start = time.perf_counter()
         with self._timeline.span("step"):
             if self._stage.published_version() is self._stage.policy:
@@ -99,14 +108,13 @@ class MegatronBackend:
             )
         if self._policy_version is not None:
             self._policy_version += 1
-        return self._report(float(grad_norm), float(learning_rate), time.perf_counter() - start)
+        return self._update(float(grad_norm), float(learning_rate), time.perf_counter() - start)
 
     def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
         self._reset_sums()
         self._run(microbatches, len(microbatches), self._probe_loss, forward_only=True)
-        sums, largest = self._metrics.over_ranks(self._device)
-        totals = self._totals.over_replicas(self._device)
-        return ProbeResult(largest, sums["logprob_diff"] / max(1, totals.tokens_response))
+        statistics = self._metrics.over_ranks(self._device)
+        return ProbeResult(statistics.difference_max, statistics.differences)
 
     def publish(self, version: int, members: Members | None = None) -> None:
         self._gate.close()
@@ -135,6 +143,7 @@ class MegatronBackend:
 
     def _reset_sums(self) -> None:
         self._totals = IterationTotals()
+        self._trained: list[TrainedResponse] = []
         self._metrics = MetricSums(self._metric_names)
 
     def _run(
@@ -144,6 +153,7 @@ class MegatronBackend:
 
         def forward(microbatch: Microbatch) -> Any:
             self._totals.add(microbatch)
+            self._trained += trained_responses(microbatch)
             return self._ddp(
                 microbatch.tokens[None],
                 microbatch.layout,
@@ -175,25 +185,26 @@ class MegatronBackend:
             group_size=self._config.rollout.responses_per_prompt,
         )
         sums = loss_sums(batch, self._config.algorithm, self._policy_loss)
-        self._metrics.add(sums.metrics, (old_logprobs - microbatch.engine_logprobs).abs().max())
+        self._add_metrics(microbatch, old_logprobs, sums.metrics)
         return sums.loss
+
+    def _add_metrics(self, microbatch: Microbatch, logprobs: torch.Tensor, metrics: dict[str, torch.Tensor]) -> None:
+        """logprobs: of the weight version that generated the microbatch, as the trainer computes them."""
+        difference = logprobs.detach() - microbatch.engine_logprobs
+        sums = difference_sums(difference, microbatch.response_index, microbatch.num_sequences)
+        self._metrics.add(metrics, sums, difference.abs().max())
 
     def _old_logprobs(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
         """Of the policy that generated the microbatch. With one update per iteration that is the policy itself: ratio 1."""
         if "old" in output.frozen:
             return output.frozen["old"]
-        if self._policy_version not in (None, microbatch.version):
-            raise InvariantViolation(
-                f"I1 version: groups {microbatch.group_indices} of version {microbatch.version} meet a policy of version "
-                f"{self._policy_version} without an old policy to take the ratio against; publish before every update"
-            )
+        if self._policy_version is not None:
+            EXACT.check(self._policy_version, [microbatch.version], f"a microbatch of groups {microbatch.group_indices}")
         return output.logprobs.detach()
 
     def _probe_loss(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
-        difference = (output.logprobs - microbatch.engine_logprobs).abs()
         zero = torch.zeros((), device=self._device)
-        metrics = {name: zero for name in self._metric_names} | {"logprob_diff": difference.sum()}
-        self._metrics.add(metrics, difference.max())
+        self._add_metrics(microbatch, output.logprobs, {name: zero for name in self._metric_names})
         return zero
 
     def _finalize_gradients(self, models: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
@@ -209,35 +220,15 @@ class MegatronBackend:
         for model in models:
             model.scale_gradients(1.0 / self._normaliser)
 
-    def _report(self, grad_norm: float, learning_rate: float, step_s: float) -> dict[str, float]:
-        sums, difference_max = self._metrics.over_ranks(self._device)
-        tokens = max(1, self._totals.tokens_response)
-        seconds = mean_over_world(
-            {"wait_s": self._wait_s, "train_s": self._train_s + step_s, "step_s": step_s}, self._device
+    def _update(self, grad_norm: float, learning_rate: float, step_s: float) -> Update:
+        statistics = self._metrics.over_ranks(self._device)
+        step = StepNumbers(
+            self._normaliser,
+            grad_norm,
+            learning_rate,
+            wait_s=self._wait_s,
+            train_s=self._train_s + step_s,
+            step_s=step_s,
+            memory_peak_bytes=self._platform.memory_bytes()[1],
         )
-        importance = {
-            name: sums[total] / tokens
-            for name, total in (
-                ("importance_weight_mean", "importance_weight"),
-                ("importance_truncated_ratio", "importance_truncated"),
-            )
-            if total in sums
-        }
-        return {
-            "loss": sums["loss"] / self._normaliser,
-            "policy_loss": sums["policy_loss"] / self._normaliser,
-            "kl": sums.get("kl", 0.0) / tokens,
-            "entropy": sums["entropy"] / tokens,
-            "clip_ratio": sums["clipped"] / tokens,
-            "logprob_diff_mean": sums["logprob_diff"] / tokens,
-            "logprob_diff_max": difference_max,
-            "logprob_k3": sums["logprob_k3"] / tokens,
-            **importance,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "tokens_response": self._totals.tokens_response,
-            "tokens_computed": self._totals.tokens_computed,
-            "microbatches": self._totals.num_microbatches,
-            "memory_peak_bytes": self._platform.memory_bytes()[1],
-            **seconds,
-        }
+        return Update(update_report(statistics, self._totals, step, self._device), statistics.differences)
