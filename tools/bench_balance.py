@@ -51,7 +51,7 @@ from pa_npu.dispatch.assignment import Assignment
 from pa_npu.dispatch.window import FixedWindow
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.engines.pool import EnginePool
-from pa_npu.engines.protocol import Completion, RolloutEngine, Sampling
+from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
 from pa_npu.engines.stand_in import HeavyTail, Speed
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.families.spec import ModelSpec
@@ -174,7 +174,7 @@ class VirtualEngine:
 
     async def generate(
         self, prompt_tokens: np.ndarray, n: int, seed: int, sampling: Sampling, *, deadline_s: float
-    ) -> list[Completion]:
+    ) -> list[Generation]:
         lengths = [self._case.lengths.length(prompt_tokens, seed + i, sampling.max_tokens) for i in range(n)]
         self._advance()
         number, done = len(self._left), asyncio.Event()
@@ -184,7 +184,7 @@ class VirtualEngine:
         self._set_timer()
         await done.wait()
         return [
-            Completion(np.full(length, 3, np.int32), np.full(length, -1.0, np.float32), "", "stop")
+            Generation(np.full(length, 3, np.int32), np.full(length, -1.0, np.float32), "", "stop")
             for length in lengths
         ]
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from pa_npu.data.prompts import Prompt
-from pa_npu.engines.protocol import Completion
+from pa_npu.engines.protocol import Generation
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 
@@ -21,7 +21,7 @@ class Rewards(Protocol):
         """Rewards of a group's responses. A failing reward function is a logged zero, never an exception or a hang."""
 
 
-def reward_input(prompt: Prompt, completions: Sequence[Completion]) -> RewardInput:
+def reward_input(prompt: Prompt, completions: Sequence[Generation]) -> RewardInput:
     return RewardInput(
         prompt=prompt.text,
         answer=prompt.answer,
@@ -38,7 +38,7 @@ class ScoredGroup:
     iteration: int
     index: int
     prompt: Prompt
-    completions: list[Completion]
+    completions: list[Generation]
     result: RewardResult
 
     @property

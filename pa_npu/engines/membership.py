@@ -136,7 +136,7 @@ class Fleet:
 
         async def ask(member: Member) -> None:
             try:
-                await member.engine.rpc("pa_version", deadline_s=self._config.probe_timeout_s)
+                await member.engine.loaded_weights(deadline_s=self._config.probe_timeout_s)
             except (EngineError, DeadlineExceeded) as error:
                 await self.lost(member.engine, str(error))
 

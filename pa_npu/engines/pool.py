@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.control.tasks import gather
-from pa_npu.engines.protocol import Completion, EngineGone, RolloutEngine, Sampling
+from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 
 T = TypeVar("T")
@@ -195,7 +195,7 @@ class EnginePool:
         *,
         deadline_s: float,
         again_deadline_s: float,
-    ) -> tuple[list[Completion], Lease]:
+    ) -> tuple[list[Generation], Lease]:
         """lease.sequences responses from the leased engine, or, if it is gone by the deadline, from another or its successor.
 
         They are the same wherever they come from, because they follow from the seed. Returns also the lease under which they

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -36,27 +36,85 @@ class Sampling:
 
 
 @dataclass(frozen=True, eq=False)
-class Completion:
+class Generation:
     """One response. tokens: int32 [R], its end token included. logprobs: float32 [R], or [0] when not asked for.
 
     text leaves the end token and other special tokens out. finish_reason: stop (by itself) or length (cut).
+    version: of the weights that generated it. instance: which start of the engine did. Both are what the engine itself
+    says; None where it does not say.
     """
 
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     text: str
     finish_reason: Literal["stop", "length"]
+    version: int | None = None
+    instance: str | None = None
 
     @property
     def finished(self) -> bool:
         return self.finish_reason == "stop"
 
 
+@dataclass(frozen=True)
+class WeightGroups:
+    """Where an engine's workers receive weights: the process groups that the trainers lead, one per pipeline stage.
+
+    store: host and port of the trainers' rendezvous. first_rank: of the engine's first worker in every group, its other
+    workers follow; rank 0 sends. world_size: of every group. stages: name and manifest of each, in stage order.
+    timeout_s: of joining, and of every load.
+    """
+
+    store: tuple[str, int]
+    first_rank: int
+    world_size: int
+    stages: Sequence[Mapping[str, Any]]
+    backend: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """What the workers of an engine hold, in rank order.
+
+    versions: None before the first load and after one that failed, when the worker must not generate.
+    digests: per worker, of what each stage sent, in stage order; empty where the engine does not compute them.
+    """
+
+    versions: tuple[int | None, ...]
+    digests: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class EngineHealth:
+    """What an engine says of itself without its workers. version and instance: as in Generation."""
+
+    version: int | None = None
+    instance: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """What an engine that is ready is and can do; None where it does not say.
+
+    kind: the value of rollout.backend. version: of its software. instance: which start of the engine this is.
+    max_num_seqs: responses that it generates at the same time; further ones wait in it.
+    """
+
+    kind: str
+    version: str | None = None
+    instance: str | None = None
+    num_workers: int | None = None
+    max_num_seqs: int | None = None
+    loads_weights: bool = True
+    prefix_cache: bool = True
+
+
 class RolloutEngine(Protocol):
     """One engine. Another inference server is one more class with these methods.
 
     Every method ends by its deadline: it raises DeadlineExceeded then, EngineGone when the engine dies, and EngineError when it
-    refuses.
+    refuses. After DeadlineExceeded from a method that concerns weights, the engine is in an unknown state and must be replaced.
     """
 
     name: str
@@ -64,19 +122,28 @@ class RolloutEngine(Protocol):
 
     async def generate(
         self, prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling, *, deadline_s: float
-    ) -> list[Completion]:
+    ) -> list[Generation]:
         """n responses; response i is what a request of one with seed + i gives, whatever else is in flight."""
 
-    async def rpc(self, method: str, args: Sequence[Any] = (), *, deadline_s: float) -> list[Any]:
-        """Call a method of the worker extension on every worker and return their results in rank order."""
+    async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
+        """Every worker leaves the groups it is in and joins these. Returns once the trainers have joined as well."""
+
+    async def load_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:
+        """Every worker receives `version` from the groups and loads it. Nothing may be in flight.
+
+        The prefix cache is that of the old weights until `reset_prefix_cache`.
+        """
+
+    async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:
+        """What every worker holds. Each must answer, so it also tells whether they are all there."""
 
     async def reset_prefix_cache(self, *, deadline_s: float) -> None:
         """Forget all cached prefixes: they belong to old weights. Nothing may be in flight."""
 
-    async def check_health(self, *, deadline_s: float) -> None:
+    async def check_health(self, *, deadline_s: float) -> EngineHealth:
         """Return when the engine says that it is well, which it can also while its workers load weights."""
 
-    async def wait_ready(self, *, deadline_s: float) -> None:
+    async def wait_ready(self, *, deadline_s: float) -> EngineCapabilities:
         """Return as soon as the engine serves requests."""
 
     async def probe(self, *, deadline_s: float) -> None:

@@ -20,7 +20,7 @@ from pa_npu.control.tasks import cancel, gather
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.membership import Fleet, Member
 from pa_npu.engines.pool import EnginePool
-from pa_npu.engines.protocol import EngineError, RolloutEngine, Sampling
+from pa_npu.engines.protocol import EngineError, RolloutEngine, Sampling, WeightGroups
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.publish.transport import Abandonment, epoch_name
 from pa_npu.samples.seeds import group_seed
@@ -195,15 +195,16 @@ class EnginePublish:
         """
         named = [stage | {"name": epoch_name(stage["name"], epoch)} for stage in stages]
         rank, world_size = 1 + number * self._workers, 1 + count * self._workers
-        args = [*self._connection.store, rank, world_size, named, self._connection.backend, self._deadline_s]
-        await engine.rpc("pa_connect", args, deadline_s=self._deadline_s + _GRACE_S)
+        groups = WeightGroups(
+            self._connection.store, rank, world_size, named, self._connection.backend, self._deadline_s
+        )
+        await engine.join_weight_groups(groups, deadline_s=self._deadline_s + _GRACE_S)
 
     async def _receive_on(self, engine: RolloutEngine, version: int) -> None:
-        results = await engine.rpc("pa_receive", [version], deadline_s=self._deadline_s + _GRACE_S)
-        versions = [result.get("version") for result in results]
-        if versions != [version] * self._workers:
+        loaded = await engine.load_weights(version, deadline_s=self._deadline_s + _GRACE_S)
+        if loaded.versions != (version,) * self._workers:
             raise EngineError(
-                f"engine {engine.name}: workers hold weight versions {versions} after the publish of {version}"
+                f"engine {engine.name}: workers hold weight versions {list(loaded.versions)} after the publish of {version}"
             )
         # keys and values of the old weights: log-probs off by 1.6 if kept
         await engine.reset_prefix_cache(deadline_s=self._deadline_s)

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from pa_npu.config import Config, ModelSpec
 from pa_npu.control.tasks import gather
 from pa_npu.engines.pool import EnginePool
-from pa_npu.engines.protocol import Completion, EngineError, Sampling
+from pa_npu.engines.protocol import EngineError, Generation, LoadedWeights, Sampling
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.engines.vllm.command import server_command
 from pa_npu.engines.vllm.guard import KEY_VARIABLE
@@ -117,7 +117,7 @@ def prompts(number: int) -> list[np.ndarray]:
     return [torch.randint(2, 128, (n,), generator=generator).numpy().astype(np.int32) for n in lengths]
 
 
-def hf_logprobs(model: torch.nn.Module, prompt: np.ndarray, completion: Completion, temperature: float) -> np.ndarray:
+def hf_logprobs(model: torch.nn.Module, prompt: np.ndarray, completion: Generation, temperature: float) -> np.ndarray:
     tokens = torch.tensor(np.concatenate([prompt, completion.tokens]), dtype=torch.long)
     with torch.no_grad():
         logits = model(tokens[None]).logits[0, len(prompt) - 1 : -1].float()
@@ -127,10 +127,10 @@ def hf_logprobs(model: torch.nn.Module, prompt: np.ndarray, completion: Completi
 
 async def generate_all(
     client: VllmEngine, asked: Sequence[np.ndarray], order: Sequence[int], window: int
-) -> dict[int, list[Completion]]:
+) -> dict[int, list[Generation]]:
     """Groups of 8, with seeds 1000 * index, at most `window` sequences in flight."""
     pool = EnginePool([client])
-    results: dict[int, list[Completion]] = {}
+    results: dict[int, list[Generation]] = {}
 
     async def one(index: int) -> None:
         with await pool.admit(8, 1, lambda: window, DEADLINE_S):
@@ -206,9 +206,9 @@ async def test_prompt_longer_than_the_engine_takes_is_refused_and_nothing_else_s
 
 async def test_worker_extension_answers_and_unknown_methods_are_refused(server):
     async with server.client() as client:
-        assert await client.rpc("pa_version", deadline_s=30) == [{"version": None}]
+        assert await client.loaded_weights(deadline_s=30) == LoadedWeights((None,))
         with pytest.raises(EngineError, match="pa_nonsense on its workers answered 500"):
-            await client.rpc("pa_nonsense", deadline_s=30)
+            await client._on_workers("pa_nonsense", [], 30)
 
 
 @pytest.mark.parametrize("path", ["/collective_rpc", "/v1/completions", "/reset_prefix_cache", "/metrics", "/docs"])

@@ -17,7 +17,7 @@ from pa_npu.coordinator.tail import TailMeter
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.window import FixedWindow, WindowController
 from pa_npu.engines.pool import EnginePool
-from pa_npu.engines.protocol import Completion, EngineError, Sampling
+from pa_npu.engines.protocol import EngineError, Generation, Sampling
 from pa_npu.errors import UserError
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.group import Group
@@ -50,7 +50,7 @@ class ScriptedEngine:
 
     async def generate(
         self, prompt_tokens: np.ndarray, n: int, seed: int, sampling: Sampling, *, deadline_s: float
-    ) -> list[Completion]:
+    ) -> list[Generation]:
         index = int(prompt_tokens[0])
         self.asked.append((index, n, seed))
         self.on_asked()
@@ -69,9 +69,9 @@ class ScriptedEngine:
         pass
 
 
-def completion(index: int, i: int) -> Completion:
+def completion(index: int, i: int) -> Generation:
     length = 1 + (index + i) % 5
-    return Completion(
+    return Generation(
         tokens=np.full(length, 10 * index + i, np.int32),
         logprobs=np.full(length, -0.25 * (i + 1), np.float32),
         text=f"{index}/{i}",
@@ -336,13 +336,13 @@ class Answers:
 
     async def generate(
         self, prompt_tokens: np.ndarray, n: int, seed: int, sampling: Sampling, *, deadline_s: float
-    ) -> list[Completion]:
+    ) -> list[Generation]:
         index = int(prompt_tokens[0])
         self._asked.append((self.name, index, n, seed))
         # a response as a whole follows from its seed, as an engine's does
         length = min(self._lengths[index], sampling.max_tokens)
         return [
-            Completion(
+            Generation(
                 np.full(length, (seed + i) % 1000, np.int32), np.full(length, -0.5, np.float32), f"{index}/{i}", "stop"
             )
             for i in range(n)

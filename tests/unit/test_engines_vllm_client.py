@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from pa_npu.engines.protocol import EngineError, Sampling
+from pa_npu.engines.protocol import EngineError, Sampling, WeightGroups
 from pa_npu.engines.stand_in import Speed, StandInEngine, serving
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.errors import DeadlineExceeded
@@ -48,11 +48,29 @@ async def test_worker_calls_reach_the_engine_and_never_carry_a_timeout():
 
     async def collective_rpc(request: web.Request) -> web.Response:
         bodies.append(await request.json())
-        return web.json_response({"results": [{"version": 3}]})
+        return web.json_response({"results": [{"version": 3}, {"version": None}]})
+
+    groups = WeightGroups(("10.0.0.1", 29400), 3, 5, [{"name": "stage", "manifest": "{}"}], "hccl", 60.0)
+    async with server({"/collective_rpc": collective_rpc}) as url, VllmEngine(url, 10) as client:
+        await client.join_weight_groups(groups, deadline_s=5)
+        assert (await client.load_weights(3, deadline_s=5)).versions == (3, None)
+        assert (await client.loaded_weights(deadline_s=5)).versions == (3, None)
+    stages = [{"name": "stage", "manifest": "{}"}]
+    assert bodies == [
+        {"method": "pa_connect", "args": ["10.0.0.1", 29400, 3, 5, stages, "hccl", 60.0]},
+        {"method": "pa_receive", "args": [3]},
+        {"method": "pa_version", "args": []},
+    ], "vLLM shifts every later reply when its own timeout fires"
+
+
+@pytest.mark.parametrize("version", ["3", 3.0, True, [3]])
+async def test_workers_that_say_no_version_are_an_error_of_the_engine(version):
+    async def collective_rpc(request: web.Request) -> web.Response:
+        return web.json_response({"results": [{"version": version}]})
 
     async with server({"/collective_rpc": collective_rpc}) as url, VllmEngine(url, 10) as client:
-        assert await client.rpc("pa_receive", [3], deadline_s=5) == [{"version": 3}]
-    assert bodies == [{"method": "pa_receive", "args": [3]}], "vLLM shifts every later reply when its own timeout fires"
+        with pytest.raises(EngineError, match="its workers say that they hold weight versions"):
+            await client.loaded_weights(deadline_s=5)
 
 
 async def test_api_key_from_the_environment_is_sent(monkeypatch):

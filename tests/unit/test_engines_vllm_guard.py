@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.engines.protocol import EngineError
+from pa_npu.engines.protocol import EngineError, LoadedWeights
 from pa_npu.engines.stand_in import Speed, StandInEngine, serving
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.engines.vllm.guard import EngineGuard
@@ -114,9 +114,9 @@ async def test_stand_in_engine_asks_for_the_key_on_every_path_but_health():
                 assert response.status == 200
         async with VllmEngine(url, 100, api_key="another") as client:
             with pytest.raises(EngineError, match=r"pa_version on its workers answered 401: .*API key"):
-                await client.rpc("pa_version", deadline_s=5)
+                await client.loaded_weights(deadline_s=5)
         async with VllmEngine(url, 100, api_key=KEY) as client:
-            assert await client.rpc("pa_version", deadline_s=5) == [{"version": -1}]
+            assert await client.loaded_weights(deadline_s=5) == LoadedWeights((-1,))
 
 
 def config(**rollout: object) -> Config:

@@ -13,7 +13,7 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.engines.pool import EnginePool
-from pa_npu.engines.protocol import Sampling
+from pa_npu.engines.protocol import Sampling, WeightGroups
 from pa_npu.engines.vllm import command as engine
 from pa_npu.engines.vllm import versions
 from pa_npu.engines.vllm.versions import VERSIONS, engine_version, environment, installed, select
@@ -157,11 +157,10 @@ def test_command_of_every_row(monkeypatch, row):
 class RecordingEngine:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.calls: list[tuple[str, list[object]]] = []
+        self.joined: list[WeightGroups] = []
 
-    async def rpc(self, method: str, args: object = (), *, deadline_s: float) -> list[dict[str, object]]:
-        self.calls.append((method, list(args)))  # type: ignore[call-overload]
-        return [{}, {}]
+    async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
+        self.joined.append(connection)
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -198,4 +197,7 @@ async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow
     for number, recording in enumerate(engines):
         await publish._connect(recording, number, len(engines), connection.stages, 0)  # type: ignore[arg-type]
     # rank 0 is the trainers' leader; each of the two engines has two workers
-    assert [(call[1][2], call[1][3]) for recording in engines for call in recording.calls] == [(1, 5), (3, 5)]
+    assert [(groups.first_rank, groups.world_size) for recording in engines for groups in recording.joined] == [
+        (1, 5),
+        (3, 5),
+    ]

@@ -121,11 +121,18 @@ def test_calls_without_a_connection_say_what_to_do() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_layerwise_reload_is_always_finished(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reload that is left open would leave the engine with tensors that have no memory."""
+    """A reload that is left open would leave the engine with tensors that have no memory.
+
+    All of it is under the worker's device: vLLM 0.18 makes the memory of a layer while it loads or is finished.
+    """
     calls: list[str] = []
+
+    def note(what: str) -> None:
+        calls.append(f"{what} on {torch.empty(0).device}")
+
     reload, config = ModuleType("reload"), ModuleType("config")
-    reload.initialize_layerwise_reload = lambda model: calls.append(f"initialize {model} {torch.empty(0).device}")  # type: ignore[attr-defined]
-    reload.finalize_layerwise_reload = lambda model, config: calls.append(f"finalize {model} {config}")  # type: ignore[attr-defined]
+    reload.initialize_layerwise_reload = lambda model: note(f"initialize {model}")  # type: ignore[attr-defined]
+    reload.finalize_layerwise_reload = lambda model, config: note(f"finalize {model} {config}")  # type: ignore[attr-defined]
 
     @contextmanager
     def current(vllm_config: str) -> Iterator[None]:
@@ -146,13 +153,34 @@ def test_layerwise_reload_is_always_finished(fails: bool, monkeypatch: pytest.Mo
     )
     try:
         with receiver._reloading(worker) as model:
-            calls.append(f"load {model}")
+            note(f"load {model}")
             if fails:
                 raise RuntimeError("broken")
     except RuntimeError:
         calls.append("raised")
-    expected = ["enter vllm", "initialize model meta", "load model", "finalize model config"]
-    assert calls == expected + (["raised"] if fails else ["leave"])
+    note("after")
+    expected = ["enter vllm", "initialize model on meta", "load model on meta", "finalize model config on meta"]
+    assert calls == [*expected, "raised" if fails else "leave", "after on cpu"]
+
+
+def test_sampler_that_was_built_without_the_logprobs_mode_is_given_it() -> None:
+    """As vllm-ascend builds it: raw whatever was asked for, in the sampler and in its random part."""
+    sampler = SimpleNamespace(
+        logprobs_mode="raw_logprobs", topk_topp_sampler=SimpleNamespace(logprobs_mode="raw_logprobs")
+    )
+    worker = SimpleNamespace(
+        model_config=SimpleNamespace(logprobs_mode="processed_logprobs"), model_runner=SimpleNamespace(sampler=sampler)
+    )
+    receiver.take_logprobs_mode(worker)
+    assert sampler.logprobs_mode == sampler.topk_topp_sampler.logprobs_mode == "processed_logprobs"
+
+
+def test_sampler_without_a_logprobs_mode_is_left_as_it_is() -> None:
+    sampler = SimpleNamespace()
+    config = SimpleNamespace(logprobs_mode="processed_logprobs")
+    for runner in (SimpleNamespace(sampler=sampler), SimpleNamespace()):  # the last rank of a pipeline alone has one
+        receiver.take_logprobs_mode(SimpleNamespace(model_config=config, model_runner=runner))
+    assert vars(sampler) == {}
 
 
 def test_engine_needs_nothing_but_torch_and_vllm() -> None:

@@ -14,7 +14,16 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.engines.protocol import Completion, EngineError, EngineGone, Sampling
+from pa_npu.engines.protocol import (
+    EngineCapabilities,
+    EngineError,
+    EngineGone,
+    EngineHealth,
+    Generation,
+    LoadedWeights,
+    Sampling,
+    WeightGroups,
+)
 from pa_npu.engines.vllm.codec import decode_object, decode_response, encode_request
 from pa_npu.errors import DeadlineExceeded
 
@@ -54,15 +63,41 @@ class VllmEngine:
 
     async def generate(
         self, prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling, *, deadline_s: float
-    ) -> list[Completion]:
+    ) -> list[Generation]:
         body = encode_request(prompt_tokens, n, seed, sampling)
         data = await self._request("POST", "/v1/completions", body, deadline_s)
         return decode_response(data, n, sampling, self._vocab_size, self.name)
 
-    async def rpc(self, method: str, args: Sequence[Any] = (), *, deadline_s: float) -> list[Any]:
-        """The deadline stays here: a `timeout` given to vLLM shifts every later reply by one when it fires.
+    async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
+        args = [
+            *connection.store,
+            connection.first_rank,
+            connection.world_size,
+            [dict(stage) for stage in connection.stages],
+            connection.backend,
+            connection.timeout_s,
+        ]
+        await self._on_workers("pa_connect", args, deadline_s)
 
-        After DeadlineExceeded the engine is in an unknown state and must be killed.
+    async def load_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:
+        return self._loaded(await self._on_workers("pa_receive", [version], deadline_s))
+
+    async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:
+        return self._loaded(await self._on_workers("pa_version", [], deadline_s))
+
+    def _loaded(self, results: Sequence[dict[str, Any]]) -> LoadedWeights:
+        versions = tuple(result.get("version") for result in results)
+        if not all(version is None or type(version) is int for version in versions):
+            raise EngineError(
+                f"engine {self.name}: its workers say that they hold weight versions {list(versions)!r:.200}"
+            )
+        return LoadedWeights(versions)
+
+    async def _on_workers(self, method: str, args: Sequence[Any], deadline_s: float) -> list[dict[str, Any]]:
+        """The results of a method of the worker extension, in rank order.
+
+        The deadline stays here: a `timeout` given to vLLM shifts every later reply by one when it fires. After
+        DeadlineExceeded the engine is in an unknown state and must be killed.
         """
         body = json.dumps({"method": method, "args": list(args)}).encode()
         data = await self._request("POST", "/collective_rpc", body, deadline_s, what=f"{method} on its workers")
@@ -89,16 +124,17 @@ class VllmEngine:
     async def probe(self, *, deadline_s: float) -> None:
         await self.generate(_PROBE_PROMPT, 1, 0, _PROBE_SAMPLING, deadline_s=deadline_s)
 
-    async def check_health(self, *, deadline_s: float) -> None:
+    async def check_health(self, *, deadline_s: float) -> EngineHealth:
         await self._request("GET", "/health", None, deadline_s)
+        return EngineHealth()
 
-    async def wait_ready(self, *, deadline_s: float) -> None:
+    async def wait_ready(self, *, deadline_s: float) -> EngineCapabilities:
         start = time.monotonic()
         reason = "no answer"
         while (left_s := deadline_s - (time.monotonic() - start)) > 0:
             try:
                 await self.check_health(deadline_s=min(left_s, 10.0))
-                return
+                return EngineCapabilities("vllm")
             except (EngineError, DeadlineExceeded) as error:
                 reason = str(error)
             await asyncio.sleep(min(_READY_PAUSE_S, left_s))

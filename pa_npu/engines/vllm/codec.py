@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.engines.protocol import Completion, EngineError, Sampling
+from pa_npu.engines.protocol import EngineError, Generation, Sampling
 
 SERVED_MODEL = "policy"
 """The name under which every engine serves the model."""
@@ -64,8 +64,8 @@ def encode_request(prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, samp
     return _encoder.encode(body)
 
 
-def decode_response(data: bytes, n: int, sampling: Sampling, vocab_size: int, engine: str) -> list[Completion]:
-    """The n completions in order of their seeds. Raises EngineError when a count, length, id or value is impossible."""
+def decode_response(data: bytes, n: int, sampling: Sampling, vocab_size: int, engine: str) -> list[Generation]:
+    """The n responses in order of their seeds. Raises EngineError when a count, length, id or value is impossible."""
     try:
         choices = _decoder.decode(data).choices
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -75,7 +75,7 @@ def decode_response(data: bytes, n: int, sampling: Sampling, vocab_size: int, en
     choices.sort(key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(n)):
         raise EngineError(f"engine {engine}: {len(choices)} responses, but {n} were asked for")
-    return [_completion(choice, sampling, vocab_size, engine) for choice in choices]
+    return [_generation(choice, sampling, vocab_size, engine) for choice in choices]
 
 
 def decode_object(data: bytes, engine: str) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def decode_object(data: bytes, engine: str) -> dict[str, Any]:
     return decoded
 
 
-def _completion(choice: _Choice, sampling: Sampling, vocab_size: int, engine: str) -> Completion:
+def _generation(choice: _Choice, sampling: Sampling, vocab_size: int, engine: str) -> Generation:
     what = f"engine {engine}: response {choice.index}"
     if choice.finish_reason not in ("stop", "length"):
         raise EngineError(
@@ -108,7 +108,7 @@ def _completion(choice: _Choice, sampling: Sampling, vocab_size: int, engine: st
             f"{what} has token id {wrong} outside of the vocabulary of {vocab_size}; does it serve another model?"
         )
     logprobs = _logprobs(choice, length, what) if sampling.logprobs else np.empty(0, np.float32)
-    return Completion(
+    return Generation(
         tokens=tokens.astype(np.int32),
         logprobs=logprobs,
         text=choice.text,

@@ -51,6 +51,7 @@ class WorkerExtension:
         rank = int(rank_offset) + int(worker.rank)
         manifests = [transport.Manifest.from_json(stage["manifest"]) for stage in stages]
         check_model(manifests, worker.model_config.hf_config.get_text_config())
+        take_logprobs_mode(worker)
         groups = [
             transport.join_group(
                 host,
@@ -250,26 +251,34 @@ def check_model(manifests: list[transport.Manifest], hf_config: Any) -> None:
                 )
 
 
+def take_logprobs_mode(worker: Any) -> None:
+    """Let the sampler report what --logprobs-mode asked for.
+
+    vllm-ascend 0.18 to 0.25 builds its sampler without the mode, so that it would report raw log-probs, which are those of
+    another distribution than the sampled one unless the temperature is 1.
+    """
+    mode = worker.model_config.logprobs_mode
+    sampler = getattr(worker.model_runner, "sampler", None)
+    for part in (sampler, getattr(sampler, "topk_topp_sampler", None)):
+        if getattr(part, "logprobs_mode", mode) != mode:
+            part.logprobs_mode = mode
+
+
 @contextmanager
 def _reloading(worker: Any) -> Iterator[Any]:
     """The worker's model in a state in which load_weights takes HF tensors.
 
     vLLM packs weights for its kernels after loading (on CPU always), after which only its layerwise reload can load
     again: it puts each layer back to its HF form, loads it once complete, packs it anew and copies the result into the
-    old memory. vLLM versions without it (0.18) load in place. It is finished also on failure, else the engine would
-    keep tensors without memory.
+    old memory. vLLM 0.18 makes a layer's memory while it loads, on torch's default device, which must be the worker's until
+    the end; 0.23 remembers it. It is finished also on failure, else the engine would keep tensors without memory.
     """
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = worker.model_runner.model
-    try:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-    except ImportError:
-        yield model
-        return
-    with set_current_vllm_config(worker.vllm_config):
-        with torch.device(worker.device):
-            initialize_layerwise_reload(model)
+    with set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
+        initialize_layerwise_reload(model)
         try:
             yield model
         finally:
