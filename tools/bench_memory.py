@@ -105,17 +105,18 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from pa_npu import platform as platforms
+    from pa_npu.backends.megatron.patches import prepare
 
     torch.set_num_threads(1)
     spec = ModelSpec.read(config.model.path)
     platform = platforms.get("cpu")
-    platform.prepare_megatron()
+    prepare(platform.name)
     from megatron.core import parallel_state
 
     from pa_npu.backends.megatron.backend import MegatronBackend
+    from pa_npu.backends.megatron.factory import load_stage
     from pa_npu.backends.megatron.parallel import initialise_parallel
     from pa_npu.telemetry.timeline import Timeline
-    from pa_npu.trainer.assemble import load_stage
 
     sys.path.insert(0, str(Path(__file__).parent))
     from bench_trainer import FixedMicrobatches, make_groups
@@ -124,7 +125,7 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
     groups = [at_full_length(g, arguments, spec.vocab_size) for g in make_groups(settings(arguments), spec.vocab_size)]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         stage = load_stage(config, spec, platform)
-        backend = MegatronBackend(stage, config, spec, platform, platform.device(0), None, Timeline(None, ""))
+        backend = MegatronBackend(stage, config, spec, platform, platform.device(0), Timeline(None, ""))
         reduce_gradients = stage.config.finalize_model_grads_func
 
         def reduce_marked(*args: Any, **kwargs: Any) -> None:

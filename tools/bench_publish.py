@@ -38,8 +38,8 @@ import torch
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
-from pa_npu.backends.megatron import hf_map
-from pa_npu.backends.megatron.gather import Position
+from pa_npu.backends.megatron.weights import hf_map
+from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
 from pa_npu.engines.vllm.worker import Receiver
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish import transport
@@ -237,15 +237,12 @@ def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     if rank == 0:
         publisher = Publisher(
-            stand_in_stage(spec, 1, torch.bfloat16),
-            spec,
+            StageTensors(stand_in_stage(spec, 1, torch.bfloat16), spec, Position(0, 1), 2**20),
             store_host="127.0.0.1",
             store_port=port,
-            bucket_bytes=2**20,
             timeout_s=TIMEOUT_S,
             backend="gloo",
             device=torch.device("cpu"),
-            position=Position(0, 1),
         )
         store.set("manifest", json.dumps(publisher.manifest()))
         publisher.connect(0, 1)
@@ -301,15 +298,12 @@ def trainer(case: Case, rank: int, results: Any) -> None:
     rows = []
     for bucket_mib in case.bucket_mib:
         with Publisher(
-            module,
-            case.spec,
+            StageTensors(module, case.spec, Position(rank, size, tp_group=peers), int(bucket_mib * 2**20)),
             store_host="127.0.0.1",
             store_port=case.port,
-            bucket_bytes=int(bucket_mib * 2**20),
             timeout_s=TIMEOUT_S,
             backend="gloo",
             device=torch.device("cpu"),
-            position=Position(rank, size, tp_group=peers),
         ) as publisher:
             if rank == 0:
                 store.set(f"manifest/{bucket_mib}", json.dumps(publisher.manifest()))

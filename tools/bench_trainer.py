@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
+from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
@@ -208,15 +209,15 @@ def make_groups(args: argparse.Namespace, vocab_size: int) -> list[Group]:
 
 def make_backend(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-def]
     platform = platforms.get("cpu")
-    platform.prepare_megatron()
+    prepare(platform.name)
     from pa_npu.backends.megatron.backend import MegatronBackend
+    from pa_npu.backends.megatron.factory import load_stage
     from pa_npu.backends.megatron.parallel import initialise_parallel
     from pa_npu.telemetry.timeline import Timeline
-    from pa_npu.trainer.assemble import load_stage
 
     initialise_parallel(config, platform, dist.HashStore(), 0, 1)
     device = platform.device(0)
-    return MegatronBackend(load_stage(config, spec, platform), config, spec, platform, device, None, Timeline(None, ""))
+    return MegatronBackend(load_stage(config, spec, platform), config, spec, platform, device, Timeline(None, ""))
 
 
 def megatron_iteration(backend, groups: list[Group], config: Config, shared: bool) -> tuple[float, float]:  # type: ignore[no-untyped-def]

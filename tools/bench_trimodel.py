@@ -47,6 +47,7 @@ from pa_npu.algorithm.aggregation import token_weights
 from pa_npu.algorithm.batch import TokenBatch
 from pa_npu.algorithm.losses import loss_sums
 from pa_npu.algorithm.policy_losses import find_policy_loss
+from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
@@ -219,7 +220,7 @@ def rank_main(case: Case, rank: int, results: Any) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})  # a device is one core
     config, platform = case.config(), platforms.get("cpu")
-    platform.prepare_megatron()
+    prepare(platform.name)
     from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
 
     store = dist.TCPStore("127.0.0.1", case.port, is_master=False)
@@ -271,9 +272,9 @@ class Pass:
 
 
 def build_pass(name: str, case: Case, config: Config, platform: Any, microbatches: list[Microbatch]) -> Pass:
-    from pa_npu.backends.megatron.hf_map import load_hf
     from pa_npu.backends.megatron.schedule import run_pipelined, run_sequential
     from pa_npu.backends.megatron.stage import build_stage, data_parallel
+    from pa_npu.backends.megatron.weights.hf_map import load_hf
 
     specs = {model: ModelSpec.read(path) for model, path in case.models.items()}
     separate_dtype = config.model.model_copy(update={"dtype": config.frozen_dtype, "frozen_dtype": "same"})

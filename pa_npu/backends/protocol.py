@@ -1,15 +1,73 @@
-"""What the loop needs from a training backend; Megatron is the first, another is one more file like megatron_backend.py."""
+"""What a trainer rank needs of a training backend: TrainBackend, and how one is made (`BackendModule`).
+
+Megatron is the first (`pa_npu.backends.megatron`); another is a package beside it and a line in `pa_npu.backends.registry`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
 
 from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.checkpoints.saving import PlannedSave
+from pa_npu.config.schema import Config
 from pa_npu.control.messages import UpdateReport
+from pa_npu.families.spec import ModelSpec
+from pa_npu.platform.base import Platform
+from pa_npu.publish.late_engines import VersionGate
+from pa_npu.publish.publisher import Publisher, WeightSource
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.telemetry.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this rank sits. A replica is one TP x PP model instance; a stage is one pipeline slice of it."""
+
+    rank: int
+    world_size: int
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    data_rank: int
+    data_size: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        """The stage that embeds tokens."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """The stage that holds the LM head and computes the loss."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def is_tensor_leader(self) -> bool:
+        """The rank of its TP group that reads the buffer for the group."""
+        return self.tensor_rank == 0
+
+    @property
+    def is_stage_leader(self) -> bool:
+        """The rank that publishes its stage's weights: TP leader of data-parallel replica 0."""
+        return self.tensor_rank == 0 and self.data_rank == 0
+
+    @property
+    def tensor_leader_rank(self) -> int:
+        """Global rank of this TP group's leader: the source of broadcasts in its group."""
+        return self.rank - self.tensor_rank
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of the last stage's rank."""
+        per_stage = self.tensor_size * self.data_size
+        return self.rank % per_stage + per_stage * (self.pipeline_size - 1)
 
 
 @dataclass(frozen=True)
@@ -55,24 +113,34 @@ class MicrobatchSource(Protocol):
     def __next__(self) -> Microbatch: ...
 
 
-class PlannedSave(Protocol):
-    """This rank's share of a checkpoint, with the weights as they were when it was planned."""
-
-    description: dict[str, Any]
-    """The backend's fields of CheckpointMeta."""
-
-    def write(self) -> None:
-        """Write this rank's files, alone, possibly in a forked process."""
-
-    def release(self) -> None:
-        """Drop the data, which a forked process has."""
-
-    def complete(self) -> None:
-        """When all ranks have written: make the files a checkpoint that `load` reads. A rank does its part alone."""
-
-
 class TrainBackend(Protocol):
     """One rank's share of the policy. Every method is collective: all trainer ranks call it in the same order."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """This rank's place among the trainer ranks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where microbatches are expected."""
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share one stage of one replica; None where this rank is alone."""
+
+    @property
+    def gate(self) -> VersionGate:
+        """Guards the weights that late engines are sent; closed while they change."""
+
+    def published_weights(self, bucket_bytes: int, *, late: bool = False) -> WeightSource | None:
+        """What this rank contributes to a publish; None on ranks of replicas other than the first, which send nothing.
+
+        late: for engines that come inside an iteration, sent from a thread: the model that keeps the published weights
+        longest, gathered over a group of its own.
+        """
+
+    def attach(self, publisher: Publisher) -> None:
+        """Let `publish` send through it; without one no engine is sent anything."""
 
     def accumulate(self, microbatches: MicrobatchSource) -> list[TrainedResponse]:
         """Forward and backward over one update's microbatches as they arrive; gradients stay unnormalised sums.
@@ -100,3 +168,31 @@ class TrainBackend(Protocol):
 
     def export(self, directory: Path) -> None:
         """Write the policy as an HF directory."""
+
+    def close(self) -> None:
+        """Leave the groups."""
+
+
+class BackendModule(Protocol):
+    """What the registry's entry for a backend offers."""
+
+    def create(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        platform: Platform,
+        store: dist.Store,
+        rank: int,
+        local_rank: int,
+        timeline: Timeline,
+    ) -> TrainBackend:
+        """Join the other trainer ranks on `store`, build this rank's share of the model and load its HF weights. Collective.
+
+        local_rank: this process's device among its visible ones.
+        """
+
+    def export_checkpoint(self, checkpoint: Path, output: Path, model: str | None = None) -> None:
+        """Write the policy of `checkpoint` as the HF directory `output`, in one process on the host.
+
+        model: the HF model that the run began with, where it has moved since.
+        """

@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from pa_npu.backends.protocol import PlannedSave, TrainBackend
 from pa_npu.checkpoints import directories as store
 from pa_npu.checkpoints.provenance import config_digest, config_tree, model_fingerprint
 from pa_npu.checkpoints.writer import Forked, InPlace, WriteFailed, Writer, root_cause
@@ -35,6 +34,32 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.02
 _REASON_BYTES = 400
 _RUNNING = "running"
+
+
+class PlannedSave(Protocol):
+    """This rank's share of a checkpoint, with the weights as they were when it was planned."""
+
+    description: dict[str, Any]
+    """The backend's fields of CheckpointMeta."""
+
+    def write(self) -> None:
+        """Write this rank's files, alone, possibly in a forked process."""
+
+    def release(self) -> None:
+        """Drop the data, which a forked process has."""
+
+    def complete(self) -> None:
+        """When all ranks have written: make the files a checkpoint that `load` reads. A rank does its part alone."""
+
+
+class SavedState(Protocol):
+    """What is saved and restored: a training backend, as far as checkpoints know it."""
+
+    def plan_save(self, directory: Path) -> PlannedSave:
+        """Agree on what each rank writes into `directory` of the state as it is."""
+
+    def load(self, directory: Path) -> int:
+        """Restore a checkpoint and return its weight version."""
 
 
 @dataclass
@@ -55,7 +80,7 @@ class Checkpointing:
     def __init__(
         self,
         config: Config,
-        backend: TrainBackend,
+        backend: SavedState,
         data_position: Callable[[int], dict[str, Any]],
         timeline: Timeline,
     ) -> None:

@@ -200,6 +200,7 @@ class OptimizerConfig(Section):
 
 
 class TrainerConfig(Section):
+    backend: Literal["megatron"] = Field("megatron", description="What trains the model.")
     devices: int = Field(1, ge=1, description="Trainer ranks in all nodes; must be tensor x pipeline x data parallel.")
     tensor_parallel: int = Field(1, ge=1, description="Tensor-parallel size (TP).")
     pipeline_parallel: int = Field(1, ge=1, description="Pipeline-parallel size (PP).")

@@ -125,7 +125,7 @@ def _engines(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _export(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise UserError(f"command line: {rest[0]}: unknown argument of export; see --help")
-    from pa_npu.backends.megatron.checkpoint_export import export_checkpoint
+    from pa_npu.backends.registry import export_checkpoint
 
     export_checkpoint(Path(options.checkpoint), Path(options.output), options.model)
     print(f"wrote {options.output}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pa_npu import __version__
 from pa_npu import platform as platforms
+from pa_npu.backends.megatron.patches import PATCHES
 from pa_npu.config.schema import Config
 from pa_npu.engines.vllm.versions import installed, select
 from pa_npu.errors import PaNpuError, UserError
@@ -69,6 +70,9 @@ def doctor(config: Config | None) -> int:
             print(f"  {kind:<14} {'; '.join(deviations) or 'as supported'}")
             for index, users in busy_devices(kind).items():
                 print(f"  {kind} {index} in use: {users}")
+    print("\nchanges to torch and megatron in the trainers' processes")
+    for patch in PATCHES:
+        print(f"  {patch.line()}")
     print("\noperators")
     print(f"  {'ascendc':<14} {_ascendc()}")
     problem = port_problem("127.0.0.1", 0)

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
+from pa_npu.platform.typical import LARGEST_BUCKET_BYTES
 
 GIB = 2**30
 _BYTES = {"fp32": 4, "bf16": 2}
 _FP32 = 4
-# Of publish.bucket_mib=auto on accelerators. At 25 GB/s it is 2.7 ms on the wire, 27 times a collective's latency.
-LARGEST_BUCKET_BYTES = 64 * 2**20
-
-
 _STATE = ("weights", "gradients", "optimizer", "frozen models")
 
 

@@ -12,14 +12,14 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from pa_npu.errors import UserError
+from pa_npu.platform.typical import typical_memory
 
 if TYPE_CHECKING:
     from pa_npu.platform.base import Platform
 
-KINDS = ("npu", "cuda", "cpu")
+__all__ = ["KINDS", "get", "missing", "typical_memory"]
 
-# Memory of the devices that a plan for absent hardware assumes, GiB. cpu: devices are cores without memory of their own.
-_TYPICAL_MEMORY_GIB = {"npu": ("Ascend 910B", 64), "cuda": ("A100 or H100", 80)}
+KINDS = ("npu", "cuda", "cpu")
 
 
 def get(kind: str = "auto") -> Platform:
@@ -35,12 +35,6 @@ def get(kind: str = "auto") -> Platform:
     if reason is not None:
         raise UserError(f"run.device: {kind} cannot be used: {reason}, or set run.device=cpu")
     return _create(kind)
-
-
-def typical_memory(kind: str) -> tuple[str, int] | None:
-    """(what device, its bytes) to plan with where the hardware is not at hand; None for a kind without memory of its own."""
-    name, gib = _TYPICAL_MEMORY_GIB.get(kind, ("", 0))
-    return (name, gib * 2**30) if gib else None
 
 
 def missing(kind: str) -> str | None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from pa_npu.planning.derive import LARGEST_BUCKET_BYTES
 from pa_npu.platform import base
+from pa_npu.platform.typical import LARGEST_BUCKET_BYTES
 
 
 class AcceleratorPlatform:
-    """Device functions through `torch.cuda` or `torch.npu`; a subclass names the kind and prepares Megatron."""
+    """Device functions through `torch.cuda` or `torch.npu`; a subclass names the kind."""
 
     name: str
     largest_bucket_bytes = LARGEST_BUCKET_BYTES

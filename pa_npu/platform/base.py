@@ -101,12 +101,6 @@ class Platform(Protocol):
     def set_deterministic(self, enabled: bool) -> None:
         """Choose deterministic kernels, or allow others. Call it before the first collective and the first kernel."""
 
-    def prepare_megatron(self) -> None:
-        """Make `import megatron.core` work here. Must run before anything imports it; further calls do nothing."""
-
-    def transformer_overrides(self, deterministic: bool) -> dict[str, Any]:
-        """Fields of Megatron's TransformerConfig that depend on the device kind."""
-
     def environment(self, role: Role) -> dict[str, str]:
         """Environment defaults for a child process of this role; variables the user has set are left out."""
 

@@ -1,4 +1,4 @@
-"""The CPU platform: gloo, one device per core, and megatron-core with its CUDA calls redirected."""
+"""The CPU platform: gloo, and one device per core."""
 
 from __future__ import annotations
 
@@ -79,25 +79,6 @@ class CpuPlatform:
 
     def set_deterministic(self, enabled: bool) -> None:
         base.use_deterministic_algorithms(enabled)
-
-    def prepare_megatron(self) -> None:
-        if getattr(torch.cuda, "pa_npu_redirected", False):
-            return
-        from pa_npu.platform import megatron_fixes
-        from pa_npu.platform.adam import FusedAdamW
-        from pa_npu.platform.cuda_on_cpu import redirect_cuda_to_cpu, redirect_megatron_rng
-
-        megatron_fixes.require_no_megatron("cpu")
-        redirect_cuda_to_cpu()
-        megatron_fixes.answer_cuda_types(lambda name: name.replace("torch.", "torch.cuda.", 1))
-        megatron_fixes.replace_megatron_jit()
-        megatron_fixes.import_megatron()
-        redirect_megatron_rng()
-        megatron_fixes.apply_common_fixes()
-        megatron_fixes.install_adam(FusedAdamW)
-
-    def transformer_overrides(self, deterministic: bool) -> dict[str, Any]:
-        return {"deterministic_mode": False}  # its kernels are deterministic anyway
 
     def environment(self, role: base.Role) -> dict[str, str]:
         defaults = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # an installed torch_npu must not load into a CPU run

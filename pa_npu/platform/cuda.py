@@ -1,4 +1,4 @@
-"""The CUDA platform: NCCL, and megatron-core as NVIDIA ships it with the repairs that new torch and numpy make necessary."""
+"""The CUDA platform: NCCL, and torch's kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pa_npu.platform import base, megatron_fixes
+from pa_npu.platform import base
 from pa_npu.platform.accelerator import AcceleratorPlatform, without_users
 from pa_npu.platform.ops import TorchOps
 
@@ -18,20 +18,14 @@ CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 class CudaOps(TorchOps):
-    """torch's fused RMSNorm and Megatron's compiled SwiGLU; rotary as everywhere."""
+    """torch's fused RMSNorm; rotary and SwiGLU as everywhere."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
-    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
-        from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
-
-        activated: torch.Tensor = bias_swiglu_impl(x, None)
-        return activated
-
 
 class CudaPlatform(AcceleratorPlatform):
-    """NVIDIA GPUs. TransformerEngine and apex are used for the optimizer where installed, and not needed."""
+    """NVIDIA GPUs."""
 
     name = "cuda"
     comm_backend = "nccl"
@@ -40,7 +34,6 @@ class CudaPlatform(AcceleratorPlatform):
 
     def __init__(self) -> None:
         self.ops = CudaOps()
-        self._prepared = False
 
     def set_deterministic(self, enabled: bool) -> None:
         if enabled:
@@ -51,21 +44,6 @@ class CudaPlatform(AcceleratorPlatform):
     def profile(self, directory: Path, name: str) -> AbstractContextManager[Any]:
         activity = torch.profiler.ProfilerActivity
         return base.torch_profile([activity.CPU, activity.CUDA], directory, name)
-
-    def prepare_megatron(self) -> None:
-        if self._prepared:
-            return
-        from pa_npu.platform.adam import FusedAdamW
-
-        megatron_fixes.import_megatron()
-        megatron_fixes.apply_common_fixes()
-        if not megatron_fixes.has_fused_adam():
-            megatron_fixes.install_adam(FusedAdamW)
-        self._prepared = True
-
-    def transformer_overrides(self, deterministic: bool) -> dict[str, Any]:
-        # with deterministic_mode the embedding's backward uses an indexed sum instead of atomics
-        return {"deterministic_mode": deterministic}
 
     def environment(self, role: base.Role) -> dict[str, str]:
         # vLLM turns NCCL's cuMem allocator off in its workers; the ranks of one group must agree on it

@@ -1,4 +1,4 @@
-"""The Ascend platform: torch_npu, HCCL, and megatron-core with MindSpeed or with replacements of our own."""
+"""The Ascend platform: torch_npu and HCCL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class NpuPlatform(AcceleratorPlatform):
 
     def __init__(self) -> None:
         self.ops = NpuOps()
-        self._prepared = False
 
     def set_deterministic(self, enabled: bool) -> None:
         if enabled:
@@ -43,17 +42,6 @@ class NpuPlatform(AcceleratorPlatform):
             activities=activities, on_trace_ready=handler, record_shapes=True
         )
         return recorder
-
-    def prepare_megatron(self) -> None:
-        if self._prepared:
-            return
-        from pa_npu.platform import npu_megatron
-
-        npu_megatron.prepare()
-        self._prepared = True
-
-    def transformer_overrides(self, deterministic: bool) -> dict[str, Any]:
-        return {"deterministic_mode": deterministic}  # the embedding's backward then uses an indexed sum
 
     def environment(self, role: base.Role) -> dict[str, str]:
         defaults: dict[str, str] = {}

@@ -17,14 +17,12 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from pa_npu.backends.megatron.gather import Position, StageTensors
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.families.spec import ModelSpec
 from pa_npu.publish import progress, transport
 
 _GATHER_MARGIN_S = 10.0
@@ -41,29 +39,44 @@ class PublishStats:
     wire_wait_s: float = 0.0
 
 
+class WeightSource(Protocol):
+    """A stage's weights as the training backend hands them out, and this rank's part in that. All TP ranks read it together."""
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank sends its stage's weights."""
+
+    @property
+    def manifest(self) -> transport.Manifest:
+        """What will be sent, equal on all TP ranks."""
+
+    def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
+        """The manifest's buckets in order: a flat tensor on the leader, None on its TP peers. Collective over TP.
+
+        A yielded bucket is read only, and overwritten when the one after the next is asked for.
+        """
+
+
 class Publisher:
     """Sends a stage's weights to all engine workers. Close it, or use it as a context manager."""
 
     def __init__(
         self,
-        stage_module: torch.nn.Module,
-        spec: ModelSpec,
+        source: WeightSource | None,
         *,
         store_host: str,
         store_port: int,
-        bucket_bytes: int,
         timeout_s: float,
         backend: str,
         device: torch.device,
-        position: Position | None = None,
         scope: str = "",
     ) -> None:
-        """`stage_module` holds one GPT stage (wrappers are fine); its weights are read at each publish.
+        """`source` is read at each publish; None on a rank that has no part in one.
 
-        The store is any c10d TCPStore that engines reach too. `position` is Megatron's unless given. `scope` begins the groups'
-        names; with "a/" their publishes are given up with Abandonment(..., "a").
+        The store is any c10d TCPStore that engines reach too. `scope` begins the groups' names; with "a/" their publishes are
+        given up with Abandonment(..., "a").
         """
-        self._position = position or Position.from_megatron()
+        self._source = source
         self._store = (store_host, store_port)
         self._engine_workers = 0
         self._epoch: int | None = None
@@ -74,10 +87,7 @@ class Publisher:
         self._group: dist.ProcessGroup | None = None
         # A group's name serves once, in the store and in every member: a publisher that starts again must not meet its
         # own past.
-        self._name = f"{scope}publish-{self._position.stage}-{uuid.uuid4().hex[:12]}"
-        self._tensors = (
-            StageTensors(stage_module, spec, self._position, bucket_bytes) if self._position.replica == 0 else None
-        )
+        self._name = f"{scope}publish-{self._stage}-{uuid.uuid4().hex[:12]}"
 
     def __enter__(self) -> Publisher:
         return self
@@ -88,17 +98,21 @@ class Publisher:
     @property
     def is_leader(self) -> bool:
         """Whether this rank sends its stage's weights: it is the one that must put manifest() into the store."""
-        return self._position.is_leader
+        return self._source is not None and self._source.is_leader
+
+    @property
+    def _stage(self) -> int | None:
+        return self._source.manifest.stage if self._source is not None else None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the stage's weights, what one publish sends; 0 on ranks of other replicas."""
-        return self._tensors.manifest.num_bytes if self._tensors is not None else 0
+        return self._source.manifest.num_bytes if self._source is not None else 0
 
     def manifest(self) -> dict[str, Any]:
         """What an engine needs to join and read this stage: one element of pa_connect's `stages`. JSON."""
-        assert self._tensors is not None, "only replica 0 publishes"
-        return {"name": self._name, "manifest": self._tensors.manifest.to_json()}
+        assert self._source is not None, "only replica 0 publishes"
+        return {"name": self._name, "manifest": self._source.manifest.to_json()}
 
     def connect(self, epoch: int, engine_workers: int, timeout_s: float | None = None) -> None:
         """Form the group of this epoch with so many engine workers; ranks that do not send return at once, as does a leader
@@ -120,7 +134,7 @@ class Publisher:
             size=1 + engine_workers,
             backend=self._backend,
             timeout_s=self._timeout_s,
-            describe=f"stage {self._position.stage} publishes to {self._workers}",
+            describe=f"stage {self._stage} publishes to {self._workers}",
             members_timeout_s=timeout_s,
         )
         self._epoch = epoch
@@ -131,7 +145,7 @@ class Publisher:
         Raises WeightSyncError on a leader that lost an engine or was told to give up, and DeadlineExceeded where that was not
         noticed in time; the group is dropped then, and the engines that are left hold no version.
         """
-        if self._tensors is None:
+        if self._source is None:
             return PublishStats()
         start = time.perf_counter()
         # peers that gather come after the wire, whose message names the engines
@@ -140,9 +154,9 @@ class Publisher:
             wire_wait_s = self._send(version, deadline)
         else:
             wire_wait_s = 0.0
-            for _ in self._tensors.buckets(deadline):
+            for _ in self._source.buckets(deadline):
                 pass
-        manifest = self._tensors.manifest
+        manifest = self._source.manifest
         sent = self.num_bytes if self.is_leader else 0
         return PublishStats(time.perf_counter() - start, sent, len(manifest.buckets), wire_wait_s)
 
@@ -161,12 +175,12 @@ class Publisher:
 
     def _send(self, version: int, deadline: transport.Deadline) -> float:
         """Broadcast header and buckets; returns the seconds spent waiting for the transport."""
-        assert self._tensors is not None
-        buckets = self._tensors.buckets(deadline)
+        assert self._source is not None
+        buckets = self._source.buckets(deadline)
         try:
             if self._group is None or self._abandonment is None:
                 raise transport.WeightSyncError(
-                    f"stage {self._position.stage} has no connection to the engines; call connect() before publish()"
+                    f"stage {self._stage} has no connection to the engines; call connect() before publish()"
                 )
             return self._broadcast(buckets, version, transport.Deadline(self._timeout_s, self._abandonment.reason))
         except (transport.WeightSyncError, DeadlineExceeded):
@@ -176,9 +190,9 @@ class Publisher:
             raise
 
     def _broadcast(self, buckets: Iterator[torch.Tensor | None], version: int, deadline: transport.Deadline) -> float:
-        assert self._tensors is not None
-        plan = self._tensors.manifest.buckets
-        header = torch.tensor([version, self._tensors.manifest.digest], dtype=torch.int64, device=self._device)
+        assert self._source is not None
+        plan = self._source.manifest.buckets
+        header = torch.tensor([version, self._source.manifest.digest], dtype=torch.int64, device=self._device)
         on_the_wire, sending = transport.broadcast(self._group, header), "the header"
         waited = 0.0
         for index, buffer in enumerate(buckets):
@@ -194,7 +208,7 @@ class Publisher:
         transport.wait(
             work,
             deadline,
-            f"publish of version {version}, stage {self._position.stage}, {sending}: broadcast to {self._workers}",
+            f"publish of version {version}, stage {self._stage}, {sending}: broadcast to {self._workers}",
             "check in the engines' logs that each is alive and in pa_receive of this version, or raise "
             "publish.timeout_s",
             blame=lambda: self._laggards(version),
@@ -202,8 +216,8 @@ class Publisher:
         return time.perf_counter() - start
 
     def _laggards(self, version: int) -> str:
-        assert self._group is not None and self._tensors is not None
-        messages = 1 + len(self._tensors.manifest.buckets)
+        assert self._group is not None and self._source is not None
+        messages = 1 + len(self._source.manifest.buckets)
         return progress.laggards(self._group, range(1, 1 + self._engine_workers), version, messages)
 
     @property

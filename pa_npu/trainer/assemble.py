@@ -1,31 +1,21 @@
-"""Assemble one trainer rank: parallel groups, model with weights, publisher, backend, border and rollout iterators."""
+"""Assemble one trainer rank: its training backend, what publishes its weights, its border and its rollouts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from pa_npu.backends.megatron.backend import MegatronBackend
-from pa_npu.backends.megatron.gather import Position
-from pa_npu.backends.megatron.hf_map import load_hf
-from pa_npu.backends.megatron.parallel import (
-    Ranks,
-    initialise_parallel,
-    shutdown_parallel,
-    side_tensor_group,
-    tensor_group,
-)
-from pa_npu.backends.megatron.stage import TriModel, build_stage
+from pa_npu.backends.protocol import TrainBackend
+from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
-from pa_npu.publish.late_engines import LateEngines, VersionGate
-from pa_npu.publish.publisher import Publisher
+from pa_npu.publish.late_engines import LateEngines
+from pa_npu.publish.publisher import Publisher, WeightSource
 from pa_npu.publish.sizing import auto_bucket_bytes
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
@@ -35,7 +25,7 @@ from pa_npu.trainer.border import Border
 
 @dataclass(frozen=True)
 class RankParts:
-    backend: MegatronBackend
+    backend: TrainBackend
     border: Border
     rollouts: Callable[[int], MicrobatchIterator]
     publisher: Publisher | None
@@ -44,7 +34,7 @@ class RankParts:
     def close(self) -> None:
         if self.publisher is not None:
             self.publisher.close()
-        shutdown_parallel()
+        self.backend.close()
 
 
 def assemble_rank(
@@ -60,79 +50,58 @@ def assemble_rank(
     platform.seed_all(config.run.seed)
     platform.set_deterministic(config.run.deterministic)
     group_store = dist.PrefixStore(f"{attempt_prefix()}trainer", store)
-    ranks = initialise_parallel(config, platform, group_store, rank, config.trainer.devices, local_rank)
-    device = platform.device(local_rank)
-    stage = load_stage(config, spec, platform)
+    module = backend_module(config.trainer.backend)
+    backend = module.create(config, spec, platform, group_store, rank, local_rank, timeline)
     channel = StoreChannel(store, attempt_prefix())
-    gate = VersionGate(config.border_timeout_s)
-    late_group = side_tensor_group() if ranks.tensor_size > 1 else None
+    num_bytes = bucket_bytes(config, platform, backend)
+    # on all ranks: both make groups
+    weights = backend.published_weights(num_bytes)
+    late_weights = backend.published_weights(num_bytes, late=True)
     publisher, late = None, None
-    if ranks.data_rank == 0:
-        make = partial(
-            make_publisher, config, spec, platform, store, device, bucket_bytes(config, platform, ranks, device)
-        )
-        publisher = make(stage.policy, Position.from_megatron())
-        late_position = replace(Position.from_megatron(), tp_group=late_group)
-        late_publisher = make(stage.published_version(), late_position)
-        late = LateEngines(late_publisher, channel, gate, platform, rank, config.publish.timeout_s)
-        if ranks.is_stage_leader:
-            channel.put_json(f"late/manifest/{ranks.pipeline_rank}", late_publisher.manifest())
-            channel.put_json(f"publish/manifest/{ranks.pipeline_rank}", publisher.manifest())
-    backend = MegatronBackend(stage, config, spec, platform, device, publisher, timeline, gate)
+    if weights is not None and late_weights is not None:
+        publisher = make_publisher(config, platform, store, backend, weights)
+        late_publisher = make_publisher(config, platform, store, backend, late_weights)
+        late = LateEngines(late_publisher, channel, backend.gate, platform, rank, config.publish.timeout_s)
+        if publisher.is_leader:
+            stage = backend.ranks.pipeline_rank
+            channel.put_json(f"late/manifest/{stage}", late_publisher.manifest())
+            channel.put_json(f"publish/manifest/{stage}", publisher.manifest())
+        backend.attach(publisher)
     border = Border(config, backend, channel, timeline, rank)
-    return RankParts(backend, border, rollout_source(config, channel, ranks, device, timeline), publisher, late)
-
-
-def load_stage(config: Config, spec: ModelSpec, platform: Platform) -> TriModel:
-    """This rank's pipeline stage with the HF weights in policy and reference; the old policy is copied at every publish."""
-    stage = build_stage(spec, config, platform, frozen=config.frozen_models)
-    for name, model in stage.gpts().items():
-        if name != "old":
-            load_hf(model, spec)
-    return stage
+    return RankParts(backend, border, rollout_source(config, channel, backend, timeline), publisher, late)
 
 
 def make_publisher(
-    config: Config,
-    spec: ModelSpec,
-    platform: Platform,
-    store: dist.TCPStore,
-    device: torch.device,
-    num_bytes: int,
-    module: torch.nn.Module,
-    position: Position,
+    config: Config, platform: Platform, store: dist.TCPStore, backend: TrainBackend, weights: WeightSource
 ) -> Publisher:
-    """num_bytes: of a bucket."""
     return Publisher(
-        module,
-        spec,
+        weights,
         store_host=store.host,
         store_port=store.port,
-        bucket_bytes=num_bytes,
         timeout_s=config.publish.timeout_s,
         backend=platform.comm_backend,
-        device=device,
-        position=position,
+        device=backend.device,
         scope=attempt_prefix(),
     )
 
 
-def bucket_bytes(config: Config, platform: Platform, ranks: Ranks, device: torch.device) -> int:
+def bucket_bytes(config: Config, platform: Platform, backend: TrainBackend) -> int:
     """publish.bucket_mib in bytes. With auto the ranks of a tensor-parallel group agree: a collective of theirs."""
     mib = config.publish.bucket_mib
     if mib != "auto":
         return int(mib * 2**20)
     own = auto_bucket_bytes(platform.free_memory_bytes(), platform.largest_bucket_bytes)
-    size = torch.tensor([own], dtype=torch.int64, device=device)
-    if ranks.tensor_size > 1:
-        dist.all_reduce(size, op=dist.ReduceOp.MIN, group=tensor_group())
+    size = torch.tensor([own], dtype=torch.int64, device=backend.device)
+    if backend.tensor_group is not None:
+        dist.all_reduce(size, op=dist.ReduceOp.MIN, group=backend.tensor_group)
     return int(size.item())
 
 
 def rollout_source(
-    config: Config, channel: StoreChannel, ranks: Ranks, device: torch.device, timeline: Timeline
+    config: Config, channel: StoreChannel, backend: TrainBackend, timeline: Timeline
 ) -> Callable[[int], MicrobatchIterator]:
     """A function from an iteration to this replica's microbatches of it."""
+    ranks = backend.ranks
     buffer = StoreRolloutBuffer(channel, "run", readers=ranks.tensor_size * ranks.pipeline_size)
 
     def microbatches(iteration: int) -> MicrobatchIterator:
@@ -148,8 +117,8 @@ def rollout_source(
             pad_multiple=config.pad_multiple,
             timeout_s=config.trainer.wait_timeout_s,
             max_tokens=config.microbatch.max_tokens,
-            device=device,
-            tensor_group=tensor_group() if ranks.tensor_size > 1 else None,
+            device=backend.device,
+            tensor_group=backend.tensor_group,
             timeline=timeline,
         )
 

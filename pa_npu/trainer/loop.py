@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pa_npu.backends.megatron.statistics import merge_updates
 from pa_npu.backends.protocol import TrainBackend
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
@@ -22,6 +21,7 @@ from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.border import Border
 from pa_npu.trainer.profiling import IterationProfiler
+from pa_npu.trainer.updates import merge_updates
 
 
 def train(

@@ -14,11 +14,15 @@ from pathlib import Path
 from pa_npu import platform as platforms
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
+from pa_npu.control.channel import connect
 from pa_npu.errors import PaNpuError, exit_code
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.transport import run_and_exit
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.assemble import assemble_rank
+from pa_npu.trainer.loop import train
+from pa_npu.trainer.profiling import IterationProfiler
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +45,6 @@ def run_rank(config: Config, rank: int) -> None:
     local_rank = int(os.environ["LOCAL_RANK"])
     platform = platforms.get(config.run.device)
     platform.set_device(local_rank)
-    platform.prepare_megatron()
-    # everything below imports megatron, which only works after prepare_megatron
-    from pa_npu.control.channel import connect
-    from pa_npu.trainer.assemble import assemble_rank
-    from pa_npu.trainer.loop import train
-    from pa_npu.trainer.profiling import IterationProfiler
-
     host, port = os.environ["PA_NPU_STORE"].rsplit(":", 1)
     store = connect(host, int(port), config.trainer.startup_timeout_s)
     spec = ModelSpec.read(config.model.path)

@@ -21,12 +21,13 @@ from tests.helpers.trainer_rank import data_state, put_groups
 
 def main(job_file: str) -> None:
     from pa_npu import platform as platforms
+    from pa_npu.backends.megatron.patches import prepare
     from pa_npu.config.load import load_config
 
     job: dict[str, Any] = json.loads(Path(job_file).read_text())
     config = load_config([job["config"]])
     platform = platforms.get(config.run.device)
-    platform.prepare_megatron()
+    prepare(platform.name)
 
     from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
     from pa_npu.control.channel import connect
@@ -47,21 +48,21 @@ class Attempt:
 
     def __init__(self, config: Any, platform: Any, store: dist.TCPStore, rank: int, name: str) -> None:
         from pa_npu.backends.megatron.backend import MegatronBackend
-        from pa_npu.backends.megatron.parallel import ranks
+        from pa_npu.backends.megatron.factory import load_stage
         from pa_npu.checkpoints.saving import Checkpointing
         from pa_npu.control.channel import StoreChannel
         from pa_npu.families.spec import ModelSpec
         from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
         from pa_npu.telemetry.timeline import Timeline
-        from pa_npu.trainer.assemble import load_stage, rollout_source
+        from pa_npu.trainer.assemble import rollout_source
 
         self.config, self.rank = config, rank
         spec, timeline, device = ModelSpec.read(config.model.path), Timeline(None, ""), platform.device(0)
         channel = StoreChannel(dist.PrefixStore(name, store))
         stage = load_stage(config, spec, platform)
         self.buffer = StoreRolloutBuffer(channel, "run", readers=1)
-        self.rollouts = rollout_source(config, channel, ranks(), device, timeline)
-        self.backend = MegatronBackend(stage, config, spec, platform, device, None, timeline)
+        self.backend = MegatronBackend(stage, config, spec, platform, device, timeline)
+        self.rollouts = rollout_source(config, channel, self.backend, timeline)
         self.checkpoints = Checkpointing(config, self.backend, partial(data_state, config), timeline)
 
     def train(self, iteration: int) -> dict[str, float]:
@@ -97,7 +98,7 @@ def resume(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore
 
 def faults(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int) -> list[dict[str, float]]:
     """Save versions 2, 4, 6, 8. While 4 is saved the last rank's disk is full; it is killed with its writer while it saves 8."""
-    from pa_npu.backends.megatron.checkpoint_shards import PlannedShards
+    from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
 
     last_rank = rank == config.trainer.devices - 1
     run = Attempt(config, platform, store, rank, "run")

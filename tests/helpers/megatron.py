@@ -11,16 +11,17 @@ import torch
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
+from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 
 PLATFORM = platforms.get("cpu")
-PLATFORM.prepare_megatron()
+prepare(PLATFORM.name)
 
 # these import megatron, which must come after its preparation: tests take them from here
-from pa_npu.backends.megatron.hf_map import load_hf, part_view, sources  # noqa: E402
 from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel  # noqa: E402
 from pa_npu.backends.megatron.stage import TriModel, build_stage  # noqa: E402
+from pa_npu.backends.megatron.weights.hf_map import load_hf, part_view, sources  # noqa: E402
 
 
 def model_config(model: Path, /, **sections: dict[str, Any]) -> Config:

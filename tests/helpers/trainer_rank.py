@@ -122,35 +122,30 @@ def run_job(job: Job, timeout_s: float = 240, ends: tuple[int, ...] | None = Non
 
 def main(job_file: str) -> None:
     from pa_npu import platform as platforms
+    from pa_npu.backends.registry import backend_module
+    from pa_npu.checkpoints.saving import Checkpointing
     from pa_npu.config.load import load_config
+    from pa_npu.control.channel import StoreChannel, connect
     from pa_npu.families.spec import ModelSpec
+    from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+    from pa_npu.telemetry.timeline import Timeline
+    from pa_npu.trainer.assemble import rollout_source
+    from pa_npu.trainer.loop import consume
 
     job: dict[str, Any] = json.loads(Path(job_file).read_text())
     config = load_config([job["config"]])
     platform = platforms.get(config.run.device)
-    platform.prepare_megatron()
-
-    from pa_npu.backends.megatron.backend import MegatronBackend
-    from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
-    from pa_npu.checkpoints.saving import Checkpointing
-    from pa_npu.control.channel import StoreChannel, connect
-    from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
-    from pa_npu.telemetry.timeline import Timeline
-    from pa_npu.trainer.assemble import load_stage, rollout_source
-    from pa_npu.trainer.loop import consume
-
     rank = int(os.environ["RANK"])
     host, port = os.environ["PA_NPU_STORE"].rsplit(":", 1)
     store = connect(host, int(port), 60)
     timeline = Timeline(None, "")
     platform.seed_all(config.run.seed)
     platform.set_deterministic(True)
-    ranks = initialise_parallel(config, platform, dist.PrefixStore("trainer", store), rank, config.trainer.devices, 0)
-    device = platform.device(0)
     spec = ModelSpec.read(config.model.path)
-    backend = MegatronBackend(load_stage(config, spec, platform), config, spec, platform, device, None, timeline)
+    module = backend_module(config.trainer.backend)
+    backend = module.create(config, spec, platform, dist.PrefixStore("trainer", store), rank, 0, timeline)
     channel = StoreChannel(store)
-    rollouts = rollout_source(config, channel, ranks, device, timeline)
+    rollouts = rollout_source(config, channel, backend, timeline)
     checkpoints = Checkpointing(config, backend, partial(data_state, config), timeline)
     assert checkpoints.load() == job["first"]
     reports = []
@@ -167,7 +162,7 @@ def main(job_file: str) -> None:
         backend.export(Path(job["export"]))
     if rank == 0:
         Path(job["out"]).write_text(json.dumps(reports))
-    shutdown_parallel()
+    backend.close()
 
 
 def data_state(config: Config, version: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d as c10d
 
-from pa_npu.backends.megatron import hf_map
+from pa_npu.backends.megatron.weights import hf_map
 from pa_npu.families.spec import ModelSpec
 
 T = TypeVar("T")

@@ -44,7 +44,8 @@ def start_ranks(job: dict[str, Any], world_size: int, directory: Path) -> list[s
 
 
 def main(job_file: str) -> None:
-    from pa_npu.backends.megatron.hf_export import export_hf
+    from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
+    from pa_npu.backends.megatron.weights.hf_directory import export_hf
     from pa_npu.families.spec import ModelSpec
     from pa_npu.publish.publisher import Publisher
     from tests.helpers.megatron import (
@@ -65,12 +66,12 @@ def main(job_file: str) -> None:
     ranks = initialise_parallel(config, PLATFORM, dist.PrefixStore("ranks", store), rank, config.trainer.devices)
     spec = ModelSpec.read(str(models[0]))
     stage = build_stage(spec, config, PLATFORM, frozen=())
+    position = Position.from_megatron()
+    source = StageTensors(stage, spec, position, int(job["bucket_mib"] * 2**20)) if position.replica == 0 else None
     with Publisher(
-        stage,
-        spec,
+        source,
         store_host=host,
         store_port=port,
-        bucket_bytes=int(job["bucket_mib"] * 2**20),
         timeout_s=60.0,
         backend="gloo",
         device=torch.device("cpu"),

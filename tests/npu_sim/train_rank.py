@@ -24,6 +24,7 @@ EPOCH = 0  # of the group that publishes
 
 def main(job_file: str, rank: int) -> None:
     from pa_npu import platform as platforms
+    from pa_npu.backends.megatron.patches import prepare
     from pa_npu.config.load import load_config
 
     job: dict[str, Any] = json.loads(Path(job_file).read_text())
@@ -37,7 +38,7 @@ def main(job_file: str, rank: int) -> None:
 
         sim = NpuSim(all_references())
     platform = platforms.get(device)
-    platform.prepare_megatron()
+    prepare(platform.name)
     for name, (config, port) in layouts.items():
         directory = Path(job["out"]) / name
         directory.mkdir(parents=True, exist_ok=True)
@@ -52,13 +53,14 @@ def main(job_file: str, rank: int) -> None:
 
 def train(config: Any, platform: Any, port: int, rank: int, directory: Path, engine_workers: int) -> dict[str, Any]:
     from pa_npu.backends.megatron.backend import MegatronBackend
+    from pa_npu.backends.megatron.factory import load_stage
     from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
     from pa_npu.control.channel import StoreChannel, connect
     from pa_npu.families.spec import ModelSpec
     from pa_npu.publish.publisher import Publisher
     from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
-    from pa_npu.trainer.assemble import bucket_bytes, load_stage, rollout_source
+    from pa_npu.trainer.assemble import bucket_bytes, rollout_source
     from pa_npu.trainer.loop import consume
     from tests.helpers.trainer_rank import put_groups
 
@@ -87,10 +89,10 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     device = platform.device(0)
     spec = ModelSpec.read(config.model.path)
     stage = load_stage(config, spec, platform)
-    backend = RecordingBackend(stage, config, spec, platform, device, None, Timeline(None, ""))
+    backend = RecordingBackend(stage, config, spec, platform, device, Timeline(None, ""))
     assert {parameter.device for parameter in stage.parameters()} == {device}
     channel = CountingChannel(store)
-    rollouts = rollout_source(config, channel, ranks, device, Timeline(None, ""))
+    rollouts = rollout_source(config, channel, backend, Timeline(None, ""))
     reports = []
     for iteration in range(ITERATIONS):
         if rank == 0:
@@ -98,14 +100,12 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
         backend.publish(iteration)
         reports.append(consume(backend, rollouts(iteration), 1))
     backend.export(directory / "hf")
-    automatic = bucket_bytes(config, platform, ranks, device)
+    automatic = bucket_bytes(config, platform, backend)
     if engine_workers and ranks.data_rank == 0:
         with Publisher(
-            stage.policy,
-            spec,
+            backend.published_weights(16 * 1024),
             store_host="127.0.0.1",
             store_port=port,
-            bucket_bytes=16 * 1024,
             timeout_s=30,
             backend=platform.comm_backend,
             device=device,

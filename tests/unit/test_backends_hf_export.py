@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pa_npu.backends.megatron import hf_export as export
-from pa_npu.backends.megatron.gather import Position
-from pa_npu.backends.megatron.hf_export import ExportError, export_hf
+from pa_npu.backends.megatron.weights import hf_directory as export
+from pa_npu.backends.megatron.weights.buckets import Position
+from pa_npu.backends.megatron.weights.hf_directory import ExportError, export_hf
 from tests.helpers.weights import Stage, make_checkpoint
 
 

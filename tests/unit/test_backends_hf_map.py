@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pa_npu.backends.megatron import hf_map
+from pa_npu.backends.megatron.weights import hf_map
 from pa_npu.errors import ConfigError, DataError
 from tests.helpers.weights import FAMILIES, Stage, make_checkpoint
 

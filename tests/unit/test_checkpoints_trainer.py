@@ -30,7 +30,7 @@ from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_backend, mak
 
 # these import megatron, which the helper above has prepared
 from pa_npu.checkpoints import saving as checkpointing  # isort: skip
-from pa_npu.backends.megatron.checkpoint_shards import PlannedShards  # isort: skip
+from pa_npu.backends.megatron.checkpoint.shards import PlannedShards  # isort: skip
 from pa_npu.checkpoints.writer import InPlace  # isort: skip
 from pa_npu.checkpoints.saving import Checkpointing  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip

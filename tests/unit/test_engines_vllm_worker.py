@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pa_npu.backends.megatron.gather import Position, StageTensors
+from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
 from pa_npu.engines.vllm import worker as receiver
 from pa_npu.publish import transport
 from tests.helpers.weights import Stage, make_checkpoint

@@ -7,8 +7,8 @@ import io
 import pytest
 import torch
 
+from pa_npu.backends.megatron.patches.table import prepare, require_no_megatron
 from pa_npu.errors import PaNpuError
-from pa_npu.platform import megatron_fixes
 from tests.helpers.megatron import PLATFORM
 
 
@@ -43,9 +43,9 @@ def test_other_requests_are_untouched() -> None:
 
 
 def test_megatron_prepared_too_late_is_an_error() -> None:
-    PLATFORM.prepare_megatron()  # a second call does nothing
+    prepare(PLATFORM.name)  # a second call does nothing
     with pytest.raises(PaNpuError, match="before any import of it"):
-        megatron_fixes.require_no_megatron("test")
+        require_no_megatron("test")
 
 
 def test_seeds_repeat() -> None:

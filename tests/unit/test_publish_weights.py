@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from pa_npu.backends.megatron.gather import Position, StageTensors
+from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
 from pa_npu.engines.vllm.worker import Receiver, check_model
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.families.spec import ModelSpec
@@ -97,15 +97,12 @@ def publisher(
     store_port: int = 1,
 ) -> Publisher:
     return Publisher(
-        module,
-        spec,
+        StageTensors(module, spec, position, bucket_bytes) if position.replica == 0 else None,
         store_host="127.0.0.1",
         store_port=store_port,
-        bucket_bytes=bucket_bytes,
         timeout_s=timeout_s,
         backend="gloo",
         device=torch.device("cpu"),
-        position=position,
     )
 
 

@@ -17,7 +17,7 @@ from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import make_groups
 
 # these import megatron, which the helper above has prepared
-from pa_npu.trainer.assemble import load_stage  # isort: skip
+from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
 
 GROUPS, RESPONSES = 4, 4
@@ -62,7 +62,7 @@ def update(model: Path, algorithm: dict[str, Any], packs: list[list[Piece]], sha
     )
     spec = ModelSpec.read(config.model.path)
     stage = load_stage(config, spec, PLATFORM)
-    backend = MegatronBackend(stage, config, spec, PLATFORM, torch.device("cpu"), None, Timeline(None, ""))
+    backend = MegatronBackend(stage, config, spec, PLATFORM, torch.device("cpu"), Timeline(None, ""))
     backend.accumulate(Source([pack(pieces, shared, 1) for pieces in packs]))
     return backend.step()
 

@@ -22,10 +22,10 @@ from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import make_groups
 
 # these import megatron, which the helper above has prepared
-from pa_npu.trainer.assemble import load_stage  # isort: skip
+from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip
 from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
-from pa_npu.backends.megatron.statistics import merge_updates  # isort: skip
+from pa_npu.trainer.updates import merge_updates  # isort: skip
 
 GROUPS, RESPONSES, LEARNING_RATE = 4, 4, 3e-3
 
@@ -88,7 +88,7 @@ def make_config(model: Path, /, **sections: dict[str, Any]) -> Config:
 def make_backend(config: Config) -> tuple[MegatronBackend, TriModel]:
     spec = ModelSpec.read(config.model.path)
     stage = load_stage(config, spec, PLATFORM)
-    return MegatronBackend(stage, config, spec, PLATFORM, torch.device("cpu"), None, Timeline(None, "")), stage
+    return MegatronBackend(stage, config, spec, PLATFORM, torch.device("cpu"), Timeline(None, "")), stage
 
 
 def by_hand(config: Config, iterations: list[list[Group]], updates: int) -> tuple[dict[str, torch.Tensor], list[float]]:

@@ -1,4 +1,5 @@
-"""The model side: Megatron GPT from an HF config, log-probs, tri-model stage, and the rank's parallel groups.
+"""TrainBackend on megatron-core, and all that knows Megatron.
 
-`parallel.initialise_parallel` once per rank, then `stage.build_stage`; both need `platform.prepare_megatron()` first.
+`factory.create` makes a rank's backend. `patches.prepare` must come before anything imports megatron.core, and so before any module
+of this package but factory, patches and devices.
 """

@@ -6,10 +6,12 @@ import math
 import time
 from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
 from pa_npu.algorithm.agreement import difference_sums
@@ -17,9 +19,9 @@ from pa_npu.algorithm.aggregation import normaliser, token_weights
 from pa_npu.algorithm.batch import TokenBatch
 from pa_npu.algorithm.losses import loss_sums, metric_names
 from pa_npu.algorithm.policy_losses import find_policy_loss
-from pa_npu.backends.megatron.checkpoint import CheckpointContents
-from pa_npu.backends.megatron.checkpoint_shards import PlannedShards
-from pa_npu.backends.megatron.hf_export import export_hf
+from pa_npu.backends.megatron import parallel
+from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
+from pa_npu.backends.megatron.checkpoint.state import CheckpointContents
 from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler
 from pa_npu.backends.megatron.schedule import Loss, run_pipelined, run_sequential, with_spans
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
@@ -30,7 +32,9 @@ from pa_npu.backends.megatron.statistics import (
     trained_responses,
     update_report,
 )
-from pa_npu.backends.protocol import Members, MicrobatchSource, ProbeResult, TrainedResponse, Update
+from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
+from pa_npu.backends.megatron.weights.hf_directory import export_hf
+from pa_npu.backends.protocol import Members, MicrobatchSource, ProbeResult, Ranks, TrainedResponse, Update
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import EXACT
 from pa_npu.errors import InvariantViolation
@@ -43,7 +47,7 @@ from pa_npu.telemetry.timeline import Timeline
 
 
 class MegatronBackend:
-    """One rank. `stage` is this rank's TriModel stage with weights loaded; `publisher` is None where no engine is attached."""
+    """One rank. `stage` is this rank's TriModel stage with weights loaded."""
 
     def __init__(
         self,
@@ -52,17 +56,14 @@ class MegatronBackend:
         spec: ModelSpec,
         platform: Platform,
         device: torch.device,
-        publisher: Publisher | None,
         timeline: Timeline,
-        gate: VersionGate | None = None,
     ) -> None:
-        """gate: guards the stage's published_version, which late engines are sent; it is closed while that changes."""
         self._stage = stage
         self._config = config
         self._spec = spec
         self._platform = platform
         self._device = device
-        self._publisher = publisher
+        self._publisher: Publisher | None = None
         self._timeline = timeline
         self._ddp = data_parallel(stage, distributed_optimizer=config.trainer.distributed_optimizer)
         self._optimizer = build_optimizer(self._ddp, config)
@@ -71,11 +72,39 @@ class MegatronBackend:
         stage.config.finalize_model_grads_func = self._finalize_gradients
         self._policy_loss = find_policy_loss(config.algorithm.loss)
         self._metric_names = metric_names(config.algorithm)
-        self._gate = gate or VersionGate(config.publish.timeout_s)
+        self._gate = VersionGate(config.border_timeout_s)
         self._policy_version: int | None = None  # of the weights in the policy; unknown until the first publish
         self._reference_version = 0  # the policy's that the reference was last made equal to; 0 is the HF model
         self._contents = CheckpointContents(stage, self._optimizer, self._scheduler, config, platform)
         self._reset_sums()
+
+    @property
+    def ranks(self) -> Ranks:
+        return parallel.ranks()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        return parallel.tensor_group() if self.ranks.tensor_size > 1 else None
+
+    @property
+    def gate(self) -> VersionGate:
+        return self._gate
+
+    def published_weights(self, bucket_bytes: int, *, late: bool = False) -> StageTensors | None:
+        position = Position.from_megatron()
+        if late and position.tp_size > 1:  # on all ranks: making a group is collective
+            position = replace(position, tp_group=parallel.side_tensor_group())
+        if position.replica != 0:
+            return None
+        model = self._stage.published_version() if late else self._stage.policy
+        return StageTensors(model, self._spec, position, bucket_bytes)
+
+    def attach(self, publisher: Publisher) -> None:
+        self._publisher = publisher
 
     def accumulate(self, microbatches: MicrobatchSource) -> list[TrainedResponse]:
         self._ddp.zero_grad_buffer()
@@ -140,6 +169,9 @@ class MegatronBackend:
 
     def export(self, directory: Path) -> None:
         export_hf(self._stage.policy, self._spec, directory)
+
+    def close(self) -> None:
+        parallel.shutdown_parallel()
 
     def _reset_sums(self) -> None:
         self._totals = IterationTotals()

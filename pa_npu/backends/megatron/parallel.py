@@ -1,7 +1,7 @@
 """This rank's place among the trainer ranks: process group, Megatron's parallel state and RNG tracker, and who is who.
 
     initialise_parallel(config, platform, store, rank, world_size, local_index=0) -> Ranks
-                        (platform.prepare_megatron() must have run before this module is imported)
+                        (patches.prepare() must have run before this module is imported)
     ranks() -> Ranks    (afterwards, anywhere)
     shutdown_parallel()
 
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import datetime
 import math
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from pa_npu.backends.protocol import Ranks
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.platform.base import Platform
@@ -24,55 +24,6 @@ from pa_npu.platform.base import Platform
 # A stage that waits for rollouts makes its neighbours wait in a collective. Collectives therefore end this much later
 # than our own waits, so that the first error is the one that names what was awaited.
 COLLECTIVE_MARGIN_S = 120.0
-
-# Megatron sets these only on the ranks concerned and forgets them when it destroys its groups, so that a second layout in
-# the same process would inherit the first one's.
-_STALE_AFTER_DESTROY = ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS")
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Where this rank sits. A replica is one TP x PP model instance; a stage is one pipeline slice of it."""
-
-    rank: int
-    world_size: int
-    tensor_rank: int
-    tensor_size: int
-    pipeline_rank: int
-    pipeline_size: int
-    data_rank: int
-    data_size: int
-
-    @property
-    def is_first_stage(self) -> bool:
-        """The stage that embeds tokens."""
-        return self.pipeline_rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """The stage that holds the LM head and computes the loss."""
-        return self.pipeline_rank == self.pipeline_size - 1
-
-    @property
-    def is_tensor_leader(self) -> bool:
-        """The rank of its TP group that reads the buffer for the group."""
-        return self.tensor_rank == 0
-
-    @property
-    def is_stage_leader(self) -> bool:
-        """The rank that publishes its stage's weights: TP leader of data-parallel replica 0."""
-        return self.tensor_rank == 0 and self.data_rank == 0
-
-    @property
-    def tensor_leader_rank(self) -> int:
-        """Global rank of this TP group's leader: the source of broadcasts in `tensor_group()`."""
-        return self.rank - self.tensor_rank
-
-    @property
-    def last_stage_rank(self) -> int:
-        """Global rank of the last stage's rank in `pipeline_group()`."""
-        per_stage = self.tensor_size * self.data_size
-        return self.rank % per_stage + per_stage * (self.pipeline_size - 1)
 
 
 def initialise_parallel(
@@ -110,8 +61,6 @@ def initialise_parallel(
 def shutdown_parallel() -> None:
     """Destroy Megatron's groups and the process group."""
     parallel_state.destroy_model_parallel()
-    for name in _STALE_AFTER_DESTROY:
-        setattr(parallel_state, name, None)
     if dist.is_initialized():
         dist.destroy_process_group()
 

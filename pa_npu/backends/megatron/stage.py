@@ -32,6 +32,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pa_npu.attention import PrefixLayout
+from pa_npu.backends.megatron.devices import device_of
 from pa_npu.backends.megatron.gpt import GPT
 from pa_npu.backends.megatron.layers import AttentionContext
 from pa_npu.backends.megatron.rotary import RotaryTable
@@ -196,10 +197,11 @@ def build_stage(
     if unknown or len(set(frozen)) != len(frozen):
         raise ValueError(f"frozen: {frozen} must be distinct names out of {FROZEN}")
     megatron_config = transformer_config(spec, config, platform, initialise=initialise)
+    ops = device_of(platform).ops(platform.ops)
     frozen_config = transformer_config(spec, config, platform, dtype=config.frozen_dtype, initialise=initialise)
 
     def build(megatron_config: TransformerConfig) -> GPT:
-        model = GPT(megatron_config, spec, platform.ops, config.attention.implementation)
+        model = GPT(megatron_config, spec, ops, config.attention.implementation)
         if not initialise:
             _mark_tensor_parallel(model)
             with torch.no_grad():

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from pa_npu.backends.megatron.devices import device_of
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.preflight import check_division
@@ -69,7 +70,7 @@ def transformer_config(
         "gradient_accumulation_fusion": False,  # needs apex; on NPU it would compile kernels at run time
         "apply_rope_fusion": False,
         **_recompute(trainer.recompute),
-        **platform.transformer_overrides(config.run.deterministic),
+        "deterministic_mode": config.run.deterministic and device_of(platform).has_deterministic_mode,
     }
     with warnings.catch_warnings():
         # advice about TransformerEngine's fused attention, which is not used

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu import platform as platforms
 from pa_npu.attention import PrefixLayout
+from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from tests.helpers.models import make_model
@@ -31,10 +32,10 @@ def test_stage_equals_transformers(
 ) -> None:
     platform = platforms.get("npu")
     assert platforms.get("auto") is platform
-    platform.prepare_megatron()
-    from pa_npu.backends.megatron.hf_map import load_hf, part_view, sources
+    prepare(platform.name)
     from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
     from pa_npu.backends.megatron.stage import build_stage
+    from pa_npu.backends.megatron.weights.hf_map import load_hf, part_view, sources
 
     model = make_model(tmp_path, "qwen3", tied=True)
     spec = ModelSpec.read(str(model))
@@ -95,7 +96,7 @@ def test_stage_equals_transformers(
 def test_hidden_states_cross_a_stage_border_bit_for_bit(frozen: torch.dtype, sim: NpuSim) -> None:
     """What a stage packs for the next one, on npu tensors: every model's own bits, of any value."""
     platform = platforms.get("npu")
-    platform.prepare_megatron()
+    prepare(platform.name)
     from pa_npu.backends.megatron.stage import pack_hidden, unpack_hidden
 
     generator = torch.Generator().manual_seed(2)

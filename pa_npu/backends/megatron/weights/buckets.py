@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pa_npu.backends.megatron.hf_map import (
+from pa_npu.backends.megatron.weights.hf_map import (
     HfTensor,
     check_tensor_parallel,
     first_layer,
@@ -106,6 +106,10 @@ class StageTensors:
                 for pieces in self._plan
             ),
         )
+
+    @property
+    def is_leader(self) -> bool:
+        return self._position.is_leader
 
     def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
         """The stage's buckets in order: a flat tensor on the TP leader, None on its peers. Collective over TP.

@@ -1,4 +1,4 @@
-"""Makes megatron-core run on Ascend: with MindSpeed where it is installed, else with replacements of our own.
+"""MindSpeed's activation on Ascend, and what stands in for it where it is not installed.
 
 MindSpeed rewrites torch and Megatron when it is imported. It is used for compatibility only (optimizer, type checks,
 pipeline shapes); fused kernels are called by our own layers. The rules that its activation needs:
@@ -28,51 +28,35 @@ from typing import Any
 import torch
 
 from pa_npu.errors import PaNpuError, UserError
-from pa_npu.platform import megatron_fixes
-from pa_npu.platform.adam import FusedAdamW
 
 LOG = logging.getLogger(__name__)
 
 UNDONE = ("torch.distributed.all_reduce", "torch.Tensor.view")
 
 
-class NpuAdamW(FusedAdamW):
-    """FusedAdamW as Ascend's kernel takes it: an int64 step, one parameter per call."""
-
-    step_dtype = torch.int64
-
-    def fused_update(self, group: dict[str, Any], params: list[torch.Tensor], step: torch.Tensor) -> None:
-        for parameter in params:
-            super().fused_update(group, [parameter], step)
-
-
-def prepare() -> None:
-    """Activate MindSpeed or the replacements, import megatron.core and repair it. Before any other import of megatron."""
-    megatron_fixes.require_no_megatron("npu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the list of what it redirects
-        from torch_npu.contrib import transfer_to_npu  # noqa: F401 - redirects torch.cuda to torch.npu
-
+def is_installed() -> bool:
+    """Raises UserError where MindSpeed is installed without the Megatron-LM checkout that it needs."""
     if importlib.util.find_spec("mindspeed") is None:
-        LOG.info("MindSpeed is not installed: megatron-core runs with the replacements of pa_npu.platform.npu_megatron")
-        prepare_without_mindspeed()
-        return
+        LOG.info(
+            "MindSpeed is not installed: megatron-core runs with the replacements of pa_npu.backends.megatron.patches"
+        )
+        return False
     if not _has_megatron_training():
         raise UserError(
             "run.device: npu: MindSpeed is installed but needs megatron.training, which megatron-core's package lacks; put a "
             "Megatron-LM checkout at core_v0.12.1 on PYTHONPATH, or uninstall mindspeed to run without it"
         )
-    activate_mindspeed()
-    megatron_fixes.import_megatron()
-    megatron_fixes.apply_common_fixes()
-    if not megatron_fixes.has_fused_adam():
-        raise PaNpuError(
-            "MindSpeed was imported but Megatron still uses torch's AdamW: its patches came too late; "
-            "import nothing of megatron before platform.prepare_megatron()"
-        )
+    return True
 
 
-def activate_mindspeed() -> None:
+def transfer_to_npu() -> None:
+    """torch_npu's redirection of torch.cuda to torch.npu."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the list of what it redirects
+        from torch_npu.contrib import transfer_to_npu  # noqa: F401 - patches on import
+
+
+def activate() -> None:
     """Import MindSpeed's adaptor under the rules above. Raises PaNpuError when a patch to undo stays in place."""
     originals = {path: _resolve(path) for path in UNDONE}
     with _short_argv(), _kept_root_logger(), _silent_modules_set_aside():
@@ -94,14 +78,9 @@ def activate_mindspeed() -> None:
             )
 
 
-def prepare_without_mindspeed() -> None:
-    """What core 0.12.x needs on NPU beside transfer_to_npu: no compilation, CUDA's type names and a fused Adam."""
+def answer_device_capability() -> None:
+    """The capability of a GPU that has what Megatron asks about."""
     torch.cuda.get_device_capability = lambda *args, **kwargs: (8, 0)
-    megatron_fixes.answer_cuda_types(lambda name: name.replace("npu", "cuda"))
-    megatron_fixes.replace_megatron_jit()
-    megatron_fixes.import_megatron()
-    megatron_fixes.apply_common_fixes()
-    megatron_fixes.install_adam(NpuAdamW)
 
 
 def _has_megatron_training() -> bool:

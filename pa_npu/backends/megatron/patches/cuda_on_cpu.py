@@ -32,13 +32,10 @@ _FACTORIES = (
 
 
 def redirect_cuda_to_cpu() -> None:
-    """Install the redirection once; further calls do nothing."""
-    if getattr(torch.cuda, "pa_npu_redirected", False):
-        return
+    """Install the redirection; `table.prepare` does so once."""
     _redirect_factories()
     _redirect_tensor_methods()
     _redirect_cuda_module()
-    torch.cuda.pa_npu_redirected = True  # type: ignore[attr-defined]
 
 
 def redirect_megatron_rng() -> None:

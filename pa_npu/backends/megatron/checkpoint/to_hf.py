@@ -9,6 +9,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from pa_npu import platform as platforms
+from pa_npu.backends.megatron.patches import prepare
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.checkpoints.provenance import model_fingerprint
 from pa_npu.config.schema import Config
@@ -33,12 +34,12 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None) 
             f"--model: {config.model.path} is not the model that {checkpoint} began with ({meta.model['path']}); name that one"
         )
     platform = platforms.get("cpu")
-    platform.prepare_megatron()
-    # everything below imports megatron, which only works after prepare_megatron
-    from pa_npu.backends.megatron.checkpoint import load_policy_only
-    from pa_npu.backends.megatron.hf_export import export_hf
+    prepare(platform.name)
+    # everything below imports megatron, which only works in a prepared process
+    from pa_npu.backends.megatron.checkpoint.state import load_policy_only
     from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
     from pa_npu.backends.megatron.stage import build_stage
+    from pa_npu.backends.megatron.weights.hf_directory import export_hf
 
     initialise_parallel(config, platform, dist.HashStore(), rank=0, world_size=1)
     try:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import (
     StrategyAction,
@@ -49,8 +48,6 @@ class PlannedShards:
         self._directory = directory
         self.description = description
         self._strategy, self._common = _PlanOnly(), _CommonPart()
-        # a queue that nobody uses, in whose place Megatron would start a server process
-        filesystem_async._results_queue = queue.SimpleQueue()
         with self._common.in_place_of_megatrons():
             dist_checkpointing.save(state, str(directory), self._strategy, async_sharded_save=True)
         writer = self._strategy.writer

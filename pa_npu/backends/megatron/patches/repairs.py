@@ -1,44 +1,25 @@
-"""Repairs to megatron-core 0.12.x that its own pins make necessary on every device kind; applied after its import."""
+"""Changes to megatron-core that its own pins, new torch or numpy, or a device without CUDA make necessary; see `table`."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import queue
 import sys
 import types
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from pa_npu.backends.megatron.patches.adam import FusedAdamW, NpuAdamW
 from pa_npu.errors import PaNpuError
 
 
-def require_no_megatron(what: str) -> None:
-    """Raise when megatron.core is already imported: what was bound at its import can no longer be redirected."""
-    if "megatron.core" in sys.modules:
-        raise PaNpuError(
-            f"{what}: megatron.core is already imported; call platform.prepare_megatron() before any import of it"
-        )
-
-
-def import_megatron() -> None:
-    """Import what the trainer uses of megatron-core, without its advice to install apex and TransformerEngine."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
-        import megatron.core.models.gpt
-        import megatron.core.optimizer  # noqa: F401 - imported for its effect
-
-
-def apply_common_fixes() -> None:
-    """Fix checkpoint writing (torch >= 2.7), checkpoint validation (numpy >= 2) and fp8 code that runs without fp8."""
+def restore_numpy_product() -> None:
     import numpy as np
 
     if not hasattr(np, "product"):
         np.product = np.prod  # type: ignore[attr-defined]
-    _fix_write_item()
-    _fix_empty_fp8_shards()
 
 
 def replace_megatron_jit() -> None:
@@ -50,9 +31,12 @@ def replace_megatron_jit() -> None:
     sys.modules.setdefault(name, module)
 
 
-def answer_cuda_types(rename: Callable[[str], str]) -> None:
+def answer_cuda_types(kind: str) -> None:
     """Megatron's optimizers compare param.type() with CUDA's type names: give them, and only them, the renamed one."""
     original = torch.Tensor.type
+
+    def rename(name: str) -> str:
+        return name.replace("npu", "cuda") if kind == "npu" else name.replace("torch.", "torch.cuda.", 1)
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
@@ -62,11 +46,22 @@ def answer_cuda_types(rename: Callable[[str], str]) -> None:
     setattr(torch.Tensor, "type", type_)  # noqa: B010 - mypy refuses a plain assignment to a method
 
 
-def install_adam(adam: type[torch.optim.Optimizer]) -> None:
-    """Make Megatron's optimizers use `adam`, an apex-shaped class, and treat it as apex's."""
+def install_adam(kind: str) -> None:
+    """Make Megatron's optimizers use our apex-shaped Adam and treat it as apex's, unless the device has one of its own.
+
+    On cuda that is apex's or TransformerEngine's, on npu MindSpeed's. Raises PaNpuError where MindSpeed came too late.
+    """
+    if kind != "cpu" and has_fused_adam():
+        return
+    if "mindspeed.megatron_adaptor" in sys.modules:
+        raise PaNpuError(
+            "MindSpeed was imported but Megatron still uses torch's AdamW: its patches came too late; "
+            "import nothing of megatron before patches.prepare()"
+        )
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed
 
+    adam = NpuAdamW if kind == "npu" else FusedAdamW
     for module in (optimizer, distributed):
         _set_if_present(module, "Adam", adam)
         _set_if_present(module, "HAVE_APEX_OR_TE", True)
@@ -85,7 +80,7 @@ def _set_if_present(module: Any, name: str, value: Any) -> None:
         setattr(module, name, value)
 
 
-def _fix_write_item() -> None:
+def fix_write_item() -> None:
     """torch >= 2.7 added a required argument to the private function that Megatron calls to write a shard."""
     import torch.distributed.checkpoint.filesystem as torch_filesystem
 
@@ -108,7 +103,7 @@ def _fix_write_item() -> None:
     megatron_filesystem._write_item = write_item
 
 
-def _fix_empty_fp8_shards() -> None:
+def fix_empty_fp8_shards() -> None:
     """Without TransformerEngine the distributed optimizer's fp8 copy raises even when no parameter is fp8."""
     import megatron.core.fp8_utils as fp8
 
@@ -120,3 +115,25 @@ def _fix_empty_fp8_shards() -> None:
         return original(model_params, *args, **kwargs) if len(model_params) else None
 
     fp8._quantize_param_shard_impl = quantize
+
+
+def replace_results_queue() -> None:
+    """A queue that nobody uses, in whose place Megatron would start a server process when it plans a checkpoint."""
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+
+    _set_if_present(filesystem_async, "_results_queue", queue.SimpleQueue())
+
+
+def forget_embedding_ranks_on_destroy() -> None:
+    """Megatron sets these only on the ranks concerned and forgets to reset them with its groups."""
+    from megatron.core import parallel_state
+
+    original = parallel_state.destroy_model_parallel
+
+    @functools.wraps(original)
+    def destroy(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        for name in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
+            setattr(parallel_state, name, None)
+
+    parallel_state.destroy_model_parallel = destroy

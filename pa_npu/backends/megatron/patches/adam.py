@@ -65,3 +65,13 @@ class FusedAdamW(torch.optim.Optimizer):
             amsgrad=False,
             maximize=False,
         )
+
+
+class NpuAdamW(FusedAdamW):
+    """FusedAdamW as Ascend's kernel takes it: an int64 step, one parameter per call."""
+
+    step_dtype = torch.int64
+
+    def fused_update(self, group: dict[str, Any], params: list[torch.Tensor], step: torch.Tensor) -> None:
+        for parameter in params:
+            super().fused_update(group, [parameter], step)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from pa_npu.backends.megatron.gather import Position, StageTensors
-from pa_npu.backends.megatron.hf_map import hf_names, standard_parameters
+from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
+from pa_npu.backends.megatron.weights.hf_map import hf_names, standard_parameters
 from pa_npu.errors import PaNpuError
 from pa_npu.families.hf_checkpoint import INDEX_FILE, SINGLE_FILE
 from pa_npu.families.spec import ModelSpec

@@ -77,7 +77,7 @@ def test_activation_keeps_the_rules_and_refuses_what_cannot_work(tmp_path: Path)
         """
         import logging, sys, types, torch, torch.distributed, order
         from pa_npu.errors import PaNpuError, UserError
-        from pa_npu.platform import npu_megatron
+        from pa_npu.backends.megatron.patches import mindspeed, prepare
 
         def error_of(function):
             try:
@@ -86,10 +86,10 @@ def test_activation_keeps_the_rules_and_refuses_what_cannot_work(tmp_path: Path)
                 return str(error)
 
         sys.modules["megatron.core"] = types.ModuleType("core")
-        assert "megatron.core is already imported" in error_of(npu_megatron.prepare)
+        assert "megatron.core is already imported" in error_of(lambda: prepare("npu"))
         del sys.modules["megatron.core"]
-        has_training, npu_megatron._has_megatron_training = npu_megatron._has_megatron_training, lambda: False
-        assert "MindSpeed is installed but needs megatron.training" in error_of(npu_megatron.prepare)
+        has_training, mindspeed._has_megatron_training = mindspeed._has_megatron_training, lambda: False
+        assert "MindSpeed is installed but needs megatron.training" in error_of(lambda: prepare("npu"))
         assert has_training() and "megatron" not in sys.modules
 
         class Alias(types.ModuleType):
@@ -100,7 +100,8 @@ def test_activation_keeps_the_rules_and_refuses_what_cannot_work(tmp_path: Path)
         handler = logging.StreamHandler()
         logging.getLogger().addHandler(handler)
         all_reduce, view, argv = torch.distributed.all_reduce, torch.Tensor.view, list(sys.argv)
-        npu_megatron.activate_mindspeed()
+        mindspeed.transfer_to_npu()
+        mindspeed.activate()
         assert order.events == ["transfer_to_npu", "mindspeed variable_seq_lengths=True"], order.events
         assert torch.distributed.all_reduce is all_reduce and torch.Tensor.view is view
         assert sys.argv == argv and len(argv) == 3
@@ -110,7 +111,7 @@ def test_activation_keeps_the_rules_and_refuses_what_cannot_work(tmp_path: Path)
         from mindspeed.patch_utils import Patch
         del sys.modules["mindspeed.megatron_adaptor"]
         Patch.remove_patch = lambda self: None
-        assert "its patch of torch.distributed.all_reduce could not be undone" in error_of(npu_megatron.activate_mindspeed)
+        assert "its patch of torch.distributed.all_reduce could not be undone" in error_of(mindspeed.activate)
         """,
     )
 
@@ -121,10 +122,10 @@ def test_without_mindspeed_the_replacements_are_in_place(tmp_path: Path) -> None
         stand_ins,
         tmp_path,
         """
-        from pa_npu.platform import npu_megatron
-        npu_megatron.prepare()
+        from pa_npu.backends.megatron.patches import adam, prepare
+        prepare("npu")
         import megatron.core.optimizer as optimizer, megatron.core.jit as jit
-        assert optimizer.Adam is npu_megatron.NpuAdamW
+        assert optimizer.Adam is adam.NpuAdamW
         function = lambda: 0
         assert jit.jit_fuser(function) is function
         """,

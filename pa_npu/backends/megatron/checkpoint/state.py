@@ -14,7 +14,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from pa_npu.backends.megatron.checkpoint_shards import PlannedShards
+from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
 from pa_npu.backends.megatron.stage import TriModel
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.schema import Config

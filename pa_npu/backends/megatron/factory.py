@@ -1,0 +1,56 @@
+"""How a trainer rank gets its MegatronBackend: the process prepared, groups joined, stage built and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from pa_npu.backends.megatron.patches import prepare
+from pa_npu.config.schema import Config
+from pa_npu.families.spec import ModelSpec
+from pa_npu.platform.base import Platform
+from pa_npu.telemetry.timeline import Timeline
+
+if TYPE_CHECKING:  # importing these imports megatron, which works only in a prepared process
+    from pa_npu.backends.megatron.backend import MegatronBackend
+    from pa_npu.backends.megatron.stage import TriModel
+
+
+def create(
+    config: Config,
+    spec: ModelSpec,
+    platform: Platform,
+    store: dist.Store,
+    rank: int,
+    local_rank: int,
+    timeline: Timeline,
+) -> MegatronBackend:
+    """See BackendModule."""
+    prepare(platform.name)
+    from pa_npu.backends.megatron.backend import MegatronBackend
+    from pa_npu.backends.megatron.parallel import initialise_parallel
+
+    initialise_parallel(config, platform, store, rank, config.trainer.devices, local_rank)
+    stage = load_stage(config, spec, platform)
+    return MegatronBackend(stage, config, spec, platform, platform.device(local_rank), timeline)
+
+
+def load_stage(config: Config, spec: ModelSpec, platform: Platform) -> TriModel:
+    """This rank's pipeline stage with the HF weights in policy and reference; the old policy is copied at every publish."""
+    from pa_npu.backends.megatron.stage import build_stage
+    from pa_npu.backends.megatron.weights.hf_map import load_hf
+
+    stage = build_stage(spec, config, platform, frozen=config.frozen_models)
+    for name, model in stage.gpts().items():
+        if name != "old":
+            load_hf(model, spec)
+    return stage
+
+
+def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None) -> None:
+    """See BackendModule."""
+    from pa_npu.backends.megatron.checkpoint import to_hf
+
+    to_hf.export_checkpoint(checkpoint, output, model)
