@@ -32,6 +32,16 @@ from typing import Any
 
 from pa_npu.config import Config, dump_config
 from pa_npu.control.channel import StoreChannel, connect
+from pa_npu.control.messages import (
+    BORDER,
+    REPORT,
+    AgreementReport,
+    BorderReport,
+    CheckpointReport,
+    IterationReport,
+    ProbeReport,
+    UpdateReport,
+)
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.engines.stand_in import write_interpreter
@@ -84,6 +94,13 @@ def main() -> int:
     return 0
 
 
+def report_of(iteration: int, wait_s: float, train_s: float) -> IterationReport:
+    """What rank 0 would send: times, and nothing learned."""
+    zeros: dict[str, Any] = {name: 0 for name in UpdateReport.__dataclass_fields__}
+    update = UpdateReport(**{**zeros, "wait_s": wait_s, "train_s": train_s})
+    return IterationReport(iteration, update, ProbeReport(), AgreementReport(), CheckpointReport())
+
+
 class Job:
     """Store, coordinator and the first engine, which end with `stack`; the trainers are played by this process."""
 
@@ -93,7 +110,7 @@ class Job:
         self._env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._env.pop(KEY_VARIABLE, None)
         self.version = -1
-        self._report: dict[str, float] | None = None
+        self._seconds: tuple[float, float] | None = None  # of the last iteration: waiting and training
         self._key = secrets.token_hex(16)
         model = [sys.executable, str(ROOT / "tools" / "make_tiny_model.py"), "--out", str(directory), "--random"]
         subprocess.run(
@@ -131,7 +148,10 @@ class Job:
     def publish(self) -> None:
         """Play the trainers' part in the next publish."""
         self.version += 1
-        self._channel.put_json(f"publish/{self.version}/ready", {"version": self.version, "report": self._report})
+        if self._seconds is not None:
+            REPORT.put(self._channel, report_of(self.version - 1, *self._seconds), iteration=self.version - 1)
+        BORDER.put(self._channel, BorderReport(border_wait_s=0.0), version=self.version)
+        self._channel.put_json(f"publish/{self.version}/ready", {"version": self.version})
         key = f"publish/{self.version}/0/verdict"
         deadline = time.monotonic() + WAIT_S
         while not self._channel.exists(key):
@@ -153,7 +173,7 @@ class Job:
                 self._buffer.read(self.version, replica, slot)
                 self._buffer.done(self.version, replica, slot)
             time.sleep(TRAIN_GROUP_S)  # all replicas at the same time
-        self._report = {"loss": 0.0, "wait_s": waited_s, "train_s": GROUPS // TRAINERS * TRAIN_GROUP_S}
+        self._seconds = waited_s, GROUPS // TRAINERS * TRAIN_GROUP_S
 
     def records(self) -> list[dict[str, Any]]:
         return list(read_records(self.config.run.dir))

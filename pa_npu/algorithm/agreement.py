@@ -1,27 +1,28 @@
 """How far engine and trainer log-probs may differ: invariant I5 as a statistical test against the run's own noise.
 
-Both compute the same log-probs of the same tokens by other kernels, so they differ by rounding: in fp32 by about 1e-7 per token, in
-bf16 by about 0.01, with single tokens ten times further off. What is wrong (a publish that was skipped, other weights, another
-temperature) differs by more than that *on average*, long before any single token stands out. With d = trainer - engine log-prob of
-a sampled token, two means over tokens are judged:
+Both compute the same log-probs of the same tokens by other kernels, so they differ by rounding: in fp32 by about 1e-7 per token,
+in bf16 by about 0.01, with single tokens ten times further off. What is wrong (a publish that was skipped, other weights, another
+temperature) differs by more than that *on average*, long before any single token stands out. With d = trainer - engine log-prob
+of a sampled token, two means over tokens are judged:
 
     mean |d|            moves linearly with a fault
-    K3 = e^d - 1 - d    estimates KL(engine || trainer), as the engine drew the tokens (ratio trainer / engine under engine samples);
-                        moves with the fault's square, so that few tokens that are far off show
+    K3 = e^d - 1 - d    moves with the fault's square, so that few tokens that are far off show; it estimates
+                        KL(engine || trainer): the ratio trainer / engine under tokens that the engine drew
 
-Noise. The first iteration's tokens, all generated and trained with one version, give both means and how they vary from response to
-response (tokens of a response are not independent, responses are nearly): the relative variance c^2 of a ratio estimate per response.
+Noise. The first iteration's tokens, all generated and trained with one version, give both means and how they vary from response
+to response (tokens of a response are not independent, responses nearly are): c^2, the relative variance of one response's part.
 
-Limit. The mean over R responses of L tokens is a mean of positive, skewed, independent terms: taken as log-normal with the right mean
-and variance (Fenton-Wilkinson), whose tail is heavier than the normal's and the gamma's. Its relative variance at unchanged noise is
+Limit. The mean over R responses of L tokens is one of positive, skewed, independent terms. It is taken as log-normal with the
+right mean and variance (Fenton-Wilkinson), whose tail is heavier than the normal's and the gamma's. At unchanged noise, learned
+from R0 responses of L0 tokens, the ratio of the two means has the relative variance
 
-    v = c^2 (max(1, L0 / L) / R + 1 / R0)        responses here, and those that the noise was learned from
+    v = c^2 (max(1, L0 / L) / R + 1 / R0)
 
-so that with s^2 = log(1 + v) a mean at unchanged noise exceeds noise * exp(z s - s^2 / 2) with the chance of a normal above z. z is
-chosen for false_stop_rate per iteration, divided by the means that an iteration has: |d| of the probe, |d| and K3 of the trained
-tokens. K3 leaves out the response that differs most: a fault is in all of them, and one token that is far off is none. On top comes the margin, for the noise's own
-change over a run (lengths, entropy and weights change), on |d|, and its square on K3. tests/unit/test_algorithm_agreement.py measures
-both sides: false stops on skewed, heavy-tailed noise, and the faults that are found.
+and with s^2 = log(1 + v) it exceeds exp(z s - s^2 / 2) with the chance of a normal above z. z is chosen for false_stop_rate per
+iteration, divided by the means that an iteration has: |d| of the probe, |d| and K3 of the trained tokens. K3 leaves out the
+response that differs most: a fault is in all of them, and one token that is far off is none. On top comes the margin, for the
+noise's own change over a run (lengths, entropy and weights change), on |d|, and its square on K3.
+tests/unit/test_algorithm_agreement.py measures both sides: false stops on skewed, heavy-tailed noise, and the faults it finds.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class DifferenceSums:
 
     def __add__(self, other: DifferenceSums) -> DifferenceSums:
         added = [mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)]
-        return DifferenceSums(*added[:-1], max(self.k_largest, other.k_largest))
+        return DifferenceSums(*[*added[:-1], max(self.k_largest, other.k_largest)])
 
     @property
     def absolute_mean(self) -> float:
@@ -167,8 +168,8 @@ def limits(noise: Noise, sums: DifferenceSums, margin: float, false_stop_rate: f
 def plausible(dtype: Dtype) -> Limits:
     """What noise can be at most: where the first iteration is beyond it, engine and trainer were never the same model.
 
-    fp32 without reduced-precision products is at 1e-7 to 1e-5. bf16: published runs of dense models have means of 0.01 to 0.02 and K3
-    of 1e-4 to 1e-3; a temperature that is 30% off gives 0.1 and 0.03.
+    fp32 without reduced-precision products is at 1e-7 to 1e-5. bf16: published runs of dense models have means of 0.01 to 0.02
+    and K3 of 1e-4 to 1e-3; a temperature that is 30% off gives 0.1 and 0.03.
     """
     return Limits(1e-3, 1e-5) if dtype == "fp32" else Limits(0.05, 5e-3)
 

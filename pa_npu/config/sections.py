@@ -289,12 +289,12 @@ class PublishConfig(Section):
     probe_tolerance: float | None = Field(
         None,
         gt=0,
-        description="An absolute limit of any |engine - trainer| log-prob of the probe, beside the judgement by noise; none sets none.",
+        description="Absolute limit of every |engine - trainer| log-prob of the probe, beside noise_margin; none sets none.",
     )
     noise_margin: float | None = Field(
         4.0,
         ge=1.0,
-        description="The run stops where engine and trainer log-probs differ on average by more than so many times the noise of its "
+        description="Stop where engine and trainer log-probs differ on average by more than so many times the noise of the run's "
         "first iteration (K3: its square), over a probe or an iteration's tokens (I5); none only records.",
     )
     false_stop_rate: float = Field(

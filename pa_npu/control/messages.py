@@ -17,10 +17,11 @@ from pa_npu.control.typed import Topic
 class UpdateReport:
     """What one optimizer step did, equal on all ranks. Means are over the update's trained tokens unless said otherwise.
 
-    loss, policy_loss: sums over the update's normaliser. kl: K3's estimate of KL(policy || reference). logprob_diff_mean, logprob_diff_max: |trainer - engine| log-prob.
-    logprob_k3: K3's estimate of KL(engine || trainer). importance_*: None without importance sampling. learning_rate: of the step.
-    tokens_computed: tokens through the model, padding left out. memory_peak_bytes: the largest of all ranks, since the program's
-    start. wait_s: waiting for groups; train_s: the rest, the step (step_s) included; all three means over ranks.
+    loss, policy_loss: sums over the update's normaliser. kl: K3's estimate of KL(policy || reference). logprob_diff_mean,
+    logprob_diff_max: |trainer - engine| log-prob; logprob_k3: K3's estimate of KL(engine || trainer). importance_*: None without
+    importance sampling. learning_rate: of the step. tokens_computed: tokens through the model, padding left out.
+    memory_peak_bytes: the largest of all ranks, since the program's start. wait_s: waiting for groups; train_s: the rest, the
+    step (step_s) included; all three means over ranks.
     """
 
     loss: float
@@ -71,23 +72,23 @@ def merge_updates(reports: Sequence[UpdateReport]) -> UpdateReport:
         return lambda values: sum(v * n for v, n in zip(values, tokens, strict=True)) / max(1, sum(tokens))
 
     columns = {name: [getattr(report, name) for report in reports] for name in asdict(reports[0])}
-    return UpdateReport(
-        **{name: None if values[0] is None else rule(name)(values) for name, values in columns.items()}
-    )
+    merged: dict[str, Any] = {
+        name: None if values[0] is None else rule(name)(values) for name, values in columns.items()
+    }
+    return UpdateReport(**merged)
 
 
 @dataclass(frozen=True)
-class BorderReport:
-    """The border before an iteration, on rank 0. probe_*: |trainer - engine| log-prob over the probe; None without a probe."""
+class ProbeReport:
+    """The probe before an iteration: |trainer - engine| log-prob over its tokens; None without a probe."""
 
-    border_wait_s: float
     probe_diff_max: float | None = None
     probe_diff_mean: float | None = None
 
 
 @dataclass(frozen=True)
 class AgreementReport:
-    """The limits in force for this iteration's logprob_diff_mean and logprob_k3 (I5); None where nothing is judged yet."""
+    """The limits in force for this iteration's logprob_diff_mean and logprob_k3 (I5); None where nothing is judged."""
 
     logprob_diff_limit: float | None = None
     logprob_k3_limit: float | None = None
@@ -107,17 +108,27 @@ class IterationReport:
 
     iteration: int
     training: UpdateReport
-    border: BorderReport
+    probe: ProbeReport
     agreement: AgreementReport
     checkpoint: CheckpointReport
 
     def record(self) -> dict[str, Any]:
         """Its fields under the names of metrics.jsonl, those that are None left out."""
-        parts = (asdict(part) for part in (self.training, self.border, self.agreement, self.checkpoint))
+        parts = (asdict(part) for part in (self.training, self.probe, self.agreement, self.checkpoint))
         return {name: value for part in parts for name, value in part.items() if value is not None}
 
 
 REPORT = Topic("iterations/{iteration}/report", IterationReport, "trainers: the report of iteration {iteration}")
+
+
+@dataclass(frozen=True)
+class BorderReport:
+    """A border as rank 0 saw it. border_wait_s: from its announcement to the end of the publish, its own sending left out."""
+
+    border_wait_s: float
+
+
+BORDER = Topic("borders/{version}/report", BorderReport, "trainers: rank 0 to have published weight version {version}")
 
 
 @dataclass(frozen=True)
@@ -138,7 +149,9 @@ class Dispatched:
     groups: tuple[DispatchedGroup, ...]
 
 
-DISPATCHED = Topic("iterations/{iteration}/dispatched", Dispatched, "the coordinator: what iteration {iteration} consists of")
+DISPATCHED = Topic(
+    "iterations/{iteration}/dispatched", Dispatched, "the coordinator: what iteration {iteration} consists of"
+)
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,9 @@ def _read_union(kinds: tuple[Any, ...], value: Any, path: str) -> Any:
 
 def _misfit(kind: Any, value: Any, path: str) -> ValueError:
     shown = repr(value)
-    return ValueError(f"{path or 'a value'} = {shown[:60]}{'...' if len(shown) > 60 else ''}, which is no {_name(kind)}")
+    return ValueError(
+        f"{path or 'a value'} = {shown[:60]}{'...' if len(shown) > 60 else ''}, which is no {_name(kind)}"
+    )
 
 
 def _name(kind: Any) -> str:

@@ -4,7 +4,7 @@
 
 Per weight version v, with keys in the store that the launcher hosts (PA_NPU_STORE=host:port), where the roster of engines is too:
 
-    publish/v/ready   <- trainers, with their report of iteration v - 1
+    report of iteration v - 1, publish/v/ready   <- trainers                      (control/messages.py)
     engines load v, forget old prefixes, answer the probe; trainers get it        (publishing.py)
     iteration v - 1 goes into metrics.jsonl and onto the console                   (record.py)
     greedy evaluation of version v, where due                                      (evaluate.py)
@@ -34,6 +34,8 @@ from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
+from pa_npu.control.freshness import Freshness
+from pa_npu.control.messages import BORDER, DATA_POSITION, DISPATCHED, REPORT, DataPosition, IterationReport
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.coordinator.evaluate import evaluate
@@ -142,6 +144,8 @@ class Coordinator:
         self._records = records
         self._timeline = timeline
         self._sampling = sampling
+        self._freshness = Freshness(config.schedule.max_staleness)
+        self._published: int | None = None
 
     async def run(self, train: PromptStream, test: Sequence[Prompt], first: int) -> None:
         """From weight version `first` to the evaluation of the last one."""
@@ -154,25 +158,28 @@ class Coordinator:
                 prompts = train.take(self._config.schedule.prompts_per_iteration)
             border = await self._cross(version, prompts[0], is_first=version == first)
             if current is not None:
-                self._write(current, border)
-                self._producer.note_training(border.report.get("train_s", 0.0))
+                report = REPORT.get(self._channel, iteration=current.production.iteration)
+                self._write(current, report, border)
+                self._producer.note_training(report.training.train_s)
             evaluation = await self._evaluate(version, test) if test and self._evaluation_due(version) else None
             if version == last:
                 return
+            self._freshness.check_production(version, self._published)
             with self._timeline.span("produce", iteration=version):
                 production = await self._producer.produce(version, prompts, lambda: train.take(1)[0])
+            DISPATCHED.put(self._channel, production.dispatched(), iteration=version)
             self._put_position(version + 1, train)
             current = _Iteration(production, evaluation, border)
 
     def _put_position(self, version: int, train: PromptStream) -> None:
         """Which prompts were taken before iteration `version`, for the trainers' checkpoint of that version."""
-        self._channel.put_json(f"data/position/{version}", train.state())
+        DATA_POSITION.put(self._channel, DataPosition(train.state()), iteration=version)
 
     async def _cross(self, version: int, prompt: Prompt, *, is_first: bool) -> _Border:
         """Weight version `version` from trainers to engines."""
         trainer = self._config.trainer
         with self._timeline.span("wait for trainers", version=version):
-            ready = await self._channel.wait_json_async(
+            await self._channel.wait_json_async(
                 f"publish/{version}/ready",
                 trainer.startup_timeout_s if is_first else trainer.wait_timeout_s,
                 f"trainers: rank 0 to announce weight version {version}",
@@ -180,8 +187,10 @@ class Coordinator:
         start_s = time.perf_counter()
         with self._timeline.span("publish", version=version):
             await self._publish.publish(version, prompt)
+        self._published = version
         done_s = time.perf_counter()
-        return _Border(ready.get("report") or {}, done_s - start_s, done_s, self._pool.use(), self._fleet.size)
+        report = await BORDER.wait_async(self._channel, trainer.wait_timeout_s, version=version)
+        return _Border(report.border_wait_s, done_s - start_s, done_s, self._pool.use(), self._fleet.size)
 
     def _evaluation_due(self, version: int) -> bool:
         schedule = self._config.schedule
@@ -205,11 +214,12 @@ class Coordinator:
         self._records.write_evaluation(record)
         return record
 
-    def _write(self, iteration: _Iteration, end: _Border) -> None:
+    def _write(self, iteration: _Iteration, report: IterationReport, end: _Border) -> None:
         record = iteration_record(
             self._config,
             iteration.production,
-            end.report,
+            report,
+            border_wait_s=end.border_wait_s,
             iteration_s=end.done_s - iteration.start.done_s,
             publish_s=end.publish_s,
             evaluation=iteration.evaluation,
@@ -222,9 +232,9 @@ class Coordinator:
 
 @dataclass(frozen=True)
 class _Border:
-    """The publish between two iterations. report: the trainers', of the iteration before; done_s: when it was complete."""
+    """The publish between two iterations. border_wait_s: the trainers' part in waiting; done_s: when it was complete."""
 
-    report: dict[str, Any]
+    border_wait_s: float
     publish_s: float
     done_s: float
     use: dict[str, EngineUse]

@@ -105,6 +105,7 @@ class Producer:
                 if config.streams(iteration):
                     slot = assignment.assign(group.index, self._work_of(group))
                     await self._put(group, self._advantages(group), *slot)
+                    production.put(group, slot[0])
                 else:
                     held.append(group)
 
@@ -123,6 +124,7 @@ class Producer:
         slots = assignment.assign_all([group.index for group in held], [self._work_of(group) for group in held])
         for group, advantages, slot in zip(held, self._held_advantages(held), slots, strict=True):
             await self._put(group, advantages, *slot)
+            production.put(group, slot[0])
         assignment.finish()
         production.end(self._window.sequences, tail.tail_waste, assignment.imbalance)
         self._generate_s = production.numbers()["generate_s"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.coordinator.scoring import ScoredGroup
 
 
@@ -37,6 +38,7 @@ class Production:
         self._reward = 0.0
         self._rewards: dict[str, float] = {}
         self._errors = 0
+        self._in_buffer: list[DispatchedGroup] = []
 
     def judge(self, group: ScoredGroup) -> None:
         """A scored group, trained or not: the policy's accuracy is over these, whatever is chosen for training."""
@@ -90,9 +92,13 @@ class Production:
             "replica_imbalance": self._replica_imbalance,
         }
 
-    def tokens_computed(self, prompts_per_group: int) -> int:
-        """Tokens that go through the trainer when each group's prompt is computed `prompts_per_group` times."""
-        return self._prompt_tokens * prompts_per_group + self._response_tokens
+    def put(self, group: ScoredGroup, replica: int) -> None:
+        """A group is in the buffer, for this replica."""
+        self._in_buffer.append(DispatchedGroup(group.index, replica, tuple(group.response_lengths)))
+
+    def dispatched(self) -> Dispatched:
+        """What trainers compare with what they have trained (I2)."""
+        return Dispatched(self.iteration, self._dispatched, tuple(self._in_buffer))
 
 
 def _sample(group: ScoredGroup) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from pa_npu.publish.sizing import auto_bucket_bytes
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.border import Border
+from pa_npu.trainer.checks import IterationChecks
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class RankParts:
     backend: TrainBackend
     border: Border
     rollouts: Callable[[int], MicrobatchIterator]
+    checks: IterationChecks
     publisher: Publisher | None
     late_engines: LateEngines | None
 
@@ -67,8 +70,10 @@ def assemble_rank(
             channel.put_json(f"late/manifest/{stage}", late_publisher.manifest())
             channel.put_json(f"publish/manifest/{stage}", publisher.manifest())
         backend.attach(publisher)
-    border = Border(config, backend, channel, timeline, rank)
-    return RankParts(backend, border, rollout_source(config, channel, backend, timeline), publisher, late)
+    agreement = Agreement(config, writes=rank == 0)
+    border = Border(config, backend, channel, timeline, rank, agreement)
+    checks = IterationChecks(config, channel, agreement, backend.ranks.data_rank)
+    return RankParts(backend, border, rollout_source(config, channel, backend, timeline), checks, publisher, late)
 
 
 def make_publisher(

@@ -1,12 +1,12 @@
 """The iteration border as a trainer rank sees it: announce, publish, wait for the engines, check the probe.
 
 Protocol with the coordinator, through the store (version v, keys under publish/v; n counts the attempts from 0):
-  1. rank 0 puts `ready` with the report of iteration v - 1; the coordinator checks that nothing is in flight;
+  1. rank 0 puts the report of iteration v - 1 and `ready`; the coordinator checks that nothing is in flight;
   2. the coordinator puts `n/members`: the epoch of the groups, and how many engine workers are in them;
   3. engines receive while the stage leaders broadcast (backend.publish); a leader that loses one puts `n/broken`;
   4. the coordinator drops the engines' prefix caches, samples the probe, and puts `n/verdict`: done, or once more from 2 with the
      engines that are left;
-  5. every rank compares the probe's log-probs with its own and stops beyond publish.probe_tolerance (invariant I5).
+  5. every rank compares the probe's log-probs with its own (invariant I5, agreement.py).
 """
 
 from __future__ import annotations
@@ -21,29 +21,40 @@ import numpy as np
 from pa_npu.backends.protocol import Members, TrainBackend
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
-from pa_npu.errors import DeadlineExceeded, InvariantViolation
+from pa_npu.control.messages import BORDER, DATA_POSITION, REPORT, BorderReport, IterationReport, ProbeReport
+from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.transport import WeightSyncError
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.agreement import Agreement
 
 logger = logging.getLogger(__name__)
 
 
 class Border:
     def __init__(
-        self, config: Config, backend: TrainBackend, channel: StoreChannel, timeline: Timeline, rank: int
+        self,
+        config: Config,
+        backend: TrainBackend,
+        channel: StoreChannel,
+        timeline: Timeline,
+        rank: int,
+        agreement: Agreement,
     ) -> None:
         self._config = config
         self._backend = backend
         self._channel = channel
         self._timeline = timeline
         self._rank = rank
+        self._agreement = agreement
 
-    def cross(self, version: int, report: dict[str, float] | None) -> dict[str, float]:
-        """Publish `version` and hand over the report of the iteration before; returns numbers for the next report."""
+    def cross(self, version: int, report: IterationReport | None) -> ProbeReport:
+        """Publish `version`, hand over the report of the iteration before, and compare the probe. Raises InvariantViolation."""
         if self._rank == 0:
-            self._channel.put_json(f"publish/{version}/ready", {"version": version, "report": report})
+            if report is not None:
+                REPORT.put(self._channel, report, iteration=report.iteration)
+            self._channel.put_json(f"publish/{version}/ready", {"version": version})
         start, publish_s = time.perf_counter(), 0.0
         for attempt in count():
             key = f"publish/{version}/{attempt}"
@@ -54,12 +65,13 @@ class Border:
             if verdict["done"]:
                 break
             logger.warning("weight version %d is published again: %s", version, verdict["reason"])
-        numbers = {"border_wait_s": time.perf_counter() - start - publish_s}
+        if self._rank == 0:
+            BORDER.put(self._channel, BorderReport(time.perf_counter() - start - publish_s), version=version)
         logger.info("published version %d in %.2f s", version, publish_s)
         if verdict.get("probe") is None:
-            return numbers
+            return ProbeReport()
         with self._timeline.span("probe", version=version):
-            return numbers | self._check_probe(version, probe_microbatches(verdict["probe"], version, self._config))
+            return self._check_probe(version, probe_microbatches(verdict["probe"], version, self._config))
 
     def _publish(self, version: int, members: Members, broken_key: str) -> float:
         """This rank's seconds of an attempt; that it failed on a leader is for the coordinator to judge."""
@@ -78,22 +90,12 @@ class Border:
 
     def data_position(self, version: int) -> dict[str, Any]:
         """PromptStream.state() of the coordinator before iteration `version`: where a resumed run goes on."""
-        return self._channel.wait_json(
-            f"data/position/{version}",
-            self._config.trainer.wait_timeout_s,
-            f"the coordinator to say how many prompts were taken before iteration {version}",
-        )
+        return DATA_POSITION.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=version).state
 
-    def _check_probe(self, version: int, microbatches: list[Microbatch]) -> dict[str, float]:
+    def _check_probe(self, version: int, microbatches: list[Microbatch]) -> ProbeReport:
         result = self._backend.probe(microbatches)
-        tolerance = self._config.publish.probe_tolerance
-        if not result.difference_max <= tolerance:
-            raise InvariantViolation(
-                f"I5: after publishing version {version} engine and trainer log-probs differ by {result.difference_max:.4g}, more "
-                f"than publish.probe_tolerance = {tolerance}; the engines hold other weights than the trainers or compute "
-                f"differently (check dtype and attention backend of both, then the weight map)"
-            )
-        return {"probe_diff_max": result.difference_max, "probe_diff_mean": result.difference_mean}
+        self._agreement.check_probe(version, result)
+        return ProbeReport(result.difference_max, result.differences.absolute_mean)
 
 
 def probe_microbatches(probe: dict[str, Any], version: int, config: Config) -> list[Microbatch]:

@@ -20,11 +20,13 @@ from transformers import PreTrainedTokenizerFast
 
 from pa_npu.config import Config, dump_config
 from pa_npu.control.channel import StoreChannel, connect
+from pa_npu.control.messages import BORDER, REPORT, BorderReport
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from tests.helpers.reports import iteration_report
 from tests.helpers.stand_in_engine import API_KEY, Served
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,8 +121,12 @@ class Run:
             text=True,
         )
 
-    def announce(self, version: int, report: dict[str, float] | None) -> None:
-        self.channel.put_json(f"publish/{version}/ready", {"version": version, "report": report})
+    def announce(self, version: int, report: dict[str, Any] | None) -> None:
+        """Weight version `version`, with the report of the iteration before, as fields of UpdateReport."""
+        if report is not None:
+            REPORT.put(self.channel, iteration_report(version - 1, **report), iteration=version - 1)
+        BORDER.put(self.channel, BorderReport(border_wait_s=0.0), version=version)
+        self.channel.put_json(f"publish/{version}/ready", {"version": version})
 
     def announce_weights(self) -> None:
         for kind in ("publish", "late"):

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
+from pa_npu.control.messages import DATA_POSITION
 from tests.helpers.launched import Launched, settings
 
 pytestmark = [
@@ -79,7 +80,7 @@ class Watched:
             version = next((v for v in range(ITERATIONS, -1, -1) if self._there(f"publish/{v}/ready")), None)
             if version is None:
                 return False
-            published, produced = self._published(version), self._there(f"data/position/{version + 1}")
+            published, produced = self._published(version), DATA_POSITION.exists(self._channel, iteration=version + 1)
             state = "publish" if not published else "training" if produced else "generation"
             found[:] = [version]
             return state == moment and at_least <= version < ITERATIONS

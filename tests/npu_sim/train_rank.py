@@ -62,6 +62,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import bucket_bytes, rollout_source
     from pa_npu.trainer.loop import consume
+    from tests.helpers.reports import numbers
     from tests.helpers.trainer_rank import put_groups
 
     logprobs: dict[int, torch.Tensor] = {}
@@ -98,7 +99,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
         if rank == 0:
             put_groups(config, StoreRolloutBuffer(StoreChannel(store), "run", readers=1), iteration, None, False)
         backend.publish(iteration)
-        reports.append(consume(backend, rollouts(iteration), 1))
+        reports.append(numbers(consume(backend, rollouts(iteration), 1).report))
     backend.export(directory / "hf")
     automatic = bucket_bytes(config, platform, backend)
     if engine_workers and ranks.data_rank == 0:

@@ -21,7 +21,9 @@ def test_versions_from_max_staleness_back_to_the_trained_one_hold_and_no_others(
 def test_a_broken_rule_names_what_and_both_versions() -> None:
     EXACT.check(3, [3, 3], "group 7")
     EXACT.check(3, [], "nothing")
-    with pytest.raises(InvariantViolation, match=r"I1 version: group 7 .* weight version 2, but version 3 .*staleness = 0"):
+    with pytest.raises(
+        InvariantViolation, match=r"I1 version: group 7 .* weight version 2, but version 3 .*staleness = 0"
+    ):
         EXACT.check(3, [3, 2], "group 7")
     Freshness(1).check(3, [2, 3], "group 7")
     with pytest.raises(InvariantViolation, match="weight version 4, but version 3"):

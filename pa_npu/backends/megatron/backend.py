@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
-from pa_npu.algorithm.agreement import difference_sums
 from pa_npu.algorithm.aggregation import normaliser, token_weights
+from pa_npu.algorithm.agreement import difference_sums
 from pa_npu.algorithm.batch import TokenBatch
 from pa_npu.algorithm.losses import loss_sums, metric_names
 from pa_npu.algorithm.policy_losses import find_policy_loss
@@ -231,7 +231,9 @@ class MegatronBackend:
         if "old" in output.frozen:
             return output.frozen["old"]
         if self._policy_version is not None:
-            EXACT.check(self._policy_version, [microbatch.version], f"a microbatch of groups {microbatch.group_indices}")
+            EXACT.check(
+                self._policy_version, [microbatch.version], f"a microbatch of groups {microbatch.group_indices}"
+            )
         return output.logprobs.detach()
 
     def _probe_loss(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:

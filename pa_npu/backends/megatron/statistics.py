@@ -88,7 +88,7 @@ class MetricSums:
         values, (difference_max, k_largest) = vector.tolist(), largest.tolist()
         named, rest = values[: len(self.names)], values[len(self.names) :]
         return Statistics(
-            dict(zip(self.names, named, strict=True)), difference_max, DifferenceSums(*rest, k_largest)
+            dict(zip(self.names, named, strict=True)), difference_max, DifferenceSums(*[*rest, k_largest])
         )
 
 
