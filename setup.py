@@ -1,4 +1,4 @@
-"""Installation; the Ascend C operators are built along with it, only where CANN and torch_npu are found."""
+"""Installation; a wheel gets the Ascend C operators where CANN and torch_npu are found, an editable install by a command."""
 
 from __future__ import annotations
 
@@ -48,14 +48,20 @@ EXTRAS = {
 
 
 class BuildWithOperators(build_py):
-    """Build the Python files, and the operators of ops/ascendc where CANN is found; elsewhere torch does their work."""
+    """Build the Python files, and for a wheel the operators of ops/ascendc where CANN, torch and torch_npu are found.
+
+    Not for an editable install: setuptools turns whatever fails in it into a warning that pip does not show. There
+    `python -m ops.ascendc.build` builds them, after the installation.
+    """
 
     def run(self) -> None:
         super().run()
+        if self.editable_mode:
+            return
         sys.path.insert(0, str(ROOT))
         from ops.ascendc.build import build_if_possible
 
-        build_if_possible(ROOT if self.editable_mode else Path(self.build_lib).resolve())
+        build_if_possible(Path(self.build_lib).resolve())
 
 
 setup(

@@ -54,10 +54,12 @@ from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
 from pa_npu.engines.stand_in import HeavyTail, Speed
 from pa_npu.engines.vllm.client import VllmEngine
+from pa_npu.environments.protocol import EnvironmentContext
+from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.families.spec import ModelSpec
 from pa_npu.rewards.types import RewardInput, RewardResult
-from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import group_seed
+from pa_npu.samples.types import Group
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.timeline import Timeline
 
@@ -243,7 +245,7 @@ class Trainers:
         self._slots = [[self._loop.create_future() for _ in range(slots)] for _ in range(case.replicas)]
 
     def put(self, group: Group, replica: int, slot: int) -> None:
-        work = self._work(len(group.prompt_tokens), group.response_lengths.tolist())
+        work = self._work(group.prompt_lengths()[0], group.trained_lengths.tolist())
         self._loop.call_soon_threadsafe(self._slots[replica][slot].set_result, work)
 
     async def train(self) -> float:
@@ -294,7 +296,8 @@ async def run_iterations(
     async with EnginePool(engines) as pool:
         window, sampling = FixedWindow(case.places * GROUP), Sampling(case.max_tokens, 1.0)
         timeline = Timeline(None, "")
-        producer = Producer(config, pool, Rewards(), shelf, window, sampling, timeline, work, store_thread)
+        environment = SingleTurn(EnvironmentContext(None, case.max_tokens))
+        producer = Producer(config, pool, environment, Rewards(), shelf, window, sampling, timeline, work, store_thread)
         for iteration in range(case.epochs * case.iterations_per_epoch):
             prompts = prompt_stream.take(case.groups)
             lengths = [case.group_lengths(prompt, iteration, index) for index, prompt in enumerate(prompts)]

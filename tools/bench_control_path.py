@@ -44,7 +44,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections import RewardConfig
 from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.coordinator.producer import Producer
-from pa_npu.coordinator.scoring import ScoredGroup, reward_input
+from pa_npu.coordinator.scoring import reward_input
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.window import FixedWindow
 from pa_npu.dispatch.work import GroupWork
@@ -52,11 +52,14 @@ from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
 from pa_npu.engines.vllm import codec as wire
 from pa_npu.engines.vllm.client import VllmEngine
+from pa_npu.environments.protocol import EnvironmentContext
+from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.families.spec import ModelSpec
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.types import RewardInput, RewardResult
-from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.types import Group, Sample, SampleBuilder
+from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -247,7 +250,9 @@ async def produce_for(
         async with EnginePool([VllmEngine(url, VOCABULARY) for url in urls]) as pool:
             timeline = Timeline(None, "")
             work = GroupWork(SHAPE, config)
-            producer = Producer(config, pool, StubRewards(), buffer, window, sampling, timeline, work, store_thread)
+            producer = Producer(
+                config, pool, environment(config), StubRewards(), buffer, window, sampling, timeline, work, store_thread
+            )
             prompts = [prompt] * GROUPS_PER_ITERATION
             await producer.produce(0, prompts)
             if profiler is not None:
@@ -262,6 +267,20 @@ async def produce_for(
     return iteration * GROUPS_PER_ITERATION, wall_s, cpu_s
 
 
+def environment(config: Config) -> SingleTurn:
+    return SingleTurn(EnvironmentContext(None, config.rollout.max_response_tokens))
+
+
+def samples_of(body: bytes, sampling: Sampling, prompt: Prompt, responses: int, url: str) -> list[Sample]:
+    """An engine's answer as the environment makes samples of it."""
+    samples = []
+    for generation in wire.decode_response(body, responses, sampling, VOCABULARY, url):
+        sample = SampleBuilder(prompt.tokens)
+        sample.write(generation.tokens, generation.logprobs, 0)
+        samples.append(sample.finish(generation.finished, generation.text))
+    return samples
+
+
 async def time_parts(
     url: str, channel: StoreChannel, sampling: Sampling, prompt: Prompt, responses: int
 ) -> tuple[bytes, dict[str, float]]:
@@ -270,29 +289,29 @@ async def time_parts(
         request = wire.encode_request(prompt.tokens, responses, 0, sampling)
         body = await engine._request("POST", "/v1/completions", request, STARTUP_S)
 
-    def decode() -> ScoredGroup:
-        completions = wire.decode_response(body, responses, sampling, VOCABULARY, url)
-        total = np.arange(responses, dtype=np.float32) % 2
-        return ScoredGroup(0, 0, prompt, completions, RewardResult(total, {}, total > 0, ()))
+    total = np.arange(responses, dtype=np.float32) % 2
+
+    def decode() -> list[Sample]:
+        return samples_of(body, sampling, prompt, responses, url)
 
     def build() -> Group:
-        return scored.with_advantages(group_advantages(scored.result.total, "group-std"))
+        advantages = group_advantages(total, "group-std")
+        return Group.of_samples(samples, total, advantages, run_seed=0, iteration=0, index=0, prompt_id=0)
 
-    scored = decode()
+    samples = decode()
     group = build()
-    data = group.to_bytes()
+    data = to_bytes(group)
     return body, {
         "decode_us": cpu_us(decode),
         "group_us": cpu_us(build),
-        "bytes_us": cpu_us(group.to_bytes),
+        "bytes_us": cpu_us(lambda: to_bytes(group)),
         "put_us": cpu_us(lambda: channel.put_bytes("bench", data)),
     }
 
 
 async def time_rewards(body: bytes, sampling: Sampling, prompt: Prompt, responses: int) -> float:
     """CPU microseconds of this process to have a group scored by a worker process (format reward)."""
-    completions = wire.decode_response(body, responses, sampling, VOCABULARY, "")
-    group = reward_input(prompt, completions)
+    group = reward_input(prompt, samples_of(body, sampling, prompt, responses, ""))
     config = RewardConfig.model_validate({"functions": [{"name": "format", "pattern": "^ t"}]})
     async with RewardPool(config) as pool:
         times = []

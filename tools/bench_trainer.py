@@ -32,8 +32,8 @@ from pa_npu import platform as platforms
 from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
-from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.types import Group
 
 PROFILE_GROUPS = {
     "linear layers": ("aten::mm", "aten::addmm", "aten::linear", "aten::bmm", "mkldnn"),
@@ -74,7 +74,7 @@ class TransformersTrainer:
 
     def iteration(self, groups: list[Group]) -> tuple[float, float]:
         self.optimizer.zero_grad()
-        num_tokens = sum(group.num_response_tokens for group in groups)
+        num_tokens = sum(group.num_trained for group in groups)
         total = 0.0
         for group in groups:
             loss = self._group_loss(group) / num_tokens
@@ -85,20 +85,19 @@ class TransformersTrainer:
         return total, float(norm)
 
     def _group_loss(self, group: Group) -> torch.Tensor:
-        prompt, lengths = len(group.prompt_tokens), group.response_lengths
+        prompt, lengths = group.prompt_lengths()[0], group.trained_lengths
         longest = int(lengths.max())
         tokens = np.zeros((len(lengths), prompt + longest), np.int64)
         mask = np.zeros((len(lengths), prompt + longest), np.int64)
-        offsets = group.response_offsets()
+        sequences = group.sequences()
         for i, length in enumerate(lengths):
-            tokens[i, :prompt] = group.prompt_tokens
-            tokens[i, prompt : prompt + length] = group.response_tokens[offsets[i] : offsets[i + 1]]
+            tokens[i, : prompt + length] = sequences[i]
             mask[i, : prompt + length] = 1
         ids, mask_t = torch.from_numpy(tokens), torch.from_numpy(mask)
         logits = self.model(input_ids=ids, attention_mask=mask_t, use_cache=False).logits[:, prompt - 1 : -1]
         logprobs = logits.log_softmax(-1).gather(-1, ids[:, prompt:, None]).squeeze(-1)
         ratio = (logprobs - logprobs.detach()).exp()
-        advantages = torch.from_numpy(group.advantages)[:, None]
+        advantages = torch.from_numpy(group.advantages[group.offsets()[1:] - 1])[:, None]
         losses = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
         return (losses * mask_t[:, prompt:]).sum()
 
@@ -159,8 +158,8 @@ def compare(model: str, args: argparse.Namespace) -> dict[str, object]:
     return {
         "model": f"{spec.family}, hidden {spec.hidden_size}, {spec.num_layers} layers, {spec.num_parameters / 1e6:.1f}M parameters",
         "tokens": {
-            "separate": sum(len(g.prompt_tokens) * g.num_responses + g.num_response_tokens for g in groups),
-            "shared": sum(len(g.prompt_tokens) + g.num_response_tokens for g in groups),
+            "separate": sum(g.num_tokens for g in groups),
+            "shared": sum(g.prompt_lengths()[0] + g.num_trained for g in groups),
         },
         "agreement": {"HF": first["HF"], "separate": first["separate"]},
         "seconds": medians,
@@ -190,7 +189,7 @@ def make_groups(args: argparse.Namespace, vocab_size: int) -> list[Group]:
         lengths = rng.integers(max(1, args.response // 2), args.response + 1, args.responses).astype(np.int32)
         total = int(lengths.sum())
         groups.append(
-            Group(
+            Group.of_responses(
                 iteration=0,
                 version=0,
                 index=index,

@@ -50,8 +50,8 @@ from pa_npu.algorithm.policy_losses import find_policy_loss
 from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
-from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.types import Group
 from pa_npu.telemetry.hardware import processor
 
 TIMEOUT_S = 170.0
@@ -242,7 +242,7 @@ def make_groups(case: Case) -> list[Group]:
         lengths = rng.integers(max(1, case.response // 2), case.response + 1, case.responses).astype(np.int32)
         total = int(lengths.sum())
         groups.append(
-            Group(
+            Group.of_responses(
                 iteration=0,
                 version=0,
                 index=index,
@@ -312,7 +312,7 @@ def build_pass(name: str, case: Case, config: Config, platform: Any, microbatche
                 advantages=m.advantages,
                 weights=token_weights(m.response_lengths, config.algorithm.aggregation, torch.device("cpu")),
                 response_index=m.response_index,
-                num_responses=m.num_sequences,
+                num_responses=m.num_samples,
                 group_size=case.responses,
             )
             return loss_sums(batch, config.algorithm, policy_loss).loss

@@ -16,6 +16,10 @@ The supervised phase has two parts. First the model learns to add two-digit numb
 slips: more often than not it adds one too much to the ones. So greedy decoding gives a wrong answer, sampling often
 finds the right one, and reinforcement learning has a habit to find that pays. With --random there is no training
 (tests and benchmarks).
+
+--task calculator makes questions that it cannot answer by itself, "What is 47*83?". Its teacher asks a calculator in
+some of its answers ("<<47*83>>", and reads "=3901") and guesses in the others, so greedy decoding guesses, sampling
+sometimes asks, and reinforcement learning with environment.name=tools has a tool to find that pays.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-FORMAT_VERSION = 1  # raise it when the same arguments give another result, so that old caches are made anew
+FORMAT_VERSION = 2  # raise it when the same arguments give another result, so that old caches are made anew
 END_OF_TEXT, END_OF_TURN, SYSTEM, USER, ASSISTANT = (
     "<|endoftext|>",
     "<|end|>",
@@ -96,6 +100,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, questions and training order")
+    parser.add_argument("--task", choices=("add", "calculator"), default="add", help="what the questions ask")
     parser.add_argument("--family", choices=("qwen2", "qwen3", "llama"), default="qwen2", help="architecture")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size")
     parser.add_argument("--layers", type=int, default=2, help="number of layers")
@@ -111,6 +116,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=500, help="most supervised steps that teach adding")
     parser.add_argument("--slip-steps", type=int, default=150, help="supervised steps with the slipping teacher")
     parser.add_argument("--slip-rate", type=float, default=0.65, help="how often the teacher answers one too much")
+    parser.add_argument("--call-rate", type=float, default=0.3, help="how often the teacher asks the calculator")
     parser.add_argument("--batch", type=int, default=64, help="questions per supervised step")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak learning rate of the supervised phase")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
@@ -146,13 +152,15 @@ def make(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     test = pairs[: arguments.test_questions]
     validation = pairs[arguments.test_questions : arguments.test_questions + NUM_VALIDATION]
     rest = pairs[arguments.test_questions + NUM_VALIDATION :]
-    write_questions(directory / "train.jsonl", rest[: arguments.train_questions])
-    write_questions(directory / "test.jsonl", test)
+    write_questions(directory / "train.jsonl", rest[: arguments.train_questions], arguments.task)
+    write_questions(directory / "test.jsonl", test, arguments.task)
 
     tokenizer = make_tokenizer(arguments.vocab)
     model = make_model(arguments, tokenizer)
     report: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
-    if not arguments.random:
+    if not arguments.random and arguments.task == "calculator":
+        report |= supervise_calls(model, tokenizer, arguments, rest, validation, order)
+    elif not arguments.random:
         report |= supervise(model, tokenizer, arguments, rest, validation, order)
         report["greedy_accuracy"] = sum(answer == x + y for (x, y), answer in greedy(model, tokenizer, test)) / len(
             test
@@ -175,8 +183,20 @@ def solution(x: int, y: int, slip: int = 0) -> str:
     return f"{x % 10}+{y % 10}={ones}\n{x // 10}+{y // 10}{carried}={tens}\n#### {10 * tens + ones % 10}"
 
 
-def write_questions(path: Path, pairs: list[tuple[int, int]]) -> None:
-    rows = [{"question": question(x, y), "answer": solution(x, y)} for x, y in pairs]
+def product_question(x: int, y: int) -> str:
+    return f"What is {x}*{y}?"
+
+
+def call_turns(x: int, y: int) -> list[tuple[str, bool]]:
+    """What is written with a calculator at hand, piece by piece, and whether the model writes it."""
+    return [(f"<<{x}*{y}>>", True), (f"={x * y}\n", False), (f"#### {x * y}{END_OF_TURN}", True)]
+
+
+def write_questions(path: Path, pairs: list[tuple[int, int]], task: str) -> None:
+    if task == "calculator":
+        rows = [{"question": product_question(x, y), "answer": f"#### {x * y}"} for x, y in pairs]
+    else:
+        rows = [{"question": question(x, y), "answer": solution(x, y)} for x, y in pairs]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -297,13 +317,80 @@ def supervised_step(
     # Padding stands on the right, so causal attention needs no mask.
     logits = model(tokens, use_cache=False).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+    descend(model, optimizer, loss, learning_rate)
+    return loss.item()
+
+
+def descend(model: Any, optimizer: torch.optim.Optimizer, loss: torch.Tensor, learning_rate: float) -> None:
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
+
+
+def supervise_calls(
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    arguments: argparse.Namespace,
+    pairs: list[tuple[int, int]],
+    validation: list[tuple[int, int]],
+    order: random.Random,
+) -> dict[str, Any]:
+    """Teaches to ask the calculator properly, in some answers, and to guess in the others."""
+    started = time.process_time()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    known, step = 0.0, 0
+    for step in range(1, arguments.steps + 1):
+        remaining = 1 - step / arguments.steps
+        rate = arguments.learning_rate * min(step / 20, 1.0, max(remaining / 0.7, 0.02))
+        batch = []
+        for x, y in order.choices(pairs, k=arguments.batch):
+            guess = f"#### {order.randint(SMALLEST**2, LARGEST**2)}{END_OF_TURN}"
+            batch.append((x, y, call_turns(x, y) if order.random() < arguments.call_rate else [(guess, True)]))
+        tokens, labels = call_batch(tokenizer, batch)
+        logits = model(tokens, use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        descend(model, optimizer, loss, rate)
+        if step % 25 == 0:
+            known = knows_calls(model, tokenizer, validation)
+            print(f"calling  step {step:4d}  loss {loss.item():.4f}  right {known:.3f}", flush=True)
+            if known >= 0.985:
+                break
+    seconds = time.process_time() - started
+    return {"right_after_asking": known, "steps": step, "cpu_seconds": round(seconds, 1)}
+
+
+def call_batch(
+    tokenizer: PreTrainedTokenizerFast, batch: list[tuple[int, int, list[tuple[str, bool]]]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels [rows, width]; each piece is tokenised by itself, as the tool environment does."""
+    rows = []
+    for x, y, turns in batch:
+        tokens = tokenizer(USER + product_question(x, y) + ASSISTANT).input_ids
+        labels = [IGNORED] * len(tokens)
+        for text, written in turns:
+            piece = tokenizer(text).input_ids
+            tokens = tokens + piece
+            labels += piece if written else [IGNORED] * len(piece)
+        rows.append((tokens, labels))
+    width = max(len(tokens) for tokens, _ in rows)
+    padded = [[*tokens, *[tokenizer.pad_token_id] * (width - len(tokens))] for tokens, _ in rows]
+    masked = [[*labels, *[IGNORED] * (width - len(labels))] for _, labels in rows]
+    return torch.tensor(padded), torch.tensor(masked)
+
+
+@torch.no_grad()
+def knows_calls(model: Any, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[int, int]]) -> float:
+    """Share of questions that greedy decoding answers rightly once it has begun a call."""
+    tokens, labels = call_batch(tokenizer, [(x, y, call_turns(x, y)) for x, y in pairs])
+    chosen = model(tokens, use_cache=False).logits[:, :-1].argmax(-1)
+    labels = labels[:, 1:].clone()
+    first = (labels != IGNORED).int().argmax(dim=1)  # whether to call at all
+    labels[torch.arange(len(labels)), first] = IGNORED
+    right = (chosen == labels) | (labels == IGNORED)
+    return right.all(dim=1).float().mean().item()
 
 
 @torch.no_grad()

@@ -1,4 +1,7 @@
-"""Builds the Ascend C operators where CANN, torch and torch_npu are found, and says why not where they are not."""
+"""Builds the Ascend C operators where CANN, torch and torch_npu are found, and says why not where they are not.
+
+python -m ops.ascendc.build     into the package that this interpreter imports; ends with 1 where that cannot be done
+"""
 
 from __future__ import annotations
 
@@ -60,9 +63,24 @@ class Toolchain:
         ]
 
 
-def build_if_possible(package_root: Path = ROOT) -> Path | None:
-    """What setup.py calls: the operators into the package under `package_root` (the source tree for an editable
-    install, setuptools' build_lib for a wheel)."""
+def main() -> int:
+    """The command. What was installed into this environment (torch, torch_npu) is what it builds against."""
+    try:
+        library = build_operators(ROOT / PACKAGE_LIBRARIES)
+    except BuildFailed as failed:
+        print(f"error: {failed}", file=sys.stderr)
+        return 1
+    if library is None:
+        return 1
+    problem = _load_problem(library)
+    if problem is not None:
+        print(f"error: {library} was built and does not load: {problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def build_if_possible(package_root: Path) -> Path | None:
+    """What setup.py calls for a wheel: the operators into the package under `package_root`, setuptools' build_lib."""
     return build_operators(package_root / PACKAGE_LIBRARIES)
 
 
@@ -124,7 +142,7 @@ def _find_cann(environ: Mapping[str, str]) -> Path:
 def _package(name: str) -> Path:
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
-        raise NotBuildable(f"{name} cannot be imported by {sys.executable}; install it and use --no-build-isolation")
+        raise NotBuildable(f"{name} cannot be imported by {sys.executable}; install it first")
     return Path(spec.origin).parent
 
 
@@ -140,6 +158,18 @@ def _torch_cxx11_abi() -> bool:
     return asked.stdout.strip() == "1"
 
 
+def _load_problem(library: Path) -> str | None:
+    """Why an NPU process could not load the operators, in one line; asked of a process of its own."""
+    code = f"import torch, torch_npu; torch.ops.load_library({str(library)!r})"
+    environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    asked = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S
+    )
+    if asked.returncode == 0:
+        return None
+    return (asked.stderr.strip().splitlines() or [f"the process ended with {asked.returncode}"])[-1]
+
+
 def _run(command: list[str], environ: Mapping[str, str]) -> None:
     done = subprocess.run(
         command, env=dict(environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BUILD_TIMEOUT_S
@@ -149,3 +179,7 @@ def _run(command: list[str], environ: Mapping[str, str]) -> None:
             f"{' '.join(command[:4])} ... failed with exit code {done.returncode}; set {SKIP_VARIABLE}=1 to install "
             f"without the operators\n{done.stdout[-6000:]}"
         )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

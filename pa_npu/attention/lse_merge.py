@@ -92,7 +92,7 @@ def available() -> LseMergeStatus:
     """What NPU tensors are merged with, for `doctor`; loads the operator library if it is there."""
     library = Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).parent / "lib" / LIBRARY_NAME)
     if not library.exists():
-        reason = f"{library} is not built; install the package where CANN, torch and torch_npu are found"
+        reason = f"{library} is not built; run python -m ops.ascendc.build where CANN, torch and torch_npu are"
         return LseMergeStatus("torch", reason, library)
     if not hasattr(torch, "npu"):
         return LseMergeStatus("torch", "torch_npu is not imported, so there are no NPU tensors", library)

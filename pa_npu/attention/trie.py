@@ -25,9 +25,13 @@ class PackedSequences:
     leaves: tuple[int, ...]
 
 
-def pack(sequences: Sequence[Sequence[int]], min_shared: int = 1) -> PackedSequences:
+def pack(
+    sequences: Sequence[Sequence[int] | np.ndarray], min_shared: int = 1, prompts: Sequence[int] | None = None
+) -> PackedSequences:
     """Build the trie; a segment is shared only where it has at least `min_shared` tokens.
 
+    prompts: tokens at the beginning of each sequence that are shared however few they are; what is common behind them is
+    kept once only if that alone has `min_shared` tokens.
     Raises ValueError naming the sequence that is empty, not one-dimensional or not of integers.
     """
     if min_shared < 1:
@@ -55,9 +59,13 @@ def pack(sequences: Sequence[Sequence[int]], min_shared: int = 1) -> PackedSeque
         if len(members) == 1:
             leaves[members[0]] = emit(arrays[members[0]][start:], parent)
             continue
-        if agreed - start >= min_shared:
-            parent = emit(arrays[members[0]][start:agreed], parent)
-            start = agreed
+        end = agreed
+        if prompts is not None:
+            common = min(agreed, min(prompts[member] for member in members))
+            end = agreed if agreed - max(start, common) >= min_shared else common
+        if end - start >= (min_shared if prompts is None else 1):
+            parent = emit(arrays[members[0]][start:end], parent)
+            start = end
         branches: dict[int, list[int]] = {}
         ended: list[int] = []
         for member in members:
@@ -82,7 +90,7 @@ def _agreement(arrays: list[np.ndarray], known: int) -> int:
     return known + int(differs[0]) if len(differs) else end
 
 
-def _as_tokens(number: int, sequence: Sequence[int]) -> np.ndarray:
+def _as_tokens(number: int, sequence: Sequence[int] | np.ndarray) -> np.ndarray:
     tokens = np.asarray(sequence)
     if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
         raise ValueError(f"sequence {number}: must be a non-empty list of integers, not {tokens.dtype} {tokens.shape}")

@@ -18,6 +18,7 @@ from pa_npu.config.sections import (
     AttentionConfig,
     CheckpointConfig,
     DataConfig,
+    EnvironmentConfig,
     MicrobatchConfig,
     ModelConfig,
     OptimizerConfig,
@@ -40,6 +41,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

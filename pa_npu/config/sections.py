@@ -5,7 +5,7 @@ Unknown keys are refused. Rules between keys are in `pa_npu.config.schema`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -121,6 +121,23 @@ class RolloutConfig(Section):
     restarts: int = Field(3, ge=0, description="How often each engine that ends or hangs is started again.")
     extra_args: tuple[str, ...] = Field((), description="Further arguments for the vLLM server.")
     env: dict[str, str] = Field(default_factory=dict, description="Further environment variables for the engines.")
+
+
+class EnvironmentConfig(Section):
+    name: str = Field(
+        "single_turn",
+        min_length=1,
+        description="How a prompt becomes samples: single_turn, tools (several turns with a tool), or a class of your own, "
+        "module:Class.",
+    )
+    max_turns: int = Field(4, ge=1, le=1000, description="Most turns of the policy in one sample.")
+    timeout_s: float = Field(
+        10.0, gt=0, description="Time limit of the environment's own work in one turn, such as a tool's."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="What the environment reads itself; see its docstring, e.g. pa_npu.environments.tools.",
+    )
 
 
 class RewardFunction(Section):

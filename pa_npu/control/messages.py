@@ -142,10 +142,9 @@ class DispatchedGroup:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """All groups of an iteration, told when the last is in the buffer. admitted: how many were generated; indices are below it."""
+    """All groups of an iteration, with indices from 0 on, told when the last is in the buffer."""
 
     iteration: int
-    admitted: int
     groups: tuple[DispatchedGroup, ...]
 
 

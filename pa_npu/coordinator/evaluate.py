@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pa_npu.control.tasks import TaskScope
-from pa_npu.coordinator.scoring import Rewards, reward_input
+from pa_npu.coordinator.episode import run_episode
+from pa_npu.coordinator.scoring import Rewards, score
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import Sampling
+from pa_npu.environments.protocol import Environment
 from pa_npu.errors import PaNpuError
 
 
@@ -29,6 +31,7 @@ async def evaluate(
     version: int,
     prompts: Sequence[Prompt],
     pool: EnginePool,
+    environment: Environment,
     rewards: Rewards,
     sampling: Sampling,
     *,
@@ -44,16 +47,11 @@ async def evaluate(
     correct = [False] * len(prompts)
 
     async def answer(number: int, prompt: Prompt, lease: Lease) -> None:
-        completions, _ = await pool.generate(
-            lease,
-            prompt.tokens,
-            0,
-            greedy,
-            lambda: max_in_flight,
-            deadline_s=request_timeout_s,
-            again_deadline_s=engine_wait_s,
-        )
-        result = await rewards.score(reward_input(prompt, completions))
+        with pool.session(
+            lease, lambda: max_in_flight, deadline_s=request_timeout_s, again_deadline_s=engine_wait_s
+        ) as session:
+            samples = await run_episode(environment, prompt, 1, session, 0, greedy, version)
+        result = await score(rewards, prompt, samples)
         correct[number] = bool(result.correct[0])
 
     async with TaskScope() as scope:

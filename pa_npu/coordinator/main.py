@@ -51,6 +51,8 @@ from pa_npu.engines.pool import EnginePool, EngineUse
 from pa_npu.engines.protocol import Sampling
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.engines.vllm.guard import KEY_VARIABLE
+from pa_npu.environments.protocol import Environment
+from pa_npu.environments.registry import make_environment
 from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.coordinator_side import Connection, EnginePublish
@@ -84,7 +86,9 @@ async def run(config: Config) -> None:
     key = os.environ.pop(KEY_VARIABLE, None)  # reward functions are users' code, and inherit the environment
     first = first_version(config)
     async with AsyncExitStack() as stack:
-        train, test = load_prompt_sets(config)
+        tokenizer = load_tokenizer(config)
+        train, test = load_prompt_sets(config, tokenizer)
+        environment = make_environment(config, tokenizer)
         channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX))
         pool = await stack.enter_async_context(EnginePool())
@@ -109,12 +113,14 @@ async def run(config: Config) -> None:
         buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         buffer = StoreRolloutBuffer(buffer_channel, _BUFFER, readers=1)
         work = GroupWork(spec, config)
-        producer = Producer(config, pool, rewards, buffer, window, sampling, timeline, work, store_thread)
+        producer = Producer(config, pool, environment, rewards, buffer, window, sampling, timeline, work, store_thread)
         await fleet.wait_all_ready()
         backend = platform.get(config.run.device).comm_backend
         manifests = [await wait_manifests(config, channel, kind) for kind in ("publish", "late")]
         publish = EnginePublish(config, fleet, pool, channel, Connection(store, backend, *manifests), sampling)
-        coordinator = Coordinator(config, channel, fleet, pool, rewards, producer, publish, records, timeline, sampling)
+        coordinator = Coordinator(
+            config, channel, fleet, pool, environment, rewards, producer, publish, records, timeline, sampling
+        )
         await coordinator.run(train, test, first)
 
 
@@ -127,6 +133,7 @@ class Coordinator:
         channel: StoreChannel,
         fleet: Fleet,
         pool: EnginePool,
+        environment: Environment,
         rewards: Rewards,
         producer: Producer,
         publish: EnginePublish,
@@ -138,6 +145,7 @@ class Coordinator:
         self._channel = channel
         self._fleet = fleet
         self._pool = pool
+        self._environment = environment
         self._rewards = rewards
         self._producer = producer
         self._publish = publish
@@ -204,6 +212,7 @@ class Coordinator:
                 version,
                 test,
                 self._pool,
+                self._environment,
                 self._rewards,
                 self._sampling,
                 max_in_flight=self._config.rollout.max_num_seqs,
@@ -269,11 +278,15 @@ def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
     )
 
 
-def load_prompt_sets(config: Config) -> tuple[PromptStream, Sequence[Prompt]]:
-    """Training stream at the position of the checkpoint, and held-out prompts (empty when there are none)."""
+def load_tokenizer(config: Config) -> Any:
+    """The model's, of transformers."""
     from transformers import AutoTokenizer  # seconds of import, which engines and trainers spend starting anyway
 
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    return AutoTokenizer.from_pretrained(config.model.path)
+
+
+def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[PromptStream, Sequence[Prompt]]:
+    """Training stream at the position of the checkpoint, and held-out prompts (empty when there are none)."""
     train = load_prompts(config.data.train, tokenizer, config.data)
     logger.info("training on %s", train.summary)
     test = load_prompts(config.data.test, tokenizer, config.data) if config.data.test else None

@@ -1,9 +1,9 @@
 """The producer: one iteration's dispatch, from prompts to groups in the rollout buffer.
 
-    prompts, longest first ──admit──> engine ──completions──> rewards ──> advantages ──> replica, slot ──> buffer
+    prompts, longest first ──admit──> environment on an engine ──samples──> rewards ──> advantages ──> replica, slot ──> buffer
                     (window per engine)            (each group on its own, as soon as the one before its arrow is done)
 
-Groups are admitted whole, one request on one engine each, by falling expected length or in order (schedule.dispatch); they
+Groups are admitted whole, each to one engine, by falling expected length or in order (schedule.dispatch); they
 finish, and are delivered, in any order. The order of dispatch is a permutation of the iteration's indices, and what a group
 samples follows from its index, so it changes times and, with order=completion, slots, but no sample. With
 schedule.stream=false groups are held until the batch is complete, then delivered by the same code. Nothing here waits for
@@ -21,8 +21,9 @@ import numpy as np
 from pa_npu.algorithm.advantages import batch_advantages, group_advantages
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
+from pa_npu.coordinator.episode import run_episode
 from pa_npu.coordinator.production import Production
-from pa_npu.coordinator.scoring import Rewards, ScoredGroup, reward_input
+from pa_npu.coordinator.scoring import Rewards, score
 from pa_npu.coordinator.tail import TailMeter
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import Assignment
@@ -31,8 +32,11 @@ from pa_npu.dispatch.selection import Selection
 from pa_npu.dispatch.window import GroupTiming, WindowController
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import Sampling
+from pa_npu.environments.protocol import Environment
+from pa_npu.rewards.types import RewardResult
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.seeds import group_seed
+from pa_npu.samples.types import Group, Sample
 from pa_npu.telemetry.timeline import Timeline, now
 
 # Generation in order takes about so much longer than longest first (docs/results/balance.md, 4 and 8 waves).
@@ -50,6 +54,7 @@ class Producer:
         self,
         config: Config,
         pool: EnginePool,
+        environment: Environment,
         rewards: Rewards,
         buffer: RolloutBuffer,
         window: WindowController,
@@ -60,6 +65,7 @@ class Producer:
     ) -> None:
         self._config = config
         self._pool = pool
+        self._environment = environment
         self._rewards = rewards
         self._buffer = buffer
         self._window = window
@@ -91,23 +97,41 @@ class Producer:
         )
         tail = TailMeter(self._pool)
         production = Production(iteration, config.telemetry.samples_per_iteration)
-        held: list[ScoredGroup] = []
+        held: list[tuple[int, int]] = []  # (dispatch index, number) of groups to train, by completion
+        scored: dict[int, tuple[Prompt, list[Sample], RewardResult]] = {}
         seen: dict[int, tuple[Prompt, list[int]]] = {}
         num_sequences = config.rollout.responses_per_prompt
         self._window.begin_iteration(max(1, len(self._pool.engines)))
 
+        def work(samples: Sequence[Sample]) -> float:
+            prompt = min(sample.prompt_length for sample in samples)
+            return self._work(prompt, [len(sample.tokens) - prompt for sample in samples])
+
+        async def put(index: int, number: int, advantages: np.ndarray, slot: tuple[int, int]) -> None:
+            prompt, samples, result = scored.pop(index)
+            identity = {
+                "run_seed": config.run.seed,
+                "iteration": iteration,
+                "index": number,
+                "prompt_id": prompt.prompt_id,
+            }
+            rewards = np.asarray(result.total, np.float32)
+            await self._put(Group.of_samples(samples, rewards, advantages, **identity), *slot)
+            production.put(number, samples, replica=slot[0])
+
         async def complete(index: int, prompt: Prompt, lease: Lease) -> None:
-            scored = await self._generate_and_score(iteration, index, prompt, lease, tail)
-            seen[index] = prompt, scored.response_lengths
-            production.judge(scored)
-            for group in selection.judge(scored):
-                production.add(group)
+            samples, result = await self._generate_and_score(iteration, index, prompt, lease, tail)
+            scored[index] = prompt, samples, result
+            seen[index] = prompt, [sample.num_trained for sample in samples]
+            production.judge(result)
+            for released, number in selection.judge(index, result.is_informative):
+                production.add(number, *scored[released])
+                _, samples, result = scored[released]
                 if config.streams(iteration):
-                    slot = assignment.assign(group.index, self._work_of(group))
-                    await self._put(group, self._advantages(group), *slot)
-                    production.put(group, slot[0])
+                    slot = assignment.assign(number, work(samples))
+                    await put(released, number, self._advantages(result), slot)
                 else:
-                    held.append(group)
+                    held.append((released, number))
 
         async with TaskScope() as scope:
             while (number := await self._next_number(selection, tail)) is not None:
@@ -121,10 +145,11 @@ class Producer:
                 )
                 tail.dispatched()
                 scope.start(complete(index, prompt, lease), f"group {index} of iteration {iteration}")
-        slots = assignment.assign_all([group.index for group in held], [self._work_of(group) for group in held])
-        for group, advantages, slot in zip(held, self._held_advantages(held), slots, strict=True):
-            await self._put(group, advantages, *slot)
-            production.put(group, slot[0])
+        works = [work(scored[index][1]) for index, _ in held]
+        advantages = self._held_advantages([scored[index][2] for index, _ in held])
+        slots = assignment.assign_all([number for _, number in held], works)
+        for (index, number), values, slot in zip(held, advantages, slots, strict=True):
+            await put(index, number, values, slot)
         assignment.finish()
         production.end(self._window.sequences, tail.tail_waste, assignment.imbalance)
         self._generate_s = production.numbers()["generate_s"]
@@ -171,45 +196,41 @@ class Producer:
 
     async def _generate_and_score(
         self, iteration: int, index: int, prompt: Prompt, lease: Lease, tail: TailMeter
-    ) -> ScoredGroup:
+    ) -> tuple[list[Sample], RewardResult]:
         start_s = now()
-        completions, lease = await self._pool.generate(
+        rollout, seed = self._config.rollout, group_seed(self._config.run.seed, iteration, index)
+        with self._pool.session(
             lease,
-            prompt.tokens,
-            group_seed(self._config.run.seed, iteration, index),
-            self._sampling,
             lambda: self._window.sequences,
-            deadline_s=self._config.rollout.request_timeout_s,
+            deadline_s=rollout.request_timeout_s,
             again_deadline_s=self._config.engine_wait_s,
-        )
+        ) as session:
+            samples = await run_episode(
+                self._environment, prompt, rollout.responses_per_prompt, session, seed, self._sampling, iteration
+            )
         tail.received()
-        lengths = [len(completion.tokens) for completion in completions]
+        lease, lengths = session.lease, [sample.num_trained for sample in samples]
         self._timeline.complete(
             f"group {index}", start_s, now(), f"engine {lease.engine.name}", iteration=iteration, tokens=sum(lengths)
         )
         self._window.observe(GroupTiming(lease.in_flight_mean, lease.duration_s, max(lengths)))
         start_s = now()
-        result = await self._rewards.score(reward_input(prompt, completions))
+        result = await score(self._rewards, prompt, samples)
         self._timeline.complete(f"reward {index}", start_s, now(), "rewards", iteration=iteration)
-        return ScoredGroup(iteration, index, prompt, completions, result)
+        return samples, result
 
-    def _advantages(self, group: ScoredGroup) -> np.ndarray:
+    def _advantages(self, result: RewardResult) -> np.ndarray:
         kind = self._config.algorithm.advantage
         if kind == "batch-std":
             raise ValueError(
                 "batch-std advantages need the whole batch; the configuration refuses them with stream=true"
             )
-        return group_advantages(np.asarray(group.result.total, np.float32), kind)
+        return group_advantages(np.asarray(result.total, np.float32), kind)
 
-    def _held_advantages(self, groups: Sequence[ScoredGroup]) -> list[np.ndarray]:
+    def _held_advantages(self, results: Sequence[RewardResult]) -> list[np.ndarray]:
         if self._config.algorithm.advantage == "batch-std":
-            return list(batch_advantages([np.asarray(group.result.total, np.float32) for group in groups]))
-        return [self._advantages(group) for group in groups]
+            return list(batch_advantages([np.asarray(result.total, np.float32) for result in results]))
+        return [self._advantages(result) for result in results]
 
-    def _work_of(self, group: ScoredGroup) -> float:
-        return self._work(group.prompt_length, group.response_lengths)
-
-    async def _put(self, group: ScoredGroup, advantages: np.ndarray, replica: int, slot: int) -> None:
-        await asyncio.get_running_loop().run_in_executor(
-            self._store_thread, self._buffer.put, group.with_advantages(advantages), replica, slot
-        )
+    async def _put(self, group: Group, replica: int, slot: int) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._store_thread, self._buffer.put, group, replica, slot)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from pa_npu.control.messages import Dispatched, DispatchedGroup
-from pa_npu.coordinator.scoring import ScoredGroup
+from pa_npu.data.prompts import Prompt
+from pa_npu.rewards.types import RewardResult
+from pa_npu.samples.types import Sample
 
 
 class Production:
@@ -40,27 +43,26 @@ class Production:
         self._errors = 0
         self._in_buffer: list[DispatchedGroup] = []
 
-    def judge(self, group: ScoredGroup) -> None:
+    def judge(self, result: RewardResult) -> None:
         """A scored group, trained or not: the policy's accuracy is over these, whatever is chosen for training."""
         self._dispatched += 1
-        self._dispatched_correct += float(np.mean(group.result.correct))
+        self._dispatched_correct += float(np.mean(result.correct))
 
-    def add(self, group: ScoredGroup) -> None:
-        """A group that is trained."""
-        result = group.result
+    def add(self, index: int, prompt: Prompt, samples: Sequence[Sample], result: RewardResult) -> None:
+        """A group that is trained, under this number."""
         self._groups += 1
-        self._responses += group.num_responses
-        self._prompt_tokens += group.prompt_length
-        self._sample_prompt_tokens += group.prompt_length * group.num_responses
-        self._response_tokens += group.num_response_tokens
-        self._finished += sum(completion.finished for completion in group.completions)
+        self._responses += len(samples)
+        self._prompt_tokens += len(prompt.tokens)
+        self._sample_prompt_tokens += sum(len(sample.tokens) - sample.num_trained for sample in samples)
+        self._response_tokens += sum(sample.num_trained for sample in samples)
+        self._finished += sum(sample.finished for sample in samples)
         self._correct += int(sum(map(bool, result.correct)))
         self._reward += float(sum(result.total))
         for name, values in result.functions.items():
             self._rewards[name] = self._rewards.get(name, 0.0) + float(sum(values))
         self._errors += len(result.errors)
-        if group.index < self._num_samples:
-            self.samples.append(_sample(group))
+        if index < self._num_samples:
+            self.samples.append(_sample(self.iteration, index, prompt, samples, result))
             self.samples.sort(key=lambda sample: sample["index"])
 
     def end(self, window: int, tail_waste: float, replica_imbalance: float) -> None:
@@ -92,31 +94,33 @@ class Production:
             "replica_imbalance": self._replica_imbalance,
         }
 
-    def put(self, group: ScoredGroup, replica: int) -> None:
+    def put(self, index: int, samples: Sequence[Sample], replica: int) -> None:
         """A group is in the buffer, for this replica."""
-        self._in_buffer.append(DispatchedGroup(group.index, replica, tuple(group.response_lengths)))
+        self._in_buffer.append(DispatchedGroup(index, replica, tuple(sample.num_trained for sample in samples)))
 
     def dispatched(self) -> Dispatched:
         """What trainers compare with what they have trained (I2)."""
-        return Dispatched(self.iteration, self._dispatched, tuple(self._in_buffer))
+        return Dispatched(self.iteration, tuple(self._in_buffer))
 
 
-def _sample(group: ScoredGroup) -> dict[str, Any]:
+def _sample(
+    iteration: int, index: int, prompt: Prompt, samples: Sequence[Sample], result: RewardResult
+) -> dict[str, Any]:
     return {
-        "iteration": group.iteration,
-        "index": group.index,
-        "prompt_id": group.prompt.prompt_id,
-        "prompt": group.prompt.text,
-        "answer": group.prompt.answer,
+        "iteration": iteration,
+        "index": index,
+        "prompt_id": prompt.prompt_id,
+        "prompt": prompt.text,
+        "answer": prompt.answer,
         "responses": [
             {
-                "text": completion.text,
-                "tokens": len(completion.tokens),
-                "finish_reason": completion.finish_reason,
-                "reward": float(group.result.total[number]),
-                "correct": bool(group.result.correct[number]),
+                "text": sample.text,
+                "tokens": sample.num_trained,
+                "finish_reason": "stop" if sample.finished else "length",
+                "reward": float(result.total[number]),
+                "correct": bool(result.correct[number]),
             }
-            for number, completion in enumerate(group.completions)
+            for number, sample in enumerate(samples)
         ],
-        "errors": list(group.result.errors),
+        "errors": list(result.errors),
     }

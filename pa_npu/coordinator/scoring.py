@@ -1,17 +1,16 @@
-"""Between a group's completions and its rewards: the reward input, and what a scored group is until it has advantages."""
+"""From a group's samples to its rewards: by the environment that made them, or by the reward functions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from pa_npu.data.prompts import Prompt
-from pa_npu.engines.protocol import Generation
+from pa_npu.environments.protocol import EnvironmentFailed
 from pa_npu.rewards.types import RewardInput, RewardResult
-from pa_npu.samples.group import Group
+from pa_npu.samples.types import Sample
 
 
 class Rewards(Protocol):
@@ -21,55 +20,25 @@ class Rewards(Protocol):
         """Rewards of a group's responses. A failing reward function is a logged zero, never an exception or a hang."""
 
 
-def reward_input(prompt: Prompt, completions: Sequence[Generation]) -> RewardInput:
+async def score(rewards: Rewards, prompt: Prompt, samples: Sequence[Sample]) -> RewardResult:
+    """Rewards of the samples of a prompt; those that the environment gave, if it gave any."""
+    given = [sample.reward for sample in samples if sample.reward is not None]
+    if not given:
+        return await rewards.score(reward_input(prompt, samples))
+    if len(given) != len(samples) or not np.isfinite(given).all():
+        raise EnvironmentFailed(
+            f"environment.name: rewards {[sample.reward for sample in samples]} of the samples of prompt {prompt.prompt_id} must "
+            f"be finite numbers, or all None, which leaves them to the reward functions; correct the environment"
+        )
+    total = np.asarray(given, np.float32)
+    return RewardResult(total, {"environment": total}, total > 0, ())
+
+
+def reward_input(prompt: Prompt, samples: Sequence[Sample]) -> RewardInput:
     return RewardInput(
         prompt=prompt.text,
         answer=prompt.answer,
-        responses=[completion.text for completion in completions],
-        response_tokens=[len(completion.tokens) for completion in completions],
+        responses=[sample.text for sample in samples],
+        response_tokens=[sample.num_trained for sample in samples],
         row=prompt.row,
     )
-
-
-@dataclass(frozen=True, eq=False)
-class ScoredGroup:
-    """A finished group with its rewards; `index` is its dispatch index in the iteration."""
-
-    iteration: int
-    index: int
-    prompt: Prompt
-    completions: list[Generation]
-    result: RewardResult
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.prompt.tokens)
-
-    @property
-    def num_responses(self) -> int:
-        return len(self.completions)
-
-    @property
-    def response_lengths(self) -> list[int]:
-        """Tokens of each response."""
-        return [len(completion.tokens) for completion in self.completions]
-
-    @property
-    def num_response_tokens(self) -> int:
-        return sum(self.response_lengths)
-
-    def with_advantages(self, advantages: np.ndarray) -> Group:
-        """The group as the buffer takes it. advantages: float32 [G]. Under max_staleness=0 version is the iteration (I1)."""
-        return Group(
-            iteration=self.iteration,
-            version=self.iteration,
-            index=self.index,
-            prompt_id=self.prompt.prompt_id,
-            prompt_tokens=np.asarray(self.prompt.tokens, np.int32),
-            response_tokens=np.concatenate([completion.tokens for completion in self.completions]),
-            response_lengths=np.array(self.response_lengths, np.int32),
-            logprobs=np.concatenate([completion.logprobs for completion in self.completions]),
-            rewards=np.asarray(self.result.total, np.float32),
-            advantages=advantages,
-            finished=np.array([completion.finished for completion in self.completions], np.uint8),
-        )

@@ -9,19 +9,16 @@ order. Nothing informative is thrown away, and neither what is trained nor how m
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
-
-import numpy as np
 
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.scoring import ScoredGroup
 from pa_npu.errors import UserError
 
 
 class Selection:
-    """One iteration's dispatch indices in, and groups to train out, numbered 0 .. B - 1 in `index`.
+    """One iteration's dispatch indices in, and those of the groups to train out, each with its number among them, 0 .. B - 1.
 
     order=prompt numbers them in dispatch order, and releases a group when all before it are judged; completion as they come.
+    Without dynamic sampling the number is the dispatch index.
     """
 
     def __init__(self, config: Config) -> None:
@@ -31,7 +28,7 @@ class Selection:
         self._groups = schedule.prompts_per_iteration
         self._limit = self._groups * schedule.dynamic_sampling_limit
         self._changed = asyncio.Event()
-        self._waiting: dict[int, ScoredGroup | None] = {}  # judged, not released; None is uninformative
+        self._waiting: dict[int, bool] = {}  # judged, not released: whether it is informative
         self._next = 0  # dispatch index that in-order release waits for
         self._released = 0
         self._judged = 0
@@ -63,31 +60,24 @@ class Selection:
             self._changed.clear()
             await self._changed.wait()
 
-    def judge(self, group: ScoredGroup) -> list[ScoredGroup]:
-        """Takes a scored group and returns those that are to be trained and can be numbered now."""
-        informative = not self._dynamic or is_informative(group)
+    def judge(self, index: int, informative: bool) -> list[tuple[int, int]]:
+        """Takes a group's verdict and returns (dispatch index, number) of those that are to be trained and can be numbered now."""
         self._judged += 1
-        self.num_discarded += not informative
         self._changed.set()
         if not self._dynamic:
-            return [group]
+            return [(index, index)]
+        self.num_discarded += not informative
         if not self._in_order:
-            return [self._number(group)] if informative else []
-        self._waiting[group.index] = group if informative else None
+            return [self._number(index)] if informative else []
+        self._waiting[index] = informative
         released = []
         while self._next in self._waiting:
-            first = self._waiting.pop(self._next)
+            first = self._next
             self._next += 1
-            if first is not None:
+            if self._waiting.pop(first):
                 released.append(self._number(first))
         return released
 
-    def _number(self, group: ScoredGroup) -> ScoredGroup:
+    def _number(self, index: int) -> tuple[int, int]:
         self._released += 1
-        return replace(group, index=self._released - 1)
-
-
-def is_informative(group: ScoredGroup) -> bool:
-    """Whether the rewards for content (not for form, such as length) differ within the group."""
-    judged = group.result.judged
-    return bool(np.any(judged != judged[0]))
+        return index, self._released - 1

@@ -1,8 +1,8 @@
 """EnginePool: chooses an engine for every group, bounds what is in flight, and counts what each engine did.
 
 Admission is asked for in dispatch order by one task (the producer, or the evaluation), and returns a lease on the engine with the
-fewest in-flight tokens among those with room in their window. Whoever holds the lease sends the request and closes it. What an
-engine lost while it had it is admitted again, before anything new. Which engines serve is the fleet's business (fleet.py).
+fewest in-flight tokens among those with room in their window. A group's session sends its requests under the lease and closes it.
+What an engine lost while it had it is admitted again, before anything new. Which engines serve is the fleet's business (fleet.py).
 """
 
 from __future__ import annotations
@@ -93,6 +93,61 @@ class Lease:
         self.close()
 
 
+class GroupSession:
+    """A group's requests, one or many, to the engine it has been given, and to another where that one is gone.
+
+    What comes back is the same wherever it comes from, because it follows from the seed. Use it with `with`: the end closes the
+    lease.
+    """
+
+    def __init__(
+        self, pool: EnginePool, lease: Lease, window: Callable[[], int], deadline_s: float, again_deadline_s: float
+    ) -> None:
+        self.lease = lease
+        """The one that the group has, or had last."""
+        self._pool = pool
+        self._window = window
+        self._deadline_s = deadline_s
+        self._again_deadline_s = again_deadline_s
+        self._moving = asyncio.Lock()
+        self._tokens = 0
+
+    def __enter__(self) -> GroupSession:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.lease.close(self._tokens)
+
+    async def generate(
+        self, prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling
+    ) -> list[Generation]:
+        """n responses to these tokens; several requests of a group may be on their way at the same time."""
+        for sends in count(1):
+            engine = self.lease.engine
+            try:
+                generations = await engine.generate(prompt_tokens, n, seed, sampling, deadline_s=self._deadline_s)
+            except (EngineGone, DeadlineExceeded) as error:
+                if sends == _MAX_SENDS or not await self._move_from(engine, str(error)):
+                    raise
+            else:
+                self._tokens += sum(len(generation.tokens) for generation in generations)
+                return generations
+        raise AssertionError("unreachable: the loop ends by return or raise")
+
+    async def _move_from(self, lost: RolloutEngine, reason: str) -> bool:
+        """Leave an engine that is gone; false where nobody replaces engines. The first of the group's requests does it for all."""
+        async with self._moving:
+            if self.lease.engine is lost:
+                self.lease.close(self._tokens)
+                self._tokens = 0
+                if not await self._pool.report_lost(lost, reason):
+                    return False
+                self.lease = await self._pool.admit(
+                    self.lease.sequences, self.lease.tokens, self._window, self._again_deadline_s, again=True
+                )
+        return True
+
+
 class EnginePool:
     """Several engines as one. Owns the clients: close it, or use `async with`."""
 
@@ -141,8 +196,15 @@ class EnginePool:
         self._serving.discard(engine.name)
 
     def on_lost(self, report: OnLost) -> None:
-        """Where `generate` reports engines that are gone, with the reason."""
+        """Where sessions report engines that are gone, with the reason."""
         self._on_lost = report
+
+    async def report_lost(self, engine: RolloutEngine, reason: str) -> bool:
+        """An engine is gone; false where nobody asked to be told."""
+        if self._on_lost is None:
+            return False
+        await self._on_lost(engine, reason)
+        return True
 
     def fail(self, error: PaNpuError) -> None:
         """No engine will ever serve again: every admission raises this."""
@@ -185,37 +247,11 @@ class EnginePool:
             if again:
                 self._room.set()  # for those that had to wait for this one
 
-    async def generate(
-        self,
-        lease: Lease,
-        prompt_tokens: npt.NDArray[np.int32],
-        seed: int,
-        sampling: Sampling,
-        window: Callable[[], int],
-        *,
-        deadline_s: float,
-        again_deadline_s: float,
-    ) -> tuple[list[Generation], Lease]:
-        """lease.sequences responses from the leased engine, or, if it is gone by the deadline, from another or its successor.
-
-        They are the same wherever they come from, because they follow from the seed. Returns also the lease under which they
-        came, closed like the given one. again_deadline_s: of the wait for an engine that serves.
-        """
-        for sends in count(1):
-            engine = lease.engine
-            try:
-                with lease:
-                    completions = await engine.generate(
-                        prompt_tokens, lease.sequences, seed, sampling, deadline_s=deadline_s
-                    )
-                    lease.close(sum(len(completion.tokens) for completion in completions))
-                    return completions, lease
-            except (EngineGone, DeadlineExceeded) as error:
-                if self._on_lost is None or sends == _MAX_SENDS:
-                    raise
-                await self._on_lost(engine, str(error))
-            lease = await self.admit(lease.sequences, lease.tokens, window, again_deadline_s, again=True)
-        raise AssertionError("unreachable: the loop ends by return or raise")
+    def session(
+        self, lease: Lease, window: Callable[[], int], *, deadline_s: float, again_deadline_s: float
+    ) -> GroupSession:
+        """What a group asks under a lease. deadline_s: of a request; again_deadline_s: of the wait for another engine."""
+        return GroupSession(self, lease, window, deadline_s, again_deadline_s)
 
     def _with_room(self, sequences: int, window: int) -> RolloutEngine | None:
         uses = self._uses

@@ -25,7 +25,8 @@ class Sampling:
     """How to sample a response. temperature 0 is greedy.
 
     stop_token_ids end a response beside the model's own end token, unless ignore_eos asks for exactly max_tokens.
-    logprobs: return the log-prob of every token under the distribution it was sampled from.
+    logprobs: return the log-prob of every token under the distribution it was sampled from. stop: texts that end a response, which
+    keeps the tokens up to the one that completes a text (finish_reason stop).
     """
 
     max_tokens: int
@@ -33,6 +34,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = True
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -159,7 +159,7 @@ def _ascendc() -> str:
         find_toolchain()
     except NotBuildable as error:
         return f"torch in its place: not built, {error}"
-    return f"torch in its place: {status.reason}; build it with pip install --no-build-isolation -e ."
+    return f"torch in its place: {status.reason}; build it with python -m ops.ascendc.build"
 
 
 def _configuration(config: Config) -> list[str]:

@@ -47,3 +47,8 @@ class RewardResult:
         """float32 [G]: rewards of the first function that is not in SHAPING; the total where all are."""
         judging = (values for name, values in self.functions.items() if name.partition("#")[0] not in SHAPING)
         return next(judging, self.total)
+
+    @property
+    def is_informative(self) -> bool:
+        """Whether the rewards for content (not for form, such as length) differ within the group."""
+        return bool(np.any(self.judged != self.judged[0]))

@@ -12,19 +12,15 @@ they print goes to standard error. The worker ends with its input, and the kerne
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import os
-import signal
 import sys
 from typing import Any
 
+from pa_npu.control.child_process import end_with, private_pipes
 from pa_npu.errors import DataError
 from pa_npu.rewards.answers import preload
 from pa_npu.rewards.functions import FunctionSpec, build_function, call_function
 from pa_npu.rewards.types import RewardInput
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> int:
@@ -32,8 +28,8 @@ def main() -> int:
     parser.add_argument(
         "--parent", type=int, required=True, help="process id of the parent, without which this one ends"
     )
-    _end_with(parser.parse_args().parent)
-    requests, replies = _private_pipes()
+    end_with(parser.parse_args().parent)
+    requests, replies = private_pipes()
 
     specs = [FunctionSpec(**spec) for spec in json.loads(requests.readline())["functions"]]
     try:
@@ -46,23 +42,6 @@ def main() -> int:
         request = json.loads(line)
         _reply(replies, {"id": request["id"], **_score(functions, RewardInput(**request["group"]))})
     return 0
-
-
-def _end_with(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent dies, even in the middle of a user's endless loop."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request
-        sys.exit(0)
-
-
-def _private_pipes() -> tuple[Any, Any]:
-    """Takes stdin and stdout away from everything that runs in this process later, children included."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    return requests, replies
 
 
 def _score(functions: list[tuple[str, Any]], group: RewardInput) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Microbatch: one packed sequence of responses with all that the loss needs; how groups are cut into pieces and packed.
+"""Microbatch: one packed sequence with all that the loss needs; how groups are cut into pieces and packed.
 
-A piece is some consecutive responses of one group; a microbatch is one piece, or several up to a budget of tokens.
-Packed with shared prompt (P=2, R=[2, 1]): tokens p0 p1 | a0 a1 | b0, one prompt for all responses of the piece.
-Without it (the measured baseline): p0 p1 a0 a1 | p0 p1 b0, separate sequences and no padding between them.
-Either way the targets are the response tokens in the order of the responses; the layout says which row predicts which.
+A piece is a group with some consecutive samples of it; a microbatch is one piece, or several up to a budget of tokens.
+Packed with shared prefixes (prompt of 2, responses of 2 and 1): p0 p1 | a0 a1 | b0, the prompt once for all samples of the piece.
+Without (the measured baseline): p0 p1 a0 a1 | p0 p1 b0, separate sequences and no padding between them.
+Which prefixes there are is found from the tokens. Either way the targets are the trained tokens, sample by sample; `rows` says
+which packed row predicts each.
 """
 
 from __future__ import annotations
@@ -15,18 +16,25 @@ import numpy as np
 import torch
 
 from pa_npu.attention import PrefixLayout
-from pa_npu.samples.group import Group
+from pa_npu.attention.trie import PackedSequences
+from pa_npu.attention.trie import pack as pack_trie
+from pa_npu.samples.types import Group
+
+# Behind the prompts, samples share a prefix (as branches of one response do) only from so many tokens on: each segment is a
+# kernel call of its own, and responses that begin alike by chance would be cut into crumbs.
+_LEAST_COMMON = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """T packed tokens of which N = sum(response_lengths) are targets.
+    """T packed tokens of which N are targets: the trained tokens of its samples.
 
     tokens: int64 [T], padding included. rows: int64 [N], the packed row whose hidden state predicts targets: int64 [N].
-    engine_logprobs, advantages: float32 [N]. response_index: int64 [N], the response's number in this microbatch, from 0.
-    response_lengths: tokens of each response. num_prompt_tokens: the prompt counted once per response, as TPSPD does.
-    group_indices: dispatch indices of the groups that the responses come from, each once.
-    sources: of each response its group's dispatch index and its number in the group.
+    engine_logprobs, advantages: float32 [N]. response_index: int64 [N], the sample's number in this microbatch, from 0.
+    response_lengths: trained tokens of each sample, its response. num_sample_tokens: all tokens of all samples, shared ones once
+    per sample, as TPSPD counts. versions: oldest and newest weight version of a target.
+    group_indices: dispatch indices of the groups that the samples come from, each once.
+    sources: of each sample its group's dispatch index and its number in the group.
     """
 
     layout: PrefixLayout
@@ -37,19 +45,19 @@ class Microbatch:
     advantages: torch.Tensor
     response_index: torch.Tensor
     response_lengths: tuple[int, ...]
-    num_prompt_tokens: int
+    num_sample_tokens: int
     iteration: int
-    version: int
+    versions: tuple[int, int]
     group_indices: tuple[int, ...]
     sources: tuple[tuple[int, int], ...]
 
     @property
-    def num_sequences(self) -> int:
-        """Responses in this microbatch."""
+    def num_samples(self) -> int:
         return len(self.response_lengths)
 
     @property
     def num_response_tokens(self) -> int:
+        """N."""
         return sum(self.response_lengths)
 
     @property
@@ -63,87 +71,46 @@ class Microbatch:
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """Responses first .. last - 1 of a group: what packing puts together and never cuts."""
-
-    group: Group
-    first: int
-    last: int
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each response, int64."""
-        return self.group.response_lengths[self.first : self.last].astype(np.int64)
-
-    @property
-    def span(self) -> slice:
-        """Where the responses stand in the group's arrays of response tokens."""
-        offsets = self.group.response_offsets()
-        return slice(int(offsets[self.first]), int(offsets[self.last]))
-
-    def num_tokens(self, shared_prompt: bool) -> int:
-        """Packed tokens, without padding."""
-        prompts = 1 if shared_prompt else self.last - self.first
-        return prompts * len(self.group.prompt_tokens) + int(self.lengths.sum())
-
-    def packed(self, shared_prompt: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Its packed tokens, and at which of them the response tokens stand, both int64."""
-        prompt, lengths = self.group.prompt_tokens, self.lengths
-        responses = self.group.response_tokens[self.span]
-        positions = np.arange(len(responses)) + len(prompt)
-        if shared_prompt:
-            return np.concatenate([prompt, responses]).astype(np.int64), positions
-        parts = np.split(responses, np.cumsum(lengths)[:-1])
-        packed = np.concatenate([half for response in parts for half in (prompt, response)])
-        return packed.astype(np.int64), positions + np.repeat(np.arange(len(lengths)), lengths) * len(prompt)
-
-
-def cut(group: Group, responses: int) -> list[Piece]:
-    """The group in pieces of `responses` consecutive responses. Raises ValueError when that does not divide the group."""
-    if responses < 1 or group.num_responses % responses:
+def cut(group: Group, samples: int) -> list[Group]:
+    """The group in pieces of `samples` consecutive samples. Raises ValueError when that does not divide the group."""
+    if samples < 1 or group.num_samples % samples:
         raise ValueError(
-            f"{group}: {group.num_responses} responses cannot be cut into microbatches of {responses}; "
+            f"{group}: {group.num_samples} responses cannot be cut into microbatches of {samples}; "
             f"microbatch.responses must divide rollout.responses_per_prompt"
         )
-    return [Piece(group, start, start + responses) for start in range(0, group.num_responses, responses)]
+    return [group[start : start + samples] for start in range(0, group.num_samples, samples)]
 
 
-def pack(pieces: Sequence[Piece], shared_prompt: bool, pad_multiple: int) -> Microbatch:
+def num_packed_tokens(piece: Group, shared_prompt: bool) -> int:
+    """Packed tokens of a piece, without padding."""
+    return _packed(piece, shared_prompt).layout.total
+
+
+def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Microbatch:
     """One microbatch of pieces of one iteration, in their order, padded to a multiple of pad_multiple tokens."""
-    parts: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
-    groups: list[tuple[int, list[int]]] = []
-    start = 0
-    for piece in pieces:
-        tokens, inside = piece.packed(shared_prompt)
-        parts.append(tokens)
-        positions.append(start + inside)
-        groups.append((len(piece.group.prompt_tokens), piece.lengths.tolist()))
-        start += len(tokens)
-    if shared_prompt:
-        layout = PrefixLayout.from_groups(groups)
-    else:
-        layout = PrefixLayout.from_sequences(prompt + length for prompt, responses in groups for length in responses)
-    layout = layout.pad(pad_multiple)
-    lengths = np.concatenate([piece.lengths for piece in pieces])
-    padding = np.zeros(layout.padding, np.int64)
+    packed = [_packed(piece, shared_prompt) for piece in pieces]
+    layout = _joined_layout([one.layout for one in packed]).pad(pad_multiple)
+    starts = [0, *np.cumsum([one.layout.total for one in packed]).tolist()]
+    trained = [piece.trained for piece in pieces]
+    lengths = np.concatenate([piece.trained_lengths for piece in pieces])
+    ranges = [piece.version_range for piece in pieces]
+    padding = torch.zeros(layout.padding, dtype=torch.int64)
     return Microbatch(
         layout=layout,
-        tokens=torch.from_numpy(np.concatenate([*parts, padding])),
-        rows=layout.predictor_rows()[torch.from_numpy(np.concatenate(positions))],
-        targets=_joined([piece.group.response_tokens[piece.span] for piece in pieces], np.int64),
-        engine_logprobs=_joined([piece.group.logprobs[piece.span] for piece in pieces], np.float32),
-        advantages=_joined(
-            [np.repeat(piece.group.advantages[piece.first : piece.last], piece.lengths) for piece in pieces], np.float32
+        tokens=torch.cat([*(one.tokens for one in packed), padding]),
+        rows=torch.cat(
+            [start + _predictors(one, piece) for start, one, piece in zip(starts, packed, pieces, strict=False)]
         ),
+        targets=_joined([piece.tokens[own] for piece, own in zip(pieces, trained, strict=True)], np.int64),
+        engine_logprobs=_joined([piece.logprobs[own] for piece, own in zip(pieces, trained, strict=True)], np.float32),
+        advantages=_joined([piece.advantages[own] for piece, own in zip(pieces, trained, strict=True)], np.float32),
         response_index=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
         response_lengths=tuple(lengths.tolist()),
-        num_prompt_tokens=sum(prompt * len(responses) for prompt, responses in groups),
-        iteration=pieces[0].group.iteration,
-        version=pieces[0].group.version,
-        group_indices=tuple(dict.fromkeys(piece.group.index for piece in pieces)),
-        sources=tuple((piece.group.index, number) for piece in pieces for number in range(piece.first, piece.last)),
+        num_sample_tokens=sum(piece.num_tokens for piece in pieces),
+        iteration=pieces[0].iteration,
+        versions=(min(oldest for oldest, _ in ranges), max(newest for _, newest in ranges)),
+        group_indices=tuple(dict.fromkeys(piece.index for piece in pieces)),
+        sources=tuple((piece.index, piece.first + number) for piece in pieces for number in range(piece.num_samples)),
     )
 
 
@@ -152,6 +119,38 @@ def build_microbatches(
 ) -> list[Microbatch]:
     """Every piece of a group as a microbatch of its own. Raises ValueError as `cut` does."""
     return [pack([piece], shared_prompt, pad_multiple) for piece in cut(group, responses_per_microbatch)]
+
+
+def _packed(piece: Group, shared_prompt: bool) -> PackedSequences:
+    """The piece's layout and packed tokens, found once."""
+
+    def build() -> PackedSequences:
+        if shared_prompt:
+            return pack_trie(piece.sequences(), _LEAST_COMMON, piece.prompt_lengths())
+        layout = PrefixLayout.from_sequences(piece.lengths.tolist())
+        return PackedSequences(layout, torch.from_numpy(piece.tokens.astype(np.int64)), tuple(range(piece.num_samples)))
+
+    return piece.cached(f"packed {shared_prompt}", build)
+
+
+def _predictors(packed: PackedSequences, piece: Group) -> torch.Tensor:
+    """int64 [N]: the packed row before each trained token of its sample."""
+    rows = []
+    for leaf, trained in zip(packed.leaves, np.split(piece.trained, piece.offsets()[1:-1]), strict=True):
+        positions = torch.from_numpy(np.flatnonzero(trained))
+        rows.append(packed.layout.path_rows(leaf)[positions - 1])
+    return torch.cat(rows)
+
+
+def _joined_layout(layouts: Sequence[PrefixLayout]) -> PrefixLayout:
+    """Layouts one after another, none of which sees another."""
+    lengths: list[int] = []
+    parents: list[int] = []
+    for layout in layouts:
+        first = len(lengths)
+        lengths += layout.lengths
+        parents += [parent + first if parent >= 0 else -1 for parent in layout.parents]
+    return PrefixLayout(tuple(lengths), tuple(parents))
 
 
 def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:

@@ -17,7 +17,8 @@ from typing import Protocol
 
 from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import InvariantViolation
-from pa_npu.samples.group import Group
+from pa_npu.samples.types import Group
+from pa_npu.samples.wire import from_bytes, to_bytes
 
 
 class RolloutBuffer(Protocol):
@@ -73,7 +74,7 @@ class StoreRolloutBuffer:
                     else f"group {self._filled[replica, slot]} of that iteration is already there"
                 )
             )
-        self._channel.put_bytes(key, group.to_bytes())
+        self._channel.put_bytes(key, to_bytes(group))
         self._filled[replica, slot] = group.index
 
     def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
@@ -90,7 +91,7 @@ class StoreRolloutBuffer:
         return self._channel.get_bytes(self._key(iteration, replica, slot))
 
     def read(self, iteration: int, replica: int, slot: int) -> Group:
-        return Group.from_bytes(self.read_bytes(iteration, replica, slot))
+        return from_bytes(self.read_bytes(iteration, replica, slot))
 
     def done(self, iteration: int, replica: int, slot: int) -> None:
         key = self._key(iteration, replica, slot)

@@ -1,4 +1,4 @@
-"""Sampling seeds: one per group, derived from the run, the iteration and the group's place in it."""
+"""Sampling seeds: one per group and one per later turn, derived from what says which tokens these are."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import struct
 
 
 def group_seed(run_seed: int, iteration: int, index: int) -> int:
-    """31-bit seed of group `index` of `iteration`; its response i uses seed + i.
+    """31-bit seed of group `index` of `iteration`; the first turn of its sample i uses seed + i.
 
     A hash rather than a sum, so that neighbouring groups, iterations and runs share no seeds. It depends on nothing
     that timing could change, which is half of what makes sync and periodic runs sample the same tokens (I4).
     """
-    digest = hashlib.blake2b(
-        struct.pack("<QQQ", run_seed, iteration, index), digest_size=4, person=b"pa_npu.rollout"
-    ).digest()
+    return _seed(struct.pack("<QQQ", run_seed, iteration, index), b"pa_npu.rollout")
+
+
+def turn_seed(group: int, sample: int, turn: int) -> int:
+    """31-bit seed of a sample's turn, from its group's seed: seed + sample for the first (0), a hash for later ones."""
+    return group + sample if turn == 0 else _seed(struct.pack("<QQQ", group, sample, turn), b"pa_npu.turn")
+
+
+def _seed(identity: bytes, purpose: bytes) -> int:
+    digest = hashlib.blake2b(identity, digest_size=4, person=purpose).digest()
     return int.from_bytes(digest, "little") >> 1

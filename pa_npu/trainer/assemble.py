@@ -12,6 +12,7 @@ from pa_npu.backends.protocol import TrainBackend
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix
+from pa_npu.control.freshness import Freshness
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.publish.late_engines import LateEngines
@@ -125,6 +126,7 @@ def rollout_source(
             device=backend.device,
             tensor_group=backend.tensor_group,
             timeline=timeline,
+            freshness=Freshness(config.schedule.max_staleness),
         )
 
     return microbatches

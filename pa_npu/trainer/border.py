@@ -24,8 +24,8 @@ from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import BORDER, DATA_POSITION, REPORT, BorderReport, IterationReport, ProbeReport
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.transport import WeightSyncError
-from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.types import Group
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 
@@ -101,7 +101,7 @@ class Border:
 def probe_microbatches(probe: dict[str, Any], version: int, config: Config) -> list[Microbatch]:
     """One microbatch with the probe's prompt and one response per engine, in the packing that training uses."""
     responses = probe["responses"]
-    group = Group(
+    group = Group.of_responses(
         iteration=version,
         version=version,
         index=0,

@@ -28,9 +28,9 @@ def check_dispatched(dispatched: Dispatched, iteration: int, replicas: int, grou
     for index, owners in sorted(places.items()):
         if len(owners) > 1:
             raise InvariantViolation(f"{where}: group {index} was dispatched {len(owners)} times, to replicas {owners}")
-        if not 0 <= index < dispatched.admitted:
+        if not 0 <= index < replicas * groups_per_replica:
             raise InvariantViolation(
-                f"{where}: group {index} was dispatched, but only {dispatched.admitted} groups were generated, from 0 on"
+                f"{where}: group {index} was dispatched, but groups go from 0 to {replicas * groups_per_replica - 1}"
             )
     counts = Counter(group.replica for group in dispatched.groups)
     if counts != {replica: groups_per_replica for replica in range(replicas)}:

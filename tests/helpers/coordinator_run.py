@@ -24,8 +24,8 @@ from pa_npu.control.messages import BORDER, REPORT, BorderReport
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.types import Group
 from tests.helpers.reports import iteration_report
 from tests.helpers.stand_in_engine import API_KEY, Served
 

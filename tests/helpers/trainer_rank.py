@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,16 @@ import torch.distributed as dist
 from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
-from pa_npu.samples.group import Group
+from pa_npu.samples.types import Group
+from tests.helpers.groups import with_trained
 from tests.helpers.reports import numbers
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def with_advantages(group: Group, advantages: np.ndarray) -> Group:
+    """advantages: [G]."""
+    return with_trained(group, advantages=np.repeat(advantages, group.trained_lengths))
 
 
 def make_groups(iteration: int, count: int, responses: int, seed: int, vocab: int = 128) -> list[Group]:
@@ -36,7 +42,7 @@ def make_groups(iteration: int, count: int, responses: int, seed: int, vocab: in
         lengths = rng.integers(1, 9, responses).astype(np.int32)
         total = int(lengths.sum())
         groups.append(
-            Group(
+            Group.of_responses(
                 iteration=iteration,
                 version=iteration,
                 index=index,
@@ -180,7 +186,7 @@ def put_groups(
     )
     kind = config.algorithm.advantage
     if advantages_of_rewards and kind != "batch-std":
-        groups = [replace(group, advantages=group_advantages(group.rewards, kind)) for group in groups]
+        groups = [with_advantages(group, group_advantages(group.rewards, kind)) for group in groups]
     for place, index in enumerate(order or range(len(groups))):
         buffer.put(groups[index], place % config.data_parallel, place // config.data_parallel)
 

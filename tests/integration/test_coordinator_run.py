@@ -10,9 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from pa_npu.engines.stand_in import Speed
-from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import group_seed
+from pa_npu.samples.types import Group
 from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, WAIT_S, Run
+from tests.helpers.groups import prompt_tokens
 from tests.helpers.stand_in_engine import stand_in_engines
 
 pytestmark = pytest.mark.integration
@@ -48,8 +49,10 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
 
     for iteration, groups in enumerate(all_groups):
         assert sorted(group.index for group in groups) == list(range(GROUPS)), "I2: every group exactly once"
-        assert {(group.iteration, group.version) for group in groups} == {(iteration, iteration)}, "I1"
-        assert all(group.num_responses == RESPONSES for group in groups)
+        assert {(group.iteration, *group.version_range) for group in groups} == {(iteration, iteration, iteration)}, (
+            "I1"
+        )
+        assert all(group.num_samples == RESPONSES for group in groups)
     prompt_ids = [group.prompt_id for groups in all_groups for group in groups]
     assert len(set(prompt_ids)) == 2 * GROUPS, "40 prompts hold two iterations without repetition"
 
@@ -67,11 +70,11 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
     records = run.lines("metrics.jsonl")
     assert [(record["iteration"], record["version"]) for record in records] == [(0, 0), (1, 1)]
     for record, groups, version in zip(records, all_groups, (1, 2), strict=True):
-        tokens = sum(group.num_response_tokens for group in groups)
+        tokens = sum(group.num_trained for group in groups)
         assert record["loss"] == 0.5 * version and record["train_s"] == 1.0, "the report of this iteration"
         assert record["trainer_idle"] == pytest.approx(0.01 / record["iteration_s"])
         assert record["tokens_response"] == tokens and record["groups"] == GROUPS
-        assert record["tokens_prompt"] == RESPONSES * sum(len(group.prompt_tokens) for group in groups)
+        assert record["tokens_prompt"] == RESPONSES * sum(len(prompt_tokens(group)) for group in groups)
         assert record["tokens_computed"] == 1234, "the trainers know what they computed"
         assert record["devices"] == 4 and record["window"] == 8
         assert record["tpspd"] == pytest.approx((tokens + record["tokens_prompt"]) / record["iteration_s"] / 4)
@@ -90,7 +93,7 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
 
 def contents(groups: list[Group]) -> list[tuple[int, int, bytes, bytes]]:
     """What is trained, whatever the order of arrival."""
-    return sorted((g.index, g.prompt_id, g.response_tokens.tobytes(), g.advantages.tobytes()) for g in groups)
+    return sorted((g.index, g.prompt_id, g.tokens[g.trained].tobytes(), g.advantages.tobytes()) for g in groups)
 
 
 def no_evaluation(directory: Path) -> dict[str, object]:

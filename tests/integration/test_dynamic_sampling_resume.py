@@ -11,8 +11,10 @@ import pytest
 from pa_npu.checkpoints.directories import META_FILE, CheckpointMeta, directory_name
 from pa_npu.control.messages import DATA_POSITION
 from pa_npu.engines.stand_in import Speed
-from pa_npu.samples.group import Group
+from pa_npu.samples.types import Group
+from pa_npu.samples.wire import to_bytes
 from tests.helpers.coordinator_run import WAIT_S
+from tests.helpers.groups import prompt_tokens
 from tests.helpers.stand_in_engine import stand_in_engines
 from tests.integration.test_coordinator_run import GROUPS, RESPONSES, Run
 
@@ -96,8 +98,8 @@ def content(groups: list[Group]) -> list[tuple[Any, ...]]:
     return sorted(
         (
             group.prompt_id,
-            group.prompt_tokens.tolist(),
-            group.response_tokens.tolist(),
+            prompt_tokens(group).tolist(),
+            group.tokens[group.trained].tolist(),
             group.logprobs.tolist(),
             group.rewards.tolist(),
             group.advantages.tolist(),
@@ -119,7 +121,7 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one(order: str, tmp_path: Path
         assert content(resumed.trained[iteration]) == content(whole.trained[iteration]), f"iteration {iteration}"
         if order == "prompt":
             ours, expected = resumed.trained[iteration], whole.trained[iteration]
-            assert [group.to_bytes() for group in ours] == [group.to_bytes() for group in expected]
+            assert [to_bytes(group) for group in ours] == [to_bytes(group) for group in expected]
         assert resumed.positions[iteration + 1] == whole.positions[iteration + 1]
         assert resumed.dispatched[iteration] == whole.dispatched[iteration]
     assert resumed.sampled < whole.sampled, "the discarded groups are sampled alike too"

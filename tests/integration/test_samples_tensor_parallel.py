@@ -22,10 +22,11 @@ import torch.distributed as dist
 
 from pa_npu.control.channel import CHUNK_BYTES, StoreChannel, connect
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.types import Group
+from pa_npu.samples.wire import to_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 TENSOR_PARALLEL, PIPELINE_PARALLEL = 2, 2
@@ -40,7 +41,7 @@ def make_group(index: int) -> Group:
     lengths = random.integers(1, 200_000 if index == GROUPS - 1 else 50, RESPONSES, dtype=np.int32)
     lengths[0] = 400_000 if index == GROUPS - 1 else lengths[0]
     total = int(lengths.sum())
-    return Group(
+    return Group.of_responses(
         iteration=0,
         version=0,
         index=index,
@@ -130,7 +131,7 @@ def test_all_ranks_of_a_replica_get_the_same_microbatches_from_a_late_producer()
             time.sleep(0.05)
         buffer = StoreRolloutBuffer(channel, "run", readers=RANKS)
         groups = [make_group(index) for index in range(GROUPS)]
-        assert len(groups[-1].to_bytes()) > CHUNK_BYTES
+        assert len(to_bytes(groups[-1])) > CHUNK_BYTES
         buffer.put(groups[0], 0, 0)
         time.sleep(PRODUCER_DELAY_S)
         for slot in (2, 1):  # out of order, as groups complete

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pa_npu.config.schema import Config
-from pa_npu.samples.group import Group
+from pa_npu.samples.types import Group
+from tests.helpers.groups import prompt_tokens
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import Job, make_groups, run_job
 
@@ -51,8 +52,8 @@ def make_config(
 def response_logprobs(model: Any, group: Group) -> list[torch.Tensor]:
     """[response tokens] for each response, one forward pass each."""
     found = []
-    prompt = torch.from_numpy(group.prompt_tokens).long()
-    responses = torch.from_numpy(group.response_tokens).long().split(group.response_lengths.tolist())
+    prompt = torch.from_numpy(prompt_tokens(group)).long()
+    responses = torch.from_numpy(group.tokens[group.trained]).long().split(group.trained_lengths.tolist())
     for response in responses:
         logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
         found.append(logits.log_softmax(-1).gather(-1, response[:, None]).squeeze(-1))

@@ -18,11 +18,15 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.window import FixedWindow, WindowController
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
+from pa_npu.environments.protocol import EnvironmentContext
+from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.errors import UserError
 from pa_npu.rewards.types import RewardInput, RewardResult
-from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import group_seed
+from pa_npu.samples.types import Group
+from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
+from tests.helpers.groups import sample_advantages
 
 GROUPS, RESPONSES = 8, 4
 
@@ -143,6 +147,7 @@ def make_producer(
     return Producer(
         config,
         EnginePool(engines),  # type: ignore[arg-type]
+        SingleTurn(EnvironmentContext(None, config.rollout.max_response_tokens)),
         rewards,
         shelf,  # type: ignore[arg-type]
         FixedWindow(window) if isinstance(window, int) else window,
@@ -186,14 +191,15 @@ async def test_groups_carry_what_was_sampled_with_the_seeds_of_their_index(store
     for group in shelf.groups.values():
         index = group.index
         wanted = [completion(index, i) for i in range(RESPONSES)]
-        assert (group.iteration, group.version, group.prompt_id) == (5, 5, 100 + index)
-        np.testing.assert_array_equal(group.response_tokens, np.concatenate([c.tokens for c in wanted]))
-        np.testing.assert_array_equal(group.logprobs, np.concatenate([c.logprobs for c in wanted]))
-        np.testing.assert_array_equal(group.response_lengths, [len(c.tokens) for c in wanted])
+        assert (group.iteration, group.version_range, group.prompt_id) == (5, (5, 5), 100 + index)
+        np.testing.assert_array_equal(group.tokens[group.trained], np.concatenate([c.tokens for c in wanted]))
+        np.testing.assert_array_equal(group.logprobs[group.trained], np.concatenate([c.logprobs for c in wanted]))
+        np.testing.assert_array_equal(group.trained_lengths, [len(c.tokens) for c in wanted])
         np.testing.assert_array_equal(group.finished, [0, 1, 1, 1])
         rewards = np.array([(index * i) % 3 for i in range(RESPONSES)], np.float32)
         np.testing.assert_array_equal(group.rewards, rewards)
-        np.testing.assert_array_equal(group.advantages, group_advantages(rewards, "group-std"))
+        wanted_advantages = np.repeat(group_advantages(rewards, "group-std"), group.trained_lengths)
+        np.testing.assert_array_equal(group.advantages[group.trained], wanted_advantages)
     assert {group.index for group in shelf.groups.values()} == set(range(GROUPS))
 
 
@@ -229,7 +235,7 @@ async def test_batch_advantages_use_the_whole_iteration(store_thread):
     _, shelf = await produce(chosen, [ScriptedEngine("a", list(range(GROUPS)))], store_thread)
     by_index = sorted(shelf.groups.values(), key=lambda group: group.index)
     for group, wanted in zip(by_index, batch_advantages([group.rewards for group in by_index]), strict=True):
-        np.testing.assert_allclose(group.advantages, wanted, rtol=1e-6)
+        np.testing.assert_allclose(sample_advantages(group), wanted, rtol=1e-6)
 
 
 def dynamic(**schedule: object) -> Config:
@@ -304,7 +310,7 @@ async def test_numbers_and_samples_of_an_iteration(store_thread):
     assert numbers["accuracy"] == pytest.approx((rewards > 0).mean())
     assert numbers["reward_errors"] == 1
     assert numbers["truncated_ratio"] == pytest.approx(1 / RESPONSES)
-    assert numbers["tokens_response"] == sum(len(group.response_tokens) for group in groups)
+    assert numbers["tokens_response"] == sum(len(group.tokens[group.trained]) for group in groups)
     assert numbers["tokens_prompt"] == GROUPS * RESPONSES * 3, "the prompt counts once per sample"
     assert numbers["prompt_length_mean"] == 3 and numbers["window"] == 64
     assert [sample["index"] for sample in production.samples] == [0, 1], "whatever finished first"
@@ -416,7 +422,7 @@ async def test_dispatch_order_changes_nothing_that_is_trained(store_thread, orde
         asked, shelf = await two_iterations(chosen, store_thread)
         assert sorted((index, seed) for _, index, _, seed in asked) == [(i, group_seed(7, 1, i)) for i in range(GROUPS)]
         shelves.append(shelf.groups)
-    in_order, by_length = ({key: group.to_bytes() for key, group in groups.items()} for groups in shelves)
+    in_order, by_length = ({key: to_bytes(group) for key, group in groups.items()} for groups in shelves)
     assert sorted(in_order.values()) == sorted(by_length.values())
     assert order == "completion" or in_order == by_length
 
@@ -434,7 +440,7 @@ async def test_dynamic_sampling_dispatched_by_length_trains_the_first_informativ
             shelf.groups.clear()
             further = iter(prompts()[4:])
             await producer.produce(iteration, prompts()[:4], lambda further=further: next(further))
-        results.append(([index for _, index, _, _ in asked], {k: g.to_bytes() for k, g in shelf.groups.items()}))
+        results.append(([index for _, index, _, _ in asked], {k: to_bytes(g) for k, g in shelf.groups.items()}))
     (in_order, expected), (by_length, trained) = results
     assert in_order == [0, 1, 2, 3, 4, 5] and by_length == [3, 1, 0, 2, 4, 5], "replacements as they come"
     assert trained == expected

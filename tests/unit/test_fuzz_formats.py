@@ -27,11 +27,12 @@ from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.engines.vllm.codec import decode_object, decode_response
 from pa_npu.errors import DataError
 from pa_npu.publish.transport import Manifest, WeightSyncError
-from pa_npu.samples.group import Group, GroupFormatError
+from pa_npu.samples.types import GroupFormatError
+from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.telemetry.metrics import MetricsWriter, read_evaluations, read_records
 from pa_npu.telemetry.summary import summarise
 from tests.helpers.mutations import VALUES, changed_bytes, changed_tree, json_near, to_json
-from tests.unit.test_samples_group import ENVELOPE_BYTES, assert_same, make_group, signed
+from tests.unit.test_samples_types import ENVELOPE_BYTES, assert_same, make_group, signed
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +98,10 @@ def test_a_dataset_is_prompts_or_a_data_error(
 
 
 GROUP = make_group()
-TENSORS = load(GROUP.to_bytes()[ENVELOPE_BYTES:])
-HEADER_BYTES = struct.unpack("<Q", GROUP.to_bytes()[ENVELOPE_BYTES : ENVELOPE_BYTES + 8])[0]
-HEADER = json.loads(GROUP.to_bytes()[ENVELOPE_BYTES + 8 : ENVELOPE_BYTES + 8 + HEADER_BYTES])
-BODY = GROUP.to_bytes()[ENVELOPE_BYTES + 8 + HEADER_BYTES :]
+TENSORS = load(to_bytes(GROUP)[ENVELOPE_BYTES:])
+HEADER_BYTES = struct.unpack("<Q", to_bytes(GROUP)[ENVELOPE_BYTES : ENVELOPE_BYTES + 8])[0]
+HEADER = json.loads(to_bytes(GROUP)[ENVELOPE_BYTES + 8 : ENVELOPE_BYTES + 8 + HEADER_BYTES])
+BODY = to_bytes(GROUP)[ENVELOPE_BYTES + 8 + HEADER_BYTES :]
 DTYPES = ["i1", "u1", "<i4", "<u4", "<i8", "<f2", "<f4", "<f8", "?"]
 NUMBERS = [0, 1, -1, 2, 255, 2**31 - 1, -(2**31), 2**63 - 1, 1e39, float("nan"), float("inf"), float("-inf")]
 
@@ -142,8 +143,8 @@ def with_header(tree: Any) -> bytes:
 GROUPS = st.one_of(
     changed_tensors(),
     changed_tree(HEADER).map(with_header),
-    changed_bytes(GROUP.to_bytes()[ENVELOPE_BYTES:]).map(signed),
-    changed_bytes(GROUP.to_bytes()),
+    changed_bytes(to_bytes(GROUP)[ENVELOPE_BYTES:]).map(signed),
+    changed_bytes(to_bytes(GROUP)),
     st.binary(max_size=200),
 )
 
@@ -151,13 +152,13 @@ GROUPS = st.one_of(
 @given(data=GROUPS)
 def test_group_bytes_are_a_well_formed_group_or_a_group_format_error(data: bytes) -> None:
     try:
-        group = Group.from_bytes(data)
+        group = from_bytes(data)
     except GroupFormatError as error:
         assert "\n" not in str(error)
         return
-    assert_same(group, Group.from_bytes(group.to_bytes()))
-    assert group.response_offsets()[-1] == len(group.response_tokens) == len(group.logprobs)
-    assert np.isfinite(group.logprobs).all() and group.prompt_tokens.min() >= 0
+    assert_same(group, from_bytes(to_bytes(group)))
+    assert group.offsets()[-1] == len(group.tokens) == len(group.logprobs)
+    assert np.isfinite(group.logprobs).all() and group.tokens.min() >= 0
     assert zlib.crc32(data[ENVELOPE_BYTES:]) == struct.unpack_from("<I", data, 8)[0]
 
 

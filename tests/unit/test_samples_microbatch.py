@@ -5,6 +5,7 @@ So too when pieces of several groups share a microbatch.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -13,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pa_npu.samples.group import Group
-from pa_npu.samples.microbatch import Microbatch, Piece, build_microbatches, cut, pack
+from pa_npu.samples.microbatch import Microbatch, build_microbatches, cut, num_packed_tokens, pack
+from pa_npu.samples.types import Group
 
 
 def make_group(prompt: int, lengths: tuple[int, ...], index: int = 7) -> Group:
     """All tokens of the group differ, so that a token says where it comes from; so do those of groups 0 to 9."""
     total = sum(lengths)
-    return Group(
+    return Group.of_responses(
         iteration=3,
         version=3,
         index=index,
@@ -59,16 +60,17 @@ def trained(microbatch: Microbatch) -> list[Trained]:
     ]
 
 
-def expected(pieces: list[Piece]) -> list[Trained]:
+def expected(pieces: list[Group]) -> list[Trained]:
     """The same from the groups, response by response, token by token."""
     found = []
-    responses = [(piece.group, response) for piece in pieces for response in range(piece.first, piece.last)]
-    for number, (group, response) in enumerate(responses):
-        offset = int(group.response_lengths[:response].sum())
-        tokens = group.response_tokens[offset : offset + int(group.response_lengths[response])].tolist()
-        for position, token in enumerate(tokens):
-            before = group.prompt_tokens.tolist() + tokens[:position]
-            found.append((before, token, float(-(offset + position)), response + 0.5, number))
+    number = 0
+    for piece in pieces:
+        for start, end in itertools.pairwise(piece.offsets().tolist()):
+            for row in range(start, end):
+                if piece.trained[row]:
+                    before = piece.tokens[start:row].tolist()
+                    found.append((before, piece.tokens[row], piece.logprobs[row], piece.advantages[row], number))
+            number += 1
     return found
 
 
@@ -116,10 +118,10 @@ def test_packed_pieces_see_nothing_of_each_other(
     assert trained(microbatch) == expected(pieces)
     assert microbatch.layout.total == len(microbatch.tokens) and microbatch.layout.total % pad == 0
     assert microbatch.layout.padding < pad, "padding belongs to the end of the pack only"
-    assert microbatch.num_computed_tokens == sum(piece.num_tokens(shared) for piece in pieces)
-    assert sorted(set(microbatch.response_index.tolist())) == list(range(microbatch.num_sequences))
+    assert microbatch.num_computed_tokens == sum(num_packed_tokens(piece, shared) for piece in pieces)
+    assert sorted(set(microbatch.response_index.tolist())) == list(range(microbatch.num_samples))
     alone = [pack([piece], shared, 1) for piece in pieces]
-    for count in ("num_sequences", "num_prompt_tokens", "num_response_tokens", "num_computed_tokens"):
+    for count in ("num_samples", "num_sample_tokens", "num_response_tokens", "num_computed_tokens"):
         assert getattr(microbatch, count) == sum(getattr(part, count) for part in alone), count
     assert microbatch.group_indices == tuple(range(len(groups)))
 
@@ -129,14 +131,14 @@ def test_counts_tell_samples_from_computed_tokens() -> None:
     (shared,) = build_microbatches(group, 4, True, 8)
     (separate,) = build_microbatches(group, 4, False, 8)
     for microbatch in (shared, separate):
-        assert (microbatch.num_sequences, microbatch.num_prompt_tokens, microbatch.num_response_tokens) == (4, 20, 10)
+        assert (microbatch.num_samples, microbatch.num_sample_tokens, microbatch.num_response_tokens) == (4, 30, 10)
         assert microbatch.response_lengths == (2, 3, 4, 1)
     assert (shared.num_computed_tokens, shared.layout.total) == (15, 16)
     assert (separate.num_computed_tokens, separate.layout.total) == (30, 32)
     first, second = build_microbatches(group, 2, True, 1)
     assert (first.num_computed_tokens, second.num_computed_tokens) == (10, 10)
     assert (first.response_lengths, second.response_lengths) == ((2, 3), (4, 1))
-    assert (second.iteration, second.version, second.group_indices) == (3, 3, (7,))
+    assert (second.iteration, second.versions, second.group_indices) == (3, (3, 3), (7,))
 
 
 def test_dtypes_are_those_of_the_model_and_the_loss() -> None:

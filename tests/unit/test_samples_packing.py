@@ -15,9 +15,10 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
 from pa_npu.planning.derive import work
 from pa_npu.planning.describe import derived_lines
-from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.types import Group
+from pa_npu.samples.wire import to_bytes
 
 PROMPT = 2
 Packs = list[list[tuple[int, int]]]  # per microbatch (group, tokens of one response) of each response
@@ -26,7 +27,7 @@ Packs = list[list[tuple[int, int]]]  # per microbatch (group, tokens of one resp
 def make_group(index: int, lengths: list[int]) -> Group:
     """A prompt of PROMPT tokens; the advantage of a response is its own length, so that a microbatch tells its content."""
     total = sum(lengths)
-    return Group(
+    return Group.of_responses(
         iteration=0,
         version=0,
         index=index,
@@ -62,7 +63,7 @@ class ScriptedBuffer:
         return self._ready(slot)
 
     def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
-        return self._groups[slot].to_bytes()
+        return to_bytes(self._groups[slot])
 
     def read(self, iteration: int, replica: int, slot: int) -> Group:
         return self._groups[slot]
@@ -91,7 +92,7 @@ def iterator(
 
 def content(microbatch: Microbatch) -> list[tuple[int, int]]:
     """(group, length) of each response, read from the targets."""
-    first = [microbatch.response_index.tolist().index(number) for number in range(microbatch.num_sequences)]
+    first = [microbatch.response_index.tolist().index(number) for number in range(microbatch.num_samples)]
     return [(int(microbatch.targets[row]), int(microbatch.advantages[row])) for row in first]
 
 
@@ -142,7 +143,7 @@ def test_order_prompt_packs_by_the_groups_alone(
     found = list(microbatches)
     microbatches.finish()
     assert [content(m) for m in found] == next_fit(groups, responses, shared, pad, budget)
-    assert all(m.layout.total <= budget or m.num_sequences == responses for m in found)
+    assert all(m.layout.total <= budget or m.num_samples == responses for m in found)
     assert buffer.waits == list(range(len(groups)))
 
 
@@ -157,7 +158,7 @@ def test_order_completion_trains_every_response_once_within_the_budget(
     microbatches.finish()
     everything = [(index, length) for index, lengths in enumerate(groups) for length in lengths]
     assert [response for m in found for response in content(m)] == everything
-    assert all(m.layout.total <= budget or m.num_sequences == len(groups[0]) for m in found)
+    assert all(m.layout.total <= budget or m.num_samples == len(groups[0]) for m in found)
 
 
 def test_order_completion_goes_as_soon_as_the_next_group_has_not_arrived() -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pa_npu.families.spec import ModelSpec
-from pa_npu.samples.microbatch import Microbatch, Piece, cut, pack
+from pa_npu.samples.microbatch import Microbatch, cut, pack
+from pa_npu.samples.types import Group
 from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.megatron import PLATFORM, model_config, single_process
 from tests.helpers.models import make_model
@@ -53,7 +54,7 @@ class Source:
         return next(self._microbatches)
 
 
-def update(model: Path, algorithm: dict[str, Any], packs: list[list[Piece]], shared: bool = True) -> dict[str, float]:
+def update(model: Path, algorithm: dict[str, Any], packs: list[list[Group]], shared: bool = True) -> dict[str, float]:
     """The report of one iteration from fresh weights."""
     config = model_config(
         model,
@@ -73,7 +74,7 @@ def test_packed_groups_give_the_update_of_groups_alone(algorithm: dict[str, Any]
     groups = make_groups(0, GROUPS, RESPONSES, seed=5)
     for group in groups:
         # near what the model says (about -log 128), so that importance weights lie on both sides of their cap
-        group.logprobs[:] -= 4.3
+        group.logprobs[group.trained] -= 4.3
     whole = [cut(group, RESPONSES) for group in groups]
     halves = [piece for group in groups for piece in cut(group, RESPONSES // 2)]
     expected = update(model, algorithm, whole)

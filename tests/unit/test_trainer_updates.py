@@ -14,10 +14,12 @@ from pa_npu.config.schema import Config
 from pa_npu.control.messages import merge_updates
 from pa_npu.errors import InvariantViolation
 from pa_npu.families.spec import ModelSpec
-from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import build_microbatches
+from pa_npu.samples.types import Group
+from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
+from tests.helpers.groups import sample_advantages, with_trained
 from tests.helpers.megatron import PLATFORM, TriModel, model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.reports import numbers, update_report
@@ -53,7 +55,7 @@ class Shelf:
         return True
 
     def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
-        return self._groups[slot].to_bytes()
+        return to_bytes(self._groups[slot])
 
     def done(self, iteration: int, replica: int, slot: int) -> None:
         pass
@@ -112,8 +114,8 @@ def by_hand(config: Config, iterations: list[list[Group]], updates: int) -> tupl
             terms = []
             for group, before in list(zip(groups, old, strict=True))[start : start + share]:
                 ratio = (logprobs(group) - before).exp()
-                lengths = torch.from_numpy(group.response_lengths).long()
-                advantages = torch.from_numpy(group.advantages).repeat_interleave(lengths)
+                lengths = torch.from_numpy(group.trained_lengths).long()
+                advantages = torch.from_numpy(sample_advantages(group)).repeat_interleave(lengths)
                 terms.append(torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages))
             loss = -torch.cat(terms).mean()
             optimizer.zero_grad()
@@ -142,7 +144,7 @@ def test_weights_are_those_of_the_updates_by_hand(updates: int, max_tokens: int 
     for iteration, report in enumerate(reports):
         own = losses[iteration * updates : (iteration + 1) * updates]
         assert report["loss"] == pytest.approx(sum(own) / updates, rel=1e-4, abs=1e-6)
-        tokens = sum(int(group.response_lengths.sum()) for group in iterations[iteration])
+        tokens = sum(int(group.trained_lengths.sum()) for group in iterations[iteration])
         assert report["tokens_response"] == tokens
         assert (report["clip_ratio"] > 0) == (updates > 1), "the ratio is 1 with one update, and moves with several"
     if updates > 1:
@@ -162,8 +164,8 @@ def test_importance_weights_and_their_statistics_are_those_by_hand(level: str, m
         (m,) = build_microbatches(group, RESPONSES, True, 1)
         logprobs = stage(m.tokens[None], m.layout, m.rows, m.targets, temperature=1.0, chunk=64).logprobs
         engine = (logprobs.detach() + 0.2 * torch.randn(logprobs.shape, generator=generator)).clamp(max=0)
-        groups.append(replace(group, logprobs=engine.numpy()))
-        lengths, advantages = group.response_lengths.tolist(), group.advantages.tolist()
+        groups.append(with_trained(group, logprobs=engine.numpy()))
+        lengths, advantages = group.trained_lengths.tolist(), sample_advantages(group).tolist()
         for ours, theirs, advantage in zip(logprobs.split(lengths), engine.split(lengths), advantages, strict=True):
             log_ratio = (ours - theirs).detach().double()
             ratio = log_ratio.exp() if level == "token" else log_ratio.sum().exp().expand(len(ours))

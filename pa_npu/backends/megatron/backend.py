@@ -213,7 +213,7 @@ class MegatronBackend:
             advantages=microbatch.advantages,
             weights=token_weights(microbatch.response_lengths, self._config.algorithm.aggregation, self._device),
             response_index=microbatch.response_index,
-            num_responses=microbatch.num_sequences,
+            num_responses=microbatch.num_samples,
             group_size=self._config.rollout.responses_per_prompt,
         )
         sums = loss_sums(batch, self._config.algorithm, self._policy_loss)
@@ -223,7 +223,7 @@ class MegatronBackend:
     def _add_metrics(self, microbatch: Microbatch, logprobs: torch.Tensor, metrics: dict[str, torch.Tensor]) -> None:
         """logprobs: of the weight version that generated the microbatch, as the trainer computes them."""
         difference = logprobs.detach() - microbatch.engine_logprobs
-        sums = difference_sums(difference, microbatch.response_index, microbatch.num_sequences)
+        sums = difference_sums(difference, microbatch.response_index, microbatch.num_samples)
         self._metrics.add(metrics, sums, difference.abs().max())
 
     def _old_logprobs(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
@@ -231,9 +231,8 @@ class MegatronBackend:
         if "old" in output.frozen:
             return output.frozen["old"]
         if self._policy_version is not None:
-            EXACT.check(
-                self._policy_version, [microbatch.version], f"a microbatch of groups {microbatch.group_indices}"
-            )
+            what = f"a microbatch of groups {microbatch.group_indices}"
+            EXACT.check(self._policy_version, microbatch.versions, what)
         return output.logprobs.detach()
 
     def _probe_loss(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:

@@ -26,7 +26,7 @@ class IterationTotals:
     def add(self, microbatch: Microbatch) -> None:
         self.tokens_response += microbatch.num_response_tokens
         self.tokens_computed += microbatch.num_computed_tokens
-        self.num_responses += microbatch.num_sequences
+        self.num_responses += microbatch.num_samples
         self.num_microbatches += 1
 
     def over_replicas(self, device: torch.device) -> IterationTotals:

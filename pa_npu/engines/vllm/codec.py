@@ -59,6 +59,9 @@ def encode_request(prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, samp
         "stop_token_ids": [] if sampling.ignore_eos else list(sampling.stop_token_ids),
         "return_token_ids": True,
     }
+    if sampling.stop:
+        # the text is what the tokens say, the stop included, so that nothing is lost between text and tokens
+        body |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
     if sampling.logprobs:
         body["logprobs"] = 0
     return _encoder.encode(body)

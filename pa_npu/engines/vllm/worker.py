@@ -257,10 +257,11 @@ def take_logprobs_mode(worker: Any) -> None:
     vllm-ascend 0.18 to 0.25 builds its sampler without the mode, so that it would report raw log-probs, which are those of
     another distribution than the sampled one unless the temperature is 1.
     """
+
     mode = worker.model_config.logprobs_mode
     sampler = getattr(worker.model_runner, "sampler", None)
     for part in (sampler, getattr(sampler, "topk_topp_sampler", None)):
-        if getattr(part, "logprobs_mode", mode) != mode:
+        if part is not None and getattr(part, "logprobs_mode", mode) != mode:
             part.logprobs_mode = mode
 
 

@@ -1,0 +1,82 @@
+"""What an environment is: one object with one method, from a prompt to samples, and what it is given to work with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pa_npu.data.prompts import Prompt
+from pa_npu.engines.protocol import Generation
+from pa_npu.errors import ConfigError, PaNpuError
+from pa_npu.samples.types import Sample, SampleBuilder
+
+
+class EnvironmentFailed(PaNpuError):
+    """An environment raised, or returned what is no sample; the message names it, the group, and the place in its code."""
+
+
+class Generate(Protocol):
+    """Lets the policy write. The same arguments give the same tokens, whatever engine answers and however often it is asked."""
+
+    async def __call__(
+        self,
+        tokens: npt.NDArray[np.int32],
+        *,
+        n: int = 1,
+        sample: int = 0,
+        turn: int = 0,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> list[Generation]:
+        """n continuations of `tokens`, for samples `sample`, sample + 1, ... of the group in their turn `turn` (0 is the first).
+
+        max_tokens: of each; None is rollout.max_response_tokens. stop: texts that end a continuation, which keeps the tokens that
+        complete one. Every generation's `version` is the weight version that wrote it. Requests may run at the same time.
+        """
+
+
+class Environment(Protocol):
+    """How a prompt becomes samples. A class of your own: environment.name=module:Class, made with an EnvironmentContext."""
+
+    async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
+        """num_samples samples of the prompt, in order.
+
+        Runs in the coordinator's event loop beside all other groups: wait with `await`, and give what blocks to a thread or a
+        process. What does not follow from its arguments, such as a clock, makes runs that cannot be repeated.
+        """
+
+
+@dataclass(frozen=True)
+class EnvironmentContext:
+    """What an environment is made with.
+
+    tokenizer: the model's, of transformers. max_response_tokens: most tokens behind the prompt, over all turns. max_turns: most
+    turns of the policy. timeout_s: of the environment's own work in one turn. options: environment.options.
+    """
+
+    tokenizer: Any
+    max_response_tokens: int
+    max_turns: int = 1
+    timeout_s: float = 10.0
+    options: Mapping[str, Any] = dataclass_field(default_factory=dict)
+
+    def refuse_options(self, environment: str, known: Sequence[str] = ()) -> None:
+        """Raises ConfigError where environment.options has a key that the environment does not read."""
+        for name in self.options:
+            if name not in known:
+                wanted = f"one of {', '.join(known)}" if known else "none"
+                raise ConfigError(
+                    f"environment.options: {name!r} is unknown to {environment}, which has {wanted}; remove it"
+                )
+
+
+def write(sample: SampleBuilder, generation: Generation) -> None:
+    """Adds what the policy wrote to a sample."""
+    if generation.version is None:
+        raise ValueError("a generation without weight version cannot be trained; take it from `generate`")
+    sample.write(generation.tokens, generation.logprobs, generation.version)

@@ -1,0 +1,316 @@
+"""The datum: a Sample is one token sequence with what training needs of every token; a Group holds the samples of one prompt.
+
+    tokens     p0 p1 p2 a0 a1 e0 e1 b0      prompt, what the policy wrote, what the environment answered, what the policy wrote
+    trained     0  0  0  1  1  0  0  1      the policy's own tokens, and no others, have a loss
+    versions   -1 -1 -1  4  4 -1 -1  4      the weight version that generated the token; -1 where none did
+
+A single turn is the case with one prompt and one run of trained tokens. Nothing behind this file assumes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pa_npu.errors import PaNpuError
+
+T = TypeVar("T")
+
+NO_VERSION = -1
+"""Version of a token that no policy generated."""
+
+IDENTITY = ("run_seed", "iteration", "index", "prompt_id")
+"""The whole numbers that say which group this is."""
+
+PER_TOKEN: dict[str, np.dtype[Any]] = {
+    "tokens": np.dtype("<i4"),
+    "trained": np.dtype("?"),
+    "logprobs": np.dtype("<f4"),
+    "versions": np.dtype("<i4"),
+    "advantages": np.dtype("<f4"),
+}
+PER_SAMPLE: dict[str, np.dtype[Any]] = {
+    "lengths": np.dtype("<i4"),
+    "rewards": np.dtype("<f4"),
+    "finished": np.dtype("?"),
+}
+
+
+class GroupFormatError(PaNpuError):
+    """A group's bytes or arrays break a rule; the message names the field and the values."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sequence from its prompt to its end. T tokens; arrays are numpy [T].
+
+    tokens: int32. trained: bool, the tokens that the policy sampled, never the first one. logprobs: float32, of the
+    distribution that a trained token was sampled from. versions: int32, the weight version that sampled it. Both mean
+    nothing where trained is False. reward: what the environment gave; None leaves it to the reward functions.
+    finished: ended by itself, not cut at a limit. text: what follows the prompt, for reward functions and records.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    trained: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    finished: bool
+    text: str = ""
+    reward: float | None = None
+
+    @property
+    def num_trained(self) -> int:
+        return int(np.count_nonzero(self.trained))
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first trained one."""
+        return int(self.trained.argmax())
+
+
+class SampleBuilder:
+    """Puts a sample together turn by turn: what the policy is shown, and what it writes."""
+
+    def __init__(self, prompt: npt.NDArray[np.int32]) -> None:
+        self._tokens = [np.asarray(prompt, np.int32)]
+        self._trained = [np.zeros(len(prompt), np.bool_)]
+        self._logprobs = [np.zeros(len(prompt), np.float32)]
+        self._versions = [np.full(len(prompt), NO_VERSION, np.int32)]
+        self.num_trained = 0
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Everything so far: what the next turn is conditioned on."""
+        return np.concatenate(self._tokens)
+
+    def show(self, tokens: npt.NDArray[np.int32]) -> None:
+        """Tokens of the environment, which are not trained."""
+        self._add(tokens, False, np.zeros(len(tokens), np.float32), NO_VERSION)
+
+    def write(self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], version: int) -> None:
+        """Tokens of the policy, as the engine returned them. logprobs: [0] where none were asked for."""
+        self.num_trained += len(tokens)
+        self._add(tokens, True, logprobs if len(logprobs) else np.zeros(len(tokens), np.float32), version)
+
+    def finish(self, finished: bool, text: str, reward: float | None = None) -> Sample:
+        return Sample(
+            np.concatenate(self._tokens),
+            np.concatenate(self._trained),
+            np.concatenate(self._logprobs),
+            np.concatenate(self._versions),
+            finished,
+            text,
+            reward,
+        )
+
+    def _add(self, tokens: npt.NDArray[np.int32], trained: bool, logprobs: np.ndarray, version: int) -> None:
+        self._tokens.append(np.asarray(tokens, np.int32))
+        self._trained.append(np.full(len(tokens), trained, np.bool_))
+        self._logprobs.append(np.asarray(logprobs, np.float32))
+        self._versions.append(np.full(len(tokens), version, np.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The samples of one prompt, their arrays one after another: the unit of dispatch, of advantages and of the buffer.
+
+    Construction validates everything, so a Group that exists is well-formed on both sides of the wire.
+
+    run_seed, iteration, index: with a sample's number they say what was sampled, whatever engine did it. index is the dispatch
+    index within the iteration. prompt_id: row of the dataset.
+    lengths: int32 [G], tokens of each sample. rewards: float32 [G]. finished: bool [G].
+    tokens, trained, logprobs, versions: those of Sample, [sum of lengths]. advantages: float32 [sum of lengths].
+    first: the number of the first sample here, in a piece of the group that was dispatched; 0 for the whole.
+    Log-probs and advantages are 0, and versions NO_VERSION, where a token is not trained.
+    """
+
+    run_seed: int
+    iteration: int
+    index: int
+    prompt_id: int
+    lengths: np.ndarray
+    tokens: np.ndarray
+    trained: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    advantages: np.ndarray
+    rewards: np.ndarray
+    finished: np.ndarray
+    first: int = 0
+    _cache: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in IDENTITY:
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or not 0 <= value < 2**63:
+                raise GroupFormatError(f"group {name}: {value!r} must be an integer between 0 and 2**63 - 1")
+            object.__setattr__(self, name, int(value))
+        for name, dtype in (PER_TOKEN | PER_SAMPLE).items():
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+                found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+                raise GroupFormatError(f"{self} {name}: must be a {dtype.name} array [n], found {found}")
+        self._check_sizes()
+        self._check_values()
+
+    @classmethod
+    def of_samples(
+        cls,
+        samples: Sequence[Sample],
+        rewards: np.ndarray,
+        advantages: np.ndarray,
+        *,
+        run_seed: int,
+        iteration: int,
+        index: int,
+        prompt_id: int,
+    ) -> Group:
+        """rewards: float32 [G]. advantages: float32 [G], the same for all trained tokens of a sample."""
+        trained = np.concatenate([sample.trained for sample in samples])
+        lengths = np.array([len(sample.tokens) for sample in samples], np.int32)
+        return cls(
+            run_seed=run_seed,
+            iteration=iteration,
+            index=index,
+            prompt_id=prompt_id,
+            lengths=lengths,
+            tokens=np.concatenate([sample.tokens for sample in samples]),
+            trained=trained,
+            logprobs=np.concatenate([sample.logprobs for sample in samples]),
+            versions=np.concatenate([sample.versions for sample in samples]),
+            advantages=np.where(trained, np.repeat(advantages, lengths), np.float32(0)),
+            rewards=np.asarray(rewards, np.float32),
+            finished=np.array([sample.finished for sample in samples], np.bool_),
+        )
+
+    @classmethod
+    def of_responses(
+        cls,
+        *,
+        iteration: int,
+        version: int,
+        index: int,
+        prompt_id: int,
+        prompt_tokens: np.ndarray,
+        response_tokens: np.ndarray,
+        response_lengths: np.ndarray,
+        logprobs: np.ndarray,
+        rewards: np.ndarray,
+        advantages: np.ndarray,
+        finished: np.ndarray,
+        run_seed: int = 0,
+    ) -> Group:
+        """One prompt with G responses, which stand one after another in response_tokens and logprobs."""
+        ends = np.cumsum(response_lengths)[:-1]
+        samples = []
+        for number, (tokens, sampled) in enumerate(
+            zip(np.split(response_tokens, ends), np.split(logprobs, ends), strict=True)
+        ):
+            sample = SampleBuilder(prompt_tokens)
+            sample.write(tokens, sampled, version)
+            samples.append(sample.finish(bool(finished[number]), ""))
+        identity = {"run_seed": run_seed, "iteration": iteration, "index": index, "prompt_id": prompt_id}
+        return cls.of_samples(samples, rewards, advantages, **identity)
+
+    def _check_sizes(self) -> None:
+        num_samples = len(self.lengths)
+        if num_samples == 0:
+            raise GroupFormatError(f"{self} lengths: a group needs at least one sample")
+        if (shortest := self.lengths.min()) < 2:
+            raise GroupFormatError(
+                f"{self} lengths: a sample needs a prompt and a trained token, shortest is {shortest}"
+            )
+        total = int(self.lengths.sum(dtype=np.int64))
+        for names, wanted in ((PER_TOKEN, total), (PER_SAMPLE, num_samples)):
+            for name in names:
+                if len(getattr(self, name)) != wanted:
+                    raise GroupFormatError(
+                        f"{self} {name}: {len(getattr(self, name))} values, but {num_samples} samples of together "
+                        f"{total} tokens need {wanted}"
+                    )
+
+    def _check_values(self) -> None:
+        if (lowest := self.tokens.min()) < 0:
+            raise GroupFormatError(f"{self} tokens: token ids must not be negative, lowest is {lowest}")
+        for name in ("logprobs", "rewards", "advantages"):
+            finite = np.isfinite(getattr(self, name))
+            if not finite.all():
+                position = int(finite.argmin())
+                raise GroupFormatError(
+                    f"{self} {name}: values must be finite, number {position} is {getattr(self, name)[position]}"
+                )
+        firsts = self.offsets()[:-1]
+        if self.trained[firsts].any():
+            raise GroupFormatError(f"{self} trained: a sample's first token follows from nothing and cannot be trained")
+        if not (counts := self.trained_lengths).all():
+            raise GroupFormatError(f"{self} trained: sample {int(counts.argmin())} has no trained token")
+        if (lowest := self.versions[self.trained].min()) < 0:
+            raise GroupFormatError(f"{self} versions: a trained token needs a weight version, lowest is {lowest}")
+        rest = ~self.trained
+        for name, value in (("logprobs", 0), ("advantages", 0), ("versions", NO_VERSION)):
+            if (getattr(self, name)[rest] != value).any():
+                raise GroupFormatError(f"{self} {name}: must be {value} for tokens that are not trained")
+
+    def __str__(self) -> str:
+        return f"group {self.index} of iteration {self.iteration} (prompt {self.prompt_id})"
+
+    def __getitem__(self, span: slice) -> Group:
+        """The same group with some consecutive samples of it."""
+        offsets = self.offsets()
+        first, last, _ = span.indices(self.num_samples)
+        rows = slice(int(offsets[first]), int(offsets[last]))
+        return replace(
+            self,
+            first=self.first + first,
+            **{name: getattr(self, name)[rows] for name in PER_TOKEN},
+            **{name: getattr(self, name)[first:last] for name in PER_SAMPLE},
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """G."""
+        return len(self.lengths)
+
+    @property
+    def trained_lengths(self) -> np.ndarray:
+        """int64 [G]: trained tokens of each sample."""
+        return self.cached("trained", lambda: np.add.reduceat(self.trained, self.offsets()[:-1], dtype=np.int64))
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that have a loss."""
+        return int(self.trained_lengths.sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens of all samples, a shared prompt once per sample: the numerator of TPSPD."""
+        return len(self.tokens)
+
+    @property
+    def version_range(self) -> tuple[int, int]:
+        """Oldest and newest weight version that generated a trained token."""
+        versions = self.versions[self.trained]
+        return int(versions.min()), int(versions.max())
+
+    def offsets(self) -> np.ndarray:
+        """int64 [G + 1]: sample i is `tokens[offsets[i]:offsets[i + 1]]`."""
+        return self.cached("offsets", lambda: np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]))
+
+    def sequences(self) -> list[np.ndarray]:
+        """The tokens of each sample, views."""
+        return np.split(self.tokens, self.offsets()[1:-1])
+
+    def prompt_lengths(self) -> list[int]:
+        """Tokens before each sample's first trained one."""
+        return [int(trained.argmax()) for trained in np.split(self.trained, self.offsets()[1:-1])]
+
+    def cached(self, name: str, build: Callable[[], T]) -> T:
+        """What `build` returns, built once; for what follows from the group and takes time."""
+        if name not in self._cache:
+            self._cache[name] = build()
+        found: T = self._cache[name]
+        return found

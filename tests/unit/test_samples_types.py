@@ -1,0 +1,220 @@
+"""A group survives the wire bit for bit; anything but a well-formed group is a GroupFormatError and nothing else."""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
+
+from pa_npu.samples.types import IDENTITY, PER_SAMPLE, PER_TOKEN, Group, GroupFormatError, SampleBuilder
+from pa_npu.samples.wire import from_bytes, to_bytes
+
+ENVELOPE_BYTES = 16
+
+
+def make_group(prompt: int = 3, lengths: tuple[int, ...] = (2, 4, 1), seed: int = 0, **values: Any) -> Group:
+    """Several turns: between its first and its other trained tokens a sample has untrained ones, as many as its number."""
+    random = np.random.default_rng(seed)
+    start = random.integers(0, 2**31 - 1, prompt, dtype=np.int32)
+    samples = []
+    for number, length in enumerate(lengths):
+        sample = SampleBuilder(start)
+        for turn in (1, length - 1):
+            written = random.integers(0, 150_000, turn, dtype=np.int32)
+            sample.write(written, -random.random(turn, dtype=np.float32), int(random.integers(0, 6)))
+            if turn == 1 and length > 1:
+                sample.show(random.integers(0, 150_000, number, dtype=np.int32))
+        samples.append(sample.finish(bool(random.integers(0, 2)), ""))
+    group = Group.of_samples(
+        samples,
+        random.random(len(lengths), dtype=np.float32),
+        random.standard_normal(len(lengths), dtype=np.float32),
+        **{"run_seed": 9, "iteration": 5, "index": 2, "prompt_id": 11},
+    )
+    return replace(group, **values)
+
+
+def assert_same(left: Group, right: Group) -> None:
+    for name in (*IDENTITY, *PER_TOKEN, *PER_SAMPLE):
+        a, b = getattr(left, name), getattr(right, name)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype and a.tobytes() == b.tobytes(), name
+        else:
+            assert a == b, name
+
+
+def signed(payload: bytes) -> bytes:
+    """An envelope whose checksum is right, so that the checks behind it are reached."""
+    return struct.pack("<4sHHII", b"PAGR", 2, 0, zlib.crc32(payload), 0) + payload
+
+
+@given(
+    prompt=st.integers(1, 40),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=9).map(tuple),
+    header=st.tuples(*[st.integers(0, 2**63 - 1)] * 4),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_group_survives_the_wire_bit_for_bit(
+    prompt: int, lengths: tuple[int, ...], header: tuple[int, ...], seed: int
+) -> None:
+    group = make_group(prompt, lengths, seed, **dict(zip(IDENTITY, header, strict=True)))
+    parsed = from_bytes(to_bytes(group))
+    assert_same(group, parsed)
+    assert to_bytes(parsed) == to_bytes(group)
+
+
+@given(data=st.data())
+@settings(max_examples=500, deadline=None)
+def test_damaged_bytes_are_refused_as_such(data: st.DataObject) -> None:
+    good = bytearray(to_bytes(make_group()))
+    damage = data.draw(st.sampled_from(["flip", "cut", "insert", "replace"]))
+    position = data.draw(st.integers(0, len(good) - 1))
+    if damage == "flip":
+        good[position] ^= data.draw(st.integers(1, 255))
+    elif damage == "cut":
+        del good[position:]
+    elif damage == "insert":
+        good[position:position] = data.draw(st.binary(min_size=1, max_size=20))
+    else:
+        good = bytearray(data.draw(st.binary(max_size=400)))
+    if bytes(good) == to_bytes(make_group()):
+        return
+    with pytest.raises(GroupFormatError):
+        from_bytes(bytes(good))
+
+
+@given(data=st.data())
+@settings(max_examples=500, deadline=None)
+def test_hostile_payloads_with_a_right_checksum_raise_nothing_but_group_format_errors(data: st.DataObject) -> None:
+    payload = bytearray(to_bytes(make_group())[ENVELOPE_BYTES:])
+    for _ in range(data.draw(st.integers(1, 6))):
+        position = data.draw(st.integers(0, len(payload) - 1))
+        payload[position] = data.draw(st.integers(0, 255))
+    try:
+        group = from_bytes(signed(bytes(payload)))
+    except GroupFormatError:
+        return
+    # What the checks cannot tell from a real group is one: every rule holds on it.
+    assert_same(group, from_bytes(to_bytes(group)))
+
+
+TENSOR_CHANGES: list[tuple[str, Any]] = [
+    ("rewards", np.zeros(3, dtype=np.float64)),
+    ("rewards", np.zeros((3, 1), dtype=np.float32)),
+    ("identity", np.zeros(3, dtype=np.int64)),
+    ("identity", np.zeros(4, dtype=np.int32)),
+    ("identity", np.array([-1, 0, 0, 0])),
+    ("finished", None),
+    ("surplus", np.zeros(1, dtype=np.float32)),
+    ("lengths", np.array([2**31 - 1, 2**31 - 1, 9], dtype=np.int32)),
+    ("lengths", np.array([5, -8, 6], dtype=np.int32)),
+    ("shared", np.array([1, 3, 3], dtype=np.int32)),
+    ("shared", np.array([0, 9, 3], dtype=np.int32)),
+    ("shared", np.array([0, -1, 7], dtype=np.int32)),
+    ("logprobs", np.zeros(6, dtype=np.float32)),
+    ("trained", np.zeros(2, dtype=np.bool_)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), TENSOR_CHANGES, ids=lambda value: getattr(value, "dtype", value))
+def test_tensors_of_another_shape_type_or_name_are_refused(name: str, value: Any) -> None:
+    tensors = load(to_bytes(make_group())[ENVELOPE_BYTES:])
+    tensors.pop(name, None)
+    if value is not None:
+        tensors[name] = value
+    with pytest.raises(GroupFormatError):
+        from_bytes(signed(save(tensors)))
+
+
+def changed(name: str, position: int, value: float) -> dict[str, Any]:
+    array = getattr(make_group(), name).copy()
+    array[position] = value
+    return {name: array}
+
+
+# make_group() has prompts of 3; tokens of its samples: p p p a a | p p p a e a a a | p p p a
+INVALID: list[tuple[dict[str, Any], str]] = [
+    (changed("tokens", 1, -2), "tokens: token ids must not be negative, lowest is -2"),
+    ({"tokens": np.zeros(8, np.int32)}, "tokens: 8 values, but 3 samples of together 17 tokens need 17"),
+    ({"lengths": np.array([1, 12, 4], np.int32)}, "a sample needs a prompt and a trained token, shortest is 1"),
+    ({"lengths": np.zeros(0, np.int32)}, "at least one sample"),
+    (changed("logprobs", 3, np.nan), "logprobs: values must be finite, number 3 is nan"),
+    (changed("rewards", 1, np.inf), "rewards: values must be finite, number 1 is inf"),
+    ({"advantages": np.zeros(2, np.float32)}, "advantages: 2 values"),
+    ({"advantages": [0.0, 0.0, 0.0]}, r"advantages: must be a float32 array \[n\], found list"),
+    ({"rewards": np.zeros(3)}, "must be a float32 array"),
+    ({"finished": np.array([0, 1, 1], np.uint8)}, "finished: must be a bool array"),
+    (changed("trained", 0, True), "first token follows from nothing"),
+    (changed("trained", 16, False), "sample 2 has no trained token"),
+    (changed("versions", 3, -1), "a trained token needs a weight version, lowest is -1"),
+    (changed("versions", 0, 4), "versions: must be -1 for tokens that are not trained"),
+    (changed("advantages", 9, 0.5), "advantages: must be 0 for tokens that are not trained"),
+    (changed("logprobs", 1, -0.5), "logprobs: must be 0 for tokens that are not trained"),
+    ({"index": -1}, "index: -1 must be an integer"),
+    ({"iteration": 1.0}, "iteration: 1.0 must be an integer"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), INVALID, ids=lambda value: next(iter(value)) if isinstance(value, dict) else ""
+)
+def test_an_ill_formed_group_cannot_be_made(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(GroupFormatError, match=message):
+        replace(make_group(), **change)
+
+
+def test_messages_name_the_group() -> None:
+    with pytest.raises(GroupFormatError, match=r"group 2 of iteration 5 \(prompt 11\) rewards"):
+        make_group(rewards=np.full(3, np.nan, np.float32))
+
+
+def test_another_format_version_says_what_to_do() -> None:
+    data = bytearray(to_bytes(make_group()))
+    data[4] = 1
+    with pytest.raises(GroupFormatError, match=r"format version 1 .* run coordinator and trainers from the same"):
+        from_bytes(bytes(data))
+
+
+def test_derived_counts() -> None:
+    group = make_group(prompt=3, lengths=(2, 4, 1))
+    assert group.offsets().tolist() == [0, 5, 13, 17]
+    assert group.trained_lengths.tolist() == [2, 4, 1] and group.prompt_lengths() == [3, 3, 3]
+    assert (group.num_samples, group.num_trained, group.num_tokens) == (3, 7, 17)
+    versions = group.versions[group.trained]
+    assert group.version_range == (versions.min(), versions.max()) and versions.min() < versions.max()
+
+
+def test_a_slice_is_the_group_with_fewer_samples() -> None:
+    group = make_group(lengths=(2, 4, 1, 3))
+    middle = group[1:3]
+    assert (middle.index, middle.num_samples, middle.lengths.tolist()) == (2, 2, group.lengths[1:3].tolist())
+    for number in (0, 1):
+        assert middle.sequences()[number].tolist() == group.sequences()[number + 1].tolist()
+    assert_same(group[0:4], group)
+
+
+def test_what_samples_share_travels_once() -> None:
+    long, short = make_group(prompt=5000, lengths=(4,) * 8), make_group(prompt=5, lengths=(4,) * 8)
+    difference = len(to_bytes(long)) - len(to_bytes(short))
+    assert 4995 * 5 <= difference < 4995 * 5 + 64, (
+        "a prompt token has 4 bytes, and one that says that it is not trained"
+    )
+
+
+def test_serialisation_sustains_millions_of_tokens_per_second() -> None:
+    group = make_group(prompt=512, lengths=(2000,) * 8)
+    rates = []
+    for _ in range(5):
+        start = time.perf_counter()
+        from_bytes(to_bytes(group))
+        rates.append(group.num_trained / (time.perf_counter() - start))
+    assert max(rates) > 5e6, f"{max(rates) / 1e6:.1f} million tokens/s; is there a Python loop over tokens?"
