@@ -43,8 +43,8 @@ from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import RewardConfig
 from pa_npu.control.channel import StoreChannel, connect
+from pa_npu.coordinator.episode import reward_input
 from pa_npu.coordinator.producer import Producer
-from pa_npu.coordinator.scoring import reward_input
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.window import FixedWindow
 from pa_npu.dispatch.work import GroupWork

@@ -41,6 +41,7 @@ from pa_npu import platform as platforms
 from pa_npu.backends.megatron.weights import hf_map
 from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
 from pa_npu.engines.vllm.worker import Receiver
+from pa_npu.families.rope import Rope
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish import transport
 from pa_npu.publish.publisher import Publisher
@@ -104,8 +105,7 @@ def _spec(layers: int) -> ModelSpec:
         num_kv_heads=8,
         head_dim=64,
         vocab_size=32000,
-        rope_theta=1e6,
-        rope_scaling=None,
+        rope=Rope(1e6),
         norm_eps=1e-6,
         qkv_bias=False,
         qk_norm=False,

@@ -1,35 +1,81 @@
-"""Advantages of a group's responses from their rewards (numpy, used by the coordinator)."""
+"""Advantages of a group's responses from their rewards (numpy, used by the coordinator).
+
+A function of your own: `my_advantage(rewards)`, float32 [G] -> [G], anywhere importable; algorithm.advantage=module:function.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from pa_npu.config.user_code import describe, import_function, source_of
+from pa_npu.errors import ConfigError
+
 Rewards = npt.NDArray[np.float32]
+GroupAdvantage = Callable[[Rewards], Rewards]
 
 # Keeps groups with nearly equal rewards from exploding; the constant of TRL (verl adds 1e-6).
 STD_EPSILON = 1e-4
 
 
-def group_advantages(rewards: Rewards, kind: Literal["group-std", "centred", "leave-one-out"]) -> Rewards:
-    """Advantages [G] of one group's `rewards` [G].
+def group_std(rewards: Rewards) -> Rewards:
+    """A_i = (r_i - mean(r)) / std(r): GRPO, arXiv 2402.03300, with the sample deviation, as TRL and verl."""
+    centred_rewards = _centre(rewards)
+    return (centred_rewards / (_sample_std(centred_rewards) + STD_EPSILON)).astype(np.float32)
 
-    group-std      A_i = (r_i - mean(r)) / std(r), GRPO, arXiv 2402.03300, with the sample deviation, as TRL and verl.
-    centred        A_i = r_i - mean(r): Dr.GRPO, arXiv 2503.20783.
-    leave-one-out  A_i = r_i - mean of the other rewards = (r_i - mean(r)) G / (G - 1): RLOO, arXiv 2402.14740.
 
-    A group whose rewards are all equal has zero advantages. Depends on one group only, hence usable while streaming.
+def centred(rewards: Rewards) -> Rewards:
+    """A_i = r_i - mean(r): Dr.GRPO, arXiv 2503.20783."""
+    return _centre(rewards).astype(np.float32)
+
+
+def leave_one_out(rewards: Rewards) -> Rewards:
+    """A_i = r_i - mean of the other rewards = (r_i - mean(r)) G / (G - 1): RLOO, arXiv 2402.14740."""
+    return (_centre(rewards) * (len(rewards) / (len(rewards) - 1))).astype(np.float32)
+
+
+GROUP_ADVANTAGES: dict[str, GroupAdvantage] = {
+    "group-std": group_std,
+    "centred": centred,
+    "leave-one-out": leave_one_out,
+}
+
+
+def find_group_advantage(name: str) -> GroupAdvantage:
+    """The registered function, or the one that `module:function` names. Raises ConfigError when there is none."""
+    if name in GROUP_ADVANTAGES:
+        return GROUP_ADVANTAGES[name]
+    if ":" not in name:
+        raise ConfigError(
+            f"algorithm.advantage: {name!r} is none of {', '.join(GROUP_ADVANTAGES)} and not module:function; use one of these"
+        )
+    return import_function("algorithm.advantage", name)
+
+
+def group_advantages(rewards: Rewards, kind: str) -> Rewards:
+    """Advantages float32 [G] of one group's `rewards` [G], by the function that `kind` names.
+
+    The built-in ones give zeros where all rewards are equal. Depends on one group only, hence usable while streaming.
+    Raises ConfigError where a user's function fails or returns something else than G finite numbers.
     """
-    centred = _centre(rewards)
-    if kind == "group-std":
-        return (centred / (_sample_std(centred) + STD_EPSILON)).astype(np.float32)
-    if kind == "leave-one-out":
-        centred *= len(centred) / (len(centred) - 1)
-    return centred.astype(np.float32)
+    function = find_group_advantage(kind)
+    if kind in GROUP_ADVANTAGES:
+        return function(rewards)
+    where = f"algorithm.advantage: {kind} ({source_of(function)})"
+    try:
+        advantages = np.asarray(function(np.array(rewards, np.float32)), np.float32)
+    except Exception as error:  # a user's function may raise anything
+        raise ConfigError(f"{where} failed: {describe(error)}; correct the function") from None
+    if advantages.shape != np.shape(rewards):
+        raise ConfigError(
+            f"{where} returned the shape {advantages.shape} for {len(rewards)} rewards; return one number per reward"
+        )
+    if not np.isfinite(advantages).all():
+        raise ConfigError(f"{where} returned {advantages.tolist()}, not all finite; return finite numbers")
+    return advantages
 
 
 def batch_advantages(rewards: Sequence[Rewards]) -> list[Rewards]:
@@ -39,9 +85,9 @@ def batch_advantages(rewards: Sequence[Rewards]) -> list[Rewards]:
     counts once; verl whitens tokens instead, so that there a response counts by its length.
     Needs every group of the iteration, so the configuration refuses it while streaming.
     """
-    centred = [_centre(group) for group in rewards]
-    std = _sample_std(np.concatenate(centred)) if centred else 0.0
-    return [(group / (std + STD_EPSILON)).astype(np.float32) for group in centred]
+    groups = [_centre(group) for group in rewards]
+    std = _sample_std(np.concatenate(groups)) if groups else 0.0
+    return [(group / (std + STD_EPSILON)).astype(np.float32) for group in groups]
 
 
 def _centre(rewards: Rewards) -> npt.NDArray[np.float64]:

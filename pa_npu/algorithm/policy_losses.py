@@ -7,7 +7,6 @@ A loss of your own: write such a function anywhere importable and set algorithm.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import torch
 
 from pa_npu.algorithm.batch import TokenBatch
 from pa_npu.config.sections import AlgorithmConfig
+from pa_npu.config.user_code import import_function
 from pa_npu.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ PolicyLoss = Callable[[TokenBatch, AlgorithmConfig], PolicyTerms]
 
 
 def clip(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); with dual_clip or delta bounded for A < 0, see _clipped.
 
     PPO, arXiv 1707.06347, eq. 7; per token in GRPO, arXiv 2402.03300, eq. 3; with clip_high > clip_low in DAPO,
     arXiv 2503.14476, eq. 8.
@@ -68,21 +68,27 @@ def find_policy_loss(name: str) -> PolicyLoss:
     """The registered loss, or the function that `module:function` names. Raises ConfigError when there is none."""
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
-    module, separator, function = name.partition(":")
-    if not separator:
+    if ":" not in name:
         raise ConfigError(
             f"algorithm.loss: {name!r} is none of {', '.join(POLICY_LOSSES)} and not module:function; use one of these"
         )
-    try:
-        loss = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"algorithm.loss: {name!r} cannot be imported ({error}); check PYTHONPATH and the function's name"
-        ) from error
-    return loss
+    return import_function("algorithm.loss", name)
 
 
 def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig) -> PolicyTerms:
+    """The clip's loss, which for A < 0 grows with the ratio without end unless one of the two keys bounds it.
+
+    dual_clip = c: min(loss, -c A) where A < 0. Ye et al., arXiv 1912.09729, eq. 5; verl's clip_ratio_c.
+    delta: the unclipped ratio is at most delta. INTELLECT-2, arXiv 2505.07291, eq. 2; TRL's delta.
+    """
     clamped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    free, bounded = -ratio * advantages, -clamped * advantages
-    return PolicyTerms(torch.maximum(free, bounded), bounded > free)
+    free = -(ratio if config.delta is None else ratio.clamp(max=config.delta)) * advantages
+    bounded = -clamped * advantages
+    loss, clipped = torch.maximum(free, bounded), bounded > free
+    if config.delta is not None:
+        clipped = clipped | ((ratio > config.delta) & (advantages < 0))
+    if config.dual_clip is not None:
+        most = -config.dual_clip * advantages
+        beyond = (advantages < 0) & (loss > most)
+        loss, clipped = torch.where(beyond, most, loss), clipped | beyond
+    return PolicyTerms(loss, clipped)

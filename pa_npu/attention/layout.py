@@ -17,14 +17,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index as as_integer
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-
-from pa_npu.attention import transform
-
-if TYPE_CHECKING:
-    from pa_npu.attention.trie import PackedSequences
 
 T = TypeVar("T")
 
@@ -72,16 +67,6 @@ class PrefixLayout:
         """Separate sequences that see nothing of each other."""
         lengths = tuple(lengths)
         return cls(lengths, (-1,) * len(lengths))
-
-    @classmethod
-    def from_tokens(cls, sequences: Sequence[Sequence[int]], min_shared: int = 1) -> PackedSequences:
-        """Trie of token sequences: a prefix of at least `min_shared` tokens common to several sequences is kept once.
-
-        Returns the layout, the packed tokens and, per sequence, the segment it ends in.
-        """
-        from pa_npu.attention.trie import pack
-
-        return pack(sequences, min_shared)
 
     # Derived structure, one entry per segment
 
@@ -231,7 +216,7 @@ class PrefixLayout:
             self._cache[key] = build()
         return self._cache[key]
 
-    # Transformations; none changes the order of the rows
+    # Other layouts of the same rows; `transform` has those that cut and merge segments, `trie` finds a layout from tokens
 
     def pad(self, multiple: int) -> PrefixLayout:
         """A layout whose total is a multiple: pad tokens form a root of their own at the end, seen by nobody else."""
@@ -247,18 +232,6 @@ class PrefixLayout:
     def separate(self) -> PrefixLayout:
         """The same sequences without sharing, in leaf order, without padding: what the layout is measured against."""
         return PrefixLayout.from_sequences(self.offsets[leaf] + self.lengths[leaf] for leaf in self.leaves)
-
-    def split(self, rows: Iterable[int]) -> PrefixLayout:
-        """Cut segments before the given rows; same mask, positions and row order."""
-        return transform.split(self, rows)
-
-    def compress(self) -> PrefixLayout:
-        """Merge only children into their parents, drop empty inner segments; same mask, positions, rows and leaves."""
-        return transform.compress(self)
-
-    def shard(self, ranks: int, block: int = 128) -> transform.Sharding:
-        """Divide the query rows among `ranks`, each computing about as many pairs (context parallel)."""
-        return transform.shard(self, ranks, block)
 
 
 def _integers(what: str, values: Iterable[int]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from pa_npu.attention.layout import PrefixLayout
+from pa_npu.attention.transform import compress
 
 Span = tuple[int, int]
 
@@ -161,7 +162,7 @@ def merge_plan(layout: PrefixLayout, per_depth: bool) -> MergePlan:
     per_depth: one cross call per depth, for devices where a launch is dear and gathering rows is cheap; else one per
     inner segment, whose rows are views.
     """
-    return layout.cached(("merge_plan", per_depth), lambda: _build_merge_plan(layout.compress(), per_depth))
+    return layout.cached(("merge_plan", per_depth), lambda: _build_merge_plan(compress(layout), per_depth))
 
 
 def _build_merge_plan(layout: PrefixLayout, per_depth: bool) -> MergePlan:
@@ -185,7 +186,7 @@ def gather_plan(layout: PrefixLayout, segments: Sequence[int] | None = None) -> 
         return _build_gather_plan(layout, segments)
 
     def build() -> GatherPlan:
-        compressed = layout.compress()
+        compressed = compress(layout)
         return _build_gather_plan(compressed, range(len(compressed.lengths)))
 
     return layout.cached("gather_plan", build)

@@ -6,12 +6,10 @@ import bisect
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from pa_npu.attention.layout import PrefixLayout
+from pa_npu.attention.layout import PrefixLayout
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,10 @@ class Sharding:
 
 
 def split(layout: PrefixLayout, rows: Iterable[int]) -> PrefixLayout:
-    """Cut segments before the given rows: each piece becomes the only child of the one before it."""
+    """Cut segments before the given rows: each piece becomes the only child of the one before it.
+
+    Raises ValueError for a row outside of the layout.
+    """
     cuts = sorted(set(rows))
     if cuts and not 0 <= cuts[0] <= cuts[-1] <= layout.total:
         bad = cuts[0] if cuts[0] < 0 else cuts[-1]
@@ -58,11 +59,11 @@ def split(layout: PrefixLayout, rows: Iterable[int]) -> PrefixLayout:
             parents.append(parent)
             parent = len(lengths) - 1
         last_piece.append(parent)
-    return type(layout)(tuple(lengths), tuple(parents), layout.padding)
+    return PrefixLayout(tuple(lengths), tuple(parents), layout.padding)
 
 
 def compress(layout: PrefixLayout) -> PrefixLayout:
-    """Merge only children into their parents and drop empty segments that have children."""
+    """Merge only children into their parents and drop empty segments that have children; leaves stay as they are."""
     num_children = [0] * len(layout.lengths)
     for parent in layout.parents:
         if parent >= 0:
@@ -93,11 +94,14 @@ def compress(layout: PrefixLayout) -> PrefixLayout:
             renumbered.append(len(lengths))
             lengths.append(length)
             parents.append(renumbered[parent] if parent >= 0 else -1)
-    return type(layout)(tuple(lengths), tuple(parents), layout.padding)
+    return PrefixLayout(tuple(lengths), tuple(parents), layout.padding)
 
 
-def shard(layout: PrefixLayout, ranks: int, block: int) -> Sharding:
-    """Cut segments into blocks of at most `block` rows; the dearest block left goes to the least loaded rank."""
+def shard(layout: PrefixLayout, ranks: int, block: int = 128) -> Sharding:
+    """Divide the query rows among `ranks`, each computing about as many pairs (context parallel).
+
+    Cuts segments into blocks of at most `block` rows; the dearest block left goes to the least loaded rank.
+    """
     if ranks < 1 or block < 1:
         raise ValueError(f"shard: ranks {ranks} and block {block} must be at least 1")
     cuts = [

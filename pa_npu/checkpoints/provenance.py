@@ -27,7 +27,7 @@ _SAME_RUN = (
     "model.path",
     "model.head_chunk_tokens",
     "data.test",
-    *(f"reward.{key}" for key in ("timeout_s", "workers")),
+    *(f"reward.{key}" for key in ("timeout_s", "workers", "max_failing_share")),
     *(
         f"rollout.{key}"
         for key in ("engines", "attach", "key_file", "tensor_parallel", "python", "window", "env", "extra_args")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -74,13 +74,17 @@ def nearest_key(path: tuple[str, ...], siblings: list[str]) -> str | None:
 
 
 def _type_text(field: FieldInfo) -> str:
+    return " ".join([_annotation_text(field.annotation), _bounds(field.metadata)]).strip()
+
+
+def _bounds(marks: Iterable[Any]) -> str:
     bounds = []
-    for mark in field.metadata:
+    for mark in marks:
         for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
             limit = getattr(mark, attribute, None)
             if limit is not None:
                 bounds.append(f"{sign} {limit:g}" if limit < 2**31 else f"{sign} 2^31")
-    return " ".join([_annotation_text(field.annotation), ", ".join(bounds)]).strip()
+    return ", ".join(bounds)
 
 
 def _annotation_text(annotation: Any) -> str:
@@ -91,6 +95,9 @@ def _annotation_text(annotation: Any) -> str:
         return " | ".join(_annotation_text(argument) for argument in arguments)
     if origin is Literal:
         return " | ".join(str(argument) for argument in arguments)
+    if origin is Annotated:
+        marks = [mark for info in arguments[1:] for mark in info.metadata]
+        return " ".join([_annotation_text(arguments[0]), _bounds(marks)]).strip()
     if origin is tuple:
         return f"[{_annotation_text(arguments[0])}, ...]"
     if origin is dict:

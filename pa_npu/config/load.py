@@ -114,14 +114,17 @@ def _takes_text(annotation: Any, value: Any) -> bool:
 
 
 def _check_keys(values: Any, places: Places, path: KeyPath) -> None:
-    """Refuse unknown keys, and booleans where a number is meant (pydantic would take true for 1)."""
+    """Refuse unknown keys, and scalars of another kind than the key's."""
     if isinstance(values, list):
         for index, value in enumerate(values):
             _check_keys(value, places, (*path, str(index)))
         return
-    if isinstance(values, bool) and bool not in _leaf_types(find_annotation(path)):
-        name, shown = ".".join(path), str(values).lower()
-        raise ConfigError(f"{_where(path, places)}{name}: {shown} is not of this key's type; see --help for its values")
+    if not _is_of_kind(values, _leaf_types(find_annotation(path))):
+        name, shown = ".".join(path), _shown(values)
+        types = {key.name: key.type for key in all_keys()}
+        raise ConfigError(
+            f"{_where(path, places)}{name}: {shown} is not allowed; use {types.get(name, 'a value that --help names')}"
+        )
     if not isinstance(values, dict):
         return
     for name, value in values.items():
@@ -129,6 +132,17 @@ def _check_keys(values: Any, places: Places, path: KeyPath) -> None:
         if find_annotation(here) is None and section_of(find_annotation(path)) is not None:
             raise ConfigError(_unknown_key(here, places))
         _check_keys(value, places, here)
+
+
+def _is_of_kind(value: Any, types: set[Any]) -> bool:
+    """Whether a scalar is what the key holds: pydantic would take true and "1" for 1, and 1e3 for an integer."""
+    if isinstance(value, bool):
+        return bool in types
+    if isinstance(value, str):
+        return not types & {int, float, bool} or str in types or value in types
+    if isinstance(value, float):
+        return int not in types or float in types
+    return True
 
 
 def _leaf_types(annotation: Any) -> set[Any]:

@@ -14,6 +14,9 @@ from pydantic import model_validator
 
 from pa_npu.config.presets import PRESETS, fill_overlong, fill_preset
 from pa_npu.config.sections import (
+    ADVANTAGES,
+    LOSSES,
+    REWARDS,
     AlgorithmConfig,
     AttentionConfig,
     CheckpointConfig,
@@ -32,6 +35,7 @@ from pa_npu.config.sections import (
     TelemetryConfig,
     TrainerConfig,
 )
+from pa_npu.config.texts import broken_texts
 
 
 class Config(Section):
@@ -134,7 +138,16 @@ class Config(Section):
 _FROZEN_ROUNDING = 0.01
 
 
+_LEAST_TEMPERATURE = 0.01  # what vLLM raises smaller ones to, but for 0
+_LONGEST_WAIT_S = 10_000_000  # four months; the clocks of some libraries overflow above
+
+
 def _broken_rules(c: Config) -> Iterator[str]:
+    yield from broken_texts(c)
+    for section, values in c:
+        for key, value in values:
+            if key.endswith("_s") and value is not None and value > _LONGEST_WAIT_S:
+                yield f"{section}.{key}: {value:g} s is longer than any run; set it to {_LONGEST_WAIT_S} or less"
     t, r, s = c.trainer, c.rollout, c.schedule
     shard = t.tensor_parallel * t.pipeline_parallel
     if t.devices % shard:
@@ -185,6 +198,16 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"{c.microbatch_responses} of {r.responses_per_prompt}; remove microbatch.responses, or set kl_in to loss"
         )
     yield from _unread_keys(c.algorithm)
+    if c.algorithm.dual_clip is not None and c.algorithm.delta is not None:
+        yield (
+            f"algorithm.delta: {c.algorithm.delta} with algorithm.dual_clip = {c.algorithm.dual_clip}: both bound the loss of "
+            f"tokens with a negative advantage; remove one"
+        )
+    if c.algorithm.delta is not None and c.algorithm.delta <= 1 + c.algorithm.clip_high:
+        yield (
+            f"algorithm.delta: {c.algorithm.delta} is not above 1 + algorithm.clip_high = {1 + c.algorithm.clip_high:g}, where "
+            f"ratios are clipped already; raise it, or remove the key"
+        )
     refresh = c.algorithm.reference_refresh_every
     if refresh and not c.algorithm.kl_coef:
         yield (
@@ -201,12 +224,12 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"checkpoint.keep_best: {c.checkpoint.keep_best}: without evaluations in between no checkpoint is better than "
             f"another; set data.test and schedule.evaluate_every, or remove the key"
         )
-    if r.responses_per_prompt % c.microbatch_responses or c.microbatch_responses < 1:
+    if r.responses_per_prompt % c.microbatch_responses:
         yield (
             f"microbatch.responses: {c.microbatch.responses} does not divide rollout.responses_per_prompt = "
             f"{r.responses_per_prompt}; set it to a divisor"
         )
-    if c.pad_multiple < 1 or (t.sequence_parallel and c.pad_multiple % t.tensor_parallel):
+    if t.sequence_parallel and c.pad_multiple % t.tensor_parallel:
         yield (
             f"microbatch.pad_to_multiple_of: {c.microbatch.pad_to_multiple_of}: sequence parallelism needs lengths that are "
             f"multiples of trainer.tensor_parallel = {t.tensor_parallel}; remove the key or set it to a multiple"
@@ -225,6 +248,11 @@ def _broken_rules(c: Config) -> Iterator[str]:
             yield f"telemetry.{key}: {list(values)}: the run has 0 to {end - 1}; leave out the others"
     if t.sequence_parallel and t.tensor_parallel == 1:
         yield "trainer.sequence_parallel: needs trainer.tensor_parallel > 1; set it to false or raise tensor_parallel"
+    if r.temperature < _LEAST_TEMPERATURE:
+        yield (
+            f"rollout.temperature: {r.temperature}: engines sample at {_LEAST_TEMPERATURE} instead of less, and the trainer's "
+            f"log-probs would not match; set it to {_LEAST_TEMPERATURE} or more"
+        )
     if r.top_p != 1.0:
         yield f"rollout.top_p: {r.top_p}: the trainer's log-probs would not match a truncated distribution; set it to 1.0"
     if r.top_k != -1:
@@ -277,15 +305,25 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"{c.placement.nnodes} nodes of {c.placement.devices_per_node}; lower rollout.engines or trainer.devices, or raise "
             f"placement.nnodes"
         )
+    first, last = c.placement.engine_port, c.placement.engine_port + r.engines - 1
+    if first and not r.attach and last > 65535:
+        yield (
+            f"placement.engine_port: {first} and the ports of {r.engines} engines run past 65535; set it to at most "
+            f"{65536 - r.engines}, or 0 for free ones"
+        )
+    if first and not r.attach and first <= c.placement.rendezvous_port <= last:
+        yield (
+            f"placement.engine_port: the engines take ports {first} to {last}, among them {c.placement.rendezvous_port} of "
+            f"the store (placement.store_port); choose another"
+        )
     for key, devices, wanted in (
         ("engine_devices", c.placement.engine_devices, r.engines * r.tensor_parallel),
         ("trainer_devices", c.placement.trainer_devices, t.devices),
     ):
         if devices is not None and len(devices) != wanted:
             yield f"placement.{key}: {len(devices)} indices for {wanted} devices; list exactly {wanted} or remove the key"
+    yield from _unknown_names(c)
     for function in c.reward.functions:
-        if function.name not in ("math", "format", "overlong") and ":" not in function.name:
-            yield f"reward.functions: {function.name!r} is not math, format, overlong or module:function; use one of these"
         if function.name == "format" and not function.pattern:
             yield "reward.functions: format needs a pattern; add pattern=REGEX to it"
         if function.name == "overlong" and (function.buffer_tokens or 0) > (function.max_tokens or 0):
@@ -295,16 +333,32 @@ def _broken_rules(c: Config) -> Iterator[str]:
             )
 
 
+def _unknown_names(c: Config) -> Iterator[str]:
+    """Values that name a function: one of ours, or module:function of the user's (imported by the checks before a run)."""
+    named: list[tuple[str, str, tuple[str, ...]]] = [
+        ("algorithm.loss", c.algorithm.loss, LOSSES),
+        ("algorithm.advantage", c.algorithm.advantage, ADVANTAGES),
+        *(("reward.functions", function.name, REWARDS) for function in c.reward.functions),
+    ]
+    for key, name, known in named:
+        module, separator, function = name.partition(":")
+        if name not in known and not (separator and module.strip() and function.strip()):
+            yield f"{key}: {name!r} is not {', '.join(known)} or module:function; use one of these"
+
+
 def _unread_keys(a: AlgorithmConfig) -> Iterator[str]:
     """Keys that were changed and do nothing with the others as they are; a preset's own values stand for when they do."""
     preset = PRESETS[a.name].algorithm if a.name else {}
     has_ratio = a.loss != "reinforce"
+    two_sided = a.loss not in ("cispo", "reinforce")
     for key, is_read, remedy in (
         ("kl_in", a.kl_coef > 0, "set algorithm.kl_coef"),
         ("kl_estimator", a.kl_coef > 0, "set algorithm.kl_coef"),
         ("importance_cap", a.importance_sampling != "none", "set algorithm.importance_sampling to token or sequence"),
         ("clip_low", has_ratio, "take an algorithm.loss with a ratio to clip"),
         ("clip_high", has_ratio, "take an algorithm.loss with a ratio to clip"),
+        ("dual_clip", two_sided, "set algorithm.loss to clip or gspo"),
+        ("delta", two_sided, "set algorithm.loss to clip or gspo"),
     ):
         value = getattr(a, key)
         if not is_read and value not in (AlgorithmConfig.model_fields[key].default, preset.get(key)):

@@ -18,6 +18,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
+Index = Annotated[int, Field(ge=0)]
+
+
 class RunConfig(Section):
     dir: str = Field("runs/default", min_length=1, description="Run directory; everything the run writes goes there.")
     seed: int = Field(1, ge=0, lt=2**31, description="Seed of data order, sampling and initialisation.")
@@ -67,7 +70,7 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    engines: int = Field(1, ge=1, description="Number of engines (vLLM servers).")
+    engines: int = Field(1, ge=1, le=2**14, description="Number of engines (vLLM servers).")
     attach: tuple[str, ...] = Field(
         (),
         description="URLs of running engines (see `pa_npu.launcher engines`) to use instead of starting any; they must serve "
@@ -79,7 +82,7 @@ class RolloutConfig(Section):
         description="File with the API key of attached engines, which `pa_npu.launcher engines` names; none means VLLM_API_KEY of "
         "the environment.",
     )
-    tensor_parallel: int = Field(1, ge=1, description="Devices per engine.")
+    tensor_parallel: int = Field(1, ge=1, le=1024, description="Devices per engine.")
     python: str | None = Field(None, description="Interpreter of the engines' own environment; none means this one.")
     responses_per_prompt: int = Field(8, ge=2, description="G, the number of responses per prompt (one group).")
     max_response_tokens: int = Field(256, ge=1, description="Longest response in tokens.")
@@ -99,7 +102,7 @@ class RolloutConfig(Section):
     memory_fraction: float = Field(
         0.85, gt=0.0, le=1.0, description="Share of device memory an engine may take (npu, cuda)."
     )
-    kv_cache_gib: float = Field(1.0, gt=0.0, description="KV cache of an engine in GiB (cpu).")
+    kv_cache_gib: float = Field(1.0, gt=0.0, le=1e6, description="KV cache of an engine in GiB (cpu).")
     graph_mode: bool = Field(False, description="Let engines compile and capture graphs; false computes eagerly.")
     prefix_caching: bool = Field(
         True, description="Keep prompts' keys and values for the other responses of their group."
@@ -163,7 +166,18 @@ class RewardConfig(Section):
     timeout_s: float = Field(
         10.0, gt=0, description="Time limit for rewarding one group; then its reward is zero, logged."
     )
-    workers: int = Field(1, ge=1, description="Processes that compute rewards.")
+    max_failing_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="End the run when one function failed for more than this share of the last 64 groups; 1 never ends it.",
+    )
+    workers: int = Field(1, ge=1, le=256, description="Processes that compute rewards.")
+
+
+LOSSES = ("clip", "gspo", "cispo", "reinforce")
+ADVANTAGES = ("group-std", "centred", "leave-one-out", "batch-std")
+REWARDS = ("math", "format", "overlong")
 
 
 class AlgorithmConfig(Section):
@@ -171,13 +185,25 @@ class AlgorithmConfig(Section):
         None, description="Preset: the values below for the keys that are not set; null sets nothing."
     )
     loss: str = Field("clip", description="Policy loss: clip, gspo, cispo, reinforce, or module:function of your own.")
-    advantage: Literal["group-std", "centred", "leave-one-out", "batch-std"] = Field(
+    advantage: str = Field(
         "group-std",
-        description="Rewards minus the group's mean, divided by the group's deviation, by nothing, or by the batch's "
-        "deviation; or minus the mean of the group's other responses.",
+        description="group-std, centred, batch-std: rewards minus the group's mean, divided by the group's deviation, by nothing, "
+        "by the batch's deviation; leave-one-out: minus the mean of the group's others; or module:function of your own.",
     )
     clip_low: float = Field(0.2, gt=0, le=1, description="Ratio is clipped from below at 1 - clip_low; 1 never clips.")
     clip_high: float = Field(0.2, gt=0, description="Ratio is clipped from above at 1 + clip_high.")
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="Bound of the loss of a token with a negative advantage, in units of it (clip, gspo), as verl's clip_ratio_c; "
+        "null bounds nothing.",
+    )
+    delta: float | None = Field(
+        None,
+        gt=1,
+        description="Bound of the ratio that is not clipped, which matters for negative advantages (clip, gspo), as TRL's delta; "
+        "null bounds nothing.",
+    )
     kl_coef: float = Field(
         0.0, ge=0, description="Coefficient of the KL divergence to the reference; 0 builds no reference."
     )
@@ -218,9 +244,11 @@ class OptimizerConfig(Section):
 
 class TrainerConfig(Section):
     backend: Literal["megatron"] = Field("megatron", description="What trains the model.")
-    devices: int = Field(1, ge=1, description="Trainer ranks in all nodes; must be tensor x pipeline x data parallel.")
-    tensor_parallel: int = Field(1, ge=1, description="Tensor-parallel size (TP).")
-    pipeline_parallel: int = Field(1, ge=1, description="Pipeline-parallel size (PP).")
+    devices: int = Field(
+        1, ge=1, le=2**17, description="Trainer ranks in all nodes; must be tensor x pipeline x data parallel."
+    )
+    tensor_parallel: int = Field(1, ge=1, le=1024, description="Tensor-parallel size (TP).")
+    pipeline_parallel: int = Field(1, ge=1, le=1024, description="Pipeline-parallel size (PP).")
     sequence_parallel: bool = Field(False, description="Shard norms and residuals over TP along the sequence (SP).")
     distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
@@ -232,7 +260,7 @@ class TrainerConfig(Section):
 
 class MicrobatchConfig(Section):
     responses: int | None = Field(
-        None, description="Responses per microbatch; must divide rollout.responses_per_prompt; none means all."
+        None, ge=1, description="Responses per microbatch; must divide rollout.responses_per_prompt; none means all."
     )
     max_tokens: int | None = Field(
         None,
@@ -242,6 +270,7 @@ class MicrobatchConfig(Section):
     )
     pad_to_multiple_of: int | None = Field(
         None,
+        ge=1,
         description="Pad packed lengths to a multiple; none means trainer.tensor_parallel with sequence parallelism, else 1.",
     )
 
@@ -296,7 +325,7 @@ class ScheduleConfig(Section):
 
 
 class PublishConfig(Section):
-    bucket_mib: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
+    bucket_mib: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = Field(
         "auto", description="Size of one bucket of the weight broadcast; auto goes by the device's free memory."
     )
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
@@ -384,10 +413,10 @@ class PlacementConfig(Section):
     engine_port: int = Field(
         0, ge=0, le=65535, description="Port of the first engine, the others follow; 0 takes free ones."
     )
-    engine_devices: tuple[int, ...] | None = Field(
+    engine_devices: tuple[Index, ...] | None = Field(
         None, description="Device indices of the engines; none takes the first ones."
     )
-    trainer_devices: tuple[int, ...] | None = Field(
+    trainer_devices: tuple[Index, ...] | None = Field(
         None, description="Device indices of the trainer ranks; none takes the next ones."
     )
     pin_cores: bool = Field(

@@ -5,14 +5,19 @@ Scalars follow YAML 1.2's core schema: `1e-6` is a number, only `true` and `fals
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from pa_npu.errors import ConfigError
+
+_SHOWN_CHARACTERS = 200  # of a path in a message
+_MOST_BYTES = 1 << 20  # of a configuration file
+_MOST_NODES = 20_000  # with every alias written out; a few lines of them make billions
 
 KeyPath = tuple[str, ...]
 Places = dict[KeyPath, str]
@@ -56,11 +61,13 @@ def _int(text: str) -> int:
 def read_yaml(path: str) -> tuple[dict[str, Any], Places]:
     """Read a YAML mapping; also return "file:line" of every key. Raises ConfigError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = _read(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file; give an existing YAML file with --config") from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); give a readable YAML file with --config") from None
+        reason = getattr(error, "strerror", None) or error
+        shown = path if len(path) <= _SHOWN_CHARACTERS else f"{path[:_SHOWN_CHARACTERS]}..."
+        raise ConfigError(f"{shown}: cannot be read ({reason}); give a readable YAML file with --config") from None
     places: Places = {}
     value = _parse(text, path, places)
     if value is None:
@@ -68,6 +75,19 @@ def read_yaml(path: str) -> tuple[dict[str, Any], Places]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path}:1: the top level is not a mapping of sections; write `run:`, `model:`, ... there")
     return value, places
+
+
+def _read(path: str) -> str:
+    """The text of an ordinary file of bounded size. Raises OSError or ValueError."""
+    with open(
+        os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"
+    ) as file:  # a named pipe without a writer blocks otherwise
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no ordinary file")
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it is larger than {_MOST_BYTES} bytes")
+    return data.decode("utf-8")
 
 
 def read_value(text: str, where: str) -> Any:
@@ -87,7 +107,11 @@ def _parse(text: str, where: str, places: Places) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        for key_path, line in _key_lines(node, (), where):
+        for number, (key_path, line) in enumerate(_key_lines(node, (), where)):
+            if number >= _MOST_NODES:
+                raise ConfigError(
+                    f"{where}:{line}: more than {_MOST_NODES} values with all aliases written out; write plain sections"
+                )
             if key_path in places:
                 name = ".".join(key_path)
                 raise ConfigError(f"{where}:{line}: {name}: written twice (first at {places[key_path]}); keep one")

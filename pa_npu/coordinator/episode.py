@@ -1,18 +1,36 @@
-"""One prompt through the environment: samples that are well-formed, or one line that names the environment and its mistake."""
+"""One prompt through the environment: what the environment writes with, the samples it makes, and their rewards.
+
+    prompt ──Environment.rollout(generate)──> samples ──environment's rewards, or the reward functions'──> RewardResult
+
+An environment's mistake is one line that names it; a failing reward function is a logged zero.
+"""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from pa_npu.config.user_code import describe
+from pa_npu.control.tasks import gather
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import GroupSession
-from pa_npu.engines.protocol import Sampling
-from pa_npu.environments.generate import GroupGenerate
+from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import Environment, EnvironmentFailed
 from pa_npu.errors import PaNpuError
+from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.samples.seeds import turn_seed
 from pa_npu.samples.types import Sample
+
+
+class Rewards(Protocol):
+    """Scores groups; pa_npu.rewards.pool.RewardPool is one."""
+
+    async def score(self, group: RewardInput) -> RewardResult:
+        """Rewards of a group's responses. A failing reward function is a logged zero, never an exception or a hang."""
 
 
 async def run_episode(
@@ -31,10 +49,8 @@ async def run_episode(
     except PaNpuError:
         raise
     except Exception as error:  # an environment is users' code
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise EnvironmentFailed(
-            f"environment {type(environment).__name__}, prompt {prompt.prompt_id}: {type(error).__name__}: {error} "
-            f"({Path(frame.filename).name}, line {frame.lineno}); correct the environment"
+            f"environment {type(environment).__name__}, prompt {prompt.prompt_id}: {describe(error)}; correct the environment"
         ) from error
     _check(environment, prompt, samples, num_samples)
     return samples
@@ -51,3 +67,62 @@ def _check(environment: Environment, prompt: Prompt, samples: Sequence[Sample], 
                 f"{what}: sample {number} must have arrays of one length and trained tokens behind an untrained first one; "
                 f"put it together with SampleBuilder"
             )
+
+
+async def score(rewards: Rewards, prompt: Prompt, samples: Sequence[Sample]) -> RewardResult:
+    """Rewards of the samples of a prompt; those that the environment gave, if it gave any."""
+    given = [sample.reward for sample in samples if sample.reward is not None]
+    if not given:
+        return await rewards.score(reward_input(prompt, samples))
+    if len(given) != len(samples) or not np.isfinite(given).all():
+        raise EnvironmentFailed(
+            f"environment.name: rewards {[sample.reward for sample in samples]} of the samples of prompt {prompt.prompt_id} must "
+            f"be finite numbers, or all None, which leaves them to the reward functions; correct the environment"
+        )
+    total = np.asarray(given, np.float32)
+    return RewardResult(total, {"environment": total}, total > 0, ())
+
+
+def reward_input(prompt: Prompt, samples: Sequence[Sample]) -> RewardInput:
+    return RewardInput(
+        prompt=prompt.text,
+        answer=prompt.answer,
+        responses=[sample.text for sample in samples],
+        response_tokens=[sample.num_trained for sample in samples],
+        row=prompt.row,
+    )
+
+
+class GroupGenerate:
+    """The Generate of one group. Seeds follow from the group, the sample and the turn, never from time or engine (I4).
+
+    seed: the group's. version: of the weights that the engines serve, for engines that do not say.
+    """
+
+    def __init__(self, session: GroupSession, seed: int, sampling: Sampling, version: int) -> None:
+        self._session = session
+        self._seed = seed
+        self._sampling = sampling
+        self._version = version
+
+    async def __call__(
+        self,
+        tokens: npt.NDArray[np.int32],
+        *,
+        n: int = 1,
+        sample: int = 0,
+        turn: int = 0,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> list[Generation]:
+        most = self._sampling.max_tokens if max_tokens is None else min(max_tokens, self._sampling.max_tokens)
+        if most < 1 or n < 1:
+            raise ValueError(f"generate: n = {n} and max_tokens = {most} must be at least 1")
+        sampling = replace(self._sampling, max_tokens=most, stop=tuple(stop))
+        if turn == 0:  # seeds of the first turn follow one another, so that one request gives all samples
+            found = await self._session.generate(tokens, n, turn_seed(self._seed, sample, 0), sampling)
+        else:
+            seeds = [turn_seed(self._seed, number, turn) for number in range(sample, sample + n)]
+            several = await gather([self._session.generate(tokens, 1, seed, sampling) for seed in seeds])
+            found = [generation for generations in several for generation in generations]
+        return [g if g.version is not None else replace(g, version=self._version) for g in found]

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pa_npu.control.tasks import TaskScope
-from pa_npu.coordinator.episode import run_episode
-from pa_npu.coordinator.scoring import Rewards, score
+from pa_npu.coordinator.episode import Rewards, run_episode, score
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import Sampling

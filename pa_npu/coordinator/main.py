@@ -38,11 +38,11 @@ from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import BORDER, DATA_POSITION, DISPATCHED, REPORT, DataPosition, IterationReport
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
+from pa_npu.coordinator.episode import Rewards
 from pa_npu.coordinator.evaluate import evaluate
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.production import Production
 from pa_npu.coordinator.record import RunRecords, iteration_record
-from pa_npu.coordinator.scoring import Rewards
 from pa_npu.data.prompts import Prompt, PromptStream, load_prompts
 from pa_npu.dispatch.window import make_window
 from pa_npu.dispatch.work import GroupWork

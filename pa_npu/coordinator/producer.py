@@ -21,9 +21,8 @@ import numpy as np
 from pa_npu.algorithm.advantages import batch_advantages, group_advantages
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
-from pa_npu.coordinator.episode import run_episode
+from pa_npu.coordinator.episode import Rewards, run_episode, score
 from pa_npu.coordinator.production import Production
-from pa_npu.coordinator.scoring import Rewards, score
 from pa_npu.coordinator.tail import TailMeter
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import Assignment

@@ -12,8 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.config.sections import DataConfig
-from pa_npu.data.records import Message, Record, read_records
+from pa_npu.data.records import LONGEST_ROW_BYTES, Message, Record, read_records
+from pa_npu.data.time_limit import TimeLimitReached, time_limit
 from pa_npu.errors import DataError
+
+RENDER_TIME_LIMIT_S = 5.0  # a prompt is rendered in less than a millisecond
+LONGEST_PROMPT_CHARACTERS = LONGEST_ROW_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +125,13 @@ def _render(record: Record, tokenizer: Any, config: DataConfig, with_template: b
     if not with_template:
         return "\n".join(message["content"] for message in messages)
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        with time_limit(RENDER_TIME_LIMIT_S):
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TimeLimitReached:
+        raise DataError(
+            f"{record.location}: the chat template does not end within {RENDER_TIME_LIMIT_S:g} s; correct chat_template of "
+            f"model.path, or set data.chat_template=never"
+        ) from None
     except Exception as error:  # a template may raise whatever it likes, e.g. for a role that it does not know
         roles = ", ".join(message["role"] for message in messages)
         reason = " ".join(str(error).split())[:200]
@@ -129,6 +139,12 @@ def _render(record: Record, tokenizer: Any, config: DataConfig, with_template: b
             f"{record.location}: the chat template refuses messages with the roles {roles} ({reason}); correct the row, "
             f"unset data.system_prompt, or set data.chat_template=never"
         ) from None
+    if not isinstance(text, str) or len(text) > LONGEST_PROMPT_CHARACTERS:
+        raise DataError(
+            f"{record.location}: the chat template gives more than {LONGEST_PROMPT_CHARACTERS} characters; correct the row or "
+            f"the template, or set data.chat_template=never"
+        )
+    return text
 
 
 def compose_messages(record: Record, config: DataConfig) -> list[Message]:

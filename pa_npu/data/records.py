@@ -11,6 +11,7 @@ Four layouts are understood, told apart by the columns of each row:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from pa_npu.errors import DataError
 
 PARQUET_MAGIC = b"PAR1"
 PARQUET_BATCH_ROWS = 4096
+LONGEST_ROW_BYTES = 16 << 20
 ANSWER_MARK = "####"  # GSM8K puts the final answer behind it
 
 Message = dict[str, str]
@@ -45,6 +47,8 @@ def read_records(path: str, key: str) -> Iterator[Record]:
         raise DataError(f"{key}: {path} does not exist; name a JSONL or parquet file")
     if file.is_dir():
         raise DataError(f"{key}: {path} is a directory; name one JSONL or parquet file in it")
+    if not file.is_file():
+        raise DataError(f"{key}: {path} is a device or a pipe, not an ordinary file; name a JSONL or parquet file")
     try:
         with file.open("rb") as stream:
             is_parquet = stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
@@ -56,7 +60,11 @@ def read_records(path: str, key: str) -> Iterator[Record]:
 
 def _jsonl_rows(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(iter(lambda: stream.readline(LONGEST_ROW_BYTES + 1), b""), start=1):
+            if len(line) > LONGEST_ROW_BYTES:
+                raise DataError(
+                    f"{file}:{number}: the line is longer than {LONGEST_ROW_BYTES >> 20} MiB; write one JSON object per line"
+                )
             if not line.strip():
                 continue
             location = f"{file}:{number}"
@@ -154,6 +162,8 @@ def _messages(location: str, row: dict[str, Any]) -> tuple[Message, ...]:
 
 def _reference(location: str, answer: Any) -> str:
     """The final answer as text: what follows the last `####`, or everything."""
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise DataError(f"{location}: answer is {answer}, which no response can equal; correct or remove the row")
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
     if answer is not None and not isinstance(answer, str):

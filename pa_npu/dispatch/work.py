@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pa_npu.attention import PrefixLayout
-from pa_npu.attention.flops import FlopsModel
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 
@@ -18,15 +17,7 @@ class GroupWork:
     """
 
     def __init__(self, spec: ModelSpec, config: Config) -> None:
-        self._flops = FlopsModel(
-            spec.num_layers,
-            spec.hidden_size,
-            spec.ffn_size,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.vocab_size,
-        )
+        self._flops = spec.definition.flops(spec)
         self._responses = config.microbatch_responses
         self._shared_prompt = config.attention.shared_prompt
 

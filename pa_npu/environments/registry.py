@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 from pa_npu.config.schema import Config
+from pa_npu.config.user_code import describe, import_function
 from pa_npu.environments.protocol import Environment, EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.tools import ToolEnvironment
@@ -30,7 +30,7 @@ def make_environment(config: Config, tokenizer: Any) -> Environment:
         raise
     except Exception as error:  # a user's class may raise whatever it likes
         raise ConfigError(
-            f"environment.name: {chosen.name} cannot be made ({type(error).__name__}: {error}); correct its __init__, "
+            f"environment.name: {chosen.name} cannot be made ({describe(error)}); correct its __init__, "
             f"which gets an EnvironmentContext"
         ) from error
     if not callable(getattr(environment, "rollout", None)):
@@ -44,15 +44,8 @@ def find_environment(name: str) -> Callable[[EnvironmentContext], Environment]:
     """The class of a name. Raises ConfigError where there is none."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
-    module, separator, attribute = name.partition(":")
-    if not separator:
+    if ":" not in name:
         raise ConfigError(
             f"environment.name: {name!r} is none of {', '.join(ENVIRONMENTS)} and not module:Class; use one of these"
         )
-    try:
-        found: Callable[[EnvironmentContext], Environment] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"environment.name: {name!r} cannot be imported ({error}); check PYTHONPATH and the class's name"
-        ) from error
-    return found
+    return import_function("environment.name", name)

@@ -13,9 +13,9 @@ import json
 import sys
 from typing import Any
 
+from pa_npu.config.user_code import import_function
 from pa_npu.control.child_process import end_with, private_pipes
-from pa_npu.errors import DataError
-from pa_npu.rewards.functions import import_function
+from pa_npu.errors import ConfigError
 
 _LONGEST_REASON = 200  # characters
 
@@ -30,9 +30,9 @@ def main() -> int:
     end_with(arguments.parent)
     calls, answers = private_pipes()
     try:
-        function = import_function(arguments.name)
-    except DataError as error:
-        _write(answers, {"unusable": str(error).removeprefix("reward.functions: ")})
+        function = import_function("tool", arguments.name)
+    except ConfigError as error:
+        _write(answers, {"unusable": str(error).removeprefix("tool: ")})
         return 1
     _write(answers, {"ready": True})
     for line in calls:

@@ -1,1 +1,1 @@
-"""Model families: config.json to a spec, and the HF files that a model comes in."""
+"""Model families, one file each: config.json to a spec, the weights' names and shapes, work and memory; and HF model files."""

@@ -9,10 +9,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pa_npu import platform as platforms
+from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.config.schema import Config
+from pa_npu.engines.vllm.arguments import check_extra_arguments
 from pa_npu.engines.vllm.versions import engine_version, environment
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.spec import ModelSpec
@@ -35,6 +37,9 @@ from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.preflight import check_model
 from pa_npu.platform.base import Platform
 from pa_npu.platform.busy import busy_devices
+
+if TYPE_CHECKING:
+    from pa_npu.data.prompts import Prompt, PromptSet
 
 T = TypeVar("T")
 
@@ -110,12 +115,15 @@ def check_surroundings(
     check_memory(config, findings)
     has_model = Path(config.model.path).is_dir()
     tokenizer = load_tokenizer(config.model.path) if has_model else None
+    sample: Prompt | None = None
     if tokenizer is not None:
         for key, path in (("train", config.data.train), ("test", config.data.test)):
             if path is not None:
-                count = local(lambda path=path: check_dataset(path, tokenizer, config), path)  # type: ignore[misc]
-                findings.counts.append(f"data.{key}: {count}" if count else f"data.{key}: not here")
-    check_rewards(config)
+                prompts = local(lambda key=key: check_dataset(key, tokenizer, config), path)  # type: ignore[misc]
+                findings.counts.append(f"data.{key}: {prompts.summary if prompts else 'not here'}")
+                sample = sample or (prompts[0] if prompts else None)
+    check_rewards(config, sample)
+    check_algorithm(config.algorithm)
     local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
@@ -232,18 +240,31 @@ def load_tokenizer(path: str) -> Any:
         ) from None
 
 
-def check_dataset(path: str, tokenizer: Any, config: Config) -> str:
-    """Read a dataset as the coordinator will; returns its counts in words."""
+def check_dataset(key: str, tokenizer: Any, config: Config) -> PromptSet:
+    """Read data.train or data.test as the coordinator will."""
     from pa_npu.data.prompts import load_prompts
 
-    return load_prompts(path, tokenizer, config.data).summary
+    path = getattr(config.data, key)
+    prompts = load_prompts(path, tokenizer, config.data)
+    wanted = config.schedule.prompts_per_iteration
+    if key == "train" and len(prompts) < wanted:
+        raise DataError(
+            f"data.train: {path} has {len(prompts)} prompts for schedule.prompts_per_iteration = {wanted}, so that an iteration "
+            f"would hold some twice; lower it or give more prompts"
+        )
+    return prompts
 
 
-def check_rewards(config: Config) -> None:
-    """Every reward function can be built, tried in a worker as the run will use it: user code may do anything."""
-    from pa_npu.rewards.pool import check_reward_functions
+def check_rewards(config: Config, sample: Prompt | None) -> None:
+    """Every reward function can be built, tried in a worker as the run will use it: user code may do anything.
 
-    check_reward_functions(config)
+    sample: a prompt of the dataset, for which they are called once.
+    """
+    from pa_npu.rewards.process import check_reward_functions, sample_group
+
+    size = config.rollout.responses_per_prompt
+    group = sample_group(sample.text, sample.answer, sample.row, size) if sample else None
+    check_reward_functions(config, group)
 
 
 def check_attached(config: Config) -> None:
@@ -266,6 +287,7 @@ def check_attached(config: Config) -> None:
 def check_engine_interpreter(config: Config) -> None:
     """The engines' interpreter has an engine of a supported version that can do what is configured."""
     environment(config, engine_version(config))
+    check_extra_arguments(config)
 
 
 def device_notes(platform: Platform, placement: Placement) -> list[str]:

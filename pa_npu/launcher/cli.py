@@ -15,6 +15,7 @@ from pa_npu.errors import PaNpuError, UserError
 
 BAD_INPUT = 2
 _INTERRUPTED = 130
+_MOST_MEMORY_GIB = 1_000_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,9 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and its arithmetic; start nothing"
     )
-    run.add_argument(
-        "--device-memory-gib", type=float, metavar="GIB", help="with --dry-run: memory of a device to plan with"
-    )
+    run.add_argument("--device-memory-gib", metavar="GIB", help="with --dry-run: memory of a device to plan with")
     run.set_defaults(action=_run)
     engines = commands.add_parser("engines", help="start engines alone, for runs that attach to them (rollout.attach)")
     _add_config_options(engines)
@@ -93,14 +92,30 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     given = _config(options, rest)
     if options.device_memory_gib is not None and not options.dry_run:
         raise UserError("command line: --device-memory-gib is for planning; add --dry-run, or remove it")
+    memory_gib = _memory_gib(options.device_memory_gib)
     if given.placement.node_rank and not options.dry_run:
         return _agent(given)
     config = resolve_resume(given, lambda line: print(line, file=sys.stderr))
     if options.dry_run:
-        return _dry_run(config, options.device_memory_gib)
+        return _dry_run(config, memory_gib)
     from pa_npu.launcher.run import run  # imports torch; --help and mistakes in the configuration need not wait for it
 
     return run(config)
+
+
+def _memory_gib(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        memory_gib = float(text)
+    except ValueError:
+        memory_gib = 0.0
+    if not 0 < memory_gib <= _MOST_MEMORY_GIB:  # NaN is neither
+        raise UserError(
+            f"command line: --device-memory-gib {text[:40]!r} is no size of a memory; give a number above 0 and up to "
+            f"{_MOST_MEMORY_GIB}"
+        )
+    return memory_gib
 
 
 def _agent(config: Config) -> int:

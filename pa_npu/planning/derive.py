@@ -121,11 +121,12 @@ def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int,
     """
     trainer, element, amount = config.trainer, _BYTES[config.model.dtype], work(config)
     tensor, tokens = trainer.tensor_parallel, amount.microbatch_tokens
-    hidden = spec.hidden_size // (tensor if trainer.sequence_parallel else 1)
-    rotated = (spec.num_heads + spec.num_kv_heads) * spec.head_dim // tensor
-    attention = rotated + 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim // tensor
-    feed_forward = 3 * spec.ffn_size // tensor
-    per_layer = 4 * hidden + attention + feed_forward
+    layer = spec.definition.layer_activations(spec)
+    residual_shards = tensor if trainer.sequence_parallel else 1
+    hidden = spec.hidden_size // residual_shards
+    rotated = layer.rotated // tensor
+    feed_forward = layer.feed_forward // tensor
+    per_layer = layer.residual // residual_shards + rotated + layer.attention // tensor + feed_forward
     layers = spec.num_layers // trainer.pipeline_parallel
     microbatches = amount.microbatches_per_replica // config.schedule.updates_per_iteration
     in_flight = max(1, min(trainer.pipeline_parallel - stage, microbatches))

@@ -2,6 +2,7 @@
 
 check_model(config, spec)      all of them, before a run
 check_division(config, spec)   those that building the trainer's model needs
+check_tensor_division(spec, tensor_parallel)   those of them that cutting its weights over TP needs
 padded_vocab(spec, tensor_parallel)
 """
 
@@ -29,8 +30,22 @@ def check_division(config: Config, spec: ModelSpec) -> None:
         raise ConfigError(broken)
 
 
+def check_tensor_division(spec: ModelSpec, tensor_parallel: int) -> None:
+    """Raises ConfigError where TP of the trainers does not divide the model's sizes."""
+    for broken in _tensor_rules(tensor_parallel, spec):
+        raise ConfigError(broken)
+
+
 def _division_rules(config: Config, spec: ModelSpec) -> list[str]:
-    tensor, broken = config.trainer.tensor_parallel, []
+    stages = config.trainer.pipeline_parallel
+    return [
+        *_tensor_rules(config.trainer.tensor_parallel, spec),
+        *_indivisible("trainer.pipeline_parallel", stages, "layers", spec.num_layers, spec),
+    ]
+
+
+def _tensor_rules(tensor: int, spec: ModelSpec) -> list[str]:
+    broken = []
     for what, size in (
         ("attention heads", spec.num_heads),
         ("key/value heads", spec.num_kv_heads),
@@ -42,8 +57,7 @@ def _division_rules(config: Config, spec: ModelSpec) -> list[str]:
             f"trainer.tensor_parallel: {tensor} leaves a rank without any of the {spec.vocab_size} tokens of {spec.path}; "
             f"set it to a smaller number"
         )
-    stages = config.trainer.pipeline_parallel
-    return broken + _indivisible("trainer.pipeline_parallel", stages, "layers", spec.num_layers, spec)
+    return broken
 
 
 def _engine_rules(config: Config, spec: ModelSpec) -> list[str]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pa_npu.errors import DataError
+from pa_npu.config.user_code import ERROR_CHARACTERS, describe, import_function, source_of
+from pa_npu.errors import ConfigError, DataError
 from pa_npu.rewards.answers import is_correct
 from pa_npu.rewards.types import RewardInput
 
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from pa_npu.config.sections import RewardFunction
 
 Function = Callable[[RewardInput], Sequence[float]]
-ERROR_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
@@ -47,14 +44,14 @@ def function_specs(functions: Iterable[RewardFunction]) -> tuple[FunctionSpec, .
 
 
 def build_function(spec: FunctionSpec) -> Function:
-    """The function that `spec` names. Raises DataError where it cannot be imported or called."""
+    """The function that `spec` names. Raises ConfigError or DataError where it cannot be imported or called."""
     if spec.name == "math":
         return math_reward
     if spec.name == "format":
         return format_reward(spec.pattern or "")
     if spec.name == "overlong":
         return overlong_reward(spec.max_tokens, spec.buffer_tokens)
-    return import_function(spec.name)
+    return import_reward(spec.name)
 
 
 def math_reward(group: RewardInput) -> list[float]:
@@ -88,28 +85,15 @@ def overlong_reward(max_tokens: int, buffer_tokens: int) -> Function:
     return lambda group: [max(-1.0, min(0.0, (first - length) / buffer_tokens)) for length in group.response_tokens]
 
 
-def import_function(name: str) -> Function:
-    """`module:function` of the user's, importable from the working directory or PYTHONPATH, taking one argument."""
-    module_name, _, function_name = name.partition(":")
-    directory = os.getcwd()
-    if directory not in sys.path:
-        sys.path.insert(0, directory)
-    try:
-        function: Any = importlib.import_module(module_name)
-        for part in function_name.split("."):
-            function = getattr(function, part)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        raise DataError(
-            f"reward.functions: {name} cannot be imported ({_one_line(error)}); name an importable module:function "
-            f"(searched: {directory} and PYTHONPATH)"
-        ) from None
-    if not callable(function):
-        raise DataError(f"reward.functions: {name} is a {type(function).__name__}, not a function; name a function")
+def import_reward(name: str) -> Function:
+    """`module:function` of the user's, taking one argument."""
+    function = import_function("reward.functions", name)
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
-        raise DataError(
-            f"reward.functions: {name} cannot be called with one group ({error}); give it one parameter, the group"
+        raise ConfigError(
+            f"reward.functions: {name} ({source_of(function)}) cannot be called with one group ({error}); give it one "
+            f"parameter, the group"
         ) from None
     except ValueError:
         pass  # built-in functions have no signature to check; a wrong call shows as a logged zero reward
@@ -121,15 +105,11 @@ def call_function(function: Function, group: RewardInput) -> tuple[list[float], 
     try:
         rewards = [float(reward) for reward in function(group)]
     except Exception as error:  # whatever a reward function raises costs its reward, not the run
-        return [0.0] * len(group.responses), _one_line(error)
+        return [0.0] * len(group.responses), describe(error)
     if len(rewards) != len(group.responses):
         reason = f"returned {len(rewards)} rewards for {len(group.responses)} responses"
     elif not all(map(math.isfinite, rewards)):
         reason = f"returned a reward that is not finite: {rewards}"
     else:
         return rewards, None
-    return [0.0] * len(group.responses), reason[:ERROR_CHARACTERS]
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARACTERS]
+    return [0.0] * len(group.responses), f"{reason[:ERROR_CHARACTERS]}, {source_of(function)}"

@@ -13,7 +13,6 @@ without work takes them over (a reward is a function of the group, so whoever an
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import deque
 from dataclasses import dataclass, field
@@ -24,7 +23,8 @@ import numpy as np
 
 from pa_npu.config.sections import RewardConfig
 from pa_npu.errors import PaNpuError
-from pa_npu.rewards.process import WorkerProcess, check_reward_functions, reward_specs
+from pa_npu.rewards.failures import FailingShare
+from pa_npu.rewards.process import WorkerProcess, check_reward_functions, group_line, reward_specs
 from pa_npu.rewards.types import SHAPING, RewardInput, RewardResult
 
 __all__ = ["RewardInput", "RewardPool", "RewardResult", "check_reward_functions"]
@@ -54,13 +54,15 @@ class RewardPool:
     """`async with RewardPool(config.reward) as pool: result = await pool.score(group)`.
 
     Entering starts the workers and raises DataError where a function cannot be used. A function that raises, returns
-    nonsense, crashes every worker or exceeds reward.timeout_s costs the group that reward, logged; `score` raises only
-    when no worker can be started any more or the pool is closed.
+    nonsense, crashes every worker or exceeds reward.timeout_s costs the group that reward, logged. `score` raises
+    DataError when that happens too often (reward.max_failing_share), and PaNpuError when no worker can be started any more
+    or the pool is closed.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self.specs = reward_specs(config.functions)
         self.timeout_s = config.timeout_s
+        self._failing = FailingShare([spec.label for spec in self.specs], config.max_failing_share)
         self._weights = np.array([function.weight for function in config.functions], np.float32)
         # The verdict on a response is that of the first function that judges its content.
         self._judge = next((number for number, spec in enumerate(self.specs) if spec.name not in SHAPING), 0)
@@ -98,8 +100,15 @@ class RewardPool:
         self._waiting.append(job)
         self.dispatch()
         reply = await job.future
-        for error in reply["errors"]:
-            log.warning("rewards: zero for the responses to %.80r: %s", group.prompt, error)
+        errors: dict[str, str] = reply["errors"]
+        if not reply["rewards"]:  # the worker did not survive it, whichever function that was
+            errors = {spec.label: reply["failure"] for spec in self.specs}
+        reasons = (
+            [reply["failure"]] if not reply["rewards"] else [f"{label}: {error}" for label, error in errors.items()]
+        )
+        for reason in reasons:
+            log.warning("rewards: zero for the responses to %.80r: %s", group.prompt, reason)
+        self._failing.note(errors)
         rewards = np.zeros((len(self.specs), len(group.responses)), np.float32)
         if reply["rewards"]:
             rewards[:] = reply["rewards"]
@@ -107,20 +116,12 @@ class RewardPool:
             total=self._weights @ rewards,
             functions={spec.label: values for spec, values in zip(self.specs, rewards, strict=True)},
             correct=rewards[self._judge] > 0,
-            errors=tuple(reply["errors"]),
+            errors=tuple(reasons),
         )
 
     def _job(self, group: RewardInput) -> _Job:
         self._last_identity += 1
-        fields = {
-            "prompt": group.prompt,
-            "answer": group.answer,
-            "responses": list(group.responses),
-            "response_tokens": [int(length) for length in group.response_tokens],
-            "row": dict(group.row),
-        }
-        message = {"id": self._last_identity, "group": fields}
-        line = json.dumps(message, default=str).encode() + b"\n"
+        line = group_line(self._last_identity, group)
         return _Job(line, self._last_identity, asyncio.get_running_loop().create_future())
 
     def dispatch(self) -> None:
@@ -236,10 +237,10 @@ class _Worker:
                 )
             else:
                 reason = f"its reward worker died {ATTEMPTS} times (last: {cause})"
-                self._resolve(jobs.pop(0), {"rewards": [], "errors": [reason]})
+                self._resolve(jobs.pop(0), {"rewards": [], "errors": {}, "failure": reason})
         elif jobs and jobs[0] is overdue:
             reason = f"not done within reward.timeout_s = {self._pool.timeout_s:g} s, so its worker was killed"
-            self._resolve(jobs.pop(0), {"rewards": [], "errors": [reason]})
+            self._resolve(jobs.pop(0), {"rewards": [], "errors": {}, "failure": reason})
         for job in jobs:
             job.workers.discard(self._index)
         self._pool.put_back(jobs)

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections import RewardFunction
 from pa_npu.errors import DataError, DeadlineExceeded
 from pa_npu.rewards.functions import FunctionSpec, build_function, function_specs
+from pa_npu.rewards.types import RewardInput
 
 STARTUP_TIMEOUT_S = 120.0  # importing math-verify and a user's module on a busy machine
 REAP_TIMEOUT_S = 5.0  # a killed process is gone within milliseconds
@@ -90,8 +91,11 @@ class WorkerProcess:
         return f"exit code {returncode}" if returncode >= 0 else signal.Signals(-returncode).name
 
 
-def check_reward_functions(config: Config) -> None:
-    """Loads the reward functions as a worker will. Raises DataError where one cannot be used; call it before a run."""
+def check_reward_functions(config: Config, sample: RewardInput | None = None) -> None:
+    """Loads the reward functions as a worker will, and rewards one group with those of the user's. Call it before a run.
+
+    sample: a group of the dataset; None only loads them. Raises UserError where one cannot be used.
+    """
     specs = reward_specs(config.reward.functions)
     own = tuple(spec for spec in specs if ":" in spec.name)
     for spec in specs:
@@ -100,15 +104,49 @@ def check_reward_functions(config: Config) -> None:
     if not own:
         return
     names = ", ".join(spec.name for spec in own)
+    lines = [_first_line(own)] + ([group_line(0, sample)] if sample else [])
+    limit_s = STARTUP_TIMEOUT_S + config.reward.timeout_s
+    output = b""
     try:
         finished = subprocess.run(
-            _command(), input=_first_line(own), stdout=subprocess.PIPE, env=_environment(), timeout=STARTUP_TIMEOUT_S
+            _command(), input=b"".join(lines), stdout=subprocess.PIPE, env=_environment(), timeout=limit_s
         )
-    except subprocess.TimeoutExpired:
+        output = finished.stdout
+    except subprocess.TimeoutExpired as expired:
+        if not expired.stdout:
+            raise DataError(
+                f"reward.functions: importing {names} takes more than {limit_s:.0f} s; make the import faster"
+            ) from None
+        output = expired.stdout
+    first, _, rest = output.partition(b"\n")
+    _check_first_reply(first)
+    if sample is None:
+        return
+    if not rest:
         raise DataError(
-            f"reward.functions: importing {names} takes more than {STARTUP_TIMEOUT_S:.0f} s; make the import faster"
-        ) from None
-    _check_first_reply(finished.stdout.partition(b"\n")[0])
+            f"reward.functions: {names} did not reward a group of the dataset: the worker died or took more than "
+            f"{limit_s:.0f} s; correct what its output above says"
+        )
+    for label, error in json.loads(rest)["errors"].items():
+        raise DataError(f"reward.functions: {label} fails for a group of the dataset: {error}; correct the function")
+
+
+def sample_group(prompt: str, answer: str, row: Mapping[str, Any], size: int) -> RewardInput:
+    """A made-up group to try reward functions on: every other response is right."""
+    responses = [f"#### {answer}" if number % 2 == 0 else "I do not know." for number in range(size)]
+    return RewardInput(prompt, answer, responses, [8] * size, row)
+
+
+def group_line(identity: int, group: RewardInput) -> bytes:
+    """A group as a worker reads it."""
+    fields = {
+        "prompt": group.prompt,
+        "answer": group.answer,
+        "responses": list(group.responses),
+        "response_tokens": [int(length) for length in group.response_tokens],
+        "row": dict(group.row),
+    }
+    return json.dumps({"id": identity, "group": fields}, default=str).encode() + b"\n"
 
 
 def reward_specs(functions: Iterable[RewardFunction]) -> tuple[FunctionSpec, ...]:

@@ -3,7 +3,7 @@
     stdin   {"functions": [FunctionSpec's fields, ...]}                           first line
             {"id", "group": {prompt, answer, responses, response_tokens, row}}    one line per group
     stdout  {"ready": "math-verify" | "numeric" | null} or {"unusable": reason}   first line
-            {"id", "rewards": [[G numbers] per function], "errors": [...]}        one line per group, in order
+            {"id", "rewards": [[G numbers] per function], "errors": {label: reason}}  one line per group, in order
 
 The functions run in the main thread, where math-verify's signals work. They see /dev/null as standard input, and what
 they print goes to standard error. The worker ends with its input, and the kernel kills it when its parent dies.
@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from pa_npu.control.child_process import end_with, private_pipes
-from pa_npu.errors import DataError
+from pa_npu.errors import UserError
 from pa_npu.rewards.answers import preload
 from pa_npu.rewards.functions import FunctionSpec, build_function, call_function
 from pa_npu.rewards.types import RewardInput
@@ -34,7 +34,7 @@ def main() -> int:
     specs = [FunctionSpec(**spec) for spec in json.loads(requests.readline())["functions"]]
     try:
         functions = [(spec.label, build_function(spec)) for spec in specs]
-    except DataError as error:
+    except UserError as error:
         _reply(replies, {"unusable": str(error)})
         return 1
     _reply(replies, {"ready": preload() if any(spec.name == "math" for spec in specs) else None})
@@ -45,12 +45,12 @@ def main() -> int:
 
 
 def _score(functions: list[tuple[str, Any]], group: RewardInput) -> dict[str, Any]:
-    rewards, errors = [], []
+    rewards, errors = [], {}
     for label, function in functions:
         values, error = call_function(function, group)
         rewards.append(values)
         if error is not None:
-            errors.append(f"{label}: {error}")
+            errors[label] = error
     return {"rewards": rewards, "errors": errors}
 
 

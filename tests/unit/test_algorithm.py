@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from pa_npu.algorithm.aggregation import normaliser, token_weights
 from pa_npu.algorithm.batch import TokenBatch
 from pa_npu.algorithm.corrections import engine_weights, k1, k2, k3
 from pa_npu.algorithm.losses import loss_sums, metric_names
-from pa_npu.algorithm.policy_losses import cispo, clip, find_policy_loss, gspo, reinforce
+from pa_npu.algorithm.policy_losses import PolicyTerms, cispo, clip, find_policy_loss, gspo, reinforce
 from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.errors import ConfigError
 
@@ -107,6 +108,56 @@ def test_clip_loss_and_gradient_equal_the_formula_token_by_token() -> None:
     assert sums.loss.item() == pytest.approx(total, rel=1e-12)
     assert sums.metrics["clipped"].item() == clipped
     torch.testing.assert_close(batch.logprobs.grad, torch.tensor(gradient, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def negative_side(bound: float, **options: Any) -> tuple[int, PolicyTerms, TokenBatch]:
+    """Many tokens far from the old policy, under the clip with one of its bounds, and how many it must have changed."""
+    batch = make_batch([40, 40], seed=3, reference=False, ratio_spread=1.5)
+    ratios = (batch.logprobs - batch.old_logprobs).exp().tolist()
+    advantages = batch.advantages.tolist()
+    changed = sum(ratio > bound and advantage < 0 for ratio, advantage in zip(ratios, advantages, strict=True))
+    assert 5 < changed < 60, "the case must contain tokens on both sides of the bound to show anything"
+    return changed, clip(batch, AlgorithmConfig(clip_low=0.2, clip_high=0.3, **options)), batch
+
+
+def test_dual_clip_is_verls_formula_token_by_token() -> None:
+    """verl, compute_policy_loss: min(-A c, max(-r A, -clip(r) A)) where A < 0; its gradient by finite differences."""
+
+    def scalar(logp: float, old: float, advantage: float) -> float:
+        ratio = math.exp(logp - old)
+        once = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.3))
+        return min(-advantage * 3.0, once) if advantage < 0 else once
+
+    changed, terms, batch = negative_side(3.0, dual_clip=3.0)
+    tokens = list(zip(batch.logprobs.tolist(), batch.old_logprobs.tolist(), batch.advantages.tolist(), strict=True))
+    np.testing.assert_allclose(terms.loss.tolist(), [scalar(*token) for token in tokens], rtol=1e-12)
+    terms.loss.sum().backward()
+    step = 1e-7
+    slopes = [(scalar(logp + step, old, a) - scalar(logp - step, old, a)) / (2 * step) for logp, old, a in tokens]
+    np.testing.assert_allclose(batch.logprobs.grad.tolist(), slopes, rtol=1e-5, atol=1e-6)
+    plain = clip(batch, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
+    assert int((plain.loss != terms.loss).sum()) == changed
+    assert int(terms.clipped.sum()) == int(plain.clipped.sum()) + changed
+
+
+def test_delta_is_trls_formula_token_by_token() -> None:
+    """TRL, GRPOTrainer: -min(min(r, delta) A, clip(r, 1 - low, 1 + high) A)."""
+
+    def scalar(logp: float, old: float, advantage: float) -> float:
+        ratio = math.exp(logp - old)
+        return -min(min(ratio, 2.0) * advantage, min(max(ratio, 0.8), 1.3) * advantage)
+
+    changed, terms, batch = negative_side(2.0, delta=2.0)
+    tokens = list(zip(batch.logprobs.tolist(), batch.old_logprobs.tolist(), batch.advantages.tolist(), strict=True))
+    np.testing.assert_allclose(terms.loss.tolist(), [scalar(*token) for token in tokens], rtol=1e-12)
+    terms.loss.sum().backward()
+    step = 1e-7
+    slopes = [(scalar(logp + step, old, a) - scalar(logp - step, old, a)) / (2 * step) for logp, old, a in tokens]
+    np.testing.assert_allclose(batch.logprobs.grad.tolist(), slopes, rtol=1e-5, atol=1e-6)
+    plain = clip(batch, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
+    assert int(terms.clipped.sum()) == int(plain.clipped.sum()) + changed
+    same = clip(batch, AlgorithmConfig(clip_low=0.2, clip_high=0.3, dual_clip=2.0))
+    torch.testing.assert_close(terms.loss, same.loss, rtol=1e-12, atol=1e-12)
 
 
 def test_on_policy_gradient_is_advantage_times_score() -> None:

@@ -228,6 +228,12 @@ def test_kl_in_the_reward_is_refused_where_it_cannot_be_exact(
     ("algorithm", "message"),
     [
         ({"kl_in": "reward"}, "algorithm.kl_in: reward would be read by nothing; set algorithm.kl_coef"),
+        (
+            {"loss": "cispo", "delta": 2.0},
+            "algorithm.delta: 2.0 would be read by nothing; set algorithm.loss to clip or gspo",
+        ),
+        ({"loss": "reinforce", "dual_clip": 3.0}, "algorithm.dual_clip: 3.0 would be read by nothing"),
+        ({"dual_clip": 3.0, "delta": 2.0}, "algorithm.delta: 2.0 with algorithm.dual_clip = 3.0: both bound the loss"),
         ({"kl_estimator": "k1"}, "algorithm.kl_estimator: k1 would be read by nothing"),
         ({"importance_cap": 3.0}, "algorithm.importance_cap: 3.0 .* set algorithm.importance_sampling to token or"),
         ({"name": "rloo", "clip_high": 0.3}, "algorithm.clip_high: 0.3 .* with a ratio to clip, or remove the key"),

@@ -14,6 +14,7 @@ from pa_npu.attention import PrefixLayout, shared_prompt_attention
 from pa_npu.attention.gather import gather_attention
 from pa_npu.attention.kernels import cuda
 from pa_npu.attention.merge import merge_attention
+from pa_npu.attention.transform import compress
 from pa_npu.errors import UserError
 
 LAYOUTS = {
@@ -117,7 +118,7 @@ def test_equals_dense(layout, form, pads_lse, monkeypatch):
     for name, a, b in zip("qkv", leaves, wide, strict=True):
         assert (a.grad - b.grad).abs().max() < 1e-5, name
     if form is merge_attention:  # one forward and one backward for the segments and for each depth
-        assert operators.calls == 2 * (1 + max(layout.compress().depths))
+        assert operators.calls == 2 * (1 + max(compress(layout).depths))
 
 
 def test_supports_what_the_operators_take():

@@ -14,6 +14,7 @@ from pa_npu.attention.gather import gather_attention
 from pa_npu.attention.kernels.cpu import CpuFlash
 from pa_npu.attention.kernels.portable import Portable
 from pa_npu.attention.merge import merge_attention
+from pa_npu.attention.transform import shard
 
 # Largest |difference| of an output or gradient from dense fp64, as a share of its largest |value|.
 BOUNDS = {torch.float64: 1e-14, torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -182,7 +183,7 @@ def test_gather_sums_the_gradients_of_many_responses_in_fp32():
 def test_context_parallel_shards_give_the_whole():
     """Each rank computes its own queries over gathered keys; outputs concatenate and key gradients add up."""
     layout = PrefixLayout.from_groups([(50, [20, 7, 33])])
-    sharding = layout.shard(3, block=8)
+    sharding = shard(layout, 3, block=8)
     q, k, v, grad = inputs_for(layout, 4, 2, torch.float64)
     expected = out_and_gradients(lambda q, k, v: shared_prompt_attention(q, k, v, layout, impl="dense"), q, k, v, grad)
     found = [torch.zeros_like(x) for x in expected]

@@ -11,6 +11,8 @@ import torch
 
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.flops import FlopsModel
+from pa_npu.attention.transform import compress, shard, split
+from pa_npu.attention.trie import pack
 
 
 def random_layout(seed: int) -> PrefixLayout:
@@ -88,26 +90,26 @@ def test_every_sequence_reads_as_if_it_were_alone(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_split_compress_and_shard_change_no_row(layout):
     generator = random.Random(layout.total)
-    pieces = layout.split(generator.randint(0, layout.total) for _ in range(8))
+    pieces = split(layout, [generator.randint(0, layout.total) for _ in range(8)])
     assert same_attention(pieces, layout)
-    assert same_attention(pieces.compress(), layout)
-    assert len(pieces.compress().leaves) == len(layout.leaves)
-    assert pieces.compress().compress() == pieces.compress() == layout.compress()
+    assert same_attention(compress(pieces), layout)
+    assert len(compress(pieces).leaves) == len(layout.leaves)
+    assert compress(compress(pieces)) == compress(pieces) == compress(layout)
 
-    sharding = layout.shard(3, block=4)
+    sharding = shard(layout, 3, block=4)
     assert same_attention(sharding.layout, layout)
     assert torch.cat([sharding.rows(rank) for rank in range(3)]).sort().values.tolist() == list(range(layout.total))
     assert sum(sharding.pairs(rank) for rank in range(3)) == layout.pairs
 
 
 def test_compress_leaves_a_single_sequence_of_a_single_response():
-    assert PrefixLayout.from_groups([(512, [256])]).compress() == PrefixLayout.from_sequences([768])
-    assert PrefixLayout((3, 0, 2, 4), (-1, 0, 1, 1)).compress() == PrefixLayout((3, 2, 4), (-1, 0, 0))
+    assert compress(PrefixLayout.from_groups([(512, [256])])) == PrefixLayout.from_sequences([768])
+    assert compress(PrefixLayout((3, 0, 2, 4), (-1, 0, 1, 1))) == PrefixLayout((3, 2, 4), (-1, 0, 0))
 
 
 def test_shard_balances_pairs_not_rows():
     layout = PrefixLayout.from_groups([(1000, [500, 20, 700, 90])])
-    sharding = layout.shard(4, block=64)
+    sharding = shard(layout, 4, block=64)
     loads = [sharding.pairs(rank) for rank in range(4)]
     assert max(loads) < 1.05 * layout.pairs / 4
 
@@ -122,7 +124,7 @@ def test_pad_adds_a_root_that_nobody_sees():
     assert padded.multiplicity()[12:].tolist() == [0] * 4
     assert padded.separate() == layout.separate()
     assert padded.pad(4) is padded and layout.pad(1) is layout
-    assert padded.split(range(16)).padding == 4
+    assert split(padded, range(16)).padding == 4
     with pytest.raises(ValueError, match="already ends in 4 pad tokens"):
         padded.pad(5)
 
@@ -132,7 +134,7 @@ def test_pad_adds_a_root_that_nobody_sees():
 def test_trie_of_tokens_gives_every_sequence_back(seed, min_shared):
     generator = random.Random(seed)
     sequences = [[generator.randint(0, 2) for _ in range(generator.randint(1, 9))] for _ in range(12)]
-    packed = PrefixLayout.from_tokens(sequences, min_shared)
+    packed = pack(sequences, min_shared)
     for sequence, leaf in zip(sequences, packed.leaves, strict=True):
         assert packed.tokens[packed.layout.path_rows(leaf)].tolist() == sequence
     assert sorted(packed.leaves) == list(packed.layout.leaves)
@@ -145,14 +147,14 @@ def test_trie_of_tokens_gives_every_sequence_back(seed, min_shared):
 
 def test_trie_shares_below_a_short_common_prefix():
     """[1] is too short to share, but the longer prefixes [1, 2, 3] and [1, 4, 5] inside it are not."""
-    packed = PrefixLayout.from_tokens([[1, 2, 3, 8], [1, 4, 5, 8], [1, 2, 3, 9], [1, 4, 5, 9]], min_shared=3)
+    packed = pack([[1, 2, 3, 8], [1, 4, 5, 8], [1, 2, 3, 9], [1, 4, 5, 9]], min_shared=3)
     assert packed.layout == PrefixLayout((3, 1, 1, 3, 1, 1), (-1, 0, 0, -1, 3, 3))
     assert packed.leaves == (1, 4, 2, 5)
 
 
 def test_trie_takes_long_chains():
     sequences = [list(range(length)) for length in range(1, 1100)]
-    assert PrefixLayout.from_tokens(sequences).layout.total == 1099
+    assert pack(sequences).layout.total == 1099
 
 
 @pytest.mark.parametrize(
@@ -180,11 +182,11 @@ def test_refuses_bad_arguments():
     with pytest.raises(ValueError, match="pad: multiple 0"):
         layout.pad(0)
     with pytest.raises(ValueError, match="split: row 4 is outside"):
-        layout.split([4])
+        split(layout, [4])
     with pytest.raises(ValueError, match="shard: ranks 0"):
-        layout.shard(0)
+        shard(layout, 0)
     with pytest.raises(ValueError, match="sequence 1: must be a non-empty list of integers"):
-        PrefixLayout.from_tokens([[1], []])
+        pack([[1], []])
 
 
 def test_is_a_value():

@@ -38,7 +38,7 @@ def test_shards_of_all_ranks_are_the_checkpoint(
             ]
             whole = shards[0] if tensor.shard_dim is None else torch.cat(shards, tensor.shard_dim)
             found[tensor.name] = whole[: tensor.shape[0]].detach()
-    assert found.keys() == expected.keys() == hf_map.hf_names(spec)
+    assert found.keys() == expected.keys() == spec.hf_tensors().keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 

@@ -15,6 +15,7 @@ from pa_npu.engines.vllm import command as engine
 from pa_npu.engines.vllm.command import EngineCommand
 from pa_npu.engines.vllm.versions import VERSIONS, EngineVersion
 from pa_npu.errors import ConfigError
+from pa_npu.families.rope import Rope
 from pa_npu.families.spec import ModelSpec
 
 SPEC = ModelSpec(
@@ -27,8 +28,7 @@ SPEC = ModelSpec(
     num_kv_heads=1,
     head_dim=32,
     vocab_size=100,
-    rope_theta=1e4,
-    rope_scaling=None,
+    rope=Rope(1e4),
     norm_eps=1e-6,
     qkv_bias=True,
     qk_norm=False,

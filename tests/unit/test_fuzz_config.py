@@ -204,7 +204,7 @@ def test_a_models_config_json_is_a_spec_or_a_data_error(directory: Path, data: b
     )
     assert min(*sizes, spec.max_positions, spec.num_parameters) > 0
     assert (
-        math.isfinite(spec.rope_theta)
+        math.isfinite(spec.rope.theta)
         and spec.norm_eps > 0
         and all(isinstance(token, int) for token in spec.eos_token_ids)
     )

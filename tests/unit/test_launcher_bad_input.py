@@ -25,7 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--hidden",
         "64",
         "--train-questions",
-        "8",
+        "16",
         "--test-questions",
         "4",
     ]
@@ -79,6 +79,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["reward.functions=[{name: 'no_such_module:f'}]"], "no_such_module:f cannot be imported"),
         (["reward.functions=[{name: 'math:pi'}]"], "math:pi"),
         (["reward.functions=[{name: format, pattern: '['}]"], "pattern"),
+        (["algorithm.loss=no_such_module:f"], "algorithm.loss: no_such_module:f cannot be imported"),
+        (["--dry-run", "algorithm.loss=math:hypot"], "algorithm.loss: math:hypot (hypot) failed on a made-up batch"),
+        (["algorithm.advantage=math:pi"], "algorithm.advantage: math:pi is a float, not a function"),
         (["run.dir=/proc/run"], "run.dir: /proc is not writable"),
         (["--device", "npu"], "run.device: npu cannot be used: torch_npu"),
         (["--device", "cuda"], "run.device: cuda cannot be used"),
@@ -160,7 +163,7 @@ def test_a_dry_run_prints_the_tree_and_its_arithmetic(capsys: pytest.CaptureFixt
     assert main(["run", *base, "--dry-run", "schedule.iterations=3"]) == 0
     out = capsys.readouterr().out
     assert "iterations: 3" in out
-    for line in ("# devices               2 =", "# trainer memory", "# engine memory", "# data.train: 8 prompts"):
+    for line in ("# devices               2 =", "# trainer memory", "# engine memory", "# data.train: 16 prompts"):
         assert line in out
     assert "note" not in out
 

@@ -10,6 +10,7 @@ import pytest
 
 from pa_npu.config import Config
 from pa_npu.errors import ConfigError, UserError
+from pa_npu.families.rope import Rope
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.checks import check_ports
 from pa_npu.launcher.placement import engine_ports, place, port_problem, visible_devices
@@ -36,8 +37,7 @@ QWEN_7B = ModelSpec(
     num_kv_heads=4,
     head_dim=128,
     vocab_size=152064,
-    rope_theta=1e6,
-    rope_scaling=None,
+    rope=Rope(1e6),
     norm_eps=1e-6,
     qkv_bias=True,
     qk_norm=False,

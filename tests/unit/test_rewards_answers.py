@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import threading
 import time
+import unittest.mock
+from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pa_npu.rewards import answers
 from pa_npu.rewards.answers import equal_answers, extract_answer, is_correct, last_boxed, parse_number
+from tests.helpers.answer_table import ANSWERS
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 needs_math_verify = pytest.mark.skipif(
@@ -73,7 +79,7 @@ def test_parse_number(text: str, value: Fraction | int | None) -> None:
         (r"####   " + "\n" + r"\boxed{9}", r"9"),
         (r"so \boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         ("first 3, then 4.", "4"),
-        ("a total of $1,200.", "1,200"),
+        ("a total of $1,200.", "$1,200"),
         ("3-5 = -2", "-2"),
         ("x=47-38", "38"),
         ("nothing", None),
@@ -139,6 +145,59 @@ def test_is_correct_with_math_verify(response: str, reference: str, correct: boo
 
 
 @needs_math_verify
+@pytest.mark.parametrize(("response", "reference", "correct"), ANSWERS)
+def test_every_answer_of_the_table_is_judged_rightly(response: str, reference: str, correct: bool) -> None:
+    assert is_correct(response, reference) is correct
+
+
+@needs_math_verify
+def test_the_table_has_fewer_false_verdicts_than_math_verify_alone_on_either_side() -> None:
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    ours, theirs = Counter(), Counter()
+    for response, reference, correct in ANSWERS:
+        alone = math_verify.verify(math_verify.parse(f"\\boxed{{{reference}}}"), math_verify.parse(response))
+        ours[is_correct(response, reference), correct] += 1
+        theirs[bool(alone), correct] += 1
+    assert len(ANSWERS) >= 300 and len({row[:2] for row in ANSWERS}) == len(ANSWERS)
+    # Controls: the table is hard enough to tell a judge from another, and has enough of both kinds.
+    assert theirs[True, False] >= 5 and theirs[False, True] >= 10
+    assert min(theirs[True, True], theirs[False, False]) >= 100
+    assert ours[True, False] <= theirs[True, False] and ours[False, True] <= theirs[False, True]
+
+
+def test_without_math_verify_no_wrong_answer_of_the_table_is_rewarded(numeric_only: None) -> None:
+    verdicts = Counter((is_correct(response, reference), correct) for response, reference, correct in ANSWERS)
+    assert verdicts[True, False] == 0
+    assert verdicts[True, True] >= 0.8 * (verdicts[True, True] + verdicts[False, True]), verdicts
+
+
+@given(value=st.fractions(max_denominator=10**6), other=st.fractions(max_denominator=10**6))
+def test_numbers_are_equal_exactly_however_they_are_written(value: Fraction, other: Fraction) -> None:
+    top, bottom = value.numerator, value.denominator
+    sign = "-" if value < 0 else ""
+    for text in (
+        f"{top}/{bottom}",
+        f"({top}/{bottom})",
+        f"\\frac{{{top}}}{{{bottom}}}",
+        f"{sign}\\dfrac{{{abs(top):,}}}{{{bottom}}}".replace(",", "{,}"),
+        f"{sign}({abs(top)}/{bottom})".replace("-", "\u2212"),
+    ):
+        assert parse_number(text) == value, text
+        assert equal_answers(text, f"{other.numerator}/{other.denominator}") is (value == other)
+        assert is_correct(f"The answer is ${text}$.", f"{value}"), text
+
+
+@given(text=st.text(alphabet="0123456789.,-+/()${}%\\ =<>x^fracboxed#&\u2212\u00b0 \n", max_size=60))
+def test_any_text_is_judged_without_an_exception(text: str) -> None:
+    with unittest.mock.patch.object(answers, "_math_verify_available", lambda: False):
+        for response in (text, f"\\boxed{{{text}}}", f"#### {text}", f"The answer is {text}"):
+            assert is_correct(response, "46") in (True, False)
+            assert is_correct("\\boxed{46}", text) in (True, False)
+
+
+@needs_math_verify
 def test_math_verify_also_works_outside_the_main_thread() -> None:
     verdicts: list[bool] = []
     thread = threading.Thread(target=lambda: verdicts.append(equal_answers("2y+x", "x+2y")), name="verdict")
@@ -147,7 +206,13 @@ def test_math_verify_also_works_outside_the_main_thread() -> None:
     assert verdicts == [True]
 
 
-@pytest.mark.parametrize("response", [r"\boxed{" * 20_000, "1" * 100_000, "1," * 50_000, "- " * 50_000, "3/" * 50_000])
+HOSTILE = [
+    *(r"\boxed{" * 20_000, "1" * 100_000, "1," * 50_000, "- " * 50_000, "3/" * 50_000, "(" * 100_000),
+    *("#### " * 20_000, "\\boxed{" + "(" * 50_000 + "1", "answer is 1+" * 8_000, "$1" * 50_000, "1 and " * 20_000),
+]
+
+
+@pytest.mark.parametrize("response", HOSTILE)
 def test_hostile_responses_cost_little_time(response: str) -> None:
     start_s = time.process_time()
     assert not is_correct(response, "46")

@@ -18,6 +18,7 @@ import pytest
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import DataConfig, ModelConfig, RewardConfig, RewardFunction
 from pa_npu.errors import DataError, PaNpuError
+from pa_npu.rewards import failures
 from pa_npu.rewards import pool as pool_module
 from pa_npu.rewards.pool import RewardInput, RewardPool, check_reward_functions
 from pa_npu.rewards.process import WorkerProcess
@@ -158,6 +159,38 @@ async def test_only_the_failing_function_loses_its_reward() -> None:
     async with RewardPool(config) as pool:
         result = await pool.score(group(["#### 4", "#### 5"], **{"raise": True}))
     assert result.total.tolist() == [1, 0] and result.correct.tolist() == [True, False] and len(result.errors) == 1
+
+
+@pytest.mark.parametrize("row", [{"raise": True}, {"exit": 3}])
+async def test_a_function_that_keeps_failing_ends_the_run_and_the_line_says_what_it_raised(row: dict[str, Any]) -> None:
+    """Also when only one of several functions fails."""
+    functions = (RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row"))
+    async with RewardPool(RewardConfig(functions=functions)) as pool:
+        for _ in range(failures.LEAST - 1):
+            assert (await pool.score(group(**row))).errors
+        with pytest.raises(DataError, match=r"failed for 8 of the last 8 groups.*reward\.max_failing_share") as ended:
+            await pool.score(group(**row))
+    if "raise" in row:
+        assert "users_rewards:by_row" in str(ended.value) and "users_rewards.py:" in str(ended.value)
+
+
+async def test_functions_that_fail_now_and_then_do_not_end_the_run_and_a_share_of_one_never_does() -> None:
+    async with RewardPool(users_config(max_failing_share=0.5)) as pool:
+        for number in range(3 * failures.LEAST):
+            await pool.score(group(**({"raise": True} if number % 2 else {})))
+    async with RewardPool(users_config(max_failing_share=1.0)) as pool:
+        for _ in range(2 * failures.LEAST):
+            assert (await pool.score(group(**{"raise": True}))).errors
+
+
+def test_the_failing_share_is_that_of_the_last_groups_only() -> None:
+    share = failures.FailingShare(["f", "g"], 0.25)
+    for _ in range(10 * failures.WINDOW):
+        share.note({})
+    for _ in range(failures.WINDOW // 4):
+        share.note({"f": "ValueError: x"})
+    with pytest.raises(DataError, match=r"f failed for 17 of the last 64 groups.*last: ValueError: y"):
+        share.note({"f": "ValueError: y"})
 
 
 async def test_a_group_over_the_time_limit_is_killed_with_its_children_and_gets_zero(tmp_path: Path) -> None:

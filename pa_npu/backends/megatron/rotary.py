@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
-from pa_npu.errors import DataError
+from pa_npu.families.rope import Rope
 from pa_npu.families.spec import ModelSpec
-
-SCALINGS = ("default", "linear", "llama3")
 
 
 class RotaryTable:
     """cos and sin of every position, grown on demand and kept per device and dtype; rows are picked by position."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._inverse_frequencies = inverse_frequencies(spec)
+        self._inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim)
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def rows(
@@ -42,39 +39,21 @@ class RotaryTable:
         return table
 
 
-def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
-    """fp32 [head_dim / 2]: theta ** (-2i / head_dim), scaled by `rope_scaling` (transformers' modeling_rope_utils).
-
-    Raises DataError for a scaling other than default, linear and llama3.
-    """
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
-    frequencies = 1.0 / (spec.rope_theta**exponents)
-    scaling = spec.rope_scaling or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in SCALINGS:
-        raise DataError(
-            f"model.path: {spec.path}: rope scaling {kind!r} is not supported; use a model with {', '.join(SCALINGS)}"
-        )
-    if kind == "default":
-        return frequencies
-    try:
-        factor = float(scaling["factor"])
-        if kind == "linear":
-            return frequencies / factor
-        return _llama3(frequencies, factor, scaling)
-    except KeyError as error:
-        raise DataError(
-            f"model.path: {spec.path}: rope scaling {kind} has no {error.args[0]!r}; use an unmodified HF config"
-        ) from None
+def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """fp32 [head_dim / 2], as transformers' modeling_rope_utils computes them."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    return _llama3(frequencies, rope) if rope.kind == "llama3" else frequencies
 
 
-def _llama3(frequencies: torch.Tensor, factor: float, scaling: dict[str, Any]) -> torch.Tensor:
+def _llama3(frequencies: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Long wavelengths are divided by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    original = float(scaling["original_max_position_embeddings"])
+    low, high, original = rope.low_freq_factor, rope.high_freq_factor, float(rope.original_positions)
     wavelengths = 2 * math.pi / frequencies
     smooth = (original / wavelengths - low) / (high - low)
-    between = (1 - smooth) * frequencies / factor + smooth * frequencies
-    scaled = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
+    between = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    scaled = torch.where(wavelengths > original / low, frequencies / rope.factor, frequencies)
     is_between = (wavelengths >= original / high) & (wavelengths <= original / low)
     return torch.where(is_between, between, scaled)

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from pa_npu.backends.megatron.weights.hf_map import (
     HfTensor,
-    check_tensor_parallel,
     first_layer,
     part_view,
     stage_tensors,
     standard_parameters,
 )
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.preflight import check_tensor_division
 from pa_npu.publish import transport
 
 
@@ -78,7 +78,7 @@ class StageTensors:
     """The plan and the data of one stage. All TP ranks build the same plan from the same parameters."""
 
     def __init__(self, module: torch.nn.Module, spec: ModelSpec, position: Position, bucket_bytes: int) -> None:
-        check_tensor_parallel(spec, position.tp_size)
+        check_tensor_division(spec, position.tp_size)
         self._spec = spec
         self._position = position
         self._parameters = standard_parameters(module)

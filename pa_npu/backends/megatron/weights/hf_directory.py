@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
-from pa_npu.backends.megatron.weights.hf_map import hf_names, standard_parameters
+from pa_npu.backends.megatron.weights.hf_map import standard_parameters
 from pa_npu.errors import PaNpuError
 from pa_npu.families.hf_checkpoint import INDEX_FILE, SINGLE_FILE
 from pa_npu.families.spec import ModelSpec
@@ -156,7 +156,7 @@ def _number_files(directory: Path, spec: ModelSpec) -> None:
                 slice_ = stored.get_slice(tensor)
                 total_bytes += math.prod(slice_.get_shape()) * _BYTES_OF[slice_.get_dtype()]
         file.rename(directory / name)
-    missing = sorted(hf_names(spec) - weight_map.keys())
+    missing = sorted(spec.hf_tensors().keys() - weight_map.keys())
     if missing:
         raise ExportError(
             f"no stage wrote tensor {missing[0]} (and {len(missing) - 1} more); all ranks must export at the same time"

@@ -30,9 +30,11 @@ from typing import Literal
 
 import torch
 
-from pa_npu.errors import ConfigError, DataError
+from pa_npu.errors import DataError
+from pa_npu.families.dense import LayerRole, OuterRole
 from pa_npu.families.hf_checkpoint import HfCheckpoint
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.preflight import check_tensor_division
 
 Part = Literal["whole", "q", "k", "v", "gate", "up"]
 
@@ -73,69 +75,61 @@ class HfTensor:
         return min(tp_rank * size, end), min((tp_rank + 1) * size, end)
 
 
-def check_tensor_parallel(spec: ModelSpec, tp_size: int) -> None:
-    """Raises ConfigError where the map cannot cut the model into `tp_size` equal shards."""
-    for what, count in (
-        ("attention heads", spec.num_heads),
-        ("key/value heads", spec.num_kv_heads),
-        ("FFN columns", spec.ffn_size),
-    ):
-        if count % tp_size:
-            raise ConfigError(
-                f"trainer.tensor_parallel: {tp_size} does not divide the {count} {what} of {spec.path}; set it to a "
-                "divisor"
-            )
+# Role of an HF tensor of a layer -> (Megatron parameter within the layer, TP dimension, part)
+_LAYER_ROLES: dict[LayerRole, tuple[str, int | None, Part]] = {
+    "attention_norm": ("input_layernorm.weight", None, "whole"),
+    "q": ("self_attention.linear_qkv.weight", 0, "q"),
+    "k": ("self_attention.linear_qkv.weight", 0, "k"),
+    "v": ("self_attention.linear_qkv.weight", 0, "v"),
+    "q_bias": ("self_attention.linear_qkv.bias", 0, "q"),
+    "k_bias": ("self_attention.linear_qkv.bias", 0, "k"),
+    "v_bias": ("self_attention.linear_qkv.bias", 0, "v"),
+    "q_norm": ("self_attention.q_layernorm.weight", None, "whole"),
+    "k_norm": ("self_attention.k_layernorm.weight", None, "whole"),
+    "o": ("self_attention.linear_proj.weight", 1, "whole"),
+    "feed_forward_norm": ("pre_mlp_layernorm.weight", None, "whole"),
+    "gate": ("mlp.linear_fc1.weight", 0, "gate"),
+    "up": ("mlp.linear_fc1.weight", 0, "up"),
+    "down": ("mlp.linear_fc2.weight", 1, "whole"),
+}
+_OUTER_ROLES: dict[str, tuple[OuterRole, int | None]] = {
+    EMBEDDING: ("embedding", 0),
+    OUTPUT: ("head", 0),
+    FINAL_NORM: ("final_norm", None),
+}
 
 
 def sources(parameter: str, spec: ModelSpec, layer_offset: int) -> tuple[HfTensor, ...]:
     """The HF tensors that make up a Megatron parameter of a stage whose layer 0 is the model's layer `layer_offset`."""
-    vocab = (spec.vocab_size, spec.hidden_size)
-    if parameter == EMBEDDING:
-        return (HfTensor("model.embed_tokens.weight", vocab, 0, parameter),)
-    if parameter == OUTPUT:
-        return (HfTensor("model.embed_tokens.weight" if spec.tied else "lm_head.weight", vocab, 0, parameter),)
-    if parameter == FINAL_NORM:
-        return (HfTensor("model.norm.weight", (spec.hidden_size,), None, parameter),)
+    family = spec.definition
+    if parameter in _OUTER_ROLES:
+        role, shard_dim = _OUTER_ROLES[parameter]
+        weight = family.outer_weights(spec)[role]
+        return (HfTensor(weight.name, weight.shape, shard_dim, parameter),)
     match = _LAYER_NAME.fullmatch(parameter)
-    parts = _layer_sources(match.group(2), spec) if match else None
-    if match is None or parts is None:
+    weights = family.layer_weights(spec)
+    parts = [
+        (weight, dim, part)
+        for role, weight in weights.items()
+        for name, dim, part in [_place(role, spec)]
+        if match and name == match.group(2)
+    ]
+    if match is None or not parts:
         raise DataError(
             f"parameter {parameter!r} has no counterpart in HF models of family {spec.family} "
             f"(qkv_bias={spec.qkv_bias}, qk_norm={spec.qk_norm}); build the stage from the same ModelSpec"
         )
-    layer = f"model.layers.{int(match.group(1)) + layer_offset}"
-    return tuple(HfTensor(f"{layer}.{name}", shape, dim, parameter, part) for name, shape, dim, part in parts)
+    prefix = family.layer_prefix(int(match.group(1)) + layer_offset)
+    return tuple(HfTensor(prefix + weight.name, weight.shape, dim, parameter, part) for weight, dim, part in parts)
 
 
-def _layer_sources(rest: str, spec: ModelSpec) -> list[tuple[str, tuple[int, ...], int | None, Part]] | None:
-    """(HF name within the layer, full shape, TP dimension, part) of one Megatron parameter within a layer."""
-    hidden, ffn = spec.hidden_size, spec.ffn_size
-    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    table: dict[str, list[tuple[str, tuple[int, ...], int | None, Part]]] = {
-        "input_layernorm.weight": [("input_layernorm.weight", (hidden,), None, "whole")],
-        "self_attention.linear_qkv.weight": [
-            ("self_attn.q_proj.weight", (q_rows, hidden), 0, "q"),
-            ("self_attn.k_proj.weight", (kv_rows, hidden), 0, "k"),
-            ("self_attn.v_proj.weight", (kv_rows, hidden), 0, "v"),
-        ],
-        "self_attention.linear_proj.weight": [("self_attn.o_proj.weight", (hidden, q_rows), 1, "whole")],
-        "pre_mlp_layernorm.weight": [("post_attention_layernorm.weight", (hidden,), None, "whole")],
-        "mlp.linear_fc1.weight": [
-            ("mlp.gate_proj.weight", (ffn, hidden), 0, "gate"),
-            ("mlp.up_proj.weight", (ffn, hidden), 0, "up"),
-        ],
-        "mlp.linear_fc2.weight": [("mlp.down_proj.weight", (hidden, ffn), 1, "whole")],
-    }
-    if spec.qkv_bias:
-        table["self_attention.linear_qkv.bias"] = [
-            ("self_attn.q_proj.bias", (q_rows,), 0, "q"),
-            ("self_attn.k_proj.bias", (kv_rows,), 0, "k"),
-            ("self_attn.v_proj.bias", (kv_rows,), 0, "v"),
-        ]
-    if spec.qk_norm:
-        table["self_attention.q_layernorm.weight"] = [("self_attn.q_norm.weight", (spec.head_dim,), None, "whole")]
-        table["self_attention.k_layernorm.weight"] = [("self_attn.k_norm.weight", (spec.head_dim,), None, "whole")]
-    return table.get(rest)
+def _place(role: LayerRole, spec: ModelSpec) -> tuple[str, int | None, Part]:
+    if role not in _LAYER_ROLES:
+        raise DataError(
+            f"model.path: {spec.path}: the {role!r} weights of family {spec.family} have no place in the layers of "
+            f"trainer.backend=megatron; use a model of another family"
+        )
+    return _LAYER_ROLES[role]
 
 
 def stage_tensors(parameters: Iterable[str], spec: ModelSpec, layer_offset: int) -> tuple[HfTensor, ...]:
@@ -144,16 +138,6 @@ def stage_tensors(parameters: Iterable[str], spec: ModelSpec, layer_offset: int)
     if spec.tied:
         names = [name for name in names if name != OUTPUT]
     return tuple(tensor for name in names for tensor in sources(name, spec, layer_offset))
-
-
-def hf_names(spec: ModelSpec) -> set[str]:
-    """Names of all tensors of the model's HF checkpoint."""
-    rests = ["input_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
-    attention = ["linear_qkv.weight", "linear_proj.weight"] + ["linear_qkv.bias"] * spec.qkv_bias
-    attention += ["q_layernorm.weight", "k_layernorm.weight"] * spec.qk_norm
-    rests += [f"self_attention.{name}" for name in attention]
-    parameters = [f"decoder.layers.{layer}.{rest}" for layer in range(spec.num_layers) for rest in rests]
-    return {tensor.name for tensor in stage_tensors([EMBEDDING, *parameters, FINAL_NORM, OUTPUT], spec, 0)}
 
 
 def part_view(parameter: torch.Tensor, part: Part, spec: ModelSpec) -> torch.Tensor:
@@ -208,10 +192,10 @@ def load_hf(
 
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    check_tensor_parallel(spec, tp_size)
+    check_tensor_division(spec, tp_size)
     offset = first_layer(module)
     with HfCheckpoint(spec.path) as checkpoint:
-        checkpoint.check_names(hf_names(spec), optional={"lm_head.weight"} if spec.tied else set())
+        checkpoint.check_names(set(spec.hf_tensors()), optional={"lm_head.weight"} if spec.tied else set())
         for name, parameter in standard_parameters(module).items():
             tensors = sources(name, spec, offset)
             _check_parameter(name, parameter, tensors, tp_size)

@@ -1,0 +1,90 @@
+"""Rules for keys that hold text the system takes literally: paths, URLs, environment variables, arguments."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from pa_npu.config.schema import Config
+
+LONGEST_NAME_BYTES = 255  # of one part of a path, on Linux
+LONGEST_PATH_BYTES = 3800  # Linux takes 4,095; some are left for the files below run.dir
+_LONGEST_URL = 500
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def broken_texts(c: Config) -> Iterator[str]:
+    """One line per text that cannot be used: key, value, rule, remedy."""
+    for key, path in (
+        ("run.dir", c.run.dir),
+        ("model.path", c.model.path),
+        ("data.train", c.data.train),
+        ("data.test", c.data.test),
+        ("rollout.key_file", c.rollout.key_file),
+        ("rollout.python", c.rollout.python),
+        ("checkpoint.load", c.checkpoint.load),
+    ):
+        problem = path_problem(path) if path is not None else None
+        if problem:
+            yield f"{key}: {_shown(path or '')} {problem}; give the path of a file or directory"
+    for name, value in c.rollout.env.items():
+        if not _VARIABLE.fullmatch(name):
+            yield (
+                f"rollout.env: {_shown(name)} is no name of a variable; use letters, digits and underscores, not beginning "
+                f"with a digit"
+            )
+        if "\0" in value:
+            yield f"rollout.env: the value of {name} holds a zero byte, which no process can be given; remove it"
+    for argument in c.rollout.extra_args:
+        if not argument.strip() or "\0" in argument:
+            yield f"rollout.extra_args: {_shown(argument)} is empty or holds a zero byte; remove it"
+    for url in c.rollout.attach:
+        problem = url_problem(url)
+        if problem:
+            yield f"rollout.attach: {_shown(url)} {problem}; write http://HOST:PORT"
+    if len(set(c.rollout.attach)) < len(c.rollout.attach):
+        yield "rollout.attach: an engine is listed twice; list each once"
+    for key, host in (("placement.host", c.placement.host), ("placement.master_addr", c.placement.master_addr)):
+        if host is not None and (len(host) > 253 or not host.isprintable() or " " in host):
+            yield f"{key}: {_shown(host)} is no address or name of a machine; give one of at most 253 characters"
+
+
+def path_problem(path: str) -> str | None:
+    """Why no file can have this path; None when one can."""
+    if any(ord(character) < 32 or ord(character) == 127 for character in path):
+        return "holds control characters"
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "holds code points that are no characters"
+    if len(encoded) > LONGEST_PATH_BYTES:
+        return f"is longer than {LONGEST_PATH_BYTES} bytes"
+    if any(len(part) > LONGEST_NAME_BYTES for part in encoded.split(b"/")):
+        return f"has a part of more than {LONGEST_NAME_BYTES} bytes"
+    return None
+
+
+def url_problem(url: str) -> str | None:
+    """Why this is no URL of an engine; None when it may be one."""
+    if len(url) > _LONGEST_URL:
+        return f"is longer than {_LONGEST_URL} characters"
+    if not url.isascii() or not url.isprintable() or " " in url:
+        return "holds characters that no URL has"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return f"is no URL ({error})"
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        return "is no URL of a server"
+    if parts.query or parts.fragment or parts.username is not None:
+        return "holds more than the address of a server"
+    return None
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 60 else f"{text[:57]!r}..."

@@ -1,0 +1,61 @@
+"""A user's own code, named module:function in a key: how it is found, and where in it something went wrong."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pa_npu.errors import ConfigError
+
+ERROR_CHARACTERS = 500
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen")
+
+
+def import_function(key: str, name: str) -> Callable[..., Any]:
+    """`module:function`, importable from the working directory or PYTHONPATH. Raises ConfigError that names the key."""
+    module_name, _, function_name = name.partition(":")
+    directory = os.getcwd()
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    try:
+        function: Any = importlib.import_module(module_name)
+        for part in function_name.split("."):
+            function = getattr(function, part)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+        raise ConfigError(
+            f"{key}: {name} cannot be imported ({describe(error)}); name an importable module:function "
+            f"(searched: {directory} and PYTHONPATH)"
+        ) from None
+    if not callable(function):
+        raise ConfigError(f"{key}: {name} is a {type(function).__name__}, not a function; name a function")
+    return function
+
+
+def describe(error: BaseException) -> str:
+    """The exception in one line, with file:line of the user's code that it came from."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARACTERS]
+    place = _place(error)
+    return f"{text}, {place}" if place else text
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    """file:line where a function is defined; its name where that is not known."""
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else getattr(function, "__name__", "?")
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line that is neither this package's nor an installed library's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = frame.filename
+        if not file.startswith((_PACKAGE, os.path.dirname(os.__file__))) and not any(x in file for x in _LIBRARIES):
+            return f"{file}:{frame.lineno}"
+    return ""

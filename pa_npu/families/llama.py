@@ -1,0 +1,9 @@
+"""Llama 2 and 3, and what has their config.json."""
+
+from __future__ import annotations
+
+from pa_npu.families.dense import DenseDecoder
+
+
+class Llama(DenseDecoder):
+    model_type, architecture = "llama", "LlamaForCausalLM"

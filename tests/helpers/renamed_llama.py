@@ -1,0 +1,22 @@
+"""A model family from outside the package: Llama under other names, as a user would add one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pa_npu.families.dense import LayerRole, OuterRole, Weight
+from pa_npu.families.llama import Llama
+from pa_npu.families.spec import ModelSpec
+
+
+class RenamedLlama(Llama):
+    model_type, architecture = "renamed_llama", "RenamedLlamaForCausalLM"
+
+    def layer_prefix(self, layer: int) -> str:
+        return f"blocks.{layer}."
+
+    def outer_weights(self, spec: ModelSpec) -> dict[OuterRole, Weight]:
+        return {role: replace(weight, name=f"outer.{role}") for role, weight in super().outer_weights(spec).items()}
+
+    def layer_weights(self, spec: ModelSpec) -> dict[LayerRole, Weight]:
+        return {role: replace(weight, name=f"{role}.weight") for role, weight in super().layer_weights(spec).items()}
