@@ -32,11 +32,22 @@ from typing import Any
 
 from pa_npu.config import Config, dump_config
 from pa_npu.control.channel import StoreChannel, connect
+from pa_npu.control.messages import (
+    BORDER,
+    REPORT,
+    AgreementReport,
+    BorderReport,
+    CheckpointReport,
+    IterationReport,
+    ProbeReport,
+    UpdateReport,
+)
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.process.readiness import host_store
+from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, VERDICT, StageManifest, TrainersReady
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
@@ -87,6 +98,13 @@ def main() -> int:
     return 0
 
 
+def report_of(iteration: int, wait_s: float, train_s: float) -> IterationReport:
+    """What rank 0 would send: times, and nothing learned."""
+    zeros: dict[str, Any] = {name: 0 for name in UpdateReport.__dataclass_fields__}
+    update = UpdateReport(**{**zeros, "wait_s": wait_s, "train_s": train_s})
+    return IterationReport(iteration, update, ProbeReport(), AgreementReport(), CheckpointReport())
+
+
 class Job:
     """Store, coordinator and the first engine, which end with `stack`; the trainers are played by this process."""
 
@@ -96,7 +114,7 @@ class Job:
         self._env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._env.pop(KEY_VARIABLE, None)
         self.version = -1
-        self._report: dict[str, float] | None = None
+        self._seconds: tuple[float, float] | None = None  # of the last iteration: waiting and training
         self._key = secrets.token_hex(16)
         model = [sys.executable, str(ROOT / "tools" / "make_tiny_model.py"), "--out", str(directory), "--random"]
         subprocess.run(
@@ -115,8 +133,8 @@ class Job:
         self._buffer = StoreRolloutBuffer(self._channel, "run", readers=1)
         roster = Roster(StoreChannel(connect(HOST, self._server.port, WAIT_S), ROSTER_PREFIX))
         roster.publish_config(self.config.model_dump(mode="json"))
-        for kind in ("publish", "late"):
-            self._channel.put_json(f"{kind}/manifest/0", {"name": f"{kind}-0", "manifest": {}})
+        for kind, topic in (("publish", MANIFEST), ("late", LATE_MANIFEST)):
+            topic.put(self._channel, StageManifest(f"{kind}-0", {}), stage=0)
         with_key = {KEY_VARIABLE: self._key}
         engine = self._start("engine", [str(ROOT / "tools/stand_in.py"), *self._speed], with_key)
         roster.announce(wait_for_line(engine, "stand-in engine ready").split()[-1])
@@ -134,16 +152,19 @@ class Job:
     def publish(self) -> None:
         """Play the trainers' part in the next publish."""
         self.version += 1
-        self._channel.put_json(f"publish/{self.version}/ready", {"version": self.version, "report": self._report})
-        key = f"publish/{self.version}/0/verdict"
+        if self._seconds is not None:
+            REPORT.put(self._channel, report_of(self.version - 1, *self._seconds), iteration=self.version - 1)
+        BORDER.put(self._channel, BorderReport(border_wait_s=0.0), version=self.version)
+        READY.put(self._channel, TrainersReady(self.version), version=self.version)
+        place = {"version": self.version, "attempt": 0}
         deadline = time.monotonic() + WAIT_S
-        while not self._channel.exists(key):
+        while not VERDICT.exists(self._channel, **place):
             if self._coordinator.popen.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"no publish of version {self.version}:\n{self._coordinator.log.read_text()}")
             time.sleep(0.002)
-        verdict = self._channel.get_json(key)
-        if not verdict["done"]:
-            raise SystemExit(f"publish of version {self.version}: {verdict['reason']}")
+        verdict = VERDICT.get(self._channel, **place)
+        if not verdict.done:
+            raise SystemExit(f"publish of version {self.version}: {verdict.reason}")
 
     def train(self, leaving: Started | None = None) -> None:
         """Take the iteration's groups and "train" them; `leaving` is asked to leave when a third of them has come."""
@@ -156,7 +177,7 @@ class Job:
                 self._buffer.read(self.version, replica, slot)
                 self._buffer.done(self.version, replica, slot)
             time.sleep(TRAIN_GROUP_S)  # all replicas at the same time
-        self._report = {"loss": 0.0, "wait_s": waited_s, "train_s": GROUPS // TRAINERS * TRAIN_GROUP_S}
+        self._seconds = waited_s, GROUPS // TRAINERS * TRAIN_GROUP_S
 
     def records(self) -> list[dict[str, Any]]:
         return list(read_records(self.config.run.dir))

@@ -222,8 +222,8 @@ def make_backend(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-de
 def megatron_iteration(backend, groups: list[Group], config: Config, shared: bool) -> tuple[float, float]:  # type: ignore[no-untyped-def]
     microbatches = [m for g in groups for m in build_microbatches(g, config.rollout.responses_per_prompt, shared, 1)]
     backend.accumulate(FixedMicrobatches(microbatches))
-    report = backend.step()
-    return report["loss"], report["grad_norm"]
+    report = backend.step().report
+    return report.loss, report.grad_norm
 
 
 def profile(row: Callable[[], object]) -> dict[str, float]:

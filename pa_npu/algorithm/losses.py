@@ -22,7 +22,7 @@ class LossSums:
 
 def metric_names(config: AlgorithmConfig) -> tuple[str, ...]:
     """Names in LossSums.metrics: loss and policy_loss are weighted sums, the others sums over tokens."""
-    names: tuple[str, ...] = ("loss", "policy_loss", "entropy", "clipped", "logprob_diff", "logprob_k3")
+    names: tuple[str, ...] = ("loss", "policy_loss", "entropy", "clipped")
     if config.kl_coef:
         names += ("kl",)
     if config.importance_sampling != "none":
@@ -37,12 +37,9 @@ def loss_sums(batch: TokenBatch, config: AlgorithmConfig, policy_loss: PolicyLos
         batch = replace(batch, advantages=batch.advantages + extra)
     terms = policy_loss(batch, config)
     token_loss = terms.loss
-    mismatch = (batch.old_logprobs - batch.engine_logprobs).detach()
     metrics = {
         "entropy": batch.entropy.detach().sum(),
         "clipped": terms.clipped.float().sum(),
-        "logprob_diff": mismatch.abs().sum(),
-        "logprob_k3": k3(batch.old_logprobs, batch.engine_logprobs).sum(),
     }
     if config.importance_sampling != "none":
         importance, truncated = engine_weights(batch, config.importance_sampling, config.importance_cap)

@@ -13,12 +13,15 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.checkpoints.saving import PlannedSave
 from pa_npu.config.schema import Config
+from pa_npu.control.messages import UpdateReport
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
-from pa_npu.publish.late_engines import VersionGate
-from pa_npu.publish.publisher import Publisher, WeightSource
+from pa_npu.publish.messages import PublishMembers
+from pa_npu.publish.publisher import Publisher, PublishStats, WeightSource
+from pa_npu.publish.version_gate import VersionGate
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.timeline import Timeline
 
@@ -70,18 +73,27 @@ class Ranks:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Largest and mean |engine - trainer| log-prob over the probe's tokens (invariant I5)."""
+    """What engine and trainer log-probs differ by over the probe's tokens (I5). difference_max: the largest absolute one."""
 
     difference_max: float
-    difference_mean: float
+    differences: DifferenceSums
 
 
 @dataclass(frozen=True)
-class Members:
-    """Who takes part in a publish: `workers` engine workers, in the groups of this epoch."""
+class TrainedResponse:
+    """One response that went through forward and backward: its group's dispatch index, its number there, its trained tokens."""
 
-    epoch: int
-    workers: int
+    group: int
+    number: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an optimizer step did, equal on all ranks. differences: of its tokens' log-probs from the engines' (I5)."""
+
+    report: UpdateReport
+    differences: DifferenceSums
 
 
 class MicrobatchSource(Protocol):
@@ -123,19 +135,23 @@ class TrainBackend(Protocol):
     def attach(self, publisher: Publisher) -> None:
         """Let `publish` send through it; without one no engine is sent anything."""
 
-    def accumulate(self, microbatches: MicrobatchSource) -> None:
-        """Forward and backward over one update's microbatches as they arrive; gradients stay unnormalised sums."""
+    def accumulate(self, microbatches: MicrobatchSource) -> list[TrainedResponse]:
+        """Forward and backward over one update's microbatches as they arrive; gradients stay unnormalised sums.
 
-    def step(self) -> dict[str, float]:
-        """Divide by the update's normaliser, reduce, clip, apply. Returns the update's numbers, equal on all ranks."""
+        Returns what this replica has trained, counted where it goes through the model (I2).
+        """
+
+    def step(self) -> Update:
+        """Divide by the update's normaliser, reduce, clip, apply."""
 
     def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
         """Log-probs of the current policy against the engines' for the same tokens; changes nothing."""
 
-    def publish(self, version: int, members: Members | None = None) -> None:
+    def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
         """Send the weights to all engines, if there are any, and freeze them as the old policy where needed.
 
-        Raises WeightSyncError on a leader that loses an engine; call it again, on all ranks, with the members that are left.
+        Returns what this rank sent. Raises WeightSyncError on a leader that loses an engine; call it again, on all ranks, with the
+        members that are left.
         """
 
     def plan_save(self, directory: Path) -> PlannedSave:

@@ -25,6 +25,7 @@ from pa_npu.checkpoints import directories as store
 from pa_npu.checkpoints.provenance import config_digest, config_tree, model_fingerprint
 from pa_npu.checkpoints.writer import Forked, InPlace, WriteFailed, Writer, root_cause
 from pa_npu.config.schema import Config
+from pa_npu.control.messages import CheckpointReport
 from pa_npu.errors import CheckpointError, DataError
 from pa_npu.telemetry.metrics import read_evaluations
 from pa_npu.telemetry.timeline import Timeline, now
@@ -102,19 +103,18 @@ class Checkpointing:
             self.saved = version
         return version
 
-    def at_border(self, version: int) -> dict[str, float]:
-        """Complete what is written, begin what is due; numbers for the record: blocked seconds, a version that failed."""
+    def at_border(self, version: int) -> CheckpointReport:
+        """Complete what is written, begin what is due."""
         every = self._config.checkpoint.every
         due = bool(every) and version % every == 0
         if not due and self._saving is None:
-            return {}
+            return CheckpointReport()
         start = time.perf_counter()
         with self._timeline.span("checkpoint", version=version):
             failed = self._complete(wait=due)
             if due:
                 failed = self._begin(version) or failed
-        numbers = {"checkpoint_s": time.perf_counter() - start}
-        return numbers | ({"checkpoint_failed": failed} if failed else {})
+        return CheckpointReport(time.perf_counter() - start, failed)
 
     def finish(self, version: int) -> None:
         """Save the last version unless that is done. Raises CheckpointError on all ranks when it cannot be saved."""

@@ -172,6 +172,11 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"schedule.updates_per_iteration: {s.updates_per_iteration} does not divide the {c.groups_per_replica} groups per "
             f"replica (schedule.prompts_per_iteration / data parallel size); set it to a divisor"
         )
+    if s.max_staleness > 0:
+        yield (
+            f"schedule.max_staleness: {s.max_staleness}: training on older weights' responses is not there yet; set it to 0, or "
+            f"remove the key"
+        )
     if s.updates_per_iteration > 1 and c.algorithm.loss == "reinforce":
         yield (
             f"schedule.updates_per_iteration: {s.updates_per_iteration}: algorithm.loss=reinforce has no ratio to the policy "

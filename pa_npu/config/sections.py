@@ -306,6 +306,11 @@ class ScheduleConfig(Section):
         description="Optimizer steps per iteration, on equal shares of its groups in schedule.order (completion: which groups "
         "share a step depends on arrival); more than 1 keeps an old policy to take ratios against.",
     )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="Versions by which a token's weights may be older than those it trains (I1); only 0, strictly on-policy.",
+    )
     prompts_per_iteration: int = Field(16, ge=1, description="B, the number of groups per iteration.")
     stream: bool | Literal["alternate"] = Field(
         True,
@@ -341,8 +346,23 @@ class PublishConfig(Section):
     probe_tokens: int = Field(
         16, ge=0, description="Tokens per engine of the log-prob probe after each publish; 0 turns it off."
     )
-    probe_tolerance: float = Field(
-        0.1, gt=0, description="Largest |engine - trainer| log-prob of the probe; beyond it the run stops (I5)."
+    probe_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Absolute limit of every |engine - trainer| log-prob of the probe, beside noise_margin; none sets none.",
+    )
+    noise_margin: float | None = Field(
+        4.0,
+        ge=1.0,
+        description="Stop where engine and trainer log-probs differ on average by more than so many times the noise of the run's "
+        "first iteration (K3: its square), over a probe or an iteration's tokens (I5); none only records.",
+    )
+    false_stop_rate: float = Field(
+        1e-7,
+        gt=0,
+        le=0.01,
+        description="Chance per iteration that chance alone exceeds the limits of noise_margin = 1; they are the wider the fewer "
+        "responses are compared.",
     )
 
 

@@ -6,7 +6,7 @@ control/roster.py. Every topic lives under the prefix of one attempt of the run 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,10 +17,11 @@ from pa_npu.control.typed import Topic
 class UpdateReport:
     """What one optimizer step did, equal on all ranks. Means are over the update's trained tokens unless said otherwise.
 
-    loss, policy_loss: sums over the update's normaliser. logprob_diff_mean, logprob_diff_max: |trainer - engine| log-prob.
-    logprob_k3: K3's estimate of KL(engine || trainer). importance_*: None without importance sampling. learning_rate: of the step.
-    tokens_computed: tokens through the model, padding left out. memory_peak_bytes: of this rank. wait_s: waiting for groups;
-    train_s: the rest, the step (step_s) included; both means over ranks.
+    loss, policy_loss: sums over the update's normaliser. kl: K3's estimate of KL(policy || reference). logprob_diff_mean,
+    logprob_diff_max: |trainer - engine| log-prob; logprob_k3: K3's estimate of KL(engine || trainer). importance_*: None without
+    importance sampling. learning_rate: of the step. tokens_computed: tokens through the model, padding left out.
+    memory_peak_bytes: the largest of all ranks, since the program's start. wait_s: waiting for groups; train_s: the rest, the
+    step (step_s) included; all three means over ranks.
     """
 
     loss: float
@@ -46,31 +47,51 @@ class UpdateReport:
 
 _ADDED = frozenset({"tokens_response", "tokens_computed", "microbatches", "wait_s", "train_s", "step_s"})
 _LARGEST = frozenset({"logprob_diff_max", "memory_peak_bytes"})
+_MEANS_OF_UPDATES = frozenset({"loss", "policy_loss", "grad_norm"})
 
 
 def merge_updates(reports: Sequence[UpdateReport]) -> UpdateReport:
-    """One report of an iteration's updates: work and seconds added, extremes kept, the last learning rate, means of the rest."""
+    """One report of an iteration's updates.
+
+    Work and seconds are added, extremes kept, the last learning rate taken; losses and the gradient norm are means over updates,
+    what is a mean over tokens stays one.
+    """
     if len(reports) == 1:
         return reports[0]
-    merged: dict[str, Any] = {}
-    for name in asdict(reports[0]):
-        values = [getattr(report, name) for report in reports]
-        if name == "learning_rate" or values[0] is None:
-            merged[name] = values[-1]
-        elif name in _LARGEST:
-            merged[name] = max(values)
-        else:
-            merged[name] = sum(values) if name in _ADDED else sum(values) / len(values)
+    tokens = [report.tokens_response for report in reports]
+
+    def rule(name: str) -> Callable[[list[Any]], Any]:
+        if name == "learning_rate":
+            return lambda values: values[-1]
+        if name in _LARGEST:
+            return max
+        if name in _ADDED:
+            return sum
+        if name in _MEANS_OF_UPDATES:
+            return lambda values: sum(values) / len(values)
+        return lambda values: sum(v * n for v, n in zip(values, tokens, strict=True)) / max(1, sum(tokens))
+
+    columns = {name: [getattr(report, name) for report in reports] for name in asdict(reports[0])}
+    merged: dict[str, Any] = {
+        name: None if values[0] is None else rule(name)(values) for name, values in columns.items()
+    }
     return UpdateReport(**merged)
 
 
 @dataclass(frozen=True)
-class BorderReport:
-    """The border before an iteration, on rank 0. probe_*: |trainer - engine| log-prob over the probe; None without a probe."""
+class ProbeReport:
+    """The probe before an iteration: |trainer - engine| log-prob over its tokens; None without a probe."""
 
-    border_wait_s: float
     probe_diff_max: float | None = None
     probe_diff_mean: float | None = None
+
+
+@dataclass(frozen=True)
+class AgreementReport:
+    """The limits in force for this iteration's logprob_diff_mean and logprob_k3 (I5); None where nothing is judged."""
+
+    logprob_diff_limit: float | None = None
+    logprob_k3_limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,13 +108,60 @@ class IterationReport:
 
     iteration: int
     training: UpdateReport
-    border: BorderReport
+    probe: ProbeReport
+    agreement: AgreementReport
     checkpoint: CheckpointReport
 
     def record(self) -> dict[str, Any]:
         """Its fields under the names of metrics.jsonl, those that are None left out."""
-        parts = (asdict(part) for part in (self.training, self.border, self.checkpoint))
+        parts = (asdict(part) for part in (self.training, self.probe, self.agreement, self.checkpoint))
         return {name: value for part in parts for name, value in part.items() if value is not None}
 
 
 REPORT = Topic("iterations/{iteration}/report", IterationReport, "trainers: the report of iteration {iteration}")
+
+
+@dataclass(frozen=True)
+class BorderReport:
+    """A border as rank 0 saw it. border_wait_s: from its announcement to the end of the publish, its own sending left out."""
+
+    border_wait_s: float
+
+
+BORDER = Topic("borders/{version}/report", BorderReport, "trainers: rank 0 to have published weight version {version}")
+
+
+@dataclass(frozen=True)
+class DispatchedGroup:
+    """One group in the rollout buffer: its dispatch index, the replica that trains it, each response's trained tokens."""
+
+    index: int
+    replica: int
+    response_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """All groups of an iteration, with indices from 0 on, told when the last is in the buffer."""
+
+    iteration: int
+    groups: tuple[DispatchedGroup, ...]
+
+
+DISPATCHED = Topic(
+    "iterations/{iteration}/dispatched", Dispatched, "the coordinator: what iteration {iteration} consists of"
+)
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """PromptStream.state() of the coordinator before an iteration."""
+
+    state: dict[str, Any]
+
+
+DATA_POSITION = Topic(
+    "iterations/{iteration}/data_position",
+    DataPosition,
+    "the coordinator to say how many prompts were taken before iteration {iteration}",
+)

@@ -4,8 +4,8 @@
 
 Per weight version v, with keys in the store that the launcher hosts (PA_NPU_STORE=host:port), where the roster of engines is too:
 
-    publish/v/ready   <- trainers, with their report of iteration v - 1
-    engines load v, forget old prefixes, answer the probe; trainers get it        (publishing.py)
+    trainers send their report of iteration v - 1, and are ready to publish v       (control/messages.py)
+    engines load v, forget old prefixes, answer the probe; trainers get it         (pa_npu.publish)
     iteration v - 1 goes into metrics.jsonl and onto the console                   (record.py)
     greedy evaluation of version v, where due                                      (evaluate.py)
     iteration v is produced into the rollout buffer while the trainers consume it    (producer.py)
@@ -34,8 +34,11 @@ from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
+from pa_npu.control.freshness import Freshness
+from pa_npu.control.messages import BORDER, DATA_POSITION, DISPATCHED, REPORT, DataPosition, IterationReport
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
+from pa_npu.control.typed import Topic
 from pa_npu.coordinator.episode import Rewards
 from pa_npu.coordinator.evaluate import evaluate
 from pa_npu.coordinator.producer import Producer
@@ -53,7 +56,8 @@ from pa_npu.environments.protocol import Environment
 from pa_npu.environments.registry import make_environment
 from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.families.spec import ModelSpec
-from pa_npu.publish.coordinator_side import Connection, EnginePublish
+from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish
+from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, StageManifest
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.telemetry.logs import setup_logging
@@ -115,8 +119,8 @@ async def run(config: Config) -> None:
         producer = Producer(config, pool, environment, rewards, buffer, window, sampling, timeline, work, store_thread)
         await fleet.wait_all_ready()
         backend = platform.get(config.run.device).comm_backend
-        manifests = [await wait_manifests(config, channel, kind) for kind in ("publish", "late")]
-        publish = EnginePublish(config, fleet, pool, channel, Connection(store, backend, *manifests), sampling)
+        manifests = [await wait_manifests(config, channel, topic) for topic in (MANIFEST, LATE_MANIFEST)]
+        publish = CoordinatorPublish(config, fleet, pool, channel, Connection(store, backend, *manifests), sampling)
         coordinator = Coordinator(
             config, channel, fleet, pool, environment, rewards, producer, publish, records, timeline, sampling
         )
@@ -135,7 +139,7 @@ class Coordinator:
         environment: Environment,
         rewards: Rewards,
         producer: Producer,
-        publish: EnginePublish,
+        publish: CoordinatorPublish,
         records: RunRecords,
         timeline: Timeline,
         sampling: Sampling,
@@ -151,6 +155,8 @@ class Coordinator:
         self._records = records
         self._timeline = timeline
         self._sampling = sampling
+        self._freshness = Freshness(config.schedule.max_staleness)
+        self._published: int | None = None
 
     async def run(self, train: PromptStream, test: Sequence[Prompt], first: int) -> None:
         """From weight version `first` to the evaluation of the last one."""
@@ -163,34 +169,36 @@ class Coordinator:
                 prompts = train.take(self._config.schedule.prompts_per_iteration)
             border = await self._cross(version, prompts[0], is_first=version == first)
             if current is not None:
-                self._write(current, border)
-                self._producer.note_training(border.report.get("train_s", 0.0))
+                report = REPORT.get(self._channel, iteration=current.production.iteration)
+                self._write(current, report, border)
+                self._producer.note_training(report.training.train_s)
             evaluation = await self._evaluate(version, test) if test and self._evaluation_due(version) else None
             if version == last:
                 return
+            self._freshness.check_production(version, self._published)
             with self._timeline.span("produce", iteration=version):
                 production = await self._producer.produce(version, prompts, lambda: train.take(1)[0])
+            DISPATCHED.put(self._channel, production.dispatched(), iteration=version)
             self._put_position(version + 1, train)
             current = _Iteration(production, evaluation, border)
 
     def _put_position(self, version: int, train: PromptStream) -> None:
         """Which prompts were taken before iteration `version`, for the trainers' checkpoint of that version."""
-        self._channel.put_json(f"data/position/{version}", train.state())
+        DATA_POSITION.put(self._channel, DataPosition(train.state()), iteration=version)
 
     async def _cross(self, version: int, prompt: Prompt, *, is_first: bool) -> _Border:
         """Weight version `version` from trainers to engines."""
         trainer = self._config.trainer
         with self._timeline.span("wait for trainers", version=version):
-            ready = await self._channel.wait_json_async(
-                f"publish/{version}/ready",
-                trainer.startup_timeout_s if is_first else trainer.wait_timeout_s,
-                f"trainers: rank 0 to announce weight version {version}",
-            )
+            limit_s = trainer.startup_timeout_s if is_first else trainer.wait_timeout_s
+            await READY.wait_async(self._channel, limit_s, version=version)
         start_s = time.perf_counter()
         with self._timeline.span("publish", version=version):
             await self._publish.publish(version, prompt)
+        self._published = version
         done_s = time.perf_counter()
-        return _Border(ready.get("report") or {}, done_s - start_s, done_s, self._pool.use(), self._fleet.size)
+        report = await BORDER.wait_async(self._channel, trainer.wait_timeout_s, version=version)
+        return _Border(report.border_wait_s, done_s - start_s, done_s, self._pool.use(), self._fleet.size)
 
     def _evaluation_due(self, version: int) -> bool:
         schedule = self._config.schedule
@@ -215,11 +223,12 @@ class Coordinator:
         self._records.write_evaluation(record)
         return record
 
-    def _write(self, iteration: _Iteration, end: _Border) -> None:
+    def _write(self, iteration: _Iteration, report: IterationReport, end: _Border) -> None:
         record = iteration_record(
             self._config,
             iteration.production,
-            end.report,
+            report,
+            border_wait_s=end.border_wait_s,
             iteration_s=end.done_s - iteration.start.done_s,
             publish_s=end.publish_s,
             evaluation=iteration.evaluation,
@@ -232,9 +241,9 @@ class Coordinator:
 
 @dataclass(frozen=True)
 class _Border:
-    """The publish between two iterations. report: the trainers', of the iteration before; done_s: when it was complete."""
+    """The publish between two iterations. border_wait_s: the trainers' part in waiting; done_s: when it was complete."""
 
-    report: dict[str, Any]
+    border_wait_s: float
     publish_s: float
     done_s: float
     use: dict[str, EngineUse]
@@ -248,16 +257,10 @@ class _Iteration:
     start: _Border
 
 
-async def wait_manifests(config: Config, channel: StoreChannel, kind: str) -> list[dict[str, Any]]:
-    """What each pipeline stage will publish to all engines (publish) or deliver to one (late), in stage order."""
-    return [
-        await channel.wait_json_async(
-            f"{kind}/manifest/{stage}",
-            config.trainer.startup_timeout_s,
-            f"trainers: the leader of pipeline stage {stage} to announce its weights",
-        )
-        for stage in range(config.trainer.pipeline_parallel)
-    ]
+async def wait_manifests(config: Config, channel: StoreChannel, topic: Topic[StageManifest]) -> list[StageManifest]:
+    """What each pipeline stage will publish to all engines (MANIFEST) or deliver to one (LATE_MANIFEST), in stage order."""
+    limit_s = config.trainer.startup_timeout_s
+    return [await topic.wait_async(channel, limit_s, stage=s) for s in range(config.trainer.pipeline_parallel)]
 
 
 def training_sampling(config: Config, spec: ModelSpec) -> Sampling:

@@ -116,6 +116,7 @@ class Producer:
             }
             rewards = np.asarray(result.total, np.float32)
             await self._put(Group.of_samples(samples, rewards, advantages, **identity), *slot)
+            production.put(number, samples, replica=slot[0])
 
         async def complete(index: int, prompt: Prompt, lease: Lease) -> None:
             samples, result = await self._generate_and_score(iteration, index, prompt, lease, tail)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.data.prompts import Prompt
 from pa_npu.rewards.types import RewardResult
 from pa_npu.samples.types import Sample
@@ -40,6 +41,7 @@ class Production:
         self._reward = 0.0
         self._rewards: dict[str, float] = {}
         self._errors = 0
+        self._in_buffer: list[DispatchedGroup] = []
 
     def judge(self, result: RewardResult) -> None:
         """A scored group, trained or not: the policy's accuracy is over these, whatever is chosen for training."""
@@ -92,9 +94,13 @@ class Production:
             "replica_imbalance": self._replica_imbalance,
         }
 
-    def tokens_computed(self, prompts_per_group: int) -> int:
-        """Tokens that go through the trainer when each group's prompt is computed `prompts_per_group` times."""
-        return self._prompt_tokens * prompts_per_group + self._response_tokens
+    def put(self, index: int, samples: Sequence[Sample], replica: int) -> None:
+        """A group is in the buffer, for this replica."""
+        self._in_buffer.append(DispatchedGroup(index, replica, tuple(sample.num_trained for sample in samples)))
+
+    def dispatched(self) -> Dispatched:
+        """What trainers compare with what they have trained (I2)."""
+        return Dispatched(self.iteration, tuple(self._in_buffer))
 
 
 def _sample(

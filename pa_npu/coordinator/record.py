@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.config.schema import Config
+from pa_npu.control.messages import IterationReport
 from pa_npu.coordinator.production import Production
 from pa_npu.engines.pool import EngineUse
 from pa_npu.telemetry.metrics import MetricsWriter, drop_records
@@ -46,7 +47,7 @@ class RunRecords:
         for sample in samples:
             self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
         self._seconds.append(record["iteration_s"])
-        if record.get("checkpoint_failed"):
+        if record.get("checkpoint_failed") is not None:
             print(
                 f"| checkpoint of version {record['checkpoint_failed']} could not be written: see logs/trainer-0.log; the run "
                 f"goes on",
@@ -67,8 +68,9 @@ class RunRecords:
 def iteration_record(
     config: Config,
     production: Production,
-    report: Mapping[str, Any],
+    report: IterationReport,
     *,
+    border_wait_s: float,
     iteration_s: float,
     publish_s: float,
     evaluation: Mapping[str, Any] | None,
@@ -76,32 +78,30 @@ def iteration_record(
     use_after: Mapping[str, EngineUse],
     devices: int,
 ) -> dict[str, Any]:
-    """The record of one iteration; the coordinator's numbers win where both have one.
+    """The record of one iteration.
 
-    iteration_s: from one completed publish to the next. publish_s: the publish that ends the iteration. evaluation: the one at its
-    beginning, if any. use_before, use_after: the engines' counters at both ends. devices: engines' and trainers', all.
+    iteration_s: from one completed publish to the next. publish_s, border_wait_s: the publish that ends the iteration, and what
+    the trainers waited for it. evaluation: the one at its beginning, if any. use_before, use_after: the engines' counters at both
+    ends. devices: engines' and trainers', all.
     """
     numbers = production.numbers()
-    prompts_per_group = (
-        config.microbatches_per_group if config.attention.shared_prompt else config.rollout.responses_per_prompt
-    )
-    tokens_computed = int(report.get("tokens_computed") or production.tokens_computed(prompts_per_group))
+    tokens_computed = report.training.tokens_computed
     rates = throughput(
         Work(numbers["tokens_prompt"], numbers["tokens_response"], tokens_computed, iteration_s, devices)
     )
     use_before = {name: EngineUse() for name in use_after} | dict(use_before)  # an engine may be new
     busy_s = sum(use_after[name].busy_s - use_before[name].busy_s for name in use_after)
     return {
-        **report,
+        **report.record(),
+        "border_wait_s": border_wait_s,
         "iteration": production.iteration,
         "version": production.iteration,
         **numbers,
-        "tokens_computed": tokens_computed,
         "iteration_s": iteration_s,
         "publish_s": publish_s,
         "evaluation_s": evaluation["seconds"] if evaluation else None,
         "eval_accuracy": evaluation["accuracy"] if evaluation else None,
-        "trainer_idle": min(1.0, (report.get("wait_s", 0.0) + report.get("border_wait_s", 0.0)) / iteration_s),
+        "trainer_idle": min(1.0, (report.training.wait_s + border_wait_s) / iteration_s),
         "engine_idle": max(0.0, 1.0 - busy_s / (iteration_s * len(use_after))),
         "tpspd": rates.tpspd,
         "tpspd_response": rates.tpspd_response,

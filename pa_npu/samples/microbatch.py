@@ -34,6 +34,7 @@ class Microbatch:
     response_lengths: trained tokens of each sample, its response. num_sample_tokens: all tokens of all samples, shared ones once
     per sample, as TPSPD counts. versions: oldest and newest weight version of a target.
     group_indices: dispatch indices of the groups that the samples come from, each once.
+    sources: of each sample its group's dispatch index and its number in the group.
     """
 
     layout: PrefixLayout
@@ -48,6 +49,7 @@ class Microbatch:
     iteration: int
     versions: tuple[int, int]
     group_indices: tuple[int, ...]
+    sources: tuple[tuple[int, int], ...]
 
     @property
     def num_samples(self) -> int:
@@ -108,6 +110,7 @@ def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Mic
         iteration=pieces[0].iteration,
         versions=(min(oldest for oldest, _ in ranges), max(newest for _, newest in ranges)),
         group_indices=tuple(dict.fromkeys(piece.index for piece in pieces)),
+        sources=tuple((piece.index, piece.first + number) for piece in pieces for number in range(piece.num_samples)),
     )
 
 

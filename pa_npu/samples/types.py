@@ -124,6 +124,7 @@ class Group:
     index within the iteration. prompt_id: row of the dataset.
     lengths: int32 [G], tokens of each sample. rewards: float32 [G]. finished: bool [G].
     tokens, trained, logprobs, versions: those of Sample, [sum of lengths]. advantages: float32 [sum of lengths].
+    first: the number of the first sample here, in a piece of the group that was dispatched; 0 for the whole.
     Log-probs and advantages are 0, and versions NO_VERSION, where a token is not trained.
     """
 
@@ -139,6 +140,7 @@ class Group:
     advantages: np.ndarray
     rewards: np.ndarray
     finished: np.ndarray
+    first: int = 0
     _cache: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -263,6 +265,7 @@ class Group:
         rows = slice(int(offsets[first]), int(offsets[last]))
         return replace(
             self,
+            first=self.first + first,
             **{name: getattr(self, name)[rows] for name in PER_TOKEN},
             **{name: getattr(self, name)[first:last] for name in PER_SAMPLE},
         )

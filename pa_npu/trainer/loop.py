@@ -12,16 +12,19 @@ loop is the same for both.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from pa_npu.backends.protocol import TrainBackend
+from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.backends.protocol import TrainBackend, TrainedResponse
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
+from pa_npu.control.messages import IterationReport, UpdateReport, merge_updates
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.border import Border
+from pa_npu.trainer.checks import IterationChecks
 from pa_npu.trainer.profiling import IterationProfiler
-from pa_npu.trainer.updates import merge_updates
 
 
 def train(
@@ -31,17 +34,19 @@ def train(
     rollouts: Callable[[int], MicrobatchIterator],
     timeline: Timeline,
     profiler: IterationProfiler,
+    checks: IterationChecks,
 ) -> None:
     """Run from the loaded checkpoint (or version 0) to `schedule.iterations`; leaves a checkpoint and an HF export behind."""
     checkpoints = Checkpointing(config, backend, border.data_position, timeline)
     first = checkpoints.load()
-    report: dict[str, float] | None = None
+    report: IterationReport | None = None
 
     for version in range(first, config.schedule.iterations):
-        border_numbers = border.cross(version, report)
+        probe = border.cross(version, report)
         with timeline.span("iteration", iteration=version), profiler(version):
-            report = consume(backend, rollouts(version), config.schedule.updates_per_iteration)
-        report |= border_numbers | checkpoints.at_border(version + 1)
+            consumed = consume(backend, rollouts(version), config.schedule.updates_per_iteration)
+        agreement = checks(version, consumed.trained, consumed.differences)
+        report = IterationReport(version, consumed.report, probe, agreement, checkpoints.at_border(version + 1))
 
     border.cross(config.schedule.iterations, report)
     try:
@@ -51,11 +56,22 @@ def train(
             backend.export(Path(config.run.dir) / "hf")
 
 
-def consume(backend: TrainBackend, microbatches: MicrobatchIterator, updates: int) -> dict[str, float]:
-    """Train an iteration's groups in `updates` equal shares, one optimizer step after each; returns the iteration's report."""
-    reports = []
+@dataclass(frozen=True)
+class Consumed:
+    """An iteration that has been trained. trained: by this replica. differences: of all replicas' tokens from the engines."""
+
+    report: UpdateReport
+    trained: list[TrainedResponse]
+    differences: DifferenceSums
+
+
+def consume(backend: TrainBackend, microbatches: MicrobatchIterator, updates: int) -> Consumed:
+    """Train an iteration's groups in `updates` equal shares, one optimizer step after each."""
+    trained: list[TrainedResponse] = []
+    steps = []
     for share in microbatches.updates(updates):
-        backend.accumulate(share)
-        reports.append(backend.step())
+        trained += backend.accumulate(share)
+        steps.append(backend.step())
     microbatches.finish()
-    return merge_updates(reports)
+    differences = sum((step.differences for step in steps), DifferenceSums())
+    return Consumed(merge_updates([step.report for step in steps]), trained, differences)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.helpers.reports import numbers
 from tests.helpers.trainer_rank import data_state, put_groups
 
 
@@ -71,7 +72,8 @@ class Attempt:
         if self.rank == 0:
             put_groups(self.config, self.buffer, iteration, None, False)
         self.backend.publish(iteration)
-        return consume(self.backend, self.rollouts(iteration), self.config.schedule.updates_per_iteration)
+        updates = self.config.schedule.updates_per_iteration
+        return numbers(consume(self.backend, self.rollouts(iteration), updates).report)
 
 
 def resume(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int) -> list[dict[str, float]]:
@@ -82,7 +84,9 @@ def resume(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore
     assert run.checkpoints.load() == first
     run.backend.export(directory / "loaded")
     run.checkpoints.finish(first)
-    reports = [run.train(iteration) | run.checkpoints.at_border(iteration + 1) for iteration in range(first, last)]
+    reports = [
+        run.train(iteration) | numbers(run.checkpoints.at_border(iteration + 1)) for iteration in range(first, last)
+    ]
     run.checkpoints.finish(last)
     run.backend.export(directory / "hf")
 
@@ -109,12 +113,12 @@ def faults(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore
             resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
         if last_rank and version == 8:
             PlannedShards.write = lambda self: signal.pause()  # type: ignore[method-assign, assignment, return-value]
-        report |= run.checkpoints.at_border(version)
+        report |= numbers(run.checkpoints.at_border(version))
         if version == 8:
             break
         # what the next borders do until the write has ended, here without an iteration in between
         while run.checkpoints._saving is not None:
-            report |= run.checkpoints.at_border(version + 1)
+            report |= numbers(run.checkpoints.at_border(version + 1))
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         reports.append(report)
     if rank == 0:

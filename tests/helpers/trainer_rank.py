@@ -24,6 +24,7 @@ from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.samples.types import Group
 from tests.helpers.groups import with_trained
+from tests.helpers.reports import numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -160,8 +161,8 @@ def main(job_file: str) -> None:
             buffer = StoreRolloutBuffer(channel, "run", readers=1)
             put_groups(config, buffer, iteration, job["order"], job["advantages_of_rewards"])
         backend.publish(iteration)
-        report = consume(backend, rollouts(iteration), config.schedule.updates_per_iteration)
-        reports.append(report | checkpoints.at_border(iteration + 1))
+        report = consume(backend, rollouts(iteration), config.schedule.updates_per_iteration).report
+        reports.append(numbers(report, checkpoints.at_border(iteration + 1)))
     if config.checkpoint.every:
         checkpoints.finish(job["last"])
     if job["export"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,10 @@ from typing import Any
 import pytest
 
 from pa_npu.checkpoints.directories import META_FILE, CheckpointMeta, directory_name
+from pa_npu.control.messages import DATA_POSITION
 from pa_npu.samples.types import Group
 from pa_npu.samples.wire import to_bytes
+from tests.helpers.coordinator_run import WAIT_S
 from tests.helpers.groups import prompt_tokens
 from tests.helpers.stand_in_engine import stand_in_engines
 from tests.integration.test_coordinator_run import GROUPS, RESPONSES, Run
@@ -60,7 +61,7 @@ def produce(directory: Path, order: str, first: int, speed: Speed, engines: int,
                 if version < ITERATIONS:
                     trained[version] = run.consume(version)
                     # what a trainer puts into the checkpoint of the next version
-                    states[version + 1] = json.loads(run._wait(f"data/position/{version + 1}"))
+                    states[version + 1] = DATA_POSITION.wait(run.channel, WAIT_S, iteration=version + 1).state
             output = run.end()
         finally:
             run.process.kill()

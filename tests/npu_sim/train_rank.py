@@ -57,11 +57,13 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
     from pa_npu.control.channel import StoreChannel, connect
     from pa_npu.families.spec import ModelSpec
+    from pa_npu.publish.messages import PublishMembers
     from pa_npu.publish.publisher import Publisher
     from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import bucket_bytes, rollout_source
     from pa_npu.trainer.loop import consume
+    from tests.helpers.reports import numbers
     from tests.helpers.trainer_rank import put_groups
 
     logprobs: dict[int, torch.Tensor] = {}
@@ -98,7 +100,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
         if rank == 0:
             put_groups(config, StoreRolloutBuffer(StoreChannel(store), "run", readers=1), iteration, None, False)
         backend.publish(iteration)
-        reports.append(consume(backend, rollouts(iteration), 1))
+        reports.append(numbers(consume(backend, rollouts(iteration), 1).report))
     backend.export(directory / "hf")
     automatic = bucket_bytes(config, platform, backend)
     if engine_workers and ranks.data_rank == 0:
@@ -111,8 +113,8 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
             device=device,
         ) as publisher:
             if ranks.is_stage_leader:
-                store.set("manifest", json.dumps(publisher.manifest()))
-            publisher.connect(EPOCH, engine_workers, 60)
+                store.set("manifest", json.dumps(publisher.manifest().to_json()))
+            publisher.connect(PublishMembers(EPOCH, engine_workers), 60)
             publisher.publish(ITERATIONS)
     shutdown_parallel()
     return {"logprobs": logprobs, "reports": reports, "reads": channel.num_reads, "automatic_bucket_bytes": automatic}

@@ -25,6 +25,7 @@ from pa_npu.telemetry.metrics import MetricsWriter
 from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.megatron import TriModel, model_config, single_process
 from tests.helpers.models import make_model
+from tests.helpers.reports import numbers
 from tests.helpers.trainer_rank import make_groups
 from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_backend, make_config, source
 
@@ -65,7 +66,7 @@ class Run:
     def train(self, version: int) -> dict[str, float]:
         self.backend.publish(version)
         groups = make_groups(version, GROUPS, RESPONSES, self.config.run.seed)
-        return consume(self.backend, source(groups, version), 1)
+        return numbers(consume(self.backend, source(groups, version), 1).report)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.stage.policy.named_parameters()}
@@ -84,9 +85,9 @@ class Run:
 def until_failed(run: Run, version: int) -> dict[str, float]:
     """The numbers of the border, with nothing due, at which the write in progress turns out to have failed."""
     deadline = time.monotonic() + 30
-    while "checkpoint_failed" not in (numbers := run.checkpoints.at_border(version)):
+    while "checkpoint_failed" not in (border := numbers(run.checkpoints.at_border(version))):
         assert time.monotonic() < deadline, "the write has not failed within 30 s"
-    return numbers
+    return border
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -131,7 +132,7 @@ def test_what_is_saved_is_the_version_that_was_scheduled_although_it_changed_sin
             checkpointing, "Forked", lambda write, timeout_s: late.append(InPlace(write, timeout_s)) or late[0]
         )
         monkeypatch.setattr(PlannedShards, "release", lambda self: None)
-    assert "checkpoint_failed" not in run.checkpoints.at_border(1)
+    assert "checkpoint_failed" not in numbers(run.checkpoints.at_border(1))
     assert run.complete() == []
     with torch.no_grad():
         for tensor in (*run.stage.policy.parameters(), *run.moment_tensors()):
@@ -156,7 +157,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_completed_at_a
     wait, go = os.pipe()
     held(monkeypatch, lambda: os.read(wait, 1))
     run.train(0)
-    assert run.checkpoints.at_border(1) == {}, "nothing is due, nothing is in progress"
+    assert numbers(run.checkpoints.at_border(1)) == {}, "nothing is due, nothing is in progress"
     run.train(1)
     run.checkpoints.at_border(2)
     run.train(2)
@@ -181,11 +182,11 @@ def test_a_full_disk_costs_a_line_and_no_more_until_the_last_checkpoint(
     run.checkpoints.at_border(2)
     run.checkpoints.finish(2)
     with largest_file(2**16), caplog.at_level(logging.ERROR):
-        numbers = run.checkpoints.at_border(4)
+        border = numbers(run.checkpoints.at_border(4))
         if asynchronous:
-            assert "checkpoint_failed" not in numbers, "not known yet"
-            numbers = until_failed(run, 5)
-    assert numbers["checkpoint_failed"] == 4
+            assert "checkpoint_failed" not in border, "not known yet"
+            border = until_failed(run, 5)
+    assert border["checkpoint_failed"] == 4
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("pa_npu")]
     assert "iteration_000004 could not be written (rank 0: File too large" in line, line
     assert f"usable: {run.directory / 'iteration_000002'}" in line
@@ -236,7 +237,7 @@ def test_a_write_in_place_that_hangs_is_given_up_and_the_run_goes_on(
     disk = threading.Event()
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         patch.setattr(PlannedShards, "write", lambda self: disk.wait(60))
-        assert run.checkpoints.at_border(2)["checkpoint_failed"] == 2
+        assert run.checkpoints.at_border(2).checkpoint_failed == 2
     disk.set()
     assert "rank 0: the write has not finished within 0.2 s (checkpoint.timeout_s)" in caplog.text
     assert list(run.directory.iterdir()) == []

@@ -313,7 +313,6 @@ async def test_numbers_and_samples_of_an_iteration(store_thread):
     assert numbers["tokens_response"] == sum(len(group.tokens[group.trained]) for group in groups)
     assert numbers["tokens_prompt"] == GROUPS * RESPONSES * 3, "the prompt counts once per sample"
     assert numbers["prompt_length_mean"] == 3 and numbers["window"] == 64
-    assert production.tokens_computed(1) == GROUPS * 3 + numbers["tokens_response"], "a shared prompt counts once"
     assert [sample["index"] for sample in production.samples] == [0, 1], "whatever finished first"
     assert production.samples[1]["responses"][2] == {
         "text": "1/2",

@@ -15,6 +15,7 @@ from pa_npu.samples.types import Group
 from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.megatron import PLATFORM, model_config, single_process
 from tests.helpers.models import make_model
+from tests.helpers.reports import numbers
 from tests.helpers.trainer_rank import make_groups
 
 # these import megatron, which the helper above has prepared
@@ -65,7 +66,7 @@ def update(model: Path, algorithm: dict[str, Any], packs: list[list[Group]], sha
     stage = load_stage(config, spec, PLATFORM)
     backend = MegatronBackend(stage, config, spec, PLATFORM, torch.device("cpu"), Timeline(None, ""))
     backend.accumulate(Source([pack(pieces, shared, 1) for pieces in packs]))
-    return backend.step()
+    return numbers(backend.step().report)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a['loss']}, {a['aggregation']}")

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.backends.protocol import TrainedResponse, Update
 from pa_npu.config.schema import Config
+from pa_npu.control.messages import AgreementReport, CheckpointReport, IterationReport, ProbeReport
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.megatron import PLATFORM, model_config
 from tests.helpers.models import make_model
+from tests.helpers.reports import update_report
 from tests.helpers.trainer_rank import make_groups
 
 # these import megatron, which the helper above has prepared
@@ -24,19 +28,20 @@ from pa_npu.trainer.profiling import IterationProfiler  # isort: skip
 class OneLayerBackend:
     """A TrainBackend whose training is one matrix product."""
 
-    def accumulate(self, microbatches: Any) -> None:
+    def accumulate(self, microbatches: Any) -> list[TrainedResponse]:
         torch.ones(4, 4) @ torch.ones(4, 4)
+        return []
 
-    def step(self) -> dict[str, float]:
-        return {}
+    def step(self) -> Update:
+        return Update(update_report(), DifferenceSums())
 
     def export(self, *_: Any) -> None: ...
 
 
 class QuietBorder:
-    def cross(self, version: int, report: dict[str, float] | None) -> dict[str, float]:
+    def cross(self, version: int, report: IterationReport | None) -> ProbeReport:
         torch.ones(4).exp()  # the border is not part of the training
-        return {}
+        return ProbeReport()
 
     def data_position(self, version: int) -> int:
         return 0
@@ -48,8 +53,8 @@ class NoCheckpoints:
     def load(self) -> int:
         return 0
 
-    def at_border(self, version: int) -> dict[str, float]:
-        return {}
+    def at_border(self, version: int) -> CheckpointReport:
+        return CheckpointReport()
 
     def finish(self, version: int) -> None: ...
 
@@ -69,7 +74,8 @@ def no_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path, rank: int, **telemetry: Any) -> list[Path]:
     config = make_config(tmp_path, telemetry)
     parts: Any = (OneLayerBackend(), QuietBorder(), lambda iteration: NoMicrobatches(), Timeline(None, ""))
-    loop.train(config, *parts, profiler=IterationProfiler(config, PLATFORM, rank))
+    checks: Any = lambda *_: AgreementReport()  # noqa: E731
+    loop.train(config, *parts, profiler=IterationProfiler(config, PLATFORM, rank), checks=checks)
     return sorted((tmp_path / "profile").glob("*"))
 
 

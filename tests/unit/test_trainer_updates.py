@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from pa_npu.config.schema import Config
+from pa_npu.control.messages import merge_updates
 from pa_npu.errors import InvariantViolation
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.iterator import MicrobatchIterator
@@ -20,13 +22,13 @@ from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.groups import sample_advantages, with_trained
 from tests.helpers.megatron import PLATFORM, TriModel, model_config, single_process
 from tests.helpers.models import make_model
+from tests.helpers.reports import numbers, update_report
 from tests.helpers.trainer_rank import make_groups
 
 # these import megatron, which the helper above has prepared
 from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip
 from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
-from pa_npu.trainer.updates import merge_updates  # isort: skip
 
 GROUPS, RESPONSES, LEARNING_RATE = 4, 4, 3e-3
 
@@ -133,7 +135,7 @@ def test_weights_are_those_of_the_updates_by_hand(updates: int, max_tokens: int 
     reports = []
     for iteration, groups in enumerate(iterations):
         backend.publish(iteration)
-        reports.append(consume(backend, source(groups, iteration, max_tokens), updates))
+        reports.append(numbers(consume(backend, source(groups, iteration, max_tokens), updates).report))
     weights, losses = by_hand(config, iterations, updates)
     for name, parameter in stage.policy.named_parameters():
         torch.testing.assert_close(
@@ -176,14 +178,16 @@ def test_importance_weights_and_their_statistics_are_those_by_hand(level: str, m
 
     backend, _ = make_backend(config)
     backend.publish(0)
-    report = consume(backend, source(groups), 1)
+    report = numbers(consume(backend, source(groups), 1).report)
     assert report["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert report["importance_weight_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-5)
     assert report["importance_truncated_ratio"] == pytest.approx(truncated / len(weights), rel=1e-6)
     assert 0.02 < truncated / len(weights) < 0.9, "the case must lie on both sides of the cap"
     plain, _ = make_backend(make_config(model))
     plain.publish(0)
-    assert consume(plain, source(groups), 1)["grad_norm"] != pytest.approx(norm.item(), rel=1e-3), "weights must show"
+    assert consume(plain, source(groups), 1).report.grad_norm != pytest.approx(norm.item(), rel=1e-3), (
+        "weights must show"
+    )
 
 
 def test_learning_rate_schedule_counts_updates(model: Path) -> None:
@@ -198,7 +202,7 @@ def test_learning_rate_schedule_counts_updates(model: Path) -> None:
         backend.publish(iteration)
         for share in source(make_groups(iteration, GROUPS, RESPONSES, seed=5), iteration).updates(2):
             backend.accumulate(share)
-            rates.append(backend.step()["learning_rate"])
+            rates.append(backend.step().report.learning_rate)
     expected = [1 / 2, 1, 3 / 4, 2 / 4, 1 / 4, 0]
     assert rates == pytest.approx([LEARNING_RATE * share for share in expected], rel=1e-6, abs=1e-12)
 
@@ -207,7 +211,7 @@ def test_without_an_old_policy_only_rollouts_of_the_policy_itself_are_trained(mo
     backend, _ = make_backend(make_config(model))
     backend.publish(0)
     consume(backend, source(make_groups(0, GROUPS, RESPONSES, seed=5)), 1)
-    with pytest.raises(InvariantViolation, match=r"I1 version: .* of versions 0 to 0 meet a policy of version 1"):
+    with pytest.raises(InvariantViolation, match=r"I1 version: .* weight version 0, but version 1 is trained"):
         consume(backend, source(make_groups(0, GROUPS, RESPONSES, seed=5)), 1)
 
 
@@ -243,7 +247,8 @@ def test_bf16_frozen_models_serve_whole_iterations_with_small_differences(model:
             backend.publish(iteration)
             for old, policy in zip(stage.frozen["old"].parameters(), stage.policy.parameters(), strict=True):
                 assert torch.equal(old, policy.to(old.dtype))
-            reports.append(consume(backend, source(make_groups(iteration, GROUPS, RESPONSES, seed=5), iteration), 2))
+            rollouts = source(make_groups(iteration, GROUPS, RESPONSES, seed=5), iteration)
+            reports.append(numbers(consume(backend, rollouts, 2).report))
         found[dtype] = reports
     for iteration, (wide, narrow) in enumerate(zip(found["same"], found["bf16"], strict=True)):
         for key, tolerance in (("loss", 0.02), ("kl", 1e-3), ("clip_ratio", 0.1), ("entropy", 0.01)):
@@ -262,15 +267,31 @@ def test_shares_end_at_group_borders_and_no_group_is_left(model: Path) -> None:
 
 
 def test_merged_report_adds_work_and_averages_the_rest() -> None:
-    first = {"loss": 1.0, "tokens_response": 10, "train_s": 2.0, "logprob_diff_max": 0.5, "learning_rate": 0.1}
-    second = {"loss": 3.0, "tokens_response": 6, "train_s": 1.0, "logprob_diff_max": 0.2, "learning_rate": 0.2}
-    assert merge_updates([first, second]) == {
-        "loss": 2.0,
-        "tokens_response": 16,
-        "train_s": 3.0,
-        "logprob_diff_max": 0.5,
-        "learning_rate": 0.2,
-    }
+    """Means over tokens stay means over all tokens, whatever share of them an update has."""
+    first = update_report(
+        loss=1.0,
+        tokens_response=30,
+        train_s=2.0,
+        logprob_diff_max=0.5,
+        learning_rate=0.1,
+        kl=0.1,
+        logprob_diff_mean=0.2,
+    )
+    second = update_report(
+        loss=3.0,
+        tokens_response=10,
+        train_s=1.0,
+        logprob_diff_max=0.2,
+        learning_rate=0.2,
+        kl=0.5,
+        logprob_diff_mean=0.6,
+    )
+    merged = merge_updates([first, second])
+    assert merged == replace(merged, loss=2.0, tokens_response=40, train_s=3.0, logprob_diff_max=0.5, learning_rate=0.2)
+    assert (merged.kl, merged.logprob_diff_mean) == (pytest.approx(0.2), pytest.approx(0.3))
+    assert merged.importance_weight_mean is None
+    weighted = merge_updates([replace(first, importance_weight_mean=1.0), replace(second, importance_weight_mean=0.6)])
+    assert weighted.importance_weight_mean == pytest.approx(0.9)
     assert merge_updates([first]) is first
 
 

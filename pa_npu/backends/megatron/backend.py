@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
 from pa_npu.algorithm.aggregation import normaliser, token_weights
+from pa_npu.algorithm.agreement import difference_sums
 from pa_npu.algorithm.batch import TokenBatch
 from pa_npu.algorithm.losses import loss_sums, metric_names
 from pa_npu.algorithm.policy_losses import find_policy_loss
@@ -24,16 +25,25 @@ from pa_npu.backends.megatron.checkpoint.state import CheckpointContents
 from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler
 from pa_npu.backends.megatron.schedule import Loss, run_pipelined, run_sequential, with_spans
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
-from pa_npu.backends.megatron.statistics import IterationTotals, MetricSums, mean_over_world
+from pa_npu.backends.megatron.statistics import (
+    IterationTotals,
+    MetricSums,
+    StepNumbers,
+    trained_responses,
+    update_report,
+)
 from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
 from pa_npu.backends.megatron.weights.hf_directory import export_hf
-from pa_npu.backends.protocol import Members, MicrobatchSource, ProbeResult, Ranks
+from pa_npu.backends.protocol import MicrobatchSource, ProbeResult, Ranks, TrainedResponse, Update
 from pa_npu.config.schema import Config
+from pa_npu.control.freshness import EXACT
 from pa_npu.errors import InvariantViolation
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
-from pa_npu.publish.late_engines import VersionGate
-from pa_npu.publish.publisher import Publisher
+from pa_npu.publish.digest import digest_of
+from pa_npu.publish.messages import PublishMembers
+from pa_npu.publish.publisher import Publisher, PublishStats
+from pa_npu.publish.version_gate import VersionGate
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.timeline import Timeline
 
@@ -98,7 +108,7 @@ class MegatronBackend:
     def attach(self, publisher: Publisher) -> None:
         self._publisher = publisher
 
-    def accumulate(self, microbatches: MicrobatchSource) -> None:
+    def accumulate(self, microbatches: MicrobatchSource) -> list[TrainedResponse]:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._reset_sums()
@@ -111,8 +121,9 @@ class MegatronBackend:
         self._platform.synchronize()
         self._wait_s = microbatches.waited_s - waited_s
         self._train_s = time.perf_counter() - start - self._wait_s
+        return self._trained
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> Update:
         start = time.perf_counter()
         with self._timeline.span("step"):
             if self._stage.published_version() is self._stage.policy:
@@ -128,16 +139,15 @@ class MegatronBackend:
             )
         if self._policy_version is not None:
             self._policy_version += 1
-        return self._report(float(grad_norm), float(learning_rate), time.perf_counter() - start)
+        return self._update(float(grad_norm), float(learning_rate), time.perf_counter() - start)
 
     def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
         self._reset_sums()
         self._run(microbatches, len(microbatches), self._probe_loss, forward_only=True)
-        sums, largest = self._metrics.over_ranks(self._device)
-        totals = self._totals.over_replicas(self._device)
-        return ProbeResult(largest, sums["logprob_diff"] / max(1, totals.tokens_response))
+        statistics = self._metrics.over_ranks(self._device)
+        return ProbeResult(statistics.difference_max, statistics.differences)
 
-    def publish(self, version: int, members: Members | None = None) -> None:
+    def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
         self._gate.close()
         self._policy_version = version
         if "old" in self._stage.frozen:
@@ -147,9 +157,12 @@ class MegatronBackend:
             self._stage.copy_policy_to("reference")
             self._reference_version = version
         self._gate.open(version)
-        if self._publisher is not None and members is not None:
-            self._publisher.connect(members.epoch, members.workers)
-            self._publisher.publish(version)
+        if self._publisher is None or members is None:
+            return None
+        stats = self._publisher.publish(version, members)
+        if not self._publisher.is_leader:
+            return stats
+        return replace(stats, policy=digest_of(self._stage.policy.parameters()))
 
     def plan_save(self, directory: Path) -> PlannedShards:
         return self._contents.plan(directory, self._reference_version)
@@ -167,6 +180,7 @@ class MegatronBackend:
 
     def _reset_sums(self) -> None:
         self._totals = IterationTotals()
+        self._trained: list[TrainedResponse] = []
         self._metrics = MetricSums(self._metric_names)
 
     def _run(
@@ -176,6 +190,7 @@ class MegatronBackend:
 
         def forward(microbatch: Microbatch) -> Any:
             self._totals.add(microbatch)
+            self._trained += trained_responses(microbatch)
             return self._ddp(
                 microbatch.tokens[None],
                 microbatch.layout,
@@ -207,26 +222,27 @@ class MegatronBackend:
             group_size=self._config.rollout.responses_per_prompt,
         )
         sums = loss_sums(batch, self._config.algorithm, self._policy_loss)
-        self._metrics.add(sums.metrics, (old_logprobs - microbatch.engine_logprobs).abs().max())
+        self._add_metrics(microbatch, old_logprobs, sums.metrics)
         return sums.loss
+
+    def _add_metrics(self, microbatch: Microbatch, logprobs: torch.Tensor, metrics: dict[str, torch.Tensor]) -> None:
+        """logprobs: of the weight version that generated the microbatch, as the trainer computes them."""
+        difference = logprobs.detach() - microbatch.engine_logprobs
+        sums = difference_sums(difference, microbatch.response_index, microbatch.num_samples)
+        self._metrics.add(metrics, sums, difference.abs().max())
 
     def _old_logprobs(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
         """Of the policy that generated the microbatch. With one update per iteration that is the policy itself: ratio 1."""
         if "old" in output.frozen:
             return output.frozen["old"]
-        oldest, newest = microbatch.versions
-        if self._policy_version is not None and not oldest == newest == self._policy_version:
-            raise InvariantViolation(
-                f"I1 version: groups {microbatch.group_indices} of versions {oldest} to {newest} meet a policy of version "
-                f"{self._policy_version} without an old policy to take the ratio against; publish before every update"
-            )
+        if self._policy_version is not None:
+            what = f"a microbatch of groups {microbatch.group_indices}"
+            EXACT.check(self._policy_version, microbatch.versions, what)
         return output.logprobs.detach()
 
     def _probe_loss(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
-        difference = (output.logprobs - microbatch.engine_logprobs).abs()
         zero = torch.zeros((), device=self._device)
-        metrics = {name: zero for name in self._metric_names} | {"logprob_diff": difference.sum()}
-        self._metrics.add(metrics, difference.max())
+        self._add_metrics(microbatch, output.logprobs, {name: zero for name in self._metric_names})
         return zero
 
     def _finalize_gradients(self, models: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
@@ -242,35 +258,15 @@ class MegatronBackend:
         for model in models:
             model.scale_gradients(1.0 / self._normaliser)
 
-    def _report(self, grad_norm: float, learning_rate: float, step_s: float) -> dict[str, float]:
-        sums, difference_max = self._metrics.over_ranks(self._device)
-        tokens = max(1, self._totals.tokens_response)
-        seconds = mean_over_world(
-            {"wait_s": self._wait_s, "train_s": self._train_s + step_s, "step_s": step_s}, self._device
+    def _update(self, grad_norm: float, learning_rate: float, step_s: float) -> Update:
+        statistics = self._metrics.over_ranks(self._device)
+        step = StepNumbers(
+            self._normaliser,
+            grad_norm,
+            learning_rate,
+            wait_s=self._wait_s,
+            train_s=self._train_s + step_s,
+            step_s=step_s,
+            memory_peak_bytes=self._platform.memory_bytes()[1],
         )
-        importance = {
-            name: sums[total] / tokens
-            for name, total in (
-                ("importance_weight_mean", "importance_weight"),
-                ("importance_truncated_ratio", "importance_truncated"),
-            )
-            if total in sums
-        }
-        return {
-            "loss": sums["loss"] / self._normaliser,
-            "policy_loss": sums["policy_loss"] / self._normaliser,
-            "kl": sums.get("kl", 0.0) / tokens,
-            "entropy": sums["entropy"] / tokens,
-            "clip_ratio": sums["clipped"] / tokens,
-            "logprob_diff_mean": sums["logprob_diff"] / tokens,
-            "logprob_diff_max": difference_max,
-            "logprob_k3": sums["logprob_k3"] / tokens,
-            **importance,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "tokens_response": self._totals.tokens_response,
-            "tokens_computed": self._totals.tokens_computed,
-            "microbatches": self._totals.num_microbatches,
-            "memory_peak_bytes": self._platform.memory_bytes()[1],
-            **seconds,
-        }
+        return Update(update_report(statistics, self._totals, step, self._device), statistics.differences)

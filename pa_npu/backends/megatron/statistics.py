@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.backends.protocol import TrainedResponse
+from pa_npu.control.messages import UpdateReport
 from pa_npu.samples.microbatch import Microbatch
 
 
@@ -37,36 +40,112 @@ class IterationTotals:
         return IterationTotals(*(int(v) for v in values.tolist()))
 
 
+def trained_responses(microbatch: Microbatch) -> list[TrainedResponse]:
+    """What one pass over the microbatch trains."""
+    return [
+        TrainedResponse(group, number, tokens)
+        for (group, number), tokens in zip(microbatch.sources, microbatch.response_lengths, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """An update's MetricSums over all ranks. sums: by name. difference_max: of |trainer - engine|. differences: for I5."""
+
+    sums: dict[str, float]
+    difference_max: float
+    differences: DifferenceSums
+
+
 @dataclass
 class MetricSums:
-    """Named sums and maxima that only the last pipeline stage computes."""
+    """Named sums, and differences from the engines' log-probs, that only the last pipeline stage computes."""
 
     names: tuple[str, ...]
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    difference_max: torch.Tensor | None = None
+    differences: torch.Tensor | None = None
+    largest: torch.Tensor | None = None
 
-    def add(self, metrics: dict[str, torch.Tensor], difference_max: torch.Tensor) -> None:
+    def add(self, metrics: dict[str, torch.Tensor], differences: torch.Tensor, difference_max: torch.Tensor) -> None:
+        """One microbatch. differences: algorithm.agreement.difference_sums, whose last is a maximum."""
         for name in self.names:
             value = metrics[name].float()
             self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self.difference_max = (
-            difference_max if self.difference_max is None else torch.maximum(self.difference_max, difference_max)
-        )
+        added, largest = differences[:-1], torch.stack([difference_max.float(), differences[-1]])
+        self.differences = added if self.differences is None else self.differences + added
+        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
-    def over_ranks(self, device: torch.device) -> tuple[dict[str, float], float]:
-        """Sums over replicas and the overall maximum, known to every rank afterwards (collective over data and pipeline groups)."""
+    def over_ranks(self, device: torch.device) -> Statistics:
+        """Sums over replicas and overall maxima, known to every rank afterwards (collective over data and pipeline groups)."""
         zero = torch.zeros((), device=device)
-        vector = torch.stack([self.sums.get(name, zero) for name in self.names])
-        largest = zero.clone() if self.difference_max is None else self.difference_max.float().clone()
+        differences = torch.zeros(9, device=device) if self.differences is None else self.differences
+        vector = torch.cat([torch.stack([self.sums.get(name, zero) for name in self.names]), differences])
+        largest = torch.zeros(2, device=device) if self.largest is None else self.largest.clone()
         # stages other than the last hold zeros, so the sum over the pipeline is a broadcast of the last stage's values
         for group in (parallel_state.get_data_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
             dist.all_reduce(vector, group=group)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        return dict(zip(self.names, vector.tolist(), strict=True)), float(largest)
+        values, (difference_max, k_largest) = vector.tolist(), largest.tolist()
+        named, rest = values[: len(self.names)], values[len(self.names) :]
+        return Statistics(
+            dict(zip(self.names, named, strict=True)), difference_max, DifferenceSums(*[*rest, k_largest])
+        )
 
 
-def mean_over_world(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """The mean of each value over all trainer ranks."""
-    vector = torch.tensor(list(values.values()), dtype=torch.float32, device=device)
+@dataclass(frozen=True)
+class StepNumbers:
+    """What the step itself knows. Seconds and bytes are this rank's."""
+
+    normaliser: float
+    grad_norm: float
+    learning_rate: float
+    wait_s: float
+    train_s: float
+    step_s: float
+    memory_peak_bytes: int
+
+
+def update_report(
+    statistics: Statistics, totals: IterationTotals, step: StepNumbers, device: torch.device
+) -> UpdateReport:
+    """The report, equal on all ranks. statistics, totals: over all ranks. Collective over the world, for seconds and bytes."""
+    sums, tokens = statistics.sums, max(1, totals.tokens_response)
+    wait_s, train_s, step_s = _mean_over_world([step.wait_s, step.train_s, step.step_s], device)
+    return UpdateReport(
+        loss=sums["loss"] / step.normaliser,
+        policy_loss=sums["policy_loss"] / step.normaliser,
+        kl=sums.get("kl", 0.0) / tokens,
+        entropy=sums["entropy"] / tokens,
+        clip_ratio=sums["clipped"] / tokens,
+        logprob_diff_mean=statistics.differences.absolute_mean,
+        logprob_diff_max=statistics.difference_max,
+        logprob_k3=statistics.differences.k3_mean,
+        importance_weight_mean=_per_token(sums, "importance_weight", tokens),
+        importance_truncated_ratio=_per_token(sums, "importance_truncated", tokens),
+        grad_norm=step.grad_norm,
+        learning_rate=step.learning_rate,
+        tokens_response=totals.tokens_response,
+        tokens_computed=totals.tokens_computed,
+        microbatches=totals.num_microbatches,
+        memory_peak_bytes=_largest_of_world(step.memory_peak_bytes, device),
+        wait_s=wait_s,
+        train_s=train_s,
+        step_s=step_s,
+    )
+
+
+def _per_token(sums: dict[str, float], name: str, tokens: int) -> float | None:
+    return sums[name] / tokens if name in sums else None
+
+
+def _mean_over_world(values: list[float], device: torch.device) -> list[float]:
+    vector = torch.tensor(values, dtype=torch.float32, device=device)
     dist.all_reduce(vector)
-    return dict(zip(values, (vector / dist.get_world_size()).tolist(), strict=True))
+    means: list[float] = (vector / dist.get_world_size()).tolist()
+    return means
+
+
+def _largest_of_world(value: int, device: torch.device) -> int:
+    largest = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest.item())

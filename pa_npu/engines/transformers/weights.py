@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from pa_npu.engines.vllm.worker import Receiver, check_model
-from pa_npu.publish import transport
-
-_HEAD = "lm_head.weight"
+from pa_npu.publish.receiver import Receiver
+from pa_npu.publish.transport import WeightSyncError
 
 
 class WeightReceiver:
@@ -32,22 +30,17 @@ class WeightReceiver:
     ) -> None:
         """Join the groups of `stages` as `rank`, after leaving those of before."""
         self.close()
-        manifests = [transport.Manifest.from_json(stage["manifest"]) for stage in stages]
         config: Any = self._model.config
-        check_model(manifests, config.get_text_config())
-        groups = [
-            transport.join_group(
-                *(host, port, stage["name"]),
-                rank=rank,
-                size=world_size,
-                backend=backend,
-                timeout_s=timeout_s,
-                describe=f"engine worker {rank} receives from trainer stage {manifest.stage}",
-            )
-            for stage, manifest in zip(stages, manifests, strict=True)
-        ]
-        abandonments = [transport.Abandonment(host, port, stage["name"]) for stage in stages]
-        self._receiver = Receiver(manifests, groups, rank, self._device, timeout_s, abandonments)
+        self._receiver = Receiver.join(
+            (host, port),
+            stages,
+            rank=rank,
+            world_size=world_size,
+            backend=backend,
+            device=self._device,
+            timeout_s=timeout_s,
+            model=config.get_text_config(),
+        )
 
     @torch.no_grad()
     def load(self, version: int) -> tuple[str, ...]:
@@ -56,27 +49,25 @@ class WeightReceiver:
         On any error some weights may be new and others old: the model holds no version then.
         """
         if self._receiver is None:
-            raise transport.WeightSyncError(
-                "this engine has no connection to the trainer; it must join the groups first"
-            )
+            raise WeightSyncError("this engine has no connection to the trainer; it must join the groups first")
         parameters = dict(self._model.named_parameters())  # a head that is tied to the embedding is not among them
         missing = set(parameters)
         for name, tensor in self._receiver.receive(version):
             parameter = parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:
                 found = "no such parameter" if parameter is None else f"shape {list(parameter.shape)}"
-                raise transport.WeightSyncError(
+                raise WeightSyncError(
                     f"weight version {version}: the trainer sent {name} with shape {list(tensor.shape)}, but the engine has "
                     f"{found}; engine and trainer must be given the same model directory"
                 )
             parameter.copy_(tensor)
             missing.discard(name)
         if missing:
-            raise transport.WeightSyncError(
+            raise WeightSyncError(
                 f"weight version {version}: the trainer sent no weights for {len(missing)} parameter(s) of the engine, the "
                 f"first is {min(missing)!r}; engine and trainer must be given the same model directory"
             )
-        return ()
+        return self._receiver.digests
 
     def close(self) -> None:
         """Leave the groups, if any."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from pa_npu.control.bounded_http import bounded_get
 from pa_npu.control.channel import StoreChannel
+from pa_npu.publish.messages import MANIFEST
 
 _PROBE_TIMEOUT_S = 1.0
 _STORE_TIMEOUT_S = 30.0
@@ -38,7 +39,7 @@ def engine_answers(url: str) -> bool:
 
 def trainers_announced(channel: StoreChannel, num_stages: int) -> bool:
     """Whether every pipeline stage has loaded its weights and said what it will publish."""
-    return all(channel.exists(f"publish/manifest/{stage}") for stage in range(num_stages))
+    return all(MANIFEST.exists(channel, stage=stage) for stage in range(num_stages))
 
 
 def host_store(host: str, port: int) -> dist.TCPStore:

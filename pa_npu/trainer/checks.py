@@ -1,0 +1,33 @@
+"""What a trainer rank checks after every iteration, before its weights go anywhere: I2 (exactly once) and I5 (agreement)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.backends.protocol import TrainedResponse
+from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.messages import DISPATCHED, AgreementReport
+from pa_npu.trainer.agreement import Agreement
+from pa_npu.trainer.exactly_once import check_dispatched, check_trained
+
+
+class IterationChecks:
+    """replica: this rank's data-parallel replica."""
+
+    def __init__(self, config: Config, channel: StoreChannel, agreement: Agreement, replica: int) -> None:
+        self._config = config
+        self._channel = channel
+        self._agreement = agreement
+        self._replica = replica
+
+    def __call__(
+        self, iteration: int, trained: Sequence[TrainedResponse], differences: DifferenceSums
+    ) -> AgreementReport:
+        """trained: by this replica. differences: of all replicas' tokens. Raises InvariantViolation."""
+        # put when the last group was, so this waits for as long as the store takes
+        dispatched = DISPATCHED.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=iteration)
+        check_dispatched(dispatched, iteration, self._config.data_parallel, self._config.groups_per_replica)
+        check_trained(dispatched, self._replica, trained)
+        return self._agreement.check_trained(iteration, differences)

@@ -1,0 +1,27 @@
+"""Reports as trainers send them, for tests that play the trainers, and reports as plain numbers, for tests that compare them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from pa_npu.control.messages import AgreementReport, CheckpointReport, IterationReport, ProbeReport, UpdateReport
+
+
+def numbers(*reports: Any) -> dict[str, float]:
+    """The fields of reports under the names of metrics.jsonl, those that are None left out."""
+    return {name: value for report in reports for name, value in asdict(report).items() if value is not None}
+
+
+def update_report(**fields: Any) -> UpdateReport:
+    """With these fields; the others are 0, or None where they may be."""
+    zeros = {name: int(name.startswith("tokens")) * 10 for name in UpdateReport.__dataclass_fields__}
+    optional = {"importance_weight_mean": None, "importance_truncated_ratio": None}
+    floats = {name: float(value) for name, value in zeros.items() if UpdateReport.__annotations__[name] == "float"}
+    return UpdateReport(**{**zeros, **floats, **optional, **fields})
+
+
+def iteration_report(iteration: int, checkpoint_failed: int | None = None, **fields: Any) -> IterationReport:
+    """What rank 0 sends after an iteration. fields: of UpdateReport."""
+    checkpoint = CheckpointReport(None, checkpoint_failed)
+    return IterationReport(iteration, update_report(**fields), ProbeReport(), AgreementReport(), checkpoint)
