@@ -38,6 +38,7 @@ from pa_npu.engines.stand_in import write_interpreter
 from pa_npu.engines.vllm.guard import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.process.readiness import host_store
+from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, VERDICT, StageManifest, TrainersReady
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
@@ -112,8 +113,8 @@ class Job:
         self._buffer = StoreRolloutBuffer(self._channel, "run", readers=1)
         roster = Roster(StoreChannel(connect(HOST, self._server.port, WAIT_S), ROSTER_PREFIX))
         roster.publish_config(self.config.model_dump(mode="json"))
-        for kind in ("publish", "late"):
-            self._channel.put_json(f"{kind}/manifest/0", {"name": f"{kind}-0", "manifest": {}})
+        for kind, topic in (("publish", MANIFEST), ("late", LATE_MANIFEST)):
+            topic.put(self._channel, StageManifest(f"{kind}-0", {}), stage=0)
         with_key = {KEY_VARIABLE: self._key}
         engine = self._start("engine", ["pa_npu.engines.stand_in", *self._speed], with_key)
         roster.announce(wait_for_line(engine, "stand-in engine ready").split()[-1])
@@ -131,16 +132,16 @@ class Job:
     def publish(self) -> None:
         """Play the trainers' part in the next publish."""
         self.version += 1
-        self._channel.put_json(f"publish/{self.version}/ready", {"version": self.version, "report": self._report})
-        key = f"publish/{self.version}/0/verdict"
+        READY.put(self._channel, TrainersReady(self.version, self._report), version=self.version)
+        place = {"version": self.version, "attempt": 0}
         deadline = time.monotonic() + WAIT_S
-        while not self._channel.exists(key):
+        while not VERDICT.exists(self._channel, **place):
             if self._coordinator.popen.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"no publish of version {self.version}:\n{self._coordinator.log.read_text()}")
             time.sleep(0.002)
-        verdict = self._channel.get_json(key)
-        if not verdict["done"]:
-            raise SystemExit(f"publish of version {self.version}: {verdict['reason']}")
+        verdict = VERDICT.get(self._channel, **place)
+        if not verdict.done:
+            raise SystemExit(f"publish of version {self.version}: {verdict.reason}")
 
     def train(self, leaving: Started | None = None) -> None:
         """Take the iteration's groups and "train" them; `leaving` is asked to leave when a third of them has come."""

@@ -40,11 +40,13 @@ import torch.distributed as dist
 from pa_npu import platform as platforms
 from pa_npu.backends.megatron.weights import hf_map
 from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
-from pa_npu.engines.vllm.worker import Receiver
 from pa_npu.families.rope import Rope
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish import transport
+from pa_npu.publish.manifest import Manifest
+from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher
+from pa_npu.publish.receiver import Receiver
 from pa_npu.publish.sizing import Link, publish_seconds, weight_bytes
 
 TIMEOUT_S = 120.0
@@ -244,13 +246,13 @@ def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
             backend="gloo",
             device=torch.device("cpu"),
         )
-        store.set("manifest", json.dumps(publisher.manifest()))
-        publisher.connect(0, 1)
+        store.set("manifest", json.dumps(publisher.manifest().to_json()))
+        publisher.connect(PublishMembers(0, 1))
         step: Callable[[int], object] = publisher.publish
     else:
         announced = json.loads(store.get("manifest"))
         group = transport.join_group("127.0.0.1", port, announced["name"], 1, 2, "gloo", TIMEOUT_S, "endurance")
-        manifest = transport.Manifest.from_json(announced["manifest"])
+        manifest = Manifest.from_json(announced["manifest"])
         receiver = Receiver([manifest], [group], 1, torch.device("cpu"), TIMEOUT_S)
         step = lambda version: deque(receiver.receive(version), maxlen=0)  # noqa: E731 - the loop below is for both
     lines, seconds = [], []
@@ -306,8 +308,8 @@ def trainer(case: Case, rank: int, results: Any) -> None:
             device=torch.device("cpu"),
         ) as publisher:
             if rank == 0:
-                store.set(f"manifest/{bucket_mib}", json.dumps(publisher.manifest()))
-            publisher.connect(0, case.workers)
+                store.set(f"manifest/{bucket_mib}", json.dumps(publisher.manifest().to_json()))
+            publisher.connect(PublishMembers(0, case.workers))
             publish_s, broadcast_s, gather_s, wire_wait_s = [], [], [], []
             flat = torch.ones(publisher.num_bytes, dtype=torch.uint8)
             shards = torch.ones(size, publisher.num_bytes // size, dtype=torch.uint8)
@@ -349,7 +351,7 @@ def worker(case: Case, rank: int) -> None:
     bare = _join(case, "bare", rank, 1 + case.workers)
     for bucket_mib in case.bucket_mib:
         announced = json.loads(store.get(f"manifest/{bucket_mib}"))
-        manifest = transport.Manifest.from_json(announced["manifest"])
+        manifest = Manifest.from_json(announced["manifest"])
         group = _join(case, announced["name"], rank, 1 + case.workers)
         receiver = Receiver([manifest], [group], rank, torch.device("cpu"), TIMEOUT_S)
         flat = torch.ones(manifest.num_bytes, dtype=torch.uint8)

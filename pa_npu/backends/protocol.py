@@ -17,8 +17,9 @@ from pa_npu.checkpoints.saving import PlannedSave
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
-from pa_npu.publish.late_engines import VersionGate
-from pa_npu.publish.publisher import Publisher, WeightSource
+from pa_npu.publish.messages import PublishMembers
+from pa_npu.publish.publisher import Publisher, PublishStats, WeightSource
+from pa_npu.publish.version_gate import VersionGate
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.timeline import Timeline
 
@@ -76,14 +77,6 @@ class ProbeResult:
     difference_mean: float
 
 
-@dataclass(frozen=True)
-class Members:
-    """Who takes part in a publish: `workers` engine workers, in the groups of this epoch."""
-
-    epoch: int
-    workers: int
-
-
 class MicrobatchSource(Protocol):
     """The microbatches of one update as they arrive; `waited_s` counts the seconds spent waiting for them."""
 
@@ -132,10 +125,11 @@ class TrainBackend(Protocol):
     def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
         """Log-probs of the current policy against the engines' for the same tokens; changes nothing."""
 
-    def publish(self, version: int, members: Members | None = None) -> None:
+    def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
         """Send the weights to all engines, if there are any, and freeze them as the old policy where needed.
 
-        Raises WeightSyncError on a leader that loses an engine; call it again, on all ranks, with the members that are left.
+        Returns what this rank sent. Raises WeightSyncError on a leader that loses an engine; call it again, on all ranks, with the
+        members that are left.
         """
 
     def plan_save(self, directory: Path) -> PlannedSave:

@@ -4,8 +4,8 @@
 
 Per weight version v, with keys in the store that the launcher hosts (PA_NPU_STORE=host:port), where the roster of engines is too:
 
-    publish/v/ready   <- trainers, with their report of iteration v - 1
-    engines load v, forget old prefixes, answer the probe; trainers get it        (publishing.py)
+    trainers are ready to publish v, with their report of iteration v - 1
+    engines load v, forget old prefixes, answer the probe; trainers get it         (pa_npu.publish)
     iteration v - 1 goes into metrics.jsonl and onto the console                   (record.py)
     greedy evaluation of version v, where due                                      (evaluate.py)
     iteration v is produced into the rollout buffer while the trainers consume it    (producer.py)
@@ -37,6 +37,7 @@ from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.coordinator.episode import Rewards
+from pa_npu.control.typed import Topic
 from pa_npu.coordinator.evaluate import evaluate
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.production import Production
@@ -53,7 +54,8 @@ from pa_npu.environments.protocol import Environment
 from pa_npu.environments.registry import make_environment
 from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.families.spec import ModelSpec
-from pa_npu.publish.coordinator_side import Connection, EnginePublish
+from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish
+from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, StageManifest
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.telemetry.logs import setup_logging
@@ -114,8 +116,8 @@ async def run(config: Config) -> None:
         producer = Producer(config, pool, environment, rewards, buffer, window, sampling, timeline, work, store_thread)
         await fleet.wait_all_ready()
         backend = platform.get(config.run.device).comm_backend
-        manifests = [await wait_manifests(config, channel, kind) for kind in ("publish", "late")]
-        publish = EnginePublish(config, fleet, pool, channel, Connection(store, backend, *manifests), sampling)
+        manifests = [await wait_manifests(config, channel, topic) for topic in (MANIFEST, LATE_MANIFEST)]
+        publish = CoordinatorPublish(config, fleet, pool, channel, Connection(store, backend, *manifests), sampling)
         coordinator = Coordinator(
             config, channel, fleet, pool, environment, rewards, producer, publish, records, timeline, sampling
         )
@@ -134,7 +136,7 @@ class Coordinator:
         environment: Environment,
         rewards: Rewards,
         producer: Producer,
-        publish: EnginePublish,
+        publish: CoordinatorPublish,
         records: RunRecords,
         timeline: Timeline,
         sampling: Sampling,
@@ -180,16 +182,13 @@ class Coordinator:
         """Weight version `version` from trainers to engines."""
         trainer = self._config.trainer
         with self._timeline.span("wait for trainers", version=version):
-            ready = await self._channel.wait_json_async(
-                f"publish/{version}/ready",
-                trainer.startup_timeout_s if is_first else trainer.wait_timeout_s,
-                f"trainers: rank 0 to announce weight version {version}",
-            )
+            limit_s = trainer.startup_timeout_s if is_first else trainer.wait_timeout_s
+            ready = await READY.wait_async(self._channel, limit_s, version=version)
         start_s = time.perf_counter()
         with self._timeline.span("publish", version=version):
             await self._publish.publish(version, prompt)
         done_s = time.perf_counter()
-        return _Border(ready.get("report") or {}, done_s - start_s, done_s, self._pool.use(), self._fleet.size)
+        return _Border(ready.report or {}, done_s - start_s, done_s, self._pool.use(), self._fleet.size)
 
     def _evaluation_due(self, version: int) -> bool:
         schedule = self._config.schedule
@@ -247,16 +246,10 @@ class _Iteration:
     start: _Border
 
 
-async def wait_manifests(config: Config, channel: StoreChannel, kind: str) -> list[dict[str, Any]]:
-    """What each pipeline stage will publish to all engines (publish) or deliver to one (late), in stage order."""
-    return [
-        await channel.wait_json_async(
-            f"{kind}/manifest/{stage}",
-            config.trainer.startup_timeout_s,
-            f"trainers: the leader of pipeline stage {stage} to announce its weights",
-        )
-        for stage in range(config.trainer.pipeline_parallel)
-    ]
+async def wait_manifests(config: Config, channel: StoreChannel, topic: Topic[StageManifest]) -> list[StageManifest]:
+    """What each pipeline stage will publish to all engines (MANIFEST) or deliver to one (LATE_MANIFEST), in stage order."""
+    limit_s = config.trainer.startup_timeout_s
+    return [await topic.wait_async(channel, limit_s, stage=s) for s in range(config.trainer.pipeline_parallel)]
 
 
 def training_sampling(config: Config, spec: ModelSpec) -> Sampling:

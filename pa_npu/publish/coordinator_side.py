@@ -1,7 +1,7 @@
-"""The engines' side of a weight publish: join the trainers' groups, load a version everywhere, forget old prefixes, probe.
+"""The coordinator's end of the protocol: engines join the trainers' groups, load a version, forget prefixes, answer a probe.
 
-The trainers' side is pa_npu.publish.publisher (and, between two publishes, pa_npu.publish.late_engines); what runs inside the
-engines is pa_npu.engines.vllm.worker. When an engine dies meanwhile, the attempt is given up on both sides and made again with
+The trainers' end is pa_npu.publish.trainer_side (and, between two publishes, pa_npu.publish.late_engines); what runs inside the
+engines is pa_npu.publish.receiver. When an engine dies meanwhile, the attempt is given up on both sides and made again with
 those that are left: nothing is in flight at a border, so an attempt that fails costs time only.
 """
 
@@ -12,20 +12,44 @@ import logging
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.tasks import cancel, gather
+from pa_npu.control.typed import Topic
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.membership import Fleet, Member
 from pa_npu.engines.pool import EnginePool
-from pa_npu.engines.protocol import EngineError, RolloutEngine, Sampling, WeightGroups
+from pa_npu.engines.protocol import EngineError, LoadedWeights, RolloutEngine, Sampling, WeightGroups
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
-from pa_npu.publish.transport import Abandonment, epoch_name
+from pa_npu.publish.arrival import ArrivalCheck
+from pa_npu.publish.messages import (
+    BROKEN,
+    LATE_ANSWER,
+    LATE_BROKEN,
+    LATE_DECISION,
+    LATE_REQUEST,
+    LATE_SENT,
+    MEMBERS,
+    SENT,
+    VERDICT,
+    LateDecision,
+    LateRequest,
+    Probe,
+    ProbeResponse,
+    PublishBroken,
+    PublishMembers,
+    PublishVerdict,
+    SentWeights,
+    StageManifest,
+)
+from pa_npu.publish.transport import Abandonment
 from pa_npu.samples.seeds import group_seed
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Workers have the same deadline and a better message (which bucket, which stage); the client's only catches workers that hang.
 _GRACE_S = 15.0
@@ -44,11 +68,15 @@ class Connection:
 
     store: tuple[str, int]
     backend: str
-    stages: Sequence[dict[str, Any]]
-    late_stages: Sequence[dict[str, Any]]
+    stages: Sequence[StageManifest]
+    late_stages: Sequence[StageManifest]
 
 
-class EnginePublish:
+class TrainersBroke(EngineError):
+    """The trainers could not do their part of a publish; the engines are not to blame."""
+
+
+class CoordinatorPublish:
     """Loads weight versions into the engines of a fleet."""
 
     def __init__(
@@ -71,12 +99,14 @@ class EnginePublish:
         self._epoch = -1
         self._connected: list[Member] | None = None  # the members of the groups of this epoch, while these are whole
         self._late_number = 0
+        self._arrival = ArrivalCheck(connection.stages, connection.late_stages)
         fleet.deliver_late = self.deliver_late
 
-    async def publish(self, version: int, prompt: Prompt) -> dict[str, Any] | None:
+    async def publish(self, version: int, prompt: Prompt) -> Probe | None:
         """All engines load `version` while the trainers send it; returns the probe.
 
-        Nothing may be in flight: a response has one version (I1). Raises EngineError when attempt after attempt fails.
+        Nothing may be in flight: a response has one version (I1). Raises EngineError when attempt after attempt fails, and
+        InvariantViolation where an engine received something else than was sent (I5).
         """
         if self._pool.num_in_flight:
             raise InvariantViolation(
@@ -86,48 +116,57 @@ class EnginePublish:
         reason = ""
         async with self._fleet.border():
             for attempt in range(_ATTEMPTS):
-                key = f"publish/{version}/{attempt}"
+                place = {"version": version, "attempt": attempt}
                 members = await self._fleet.members()
                 try:
-                    probe = await self._attempt(version, key, members, prompt)
+                    probe = await self._attempt(version, attempt, members, prompt)
                 except (EngineError, DeadlineExceeded) as error:
                     reason = str(error)
                     logger.warning("publish of weight version %d failed: %s", version, reason)
                     self._abandon(self._connection.stages, self._epoch, reason)
                     self._connected = None
                     await self._fleet.check(members)
-                    self._channel.put_json(f"{key}/verdict", {"done": False, "reason": reason})
+                    VERDICT.put(self._channel, PublishVerdict(False, reason), **place)
                     continue
                 logger.info(
                     "weight version %d on %d engines after %.2f s", version, len(members), time.perf_counter() - start_s
                 )
                 self._fleet.serve(members, version)
-                self._channel.put_json(f"{key}/verdict", {"done": True, "probe": probe})
+                VERDICT.put(self._channel, PublishVerdict(True, probe=probe), **place)
                 return probe
         raise EngineError(f"weight version {version} could not be published in {_ATTEMPTS} attempts: {reason}")
 
     async def deliver_late(self, engine: RolloutEngine, version: int) -> bool:
-        """One engine loads the running iteration's version; false where a trainer rank has begun to change it."""
+        """One engine loads the running iteration's version; false where the trainers have begun to change it, or could not send it.
+
+        Raises EngineError or DeadlineExceeded where the engine is to blame.
+        """
         number, self._late_number = self._late_number, self._late_number + 1
-        self._channel.put_json(f"late/{number}", {"version": version, "workers": self._workers})
+        LATE_REQUEST.put(self._channel, LateRequest(version, self._workers), number=number)
         answers = [
-            await self._channel.wait_json_async(
-                f"late/{number}/answer/{rank}",
-                self._deadline_s,
-                f"trainer rank {rank} to hold weight version {version}",
-            )
+            await LATE_ANSWER.wait_async(self._channel, self._deadline_s, number=number, rank=rank)
             for rank in self._sending_ranks()
         ]
-        self._channel.put_json(f"late/{number}/go", all(answers))
-        if not all(answers):
+        held = all(answer.held for answer in answers)
+        LATE_DECISION.put(self._channel, LateDecision(held), number=number)
+        if not held:
             return False
         stages = self._connection.late_stages
+        load = self._load_late(engine, version, number)
         try:
-            await self._while_healthy(engine, self._connect(engine, 0, 1, stages, number))
-            await self._while_healthy(engine, self._receive_on(engine, version))
+            loaded = await self._unless_broken(LATE_BROKEN, {"number": number}, self._while_healthy(engine, load))
         except (EngineError, DeadlineExceeded) as error:
             self._abandon(stages, number, str(error))
+            if isinstance(error, TrainersBroke):
+                logger.warning("engine %s gets its weights with the next publish: %s", engine.name, error)
+                return False
             raise
+        if self._arrival.applies:
+            sent = [
+                await LATE_SENT.wait_async(self._channel, self._deadline_s, number=number, stage=stage)
+                for stage in range(len(stages))
+            ]
+            self._arrival.check_late(version, sent, {engine.name: loaded})
         return True
 
     def _sending_ranks(self) -> list[int]:
@@ -140,67 +179,80 @@ class EnginePublish:
             for rank in range(trainer.tensor_parallel)
         ]
 
-    async def _attempt(
-        self, version: int, key: str, members: Sequence[Member], prompt: Prompt
-    ) -> dict[str, Any] | None:
+    async def _attempt(self, version: int, attempt: int, members: Sequence[Member], prompt: Prompt) -> Probe | None:
+        place = {"version": version, "attempt": attempt}
         joins = self._connected != list(members)
         self._epoch += joins
         self._connected = list(members)
-        self._channel.put_json(f"{key}/members", {"epoch": self._epoch, "workers": self._workers * len(members)})
+        MEMBERS.put(self._channel, PublishMembers(self._epoch, self._workers * len(members)), **place)
 
-        async def load(number: int, engine: RolloutEngine) -> None:
+        async def load(number: int, engine: RolloutEngine) -> LoadedWeights:
             if joins:
                 await self._connect(engine, number, len(members), self._connection.stages, self._epoch)
-            await self._receive_on(engine, version)
+            return await self._load_on(engine, version)
 
         loads = [self._while_healthy(member.engine, load(i, member.engine)) for i, member in enumerate(members)]
-        loading = asyncio.ensure_future(gather(loads))
-        broken = asyncio.ensure_future(self._broken(key))
-        try:
-            await asyncio.wait({loading, broken}, return_when=asyncio.FIRST_COMPLETED)
-            if not loading.done():
-                raise EngineError(f"the trainers could not send: {broken.result()}")
-            await loading
-        finally:
-            await cancel([loading, broken])
+        loaded = await self._unless_broken(BROKEN, place, gather(loads))
+        by_engine = {member.name: weights for member, weights in zip(members, loaded, strict=True)}
+        if self._arrival.applies:
+            self._arrival.check(version, await self._sent(version, attempt), by_engine)
         return await self._probe(version, members, prompt)
 
-    async def _while_healthy(self, engine: RolloutEngine, work: Coroutine[Any, Any, None]) -> None:
+    async def _sent(self, version: int, attempt: int) -> list[SentWeights]:
+        """What each stage's leader says that it sent: it does so when the last engine has the last bucket."""
+        return [
+            await SENT.wait_async(self._channel, self._deadline_s, version=version, attempt=attempt, stage=stage)
+            for stage in range(len(self._connection.stages))
+        ]
+
+    async def _unless_broken(
+        self, topic: Topic[PublishBroken], place: dict[str, int], work: Coroutine[Any, Any, T]
+    ) -> T:
+        """The result of `work`, which may never end where the trainers cannot do their part. Raises TrainersBroke then."""
+        working = asyncio.ensure_future(work)
+        limit_s = 2 * self._deadline_s + _GRACE_S
+        broken = asyncio.ensure_future(topic.wait_async(self._channel, limit_s, **place))
+        try:
+            await asyncio.wait({working, broken}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise TrainersBroke(f"the trainers could not send: {broken.result().reason}")
+            return await working
+        finally:
+            await cancel([working, broken])
+
+    async def _while_healthy(self, engine: RolloutEngine, work: Coroutine[Any, Any, T]) -> T:
         """`work` on an engine, which may never answer when its worker dies meanwhile. Raises EngineError then."""
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({task}, timeout=_HEALTH_EVERY_S))[0]:
                 await engine.check_health(deadline_s=self._config.rollout.probe_timeout_s)
-            await task
+            return await task
         finally:
             await cancel([task])
 
-    async def _broken(self, key: str) -> str:
-        """Why the trainers' side of an attempt failed, once it has."""
-        reason = await self._channel.wait_json_async(
-            f"{key}/broken", 2 * self._deadline_s + _GRACE_S, "a failure that did not come"
-        )
-        return str(reason)
-
-    def _abandon(self, stages: Sequence[dict[str, Any]], epoch: int, reason: str) -> None:
+    def _abandon(self, stages: Sequence[StageManifest], epoch: int, reason: str) -> None:
         for stage in stages:
-            Abandonment(*self._connection.store, epoch_name(stage["name"], epoch)).declare(reason)
+            Abandonment(*self._connection.store, stage.of_epoch(epoch).name).declare(reason)
 
     async def _connect(
-        self, engine: RolloutEngine, number: int, count: int, stages: Sequence[dict[str, Any]], epoch: int
+        self, engine: RolloutEngine, number: int, count: int, stages: Sequence[StageManifest], epoch: int
     ) -> None:
         """The engine's workers join one group per stage, as numbers 1 + number * workers and following.
 
         Workers are numbered through all `count` engines; rank 0 of each group is the stage's leader.
         """
-        named = [stage | {"name": epoch_name(stage["name"], epoch)} for stage in stages]
+        named = [stage.of_epoch(epoch).to_json() for stage in stages]
         rank, world_size = 1 + number * self._workers, 1 + count * self._workers
         groups = WeightGroups(
             self._connection.store, rank, world_size, named, self._connection.backend, self._deadline_s
         )
         await engine.join_weight_groups(groups, deadline_s=self._deadline_s + _GRACE_S)
 
-    async def _receive_on(self, engine: RolloutEngine, version: int) -> None:
+    async def _load_late(self, engine: RolloutEngine, version: int, number: int) -> LoadedWeights:
+        await self._connect(engine, 0, 1, self._connection.late_stages, number)
+        return await self._load_on(engine, version)
+
+    async def _load_on(self, engine: RolloutEngine, version: int) -> LoadedWeights:
         loaded = await engine.load_weights(version, deadline_s=self._deadline_s + _GRACE_S)
         if loaded.versions != (version,) * self._workers:
             raise EngineError(
@@ -208,8 +260,9 @@ class EnginePublish:
             )
         # keys and values of the old weights: log-probs off by 1.6 if kept
         await engine.reset_prefix_cache(deadline_s=self._deadline_s)
+        return loaded
 
-    async def _probe(self, version: int, members: Sequence[Member], prompt: Prompt) -> dict[str, Any] | None:
+    async def _probe(self, version: int, members: Sequence[Member], prompt: Prompt) -> Probe | None:
         """One sampled response per engine, all to the same prompt, with log-probs for the trainers to compare (I5)."""
         num_tokens = self._config.publish.probe_tokens
         if not num_tokens:
@@ -222,10 +275,10 @@ class EnginePublish:
         )
         seed = group_seed(self._config.run.seed, version, _PROBE_INDEX)
 
-        async def sample(number: int, engine: RolloutEngine) -> dict[str, Any]:
+        async def sample(number: int, engine: RolloutEngine) -> ProbeResponse:
             deadline_s = self._config.rollout.request_timeout_s
             completions = await engine.generate(prompt.tokens, 1, seed + number, sampling, deadline_s=deadline_s)
-            return {"tokens": completions[0].tokens.tolist(), "logprobs": completions[0].logprobs.tolist()}
+            return ProbeResponse(completions[0].tokens.tolist(), completions[0].logprobs.tolist())
 
         responses = await gather([sample(number, member.engine) for number, member in enumerate(members)])
-        return {"prompt_tokens": [int(token) for token in prompt.tokens], "responses": responses}
+        return Probe([int(token) for token in prompt.tokens], responses)

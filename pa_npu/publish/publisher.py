@@ -1,12 +1,13 @@
 """The trainer's end of a weight publish: one Publisher per rank, of which each stage's tensor-parallel leader sends.
 
-    every rank                Publisher(...)        knows its place; replicas other than the first do nothing below
-    stage leader              manifest() -> store   what will be sent, for the coordinator to hand to the engines
-    stage leader              connect(epoch, n)     one group with all engine workers, blocks until they are there
-    TP ranks of replica 0     publish(version)      collective over TP; gathers bucket i+1 while bucket i is on the wire
+    every rank                Publisher(...)             knows its place; replicas other than the first do nothing below
+    stage leader              manifest() -> store        what will be sent, for the coordinator to hand to the engines
+    stage leader              connect(members)           one group with all engine workers, blocks until they are there
+    TP ranks of replica 0     publish(version, members)  collective over TP; connects where members have changed, then gathers
+                                                         bucket i+1 while bucket i is on the wire
 
-An engine that dies or joins changes the members: connect() again, with the next epoch. After a publish that raised
-WeightSyncError, which it does on the leader alone, the weights are untouched: connect to those that are left and publish again.
+An engine that dies or joins changes the members, and with them the epoch. After a publish that raised WeightSyncError, which it
+does on the leader alone, the weights are untouched: publish again to the members that are left.
 
 The stages publish independently of each other; the engines read them in stage order.
 """
@@ -17,26 +18,32 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish import progress, transport
+from pa_npu.publish.digest import Digests
+from pa_npu.publish.manifest import Manifest
+from pa_npu.publish.messages import PublishMembers, StageManifest
 
 _GATHER_MARGIN_S = 10.0
 
 
 @dataclass(frozen=True)
 class PublishStats:
-    """One publish as this rank saw it. `bytes` is what a leader sent (0 elsewhere); `wire_wait_s` the part of `seconds`
-    that a leader waited for the engines."""
+    """One publish as this rank saw it. `bytes` and `digests` are of what a leader sent (0 and none elsewhere; Digests.read);
+    `wire_wait_s` is the part of `seconds` that a leader waited for the engines. `policy`: digest of the weights that this rank
+    trains, by which TrainerPublish sees that what is sent follows them."""
 
     seconds: float = 0.0
     bytes: int = 0
     buckets: int = 0
     wire_wait_s: float = 0.0
+    digests: str = ""
+    policy: str = ""
 
 
 class WeightSource(Protocol):
@@ -47,7 +54,7 @@ class WeightSource(Protocol):
         """Whether this rank sends its stage's weights."""
 
     @property
-    def manifest(self) -> transport.Manifest:
+    def manifest(self) -> Manifest:
         """What will be sent, equal on all TP ranks."""
 
     def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
@@ -109,38 +116,40 @@ class Publisher:
         """Bytes of the stage's weights, what one publish sends; 0 on ranks of other replicas."""
         return self._source.manifest.num_bytes if self._source is not None else 0
 
-    def manifest(self) -> dict[str, Any]:
-        """What an engine needs to join and read this stage: one element of pa_connect's `stages`. JSON."""
+    def manifest(self) -> StageManifest:
+        """What an engine needs to join and read this stage."""
         assert self._source is not None, "only replica 0 publishes"
-        return {"name": self._name, "manifest": self._source.manifest.to_json()}
+        return StageManifest(self._name, self._source.manifest.to_json())
 
-    def connect(self, epoch: int, engine_workers: int, timeout_s: float | None = None) -> None:
-        """Form the group of this epoch with so many engine workers; ranks that do not send return at once, as does a leader
-        that is in it already.
+    def connect(self, members: PublishMembers, timeout_s: float | None = None) -> None:
+        """Form the group of this epoch; ranks that do not send return at once, as does a leader that is in it already.
 
-        Waits for them at most timeout_s, which should cover the engines' start; None takes the publisher's own. Raises
+        Waits for the workers at most timeout_s, which should cover the engines' start; None takes the publisher's own. Raises
         DeadlineExceeded with the missing workers.
         """
-        if not self.is_leader or epoch == self._epoch:
+        if not self.is_leader or members.epoch == self._epoch:
             return
         self.close()
-        self._engine_workers = engine_workers
-        name = transport.epoch_name(self._name, epoch)
+        self._engine_workers = members.workers
+        name = transport.epoch_name(self._name, members.epoch)
         self._abandonment = transport.Abandonment(*self._store, name)
         self._group = transport.join_group(
             *self._store,
             name,
             rank=0,
-            size=1 + engine_workers,
+            size=1 + members.workers,
             backend=self._backend,
+            device=self._device,
             timeout_s=self._timeout_s,
             describe=f"stage {self._stage} publishes to {self._workers}",
             members_timeout_s=timeout_s,
         )
-        self._epoch = epoch
+        self._epoch = members.epoch
 
-    def publish(self, version: int) -> PublishStats:
+    def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats:
         """Send all weights as `version`. Collective over the TP ranks of replica 0; other ranks return at once.
+
+        members: who receives; None: those of the last connect.
 
         Raises WeightSyncError on a leader that lost an engine or was told to give up, and DeadlineExceeded where that was not
         noticed in time; the group is dropped then, and the engines that are left hold no version.
@@ -148,17 +157,19 @@ class Publisher:
         if self._source is None:
             return PublishStats()
         start = time.perf_counter()
-        # peers that gather come after the wire, whose message names the engines
-        deadline = transport.Deadline(self._timeout_s + _GATHER_MARGIN_S)
+        # peers that gather come after the leader's join and its wire, whose messages name the engines
+        joining_s = self._timeout_s if members is not None else 0.0
+        deadline = transport.Deadline(joining_s + self._timeout_s + _GATHER_MARGIN_S)
+        wire_wait_s, digests = 0.0, Digests()
         if self.is_leader:
-            wire_wait_s = self._send(version, deadline)
+            wire_wait_s = self._send(version, members, digests, deadline)
         else:
-            wire_wait_s = 0.0
             for _ in self._source.buckets(deadline):
                 pass
         manifest = self._source.manifest
         sent = self.num_bytes if self.is_leader else 0
-        return PublishStats(time.perf_counter() - start, sent, len(manifest.buckets), wire_wait_s)
+        seconds = time.perf_counter() - start
+        return PublishStats(seconds, sent, len(manifest.buckets), wire_wait_s, digests.read())
 
     def close(self) -> None:
         """Leave the group."""
@@ -170,26 +181,37 @@ class Publisher:
     def _drop(self) -> None:
         """Forget a group that lost a member."""
         if self._group is not None:
-            transport.drop_group(self._group)
+            transport.drop_group(self._group, self._device)
         self._group, self._epoch = None, None
 
-    def _send(self, version: int, deadline: transport.Deadline) -> float:
-        """Broadcast header and buckets; returns the seconds spent waiting for the transport."""
+    def _send(
+        self, version: int, members: PublishMembers | None, digests: Digests, deadline: transport.Deadline
+    ) -> float:
+        """Join where members have changed, then broadcast header and buckets; returns the seconds of waiting for the wire."""
         assert self._source is not None
         buckets = self._source.buckets(deadline)
         try:
+            if members is not None:
+                self.connect(members)
             if self._group is None or self._abandonment is None:
                 raise transport.WeightSyncError(
                     f"stage {self._stage} has no connection to the engines; call connect() before publish()"
                 )
-            return self._broadcast(buckets, version, transport.Deadline(self._timeout_s, self._abandonment.reason))
-        except (transport.WeightSyncError, DeadlineExceeded):
+            wire = transport.Deadline(self._timeout_s, self._abandonment.reason)
+            return self._broadcast(buckets, version, digests, wire)
+        except (transport.WeightSyncError, DeadlineExceeded, RuntimeError):
             self._drop()
             for _ in buckets:  # the TP peers are somewhere in the gather of these and must come to its end
                 pass
             raise
 
-    def _broadcast(self, buckets: Iterator[torch.Tensor | None], version: int, deadline: transport.Deadline) -> float:
+    def _broadcast(
+        self,
+        buckets: Iterator[torch.Tensor | None],
+        version: int,
+        digests: Digests,
+        deadline: transport.Deadline,
+    ) -> float:
         assert self._source is not None
         plan = self._source.manifest.buckets
         header = torch.tensor([version, self._source.manifest.digest], dtype=torch.int64, device=self._device)
@@ -198,6 +220,7 @@ class Publisher:
         for index, buffer in enumerate(buckets):
             assert buffer is not None
             work = transport.broadcast(self._group, buffer)
+            digests.add(buffer)
             # Bucket i-1 must have left before the next step of the loop packs bucket i+1 into its buffer.
             waited += self._wait(on_the_wire, deadline, version, sending)
             on_the_wire, sending = work, f"bucket {index + 1} of {len(plan)} ({plan[index].summary})"

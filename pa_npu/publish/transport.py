@@ -1,4 +1,4 @@
-"""What both ends of a weight publish share: manifest, communication group, waits with a deadline. Imports torch only.
+"""The groups through which weights travel, and waits with a deadline, which both ends of a publish share. Imports torch only.
 
 One group per pipeline stage: rank 0 is the stage's tensor-parallel leader, ranks 1.. are the workers of all engines.
 Everything flows from rank 0 by broadcast. A publish is, in each stage's group and in this order on every rank:
@@ -6,22 +6,20 @@ Everything flows from rank 0 by broadcast. A publish is, in each stage's group a
     header       int64 [2]: weight version, digest of the manifest
     bucket 0..n  one flat tensor each; its segments, laid out one after another, are pieces of flattened HF tensors
 
-The manifest (sent beforehand, as JSON) says which segments a bucket has, so nothing but data crosses the wire.
+Keys under a group's own prefix in the store: `member/RANK` (it is about to join), `abandoned` (it is given up, and why), and those
+of pa_npu.publish.progress. What backends of collectives do differently is in pa_npu.publish.collectives.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import logging
-import math
 import os
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -30,186 +28,25 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from pa_npu.errors import DeadlineExceeded, PaNpuError
+from pa_npu.publish import collectives
+
+logger = logging.getLogger(__name__)
 
 # The pause between polls grows with the time waited, so that a short wait ends promptly and a long one costs nothing.
 _SHORTEST_POLL_S, _LONGEST_POLL_S, _POLL_SHARE = 0.0001, 0.005, 0.002
 _LONGEST_JOIN_POLL_S = 0.05
 _ABANDONED_POLL_S = 0.1
 _ABANDONED_CONNECT_S = 30.0
-_dropped: list[dist.ProcessGroup] = []
+_ABORT_S = 30.0
+_CPU = torch.device("cpu")
+# Groups that were dropped, and threads that never came back from making one: the end of the interpreter would wait for them.
+_left_behind: list[object] = []
 # The backend's own timeout comes after ours, whose message says more.
 _BACKEND_MARGIN_S = 15.0
 
 
 class WeightSyncError(PaNpuError):
     """Trainer and engine disagree about the weights to exchange, or their connection broke; the message names both."""
-
-
-def _count(value: Any) -> int:
-    """The value of a JSON number that counts something."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r:.40} is not a count")
-    return value
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Elements [start, start + size) of the flattened HF tensor `name`."""
-
-    name: str
-    start: int
-    size: int
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One broadcast: segments of one dtype (torch name without prefix, e.g. bfloat16), one after another."""
-
-    dtype: str
-    segments: tuple[Segment, ...]
-
-    @property
-    def num_elements(self) -> int:
-        return sum(segment.size for segment in self.segments)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_elements * self.torch_dtype.itemsize
-
-    @property
-    def summary(self) -> str:
-        """First and last tensor, for messages."""
-        first, last = self.segments[0].name, self.segments[-1].name
-        return first if first == last else f"{first} to {last}"
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What one stage sends: shapes of its HF tensors, and its buckets in order. `model`: sizes that engines compare."""
-
-    stage: int
-    model: dict[str, int]
-    shapes: dict[str, tuple[int, ...]]
-    buckets: tuple[Bucket, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(bucket.num_bytes for bucket in self.buckets)
-
-    @property
-    def digest(self) -> int:
-        text = json.dumps(self.to_json(), sort_keys=True).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "stage": self.stage,
-            "model": self.model,
-            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "buckets": [
-                [bucket.dtype, [[s.name, s.start, s.size] for s in bucket.segments]] for bucket in self.buckets
-            ],
-        }
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> Manifest:
-        """Raises WeightSyncError unless the segments of each tensor cover it exactly once."""
-        try:
-            manifest = cls(
-                stage=_count(raw["stage"]),
-                model={key: _count(value) for key, value in raw["model"].items()},
-                shapes={name: tuple(map(_count, shape)) for name, shape in raw["shapes"].items()},
-                buckets=tuple(
-                    Bucket(
-                        str(dtype),
-                        tuple(Segment(str(name), _count(start), _count(size)) for name, start, size in segments),
-                    )
-                    for dtype, segments in raw["buckets"]
-                ),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise WeightSyncError(
-                f"weight manifest is malformed ({error!r}); trainer and engine must run the same pa_npu"
-            ) from None
-        manifest._check()
-        return manifest
-
-    def _check(self) -> None:
-        covered: dict[str, list[tuple[int, int]]] = {name: [] for name in self.shapes}
-        for bucket in self.buckets:
-            if not all(segment.size for segment in bucket.segments) or not bucket.segments:
-                raise WeightSyncError(
-                    f"weight manifest of stage {self.stage}: a bucket or a segment of one is empty; trainer and engine must run "
-                    f"the same pa_npu"
-                )
-            if not isinstance(getattr(torch, bucket.dtype, None), torch.dtype):
-                raise WeightSyncError(
-                    f"weight manifest of stage {self.stage}: unknown dtype {bucket.dtype!r}; update torch in the engine"
-                )
-            for segment in bucket.segments:
-                covered.setdefault(segment.name, []).append((segment.start, segment.start + segment.size))
-        for name, ranges in covered.items():
-            end = 0
-            for start, stop in sorted(ranges):
-                if start != end:
-                    break
-                end = stop
-            if name not in self.shapes or end != math.prod(self.shapes[name]):
-                raise WeightSyncError(
-                    f"weight manifest of stage {self.stage}: the segments of {name} do not cover shape "
-                    f"{self.shapes.get(name)} exactly once"
-                )
-
-
-class Assembler:
-    """Puts a stage's HF tensors together from its buckets, which must come in order."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._open: dict[str, torch.Tensor] = {}
-        self._remaining: dict[str, int] = {}
-
-    def buffer(self, bucket: Bucket, device: torch.device) -> torch.Tensor:
-        """Memory to receive a bucket in. Where the bucket is one piece of a tensor, it is the tensor's own memory."""
-        segment = bucket.segments[0]
-        if len(bucket.segments) == 1 and segment.size < self._size(segment.name):
-            return self._place(segment, bucket.torch_dtype, device)
-        return torch.empty(bucket.num_elements, dtype=bucket.torch_dtype, device=device)
-
-    def take(self, bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that `buffer`, filled with `bucket`, completes.
-
-        One that came in one piece is a view of the buffer, which must not be reused while the tensor is needed.
-        """
-        offset = 0
-        for segment in bucket.segments:
-            data = buffer[offset : offset + segment.size]
-            offset += segment.size
-            name, shape = segment.name, self._manifest.shapes[segment.name]
-            if segment.size == self._size(name):
-                yield name, data.view(shape)
-                continue
-            place = self._place(segment, buffer.dtype, buffer.device)
-            if place.data_ptr() != data.data_ptr():
-                place.copy_(data)
-            self._remaining[name] -= segment.size
-            if self._remaining[name] == 0:
-                yield name, self._open.pop(name).view(shape)
-
-    def _place(self, segment: Segment, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Where a segment lies in its tensor, for which memory is made when the first comes."""
-        if segment.name not in self._open:
-            size = self._size(segment.name)
-            self._open[segment.name] = torch.empty(size, dtype=dtype, device=device)
-            self._remaining[segment.name] = size
-        return self._open[segment.name][segment.start : segment.start + segment.size]
-
-    def _size(self, name: str) -> int:
-        return math.prod(self._manifest.shapes[name])
 
 
 class Abandonment:
@@ -313,12 +150,15 @@ def join_group(
     timeout_s: float,
     describe: str,
     members_timeout_s: float | None = None,
+    device: torch.device = _CPU,
 ) -> dist.ProcessGroup:
     """Join the group `name` beside whatever default group this process has. A name serves once.
 
     `host:port` is any c10d TCPStore that all members reach; each uses a client of its own. Blocks until all members are
-    there, at most members_timeout_s (default timeout_s). timeout_s is that of one publish. Raises DeadlineExceeded with
-    the ranks that are missing, or WeightSyncError, also when the group is abandoned meanwhile.
+    there, at most members_timeout_s (default timeout_s), communicator included. timeout_s is that of one publish. device: of
+    the tensors that will be sent.
+
+    Raises DeadlineExceeded, with the ranks that are missing, or WeightSyncError, also when the group is abandoned meanwhile.
     """
     timeout = timedelta(seconds=timeout_s + _BACKEND_MARGIN_S)
     deadline = Deadline(members_timeout_s or timeout_s, Abandonment(host, port, name).reason)
@@ -327,11 +167,7 @@ def join_group(
             name, dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         )
         _wait_for_members(store, rank, size, deadline, describe)
-        # torch's public API makes groups only inside the default group; this helper makes one beside it
-        helper = c10d._new_process_group_helper
-        options = "backend_options" if "backend_options" in inspect.signature(helper).parameters else "pg_options"
-        arguments: dict[str, Any] = {"group_name": name, "timeout": timeout, options: None}
-        group, _ = helper(size, rank, [], dist.Backend(backend), store, **arguments)
+        group = _make_group(store, name, rank, size, backend, timeout, device, deadline, describe)
     except (RuntimeError, ValueError) as error:
         raise WeightSyncError(
             f"{describe}: could not join the group of {size} members through the store at {host}:{port} "
@@ -340,6 +176,84 @@ def join_group(
         ) from error
     c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
     return group
+
+
+def _make_group(
+    store: dist.Store,
+    name: str,
+    rank: int,
+    size: int,
+    backend: str,
+    timeout: timedelta,
+    device: torch.device,
+    deadline: Deadline,
+    describe: str,
+) -> dist.ProcessGroup:
+    """The group, its communicator included. Both are made in a thread: neither call can be told our deadline."""
+    rules = collectives.rules(backend)
+    # torch's public API makes groups only inside the default group; this helper makes one beside it
+    helper = c10d._new_process_group_helper
+    options = "backend_options" if "backend_options" in inspect.signature(helper).parameters else "pg_options"
+    arguments: dict[str, Any] = {"group_name": name, "timeout": timeout, options: None}
+    index = _device_index(device)
+    made: list[dist.ProcessGroup] = []
+    first: list[dist.Work] = []
+
+    def make() -> None:
+        if index is not None:  # which device is the current one is a thread's own
+            torch.accelerator.set_device_index(index)
+        with rules.making():
+            made.append(helper(size, rank, [], dist.Backend(backend), store, **arguments)[0])
+        if rules.lazy and size > 1:
+            first.append(made[0].broadcast(torch.zeros(1, device=device), 0))
+
+    what = f"{describe}: making the communicator of group {name} of {size} members"
+    remedy = "look at the logs of its members for one that died or cannot be reached, or raise publish.timeout_s"
+    try:
+        _within(make, deadline, what, remedy)
+        for work in first:
+            wait(work, deadline, what, remedy)
+    except (DeadlineExceeded, WeightSyncError):
+        for group in made:
+            drop_group(group, device, "its communicator could not be made")
+        raise
+    return made[0]
+
+
+def _within(call: Callable[[], None], deadline: Deadline, what: str, remedy: str) -> None:
+    """`call` in a thread, for calls that block as long as they like. The thread stays behind where it is given up.
+
+    Raises what it raises, and DeadlineExceeded and WeightSyncError as `wait`.
+    """
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # handed to the caller
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name=what, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(min(_LONGEST_JOIN_POLL_S, _SHORTEST_POLL_S + deadline.elapsed_s * 0.1))
+        if not thread.is_alive():
+            break
+        reason = deadline.given_up()
+        if reason or deadline.remaining_s <= 0:
+            _left_behind.append(thread)
+        if reason:
+            raise WeightSyncError(f"{what}: given up after {deadline.elapsed_s:.1f} s: {reason}")
+        if deadline.remaining_s <= 0:
+            raise DeadlineExceeded(f"{what}: not done within {deadline.seconds:g} s; {remedy}")
+    if failures:
+        raise failures[0]
+
+
+def _device_index(device: torch.device) -> int | None:
+    if device.type == "cpu":
+        return None
+    return device.index if device.index is not None else torch.accelerator.current_device_index()
 
 
 def _wait_for_members(store: dist.Store, rank: int, size: int, deadline: Deadline, describe: str) -> None:
@@ -367,15 +281,24 @@ def leave_group(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(group)
 
 
-def drop_group(group: dist.ProcessGroup) -> None:
-    """Stop using a group made by join_group in which a member is gone or hangs.
+def drop_group(group: dist.ProcessGroup, device: torch.device = _CPU, reason: str = "it lost a member") -> None:
+    """Stop using a group made by join_group in which a member is gone or hangs: end what is pending, where the backend can.
 
-    NCCL and HCCL are told to end what is pending. gloo cannot be, and its destructor waits for it, with Python's lock held,
-    until the group's timeout: so the object stays until the process ends, which run_and_exit is for.
+    Where it cannot, as gloo, the group's destructor would wait for it, with Python's lock held, until the group's timeout: so the
+    object stays until the process ends, which run_and_exit is for.
     """
-    if hasattr(group, "abort"):
-        group.abort()
-    _dropped.append(group)
+    _left_behind.append(group)
+    backend, _ = c10d._world.pg_map.get(group, ("gloo", None))
+    what = f"ending what is pending in a group of {backend} that was given up"
+    try:
+        _within(
+            lambda: collectives.rules(backend).abort(group, device, reason),
+            Deadline(_ABORT_S),
+            what,
+            "it stays as it is",
+        )
+    except (DeadlineExceeded, RuntimeError) as error:
+        logger.warning("%s failed, and it may end this process later: %s", what, _reason(error))
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
@@ -383,11 +306,11 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
     except Exception:
-        if not _dropped:
+        if not _left_behind:
             raise
         traceback.print_exc()
         code = 1
-    if _dropped:
+    if _left_behind:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -398,4 +321,9 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
 def broadcast(group: dist.ProcessGroup | None, tensor: torch.Tensor, root: int = 0) -> dist.Work:
     """Start a broadcast from the member `root` of the group."""
     assert group is not None
-    return group.broadcast(tensor, root)
+    try:
+        return group.broadcast(tensor, root)
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"a broadcast could not be started ({_reason(error)}); look at the members' logs"
+        ) from error

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pa_npu.backends.protocol import TrainBackend
+from pa_npu.backends.protocol import Ranks, TrainBackend
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
-from pa_npu.publish.late_engines import LateEngines
+from pa_npu.publish.late_engines import LateEngines, Place
+from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.publish.publisher import Publisher, WeightSource
 from pa_npu.publish.sizing import auto_bucket_bytes
 from pa_npu.samples.iterator import MicrobatchIterator
@@ -61,14 +62,21 @@ def assemble_rank(
     if weights is not None and late_weights is not None:
         publisher = make_publisher(config, platform, store, backend, weights)
         late_publisher = make_publisher(config, platform, store, backend, late_weights)
-        late = LateEngines(late_publisher, channel, backend.gate, platform, rank, config.publish.timeout_s)
+        place = late_place(backend.ranks)
+        late = LateEngines(late_publisher, channel, backend.gate, platform, place, config.publish.timeout_s)
         if publisher.is_leader:
             stage = backend.ranks.pipeline_rank
-            channel.put_json(f"late/manifest/{stage}", late_publisher.manifest())
-            channel.put_json(f"publish/manifest/{stage}", publisher.manifest())
+            LATE_MANIFEST.put(channel, late_publisher.manifest(), stage=stage)
+            MANIFEST.put(channel, publisher.manifest(), stage=stage)
         backend.attach(publisher)
     border = Border(config, backend, channel, timeline, rank)
     return RankParts(backend, border, rollout_source(config, channel, backend, timeline), publisher, late)
+
+
+def late_place(ranks: Ranks) -> Place:
+    """Of a rank of replica 0. Tensor parallel varies fastest."""
+    peers = range(ranks.tensor_leader_rank, ranks.tensor_leader_rank + ranks.tensor_size)
+    return Place(ranks.rank, ranks.pipeline_rank, peers)
 
 
 def make_publisher(
@@ -120,6 +128,7 @@ def rollout_source(
             device=backend.device,
             tensor_group=backend.tensor_group,
             timeline=timeline,
+            border=backend.gate.border,
         )
 
     return microbatches

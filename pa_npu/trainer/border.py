@@ -1,33 +1,20 @@
-"""The iteration border as a trainer rank sees it: announce, publish, wait for the engines, check the probe.
-
-Protocol with the coordinator, through the store (version v, keys under publish/v; n counts the attempts from 0):
-  1. rank 0 puts `ready` with the report of iteration v - 1; the coordinator checks that nothing is in flight;
-  2. the coordinator puts `n/members`: the epoch of the groups, and how many engine workers are in them;
-  3. engines receive while the stage leaders broadcast (backend.publish); a leader that loses one puts `n/broken`;
-  4. the coordinator drops the engines' prefix caches, samples the probe, and puts `n/verdict`: done, or once more from 2 with the
-     engines that are left;
-  5. every rank compares the probe's log-probs with its own and stops beyond publish.probe_tolerance (invariant I5).
-"""
+"""The iteration border as a trainer rank sees it: publish (pa_npu.publish), compare the probe (I5), know the data's position."""
 
 from __future__ import annotations
 
-import logging
-import time
-from itertools import count
 from typing import Any
 
 import numpy as np
 
-from pa_npu.backends.protocol import Members, TrainBackend
+from pa_npu.backends.protocol import TrainBackend
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
-from pa_npu.errors import DeadlineExceeded, InvariantViolation
-from pa_npu.publish.transport import WeightSyncError
+from pa_npu.errors import InvariantViolation
+from pa_npu.publish.messages import Probe
+from pa_npu.publish.trainer_side import TrainerPublish
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.types import Group
 from pa_npu.telemetry.timeline import Timeline
-
-logger = logging.getLogger(__name__)
 
 
 class Border:
@@ -38,43 +25,17 @@ class Border:
         self._backend = backend
         self._channel = channel
         self._timeline = timeline
-        self._rank = rank
+        stage = backend.ranks.pipeline_rank if backend.ranks.is_stage_leader else None
+        self._publish = TrainerPublish(channel, backend.publish, rank, stage, config.border_timeout_s, timeline)
 
     def cross(self, version: int, report: dict[str, float] | None) -> dict[str, float]:
         """Publish `version` and hand over the report of the iteration before; returns numbers for the next report."""
-        if self._rank == 0:
-            self._channel.put_json(f"publish/{version}/ready", {"version": version, "report": report})
-        start, publish_s = time.perf_counter(), 0.0
-        for attempt in count():
-            key = f"publish/{version}/{attempt}"
-            members = Members(**self._wait(f"{key}/members", f"engines that can load weight version {version}"))
-            with self._timeline.span("publish", version=version):
-                publish_s += self._publish(version, members, f"{key}/broken")
-            verdict = self._wait(f"{key}/verdict", f"the engines to load weight version {version}")
-            if verdict["done"]:
-                break
-            logger.warning("weight version %d is published again: %s", version, verdict["reason"])
-        numbers = {"border_wait_s": time.perf_counter() - start - publish_s}
-        logger.info("published version %d in %.2f s", version, publish_s)
-        if verdict.get("probe") is None:
+        published = self._publish.publish(version, report)
+        numbers = {"border_wait_s": published.wait_s}
+        if published.probe is None:
             return numbers
         with self._timeline.span("probe", version=version):
-            return numbers | self._check_probe(version, probe_microbatches(verdict["probe"], version, self._config))
-
-    def _publish(self, version: int, members: Members, broken_key: str) -> float:
-        """This rank's seconds of an attempt; that it failed on a leader is for the coordinator to judge."""
-        start = time.perf_counter()
-        try:
-            self._backend.publish(version, members)
-        except (WeightSyncError, DeadlineExceeded) as error:
-            logger.warning("%s", error)
-            self._channel.put_json(broken_key, str(error))
-        return time.perf_counter() - start
-
-    def _wait(self, key: str, what: str) -> dict[str, Any]:
-        with self._timeline.span("wait for engines"):
-            value: dict[str, Any] = self._channel.wait_json(key, self._config.border_timeout_s, what)
-        return value
+            return numbers | self._check_probe(version, probe_microbatches(published.probe, version, self._config))
 
     def data_position(self, version: int) -> dict[str, Any]:
         """PromptStream.state() of the coordinator before iteration `version`: where a resumed run goes on."""
@@ -96,18 +57,18 @@ class Border:
         return {"probe_diff_max": result.difference_max, "probe_diff_mean": result.difference_mean}
 
 
-def probe_microbatches(probe: dict[str, Any], version: int, config: Config) -> list[Microbatch]:
+def probe_microbatches(probe: Probe, version: int, config: Config) -> list[Microbatch]:
     """One microbatch with the probe's prompt and one response per engine, in the packing that training uses."""
-    responses = probe["responses"]
+    responses = probe.responses
     group = Group.of_responses(
         iteration=version,
         version=version,
         index=0,
         prompt_id=0,
-        prompt_tokens=np.asarray(probe["prompt_tokens"], np.int32),
-        response_tokens=np.concatenate([np.asarray(r["tokens"], np.int32) for r in responses]),
-        response_lengths=np.asarray([len(r["tokens"]) for r in responses], np.int32),
-        logprobs=np.concatenate([np.asarray(r["logprobs"], np.float32) for r in responses]),
+        prompt_tokens=np.asarray(probe.prompt_tokens, np.int32),
+        response_tokens=np.concatenate([np.asarray(r.tokens, np.int32) for r in responses]),
+        response_lengths=np.asarray([len(r.tokens) for r in responses], np.int32),
+        logprobs=np.concatenate([np.asarray(r.logprobs, np.float32) for r in responses]),
         rewards=np.zeros(len(responses), np.float32),
         advantages=np.zeros(len(responses), np.float32),
         finished=np.zeros(len(responses), np.uint8),

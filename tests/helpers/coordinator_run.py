@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -22,10 +23,14 @@ from pa_npu.config import Config, dump_config
 from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
+from pa_npu.control.typed import Topic
 from pa_npu.errors import DeadlineExceeded
+from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, MEMBERS, READY, VERDICT, StageManifest, TrainersReady
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.samples.types import Group
 from tests.helpers.stand_in_engine import API_KEY, Served
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS, RESPONSES, REPLICAS = 12, 4, 2
@@ -120,16 +125,21 @@ class Run:
         )
 
     def announce(self, version: int, report: dict[str, float] | None) -> None:
-        self.channel.put_json(f"publish/{version}/ready", {"version": version, "report": report})
+        READY.put(self.channel, TrainersReady(version, report), version=version)
 
     def announce_weights(self) -> None:
-        for kind in ("publish", "late"):
-            self.channel.put_json(f"{kind}/manifest/0", {"name": f"{kind}-0", "manifest": {}})
+        for kind, topic in (("publish", MANIFEST), ("late", LATE_MANIFEST)):
+            topic.put(self.channel, StageManifest(f"{kind}-0", {}), stage=0)
 
     def published(self, version: int, attempt: int = 0) -> dict[str, Any]:
         """Members and verdict of an attempt."""
-        members = json.loads(self._wait(f"publish/{version}/{attempt}/members"))
-        return members | json.loads(self._wait(f"publish/{version}/{attempt}/verdict"))
+        place = {"version": version, "attempt": attempt}
+        return asdict(self.message(MEMBERS, **place)) | asdict(self.message(VERDICT, **place))
+
+    def message(self, topic: Topic[T], **place: int) -> T:
+        """What the coordinator puts there; fails with its output when it ends without."""
+        self._wait(topic.at(**place))
+        return topic.get(self.channel, **place)
 
     def _wait(self, key: str) -> bytes:
         """The value of a key that the coordinator puts; fails with its output when it ends without."""

@@ -47,6 +47,7 @@ def main(job_file: str) -> None:
     from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
     from pa_npu.backends.megatron.weights.hf_directory import export_hf
     from pa_npu.families.spec import ModelSpec
+    from pa_npu.publish.messages import PublishMembers
     from pa_npu.publish.publisher import Publisher
     from tests.helpers.megatron import (
         PLATFORM,
@@ -78,8 +79,8 @@ def main(job_file: str) -> None:
     ) as publisher:
         if job["workers"]:
             if ranks.is_stage_leader:
-                store.set(f"manifest/{ranks.pipeline_rank}", json.dumps(publisher.manifest()))
-            publisher.connect(0, job["workers"], 240.0)
+                store.set(f"manifest/{ranks.pipeline_rank}", json.dumps(publisher.manifest().to_json()))
+            publisher.connect(PublishMembers(0, job["workers"]), 240.0)
         for version, model in enumerate(models):
             load_hf(stage.policy, ModelSpec.read(str(model)))
             if not job["workers"]:

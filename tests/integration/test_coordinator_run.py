@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,16 @@ import pytest
 import torch.distributed as dist
 
 from pa_npu.engines.stand_in import Speed
+from pa_npu.publish.messages import (
+    BROKEN,
+    LATE_ANSWER,
+    LATE_DECISION,
+    LATE_REQUEST,
+    MEMBERS,
+    LateAnswer,
+    LateRequest,
+    PublishBroken,
+)
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Group
 from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, WAIT_S, Run
@@ -148,10 +157,10 @@ def test_the_only_engines_successor_gets_the_iterations_weights_before_it_serves
         successor = engines[0].start_again(Speed(stride=4))
         try:
             run.roster.renew(0, 1)
-            assert json.loads(run._wait("late/0")) == {"version": 0, "workers": 1}
+            assert run.message(LATE_REQUEST, number=0) == LateRequest(version=0, workers=1)
             assert not successor.engine.requests, "it holds no weights yet"
-            run.channel.put_json("late/0/answer/0", True)
-            assert json.loads(run._wait("late/0/go"))
+            LATE_ANSWER.put(run.channel, LateAnswer(True), number=0, rank=0)
+            assert run.message(LATE_DECISION, number=0).go
             assert contents(run.consume(0)) == undisturbed
             calls = [(name, args) for name, args in successor.engine.calls if name != "pa_version"]
             assert [name for name, _ in calls] == ["pa_connect", "pa_receive", "reset_prefix_cache"]
@@ -241,8 +250,8 @@ def test_a_publish_that_the_trainers_cannot_complete_is_made_again(tmp_path, run
         engines[0].engine.receive_s = 3600.0  # as if its worker had died inside the load
         run.announce_weights()
         run.announce(0, None)
-        run._wait("publish/0/0/members")
-        run.channel.put_json("publish/0/0/broken", "the connection broke")
+        run.message(MEMBERS, version=0, attempt=0)
+        BROKEN.put(run.channel, PublishBroken("the connection broke"), version=0, attempt=0)
         engines[0].engine.receive_s = 0.0
         first, second = run.published(0, 0), run.published(0, 1)
         assert not first["done"] and "the connection broke" in first["reason"]

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
+from pa_npu.publish.messages import LATE_DECISION, MANIFEST, READY, VERDICT
 from tests.helpers.launched import Launched, settings
 
 pytestmark = [
@@ -76,7 +77,7 @@ class Watched:
         found: list[int] = []
 
         def reached() -> bool:
-            version = next((v for v in range(ITERATIONS, -1, -1) if self._there(f"publish/{v}/ready")), None)
+            version = next((v for v in range(ITERATIONS, -1, -1) if self._there(READY.at(version=v))), None)
             if version is None:
                 return False
             published, produced = self._published(version), self._there(f"data/position/{version + 1}")
@@ -95,18 +96,20 @@ class Watched:
     def wait_for_recovery(self, kind: str, attempt: int, progress: int) -> None:
         """After a kill: an engine holds weights again, or another attempt has begun."""
         if kind in WORKERS:
-            self._until(lambda: self.attempt > attempt and self._there("publish/manifest/0"), f"recovery from {kind}")
+            self._until(lambda: self.attempt > attempt and self._there(MANIFEST.at(stage=0)), f"recovery from {kind}")
         elif kind != "reward worker":  # which is missed by its pool alone
             self._until(lambda: self.progress() > progress, f"recovery from {kind}")
 
     def progress(self) -> int:
         """Completed publishes and late deliveries of this attempt."""
-        late = next(n for n in range(100) if not self._there(f"late/{n}/go"))
+        late = next(n for n in range(100) if not self._there(LATE_DECISION.at(number=n)))
         return late + sum(self._published(version) for version in range(ITERATIONS + 1))
 
     def _published(self, version: int) -> bool:
-        keys = [f"publish/{version}/{attempt}/verdict" for attempt in range(4)]
-        return any(self._channel.get_json(key)["done"] for key in keys if self._there(key))
+        places = ({"version": version, "attempt": attempt} for attempt in range(4))
+        return any(
+            VERDICT.get(self._channel, **place).done for place in places if VERDICT.exists(self._channel, **place)
+        )
 
     def _there(self, key: str) -> bool:
         return self._channel.exists(key)

@@ -57,6 +57,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
     from pa_npu.control.channel import StoreChannel, connect
     from pa_npu.families.spec import ModelSpec
+    from pa_npu.publish.messages import PublishMembers
     from pa_npu.publish.publisher import Publisher
     from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
@@ -111,8 +112,8 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
             device=device,
         ) as publisher:
             if ranks.is_stage_leader:
-                store.set("manifest", json.dumps(publisher.manifest()))
-            publisher.connect(EPOCH, engine_workers, 60)
+                store.set("manifest", json.dumps(publisher.manifest().to_json()))
+            publisher.connect(PublishMembers(EPOCH, engine_workers), 60)
             publisher.publish(ITERATIONS)
     shutdown_parallel()
     return {"logprobs": logprobs, "reports": reports, "reads": channel.num_reads, "automatic_bucket_bytes": automatic}

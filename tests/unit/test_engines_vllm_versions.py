@@ -20,7 +20,8 @@ from pa_npu.engines.vllm.versions import VERSIONS, engine_version, environment, 
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.placement import place
 from pa_npu.launcher.process import commands
-from pa_npu.publish.coordinator_side import Connection, EnginePublish
+from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish
+from pa_npu.publish.messages import StageManifest
 from tests.unit.test_engines_vllm_command import CPU, ROWS, SPEC, Device, config, option
 
 ASCEND = [row for row in VERSIONS if row.device == "npu"]
@@ -191,9 +192,9 @@ async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow
     ] * 2
 
     engines = [RecordingEngine("a"), RecordingEngine("b")]
-    connection = Connection(("127.0.0.1", 1), "hccl", [{"name": "stage"}], [{"name": "late"}])
+    connection = Connection(("127.0.0.1", 1), "hccl", [StageManifest("stage", {})], [StageManifest("late", {})])
     fleet = SimpleNamespace(deliver_late=None)
-    publish = EnginePublish(chosen, fleet, EnginePool(), None, connection, Sampling(8, 1.0))  # type: ignore[arg-type]
+    publish = CoordinatorPublish(chosen, fleet, EnginePool(), None, connection, Sampling(8, 1.0))  # type: ignore[arg-type]
     for number, recording in enumerate(engines):
         await publish._connect(recording, number, len(engines), connection.stages, 0)  # type: ignore[arg-type]
     # rank 0 is the trainers' leader; each of the two engines has two workers

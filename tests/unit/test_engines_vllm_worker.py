@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
-from pa_npu.engines.vllm import worker as receiver
+from pa_npu.engines.vllm import worker as extension
 from pa_npu.publish import transport
+from pa_npu.publish.manifest import Assembler
+from pa_npu.publish.receiver import Message, Receiver
 from tests.helpers.weights import Stage, make_checkpoint
 
 
@@ -37,23 +39,23 @@ class FakeModel(torch.nn.Module):
         return set(self.weights)
 
 
-class FakeReceiver(receiver.Receiver):
+class FakeReceiver(Receiver):
     """Gets its buckets from a stage in the same process."""
 
     def __init__(self, tensors: StageTensors, fail: Exception | None = None) -> None:
         super().__init__([tensors.manifest], [], 1, torch.device("cpu"), 5.0)
         self.tensors, self.fail = tensors, fail
 
-    def _messages(self, version: int, deadline: transport.Deadline) -> Iterator[receiver.Message]:
+    def _messages(self, version: int, deadline: transport.Deadline) -> Iterator[Message]:
         manifest = self.tensors.manifest
-        assembler = transport.Assembler(manifest)
+        assembler = Assembler(manifest)
         header = torch.tensor([version, manifest.digest])
-        yield receiver.Message(manifest, assembler, None, header, "header")
+        yield Message(manifest, assembler, None, header, "header")
         for index, (bucket, buffer) in enumerate(zip(manifest.buckets, self.tensors.buckets(deadline), strict=True)):
             if self.fail and index == 3:
                 raise self.fail
             assert buffer is not None
-            yield receiver.Message(manifest, assembler, bucket, buffer.clone(), "bucket")
+            yield Message(manifest, assembler, bucket, buffer.clone(), "bucket")
 
 
 @pytest.fixture
@@ -62,12 +64,12 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     def reloading(worker: Any) -> Iterator[Any]:
         yield worker.model
 
-    monkeypatch.setattr(receiver, "_reloading", reloading)
+    monkeypatch.setattr(extension, "_reloading", reloading)
 
     def make(tied: bool = False, fail: Exception | None = None, extra: frozenset[str] = frozenset()) -> Any:
         spec = make_checkpoint(tmp_path, "qwen2", tied=tied)
         tensors = StageTensors(Stage().load(spec, 0), spec, Position(), 4096)
-        worker: Any = receiver.WorkerExtension()
+        worker: Any = extension.WorkerExtension()
         worker.model = FakeModel(set(tensors.manifest.shapes) | extra)
         worker._pa_receiver = FakeReceiver(tensors, fail)
         return worker
@@ -79,6 +81,7 @@ def test_version_is_stamped_after_a_complete_receive(make_worker: Callable[..., 
     worker = make_worker()
     assert worker.pa_version() == {"version": None}
     result = worker.pa_receive(4)
+    assert result["digests"] == list(worker._pa_receiver.digests) and len(result["digests"][0].split()) > 3
     assert result["version"] == 4 and result["bytes"] == sum(t.nbytes for t in worker.model.weights.values())
     assert worker.pa_version() == {"version": 4}
 
@@ -113,7 +116,7 @@ def test_tied_head_that_the_engine_holds_apart_gets_the_embedding(make_worker: C
 
 
 def test_calls_without_a_connection_say_what_to_do() -> None:
-    worker = receiver.WorkerExtension()
+    worker = extension.WorkerExtension()
     assert worker.pa_close() == {}
     with pytest.raises(transport.WeightSyncError, match="call pa_connect before pa_receive"):
         worker.pa_receive(0)
@@ -152,7 +155,7 @@ def test_layerwise_reload_is_always_finished(fails: bool, monkeypatch: pytest.Mo
         device=torch.device("meta"),
     )
     try:
-        with receiver._reloading(worker) as model:
+        with extension._reloading(worker) as model:
             note(f"load {model}")
             if fails:
                 raise RuntimeError("broken")
@@ -171,7 +174,7 @@ def test_sampler_that_was_built_without_the_logprobs_mode_is_given_it() -> None:
     worker = SimpleNamespace(
         model_config=SimpleNamespace(logprobs_mode="processed_logprobs"), model_runner=SimpleNamespace(sampler=sampler)
     )
-    receiver.take_logprobs_mode(worker)
+    extension.take_logprobs_mode(worker)
     assert sampler.logprobs_mode == sampler.topk_topp_sampler.logprobs_mode == "processed_logprobs"
 
 
@@ -179,7 +182,7 @@ def test_sampler_without_a_logprobs_mode_is_left_as_it_is() -> None:
     sampler = SimpleNamespace()
     config = SimpleNamespace(logprobs_mode="processed_logprobs")
     for runner in (SimpleNamespace(sampler=sampler), SimpleNamespace()):  # the last rank of a pipeline alone has one
-        receiver.take_logprobs_mode(SimpleNamespace(model_config=config, model_runner=runner))
+        extension.take_logprobs_mode(SimpleNamespace(model_config=config, model_runner=runner))
     assert vars(sampler) == {}
 
 
@@ -195,6 +198,8 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert lines[0] == "[]"
-    rooms = (".engines", ".engines.vllm", ".engines.vllm.worker", ".publish", ".publish.progress", ".publish.transport")
+    rooms = (".engines", ".engines.vllm", ".engines.vllm.worker", ".publish")
+    parts = ("collectives", "digest", "manifest", "progress", "receiver", "transport")
+    rooms = (*rooms, *(f".publish.{part}" for part in parts))
     modules = {f"pa_npu{name}" for name in ("", ".errors", *rooms)}
     assert set(json.loads(lines[1])) == modules

@@ -26,7 +26,8 @@ from pa_npu.data.prompts import load_prompts
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.engines.vllm.codec import decode_object, decode_response
 from pa_npu.errors import DataError
-from pa_npu.publish.transport import Manifest, WeightSyncError
+from pa_npu.publish.manifest import Manifest
+from pa_npu.publish.transport import WeightSyncError
 from pa_npu.samples.types import GroupFormatError
 from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.telemetry.metrics import MetricsWriter, read_evaluations, read_records

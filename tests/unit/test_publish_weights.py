@@ -19,11 +19,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
-from pa_npu.engines.vllm.worker import Receiver, check_model
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish import progress, transport
+from pa_npu.publish.manifest import Assembler, Manifest
+from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher, PublishStats
+from pa_npu.publish.receiver import Receiver, check_model
 from tests.helpers.weights import FAMILIES, Stage, gloo_group, make_checkpoint, run_threads
 
 # the backend's own timeout comes after ours, as in join_group, and soon enough for a group that goes with its test
@@ -70,17 +72,17 @@ class World:
         """Join trainers and engine workers; returns one Receiver per worker."""
         leaders = [p for p in publishers if p.is_leader]
         announced = [p.manifest() for p in leaders]
-        manifests = [transport.Manifest.from_json(entry["manifest"]) for entry in announced]
+        manifests = [Manifest.from_json(entry.manifest) for entry in announced]
         size = 1 + self.workers
 
         def join(rank: int) -> Receiver:
-            names = [transport.epoch_name(entry["name"], epoch) for entry in announced]
+            names = [transport.epoch_name(entry.name, epoch) for entry in announced]
             groups = [gloo_group(self.store, name, rank, size, timeout_s) for name in names]
             abandonments = [transport.Abandonment("127.0.0.1", self.server.port, name) for name in names]
             return Receiver(manifests, groups, rank, torch.device("cpu"), timeout_s, abandonments)
 
         results: list[Any] = run_threads(
-            *(lambda p=p: p.connect(epoch, self.workers) for p in leaders),
+            *(lambda p=p: p.connect(PublishMembers(epoch, self.workers)) for p in leaders),
             *(lambda r=r: join(r) for r in range(1, size)),
         )
         errors = [r for r in results if isinstance(r, Exception)]
@@ -161,7 +163,7 @@ def test_weights_travel_in_the_parameters_type(tmp_path: Path, monkeypatch: pyte
 def test_buckets_cover_every_tensor_once_and_stay_small(bucket_bytes: int, tp_size: int, tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False, vocab=61)
     manifest = StageTensors(Stage(tp_size).build(spec), spec, Position(0, tp_size), bucket_bytes).manifest
-    assert transport.Manifest.from_json(manifest.to_json()) == manifest
+    assert Manifest.from_json(manifest.to_json()) == manifest
     hf = load_file(tmp_path / "model.safetensors")
     assert manifest.shapes == {
         name: tuple(tensor.shape) for name, tensor in sorted(hf.items(), key=lambda i: [*manifest.shapes].index(i[0]))
@@ -185,7 +187,7 @@ def test_two_types_in_one_stage_go_in_buckets_of_their_own(tmp_path: Path) -> No
     tensors = StageTensors(module, spec, Position(), 2**20)
     buckets = [bucket.clone() for bucket in tensors.buckets(transport.Deadline(5)) if bucket is not None]
     hf = load_file(tmp_path / "model.safetensors")
-    assembler = transport.Assembler(tensors.manifest)
+    assembler = Assembler(tensors.manifest)
     found = [
         item
         for bucket, buffer in zip(tensors.manifest.buckets, buckets, strict=True)
@@ -213,16 +215,16 @@ def test_manifest_that_does_not_cover_its_tensors_is_refused(break_it: str, tmp_
     else:
         del raw["shapes"]
     with pytest.raises(transport.WeightSyncError, match=r"do not cover|unknown dtype|malformed"):
-        transport.Manifest.from_json(raw)
+        Manifest.from_json(raw)
 
 
 def test_only_the_tp_leader_of_the_first_replica_speaks(tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     other_replica = publisher(Stage().load(spec, 0), spec, Position(replica=1))
-    other_replica.connect(0, 1)
+    other_replica.connect(PublishMembers(0, 1))
     assert other_replica.publish(3) == PublishStats() and not other_replica.is_leader
     peer = publisher(Stage(2).load(spec, 1), spec, Position(1, 2))
-    peer.connect(0, 1)
+    peer.connect(PublishMembers(0, 1))
     assert not peer.is_leader
     leader = publisher(Stage().load(spec, 0), spec, Position())
     with pytest.raises(transport.WeightSyncError, match=r"call connect\(\) before publish\(\)"):
@@ -251,10 +253,10 @@ def test_the_next_bucket_is_ready_before_the_one_on_the_wire_has_left(
     monkeypatch.setattr(transport, "join_group", lambda *_, **__: object())
     monkeypatch.setattr(transport, "leave_group", lambda group: None)
     with publisher(Stage().load(spec, 0), spec, Position(), timeout_s=5.0) as sender:
-        total = 1 + len(sender.manifest()["manifest"]["buckets"])
+        total = 1 + len(sender.manifest().manifest["buckets"])
         posted: list[LateWork] = []
         monkeypatch.setattr(transport, "broadcast", lambda group, tensor: LateWork(posted, total))
-        sender.connect(0, 1)
+        sender.connect(PublishMembers(0, 1))
         assert sender.publish(0).buckets == len(posted) - 1 == total - 1 > 3
 
 
@@ -392,7 +394,7 @@ def test_a_publish_that_is_given_up_ends_on_both_sides_and_leaves_the_tp_peers_r
     world = World(monkeypatch, spec, tp_size=2, workers=2)
     publishers = world.publishers(timeout_s=30.0)
     receivers = world.connect(publishers)
-    name = publishers[0].manifest()["name"]
+    name = publishers[0].manifest().name
 
     def give_up() -> None:
         time.sleep(0.3)

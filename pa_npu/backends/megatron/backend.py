@@ -27,13 +27,15 @@ from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.backends.megatron.statistics import IterationTotals, MetricSums, mean_over_world
 from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
 from pa_npu.backends.megatron.weights.hf_directory import export_hf
-from pa_npu.backends.protocol import Members, MicrobatchSource, ProbeResult, Ranks
+from pa_npu.backends.protocol import MicrobatchSource, ProbeResult, Ranks
 from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
-from pa_npu.publish.late_engines import VersionGate
-from pa_npu.publish.publisher import Publisher
+from pa_npu.publish.digest import digest_of
+from pa_npu.publish.messages import PublishMembers
+from pa_npu.publish.publisher import Publisher, PublishStats
+from pa_npu.publish.version_gate import VersionGate
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.timeline import Timeline
 
@@ -137,7 +139,7 @@ class MegatronBackend:
         totals = self._totals.over_replicas(self._device)
         return ProbeResult(largest, sums["logprob_diff"] / max(1, totals.tokens_response))
 
-    def publish(self, version: int, members: Members | None = None) -> None:
+    def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
         self._gate.close()
         self._policy_version = version
         if "old" in self._stage.frozen:
@@ -147,9 +149,12 @@ class MegatronBackend:
             self._stage.copy_policy_to("reference")
             self._reference_version = version
         self._gate.open(version)
-        if self._publisher is not None and members is not None:
-            self._publisher.connect(members.epoch, members.workers)
-            self._publisher.publish(version)
+        if self._publisher is None or members is None:
+            return None
+        stats = self._publisher.publish(version, members)
+        if not self._publisher.is_leader:
+            return stats
+        return replace(stats, policy=digest_of(self._stage.policy.parameters()))
 
     def plan_save(self, directory: Path) -> PlannedShards:
         return self._contents.plan(directory, self._reference_version)

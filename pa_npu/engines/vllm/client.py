@@ -91,7 +91,8 @@ class VllmEngine:
             raise EngineError(
                 f"engine {self.name}: its workers say that they hold weight versions {list(versions)!r:.200}"
             )
-        return LoadedWeights(versions)
+        digests = tuple(tuple(map(str, result.get("digests") or ())) for result in results)
+        return LoadedWeights(versions, digests if any(digests) else ())
 
     async def _on_workers(self, method: str, args: Sequence[Any], deadline_s: float) -> list[dict[str, Any]]:
         """The results of a method of the worker extension, in rank order.

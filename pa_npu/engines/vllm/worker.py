@@ -15,21 +15,14 @@ reset the prefix cache after it, which still holds keys and values of the old we
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from pa_npu.publish import transport
-from pa_npu.publish.progress import Progress
-
-# Broadcasts posted ahead of the one being loaded, so that the wire does not wait for the loader.
-_AHEAD = 2
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+from pa_npu.publish.receiver import EMBEDDING, HEAD, Receiver
+from pa_npu.publish.transport import WeightSyncError
 
 
 class WorkerExtension:
@@ -48,27 +41,19 @@ class WorkerExtension:
         """Join the groups of `stages` (from Publisher.manifest) as rank_offset + own worker rank."""
         self.pa_close()
         worker: Any = self
-        rank = int(rank_offset) + int(worker.rank)
-        manifests = [transport.Manifest.from_json(stage["manifest"]) for stage in stages]
-        check_model(manifests, worker.model_config.hf_config.get_text_config())
         take_logprobs_mode(worker)
-        groups = [
-            transport.join_group(
-                host,
-                int(port),
-                stage["name"],
-                rank=rank,
-                size=int(world_size),
-                backend=backend,
-                timeout_s=float(timeout_s),
-                describe=f"engine worker {rank} receives from trainer stage {manifest.stage}",
-            )
-            for stage, manifest in zip(stages, manifests, strict=True)
-        ]
-        abandonments = [transport.Abandonment(host, int(port), stage["name"]) for stage in stages]
-        device = torch.device(worker.device)
-        self._pa_receiver = Receiver(manifests, groups, rank, device, float(timeout_s), abandonments)
-        return {"rank": rank, "stages": len(groups)}
+        rank = int(rank_offset) + int(worker.rank)
+        self._pa_receiver = Receiver.join(
+            (host, int(port)),
+            stages,
+            rank=rank,
+            world_size=int(world_size),
+            backend=backend,
+            device=torch.device(worker.device),
+            timeout_s=float(timeout_s),
+            model=worker.model_config.hf_config.get_text_config(),
+        )
+        return {"rank": rank, "stages": len(stages)}
 
     def pa_receive(self, version: int) -> dict[str, Any]:
         """Load weight version `version`. On any error the version is unset; connect and receive again."""
@@ -79,12 +64,12 @@ class WorkerExtension:
         with _reloading(worker) as model, torch.no_grad():
             wanted = {name for name, _ in model.named_parameters()}
             weights = receiver.receive(int(version))
-            if receiver.is_tied and _HEAD in wanted:
+            if receiver.is_tied and HEAD in wanted:
                 weights = with_tied_head(weights)
             loaded: set[str] | None = model.load_weights(weights)
             missing = sorted(wanted - loaded) if loaded is not None else []
         if missing:
-            raise transport.WeightSyncError(
+            raise WeightSyncError(
                 f"weight version {version}: the trainer sent no weights for {len(missing)} parameter(s) of the engine, "
                 "the first is "
                 f"{missing[0]!r}; engine and trainer must be given the same model directory"
@@ -92,7 +77,12 @@ class WorkerExtension:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self._pa_version = int(version)
-        return {"version": int(version), "bytes": receiver.num_bytes, "seconds": time.perf_counter() - start}
+        return {
+            "version": int(version),
+            "bytes": receiver.num_bytes,
+            "seconds": time.perf_counter() - start,
+            "digests": list(receiver.digests),
+        }
 
     def pa_version(self) -> dict[str, Any]:
         """{"version": None} also means: do not generate."""
@@ -108,118 +98,8 @@ class WorkerExtension:
     def _pa_get(self) -> Receiver:
         receiver: Receiver | None = self.__dict__.get("_pa_receiver")
         if receiver is None:
-            raise transport.WeightSyncError(
-                "this engine has no connection to the trainer; call pa_connect before pa_receive"
-            )
+            raise WeightSyncError("this engine has no connection to the trainer; call pa_connect before pa_receive")
         return receiver
-
-
-@dataclass(frozen=True)
-class Message:
-    """One broadcast of a stage: its header (no bucket) or one bucket; `buffer` is filled once it has arrived."""
-
-    manifest: transport.Manifest
-    assembler: transport.Assembler
-    bucket: transport.Bucket | None
-    buffer: torch.Tensor
-    name: str
-
-
-class Receiver:
-    """Reads the buckets of all stages, in stage order, and puts the HF tensors together. Knows nothing of vLLM."""
-
-    def __init__(
-        self,
-        manifests: list[transport.Manifest],
-        groups: list[dist.ProcessGroup],
-        rank: int,
-        device: torch.device,
-        timeout_s: float,
-        abandonments: list[transport.Abandonment] | None = None,
-    ) -> None:
-        self._manifests = manifests
-        self._abandonments = abandonments or []
-        self._groups = groups
-        self._rank = rank
-        self._device = device
-        self._timeout_s = timeout_s
-        self._progress = Progress(groups, rank)
-        self._unfinished = False  # broadcasts may be pending
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(manifest.num_bytes for manifest in self._manifests)
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether the LM head is the embedding, so that the trainer sends no head."""
-        return all(_HEAD not in manifest.shapes for manifest in self._manifests)
-
-    def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, tensor) of all weights. Each tensor may be kept: buffers are not used again."""
-        deadline = transport.Deadline(self._timeout_s, self._given_up)
-        self._unfinished = True
-        self._progress.begin(version)
-        for message in self._messages(version, deadline):
-            if message.bucket is None:
-                self._check_header(message.buffer, message.manifest, version)
-            else:
-                yield from message.assembler.take(message.bucket, message.buffer)
-        self._unfinished = False
-
-    def close(self) -> None:
-        for group in self._groups:
-            (transport.drop_group if self._unfinished else transport.leave_group)(group)
-        self._groups = []
-
-    def _given_up(self) -> str | None:
-        return next((reason for one in self._abandonments if (reason := one.reason())), None)
-
-    def _messages(self, version: int, deadline: transport.Deadline) -> Iterator[Message]:
-        """Header and buckets of each stage, in the order they are sent, always with the next ones already posted."""
-        pending: deque[tuple[dist.Work, Message]] = deque()
-        for group, manifest in zip(self._groups, self._manifests, strict=True):
-            assembler = transport.Assembler(manifest)
-            buckets: list[transport.Bucket | None] = [None, *manifest.buckets]
-            for index, bucket in enumerate(buckets):
-                if len(pending) > _AHEAD:
-                    yield self._arrived(*pending.popleft(), version, deadline)
-                if bucket is None:
-                    name = f"stage {manifest.stage}, header"
-                    buffer = torch.empty(2, dtype=torch.int64, device=self._device)
-                else:
-                    name = f"stage {manifest.stage}, bucket {index} of {len(manifest.buckets)} ({bucket.summary})"
-                    buffer = assembler.buffer(bucket, self._device)
-                pending.append((transport.broadcast(group, buffer), Message(manifest, assembler, bucket, buffer, name)))
-        while pending:
-            yield self._arrived(*pending.popleft(), version, deadline)
-
-    def _arrived(self, work: dist.Work, message: Message, version: int, deadline: transport.Deadline) -> Message:
-        transport.wait(
-            work,
-            deadline,
-            f"engine worker {self._rank} waits for weight version {version}, {message.name}",
-            "check in the trainer's logs that the leader of this stage is alive and publishing, or raise "
-            "publish.timeout_s",
-            meanwhile=self._progress.beat,
-        )
-        self._progress.arrived(self._manifests.index(message.manifest))
-        return message
-
-    def _check_header(self, header: torch.Tensor, manifest: transport.Manifest, version: int) -> None:
-        sent_version, digest = header.tolist()
-        if sent_version != version:
-            raise transport.WeightSyncError(
-                f"trainer stage {manifest.stage} sent weight version {sent_version} to engine worker {self._rank}, "
-                "which was asked to "
-                f"load version {version}; publishes and pa_receive calls must come in the same order"
-            )
-        if digest != manifest.digest:
-            raise transport.WeightSyncError(
-                f"trainer stage {manifest.stage} sends other buckets than the manifest that engine worker {self._rank} "
-                "was given; "
-                f"call pa_connect with the manifest of this run"
-            )
 
 
 def with_tied_head(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -230,25 +110,8 @@ def with_tied_head(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tupl
     """
     for name, tensor in weights:
         yield name, tensor
-        if name == _EMBEDDING:
-            yield _HEAD, tensor
-
-
-def check_model(manifests: list[transport.Manifest], hf_config: Any) -> None:
-    """Raises WeightSyncError unless trainer and engine hold the same model and no tensor comes from two stages."""
-    names = [name for manifest in manifests for name in manifest.shapes]
-    if len(names) != len(set(names)):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise transport.WeightSyncError(
-            f"weight tensor {twice} is announced by two trainer stages; give each stage's manifest once"
-        )
-    for manifest in manifests:
-        for key, value in manifest.model.items():
-            if int(getattr(hf_config, key, value)) != value:
-                raise transport.WeightSyncError(
-                    f"trainer stage {manifest.stage} has {key}={value}, the engine's model {getattr(hf_config, key)}; "
-                    f"engine and trainer must be given the same model directory"
-                )
+        if name == EMBEDDING:
+            yield HEAD, tensor
 
 
 def take_logprobs_mode(worker: Any) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pa_npu.config.texts import path_problem
 from pa_npu.control.channel import StoreChannel
 from pa_npu.launcher.process.bounded_http import bounded_get
+from pa_npu.publish.messages import MANIFEST
 
 _PROBE_TIMEOUT_S = 1.0
 _MODELS_TIMEOUT_S = 10.0
@@ -55,7 +56,7 @@ def served_model(url: str, key: str) -> str:
 
 def trainers_announced(channel: StoreChannel, num_stages: int) -> bool:
     """Whether every pipeline stage has loaded its weights and said what it will publish."""
-    return all(channel.exists(f"publish/manifest/{stage}") for stage in range(num_stages))
+    return all(MANIFEST.exists(channel, stage=stage) for stage in range(num_stages))
 
 
 def host_store(host: str, port: int) -> dist.TCPStore:

@@ -22,8 +22,9 @@ from safetensors.torch import load_file
 
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
-from pa_npu.engines.vllm.worker import Receiver
 from pa_npu.publish import transport
+from pa_npu.publish.manifest import Manifest
+from pa_npu.publish.receiver import Receiver
 from tests.helpers.models import make_model
 from tests.npu_sim.reference_ops import all_references
 from tests.npu_sim.simulator import NpuSim
@@ -129,7 +130,7 @@ def receive(run: Run, layout: str) -> dict[str, torch.Tensor]:
         assert time.monotonic() < deadline and run.healthy, f"{layout}: no manifest to receive by\n{run.logs}"
         time.sleep(0.02)
     stage = json.loads(store.get("manifest"))
-    manifest = transport.Manifest.from_json(stage["manifest"])
+    manifest = Manifest.from_json(stage["manifest"])
     with NpuSim(all_references()):
         name = transport.epoch_name(stage["name"], EPOCH)
         group = transport.join_group("127.0.0.1", store.port, name, 1, 2, "hccl", 30.0, f"receiver of {layout}")

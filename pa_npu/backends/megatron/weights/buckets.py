@@ -25,6 +25,7 @@ from pa_npu.backends.megatron.weights.hf_map import (
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.preflight import check_tensor_division
 from pa_npu.publish import transport
+from pa_npu.publish.manifest import Bucket, Manifest, Segment
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class StageTensors:
         self._plan = plan_buckets(
             [(tensor, self._dtype(tensor)) for tensor in self._tensors], position.tp_size, bucket_bytes
         )
-        self.manifest = transport.Manifest(
+        self.manifest = Manifest(
             stage=position.stage,
             model={
                 "vocab_size": spec.vocab_size,
@@ -99,7 +100,7 @@ class StageTensors:
             },
             shapes={tensor.name: tensor.shape for tensor in self._tensors},
             buckets=tuple(
-                transport.Bucket(
+                Bucket(
                     str(self._dtype(pieces[0].tensor)).removeprefix("torch."),
                     tuple(segment for piece in pieces for segment in piece_segments(piece, position.tp_size)),
                 )
@@ -242,19 +243,19 @@ def plan_buckets(tensors: list[tuple[HfTensor, torch.dtype]], tp_size: int, buck
     return buckets
 
 
-def piece_segments(piece: Piece, tp_size: int) -> Iterator[transport.Segment]:
+def piece_segments(piece: Piece, tp_size: int) -> Iterator[Segment]:
     """Where the gathered rows of a piece lie in the HF tensor, in the order of the wire: rank after rank."""
     tensor = piece.tensor
     columns = math.prod(tensor.shape[1:])
     if tensor.shard_dim != 0 or tp_size == 1:
-        yield transport.Segment(tensor.name, piece.start * columns, (piece.stop - piece.start) * columns)
+        yield Segment(tensor.name, piece.start * columns, (piece.stop - piece.start) * columns)
         return
     size = tensor.local_size(tp_size)
     if (piece.start, piece.stop) == (0, size):
-        yield transport.Segment(tensor.name, 0, math.prod(tensor.shape))
+        yield Segment(tensor.name, 0, math.prod(tensor.shape))
         return
     for rank, count in _rank_rows(piece, tp_size):
-        yield transport.Segment(tensor.name, (rank * size + piece.start) * columns, count)
+        yield Segment(tensor.name, (rank * size + piece.start) * columns, count)
 
 
 def _rank_rows(piece: Piece, tp_size: int) -> Iterator[tuple[int, int]]:

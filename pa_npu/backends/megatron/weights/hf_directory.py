@@ -26,6 +26,7 @@ from pa_npu.errors import PaNpuError
 from pa_npu.families.hf_checkpoint import INDEX_FILE, SINGLE_FILE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish import transport
+from pa_npu.publish.manifest import Assembler, Manifest
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -112,13 +113,13 @@ def _together(action: Callable[[], None], what: str, device: torch.device) -> No
 
 
 def _write_stage(
-    manifest: transport.Manifest,
+    manifest: Manifest,
     buckets: Iterator[torch.Tensor | None],
     directory: Path,
     stage: int,
     max_file_bytes: int,
 ) -> None:
-    assembler = transport.Assembler(manifest)
+    assembler = Assembler(manifest)
     held: dict[str, torch.Tensor] = {}
     held_bytes, number = 0, 0
     for bucket, buffer in zip(manifest.buckets, buckets, strict=False):

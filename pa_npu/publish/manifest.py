@@ -1,0 +1,184 @@
+"""What a pipeline stage sends in a publish: its tensors, cut into buckets, and their reassembly. Imports torch only.
+
+The manifest goes ahead as JSON and says which segments of which tensors a bucket has, so that nothing but data crosses the wire.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pa_npu.publish.transport import WeightSyncError
+
+
+def _count(value: Any) -> int:
+    """The value of a JSON number that counts something."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r:.40} is not a count")
+    return value
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, start + size) of the flattened HF tensor `name`."""
+
+    name: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One broadcast: segments of one dtype (torch name without prefix, e.g. bfloat16), one after another."""
+
+    dtype: str
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(segment.size for segment in self.segments)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.torch_dtype.itemsize
+
+    @property
+    def summary(self) -> str:
+        """First and last tensor, for messages."""
+        first, last = self.segments[0].name, self.segments[-1].name
+        return first if first == last else f"{first} to {last}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one stage sends: shapes of its HF tensors, and its buckets in order. `model`: sizes that engines compare."""
+
+    stage: int
+    model: dict[str, int]
+    shapes: dict[str, tuple[int, ...]]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def digest(self) -> int:
+        text = json.dumps(self.to_json(), sort_keys=True).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "model": self.model,
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "buckets": [
+                [bucket.dtype, [[s.name, s.start, s.size] for s in bucket.segments]] for bucket in self.buckets
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Manifest:
+        """Raises WeightSyncError unless the segments of each tensor cover it exactly once."""
+        try:
+            manifest = cls(
+                stage=_count(raw["stage"]),
+                model={key: _count(value) for key, value in raw["model"].items()},
+                shapes={name: tuple(map(_count, shape)) for name, shape in raw["shapes"].items()},
+                buckets=tuple(
+                    Bucket(
+                        str(dtype),
+                        tuple(Segment(str(name), _count(start), _count(size)) for name, start, size in segments),
+                    )
+                    for dtype, segments in raw["buckets"]
+                ),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise WeightSyncError(
+                f"weight manifest is malformed ({error!r}); trainer and engine must run the same pa_npu"
+            ) from None
+        manifest._check()
+        return manifest
+
+    def _check(self) -> None:
+        covered: dict[str, list[tuple[int, int]]] = {name: [] for name in self.shapes}
+        for bucket in self.buckets:
+            if not all(segment.size for segment in bucket.segments) or not bucket.segments:
+                raise WeightSyncError(
+                    f"weight manifest of stage {self.stage}: a bucket or a segment of one is empty; trainer and engine must run "
+                    f"the same pa_npu"
+                )
+            if not isinstance(getattr(torch, bucket.dtype, None), torch.dtype):
+                raise WeightSyncError(
+                    f"weight manifest of stage {self.stage}: unknown dtype {bucket.dtype!r}; update torch in the engine"
+                )
+            for segment in bucket.segments:
+                covered.setdefault(segment.name, []).append((segment.start, segment.start + segment.size))
+        for name, ranges in covered.items():
+            end = 0
+            for start, stop in sorted(ranges):
+                if start != end:
+                    break
+                end = stop
+            if name not in self.shapes or end != math.prod(self.shapes[name]):
+                raise WeightSyncError(
+                    f"weight manifest of stage {self.stage}: the segments of {name} do not cover shape "
+                    f"{self.shapes.get(name)} exactly once"
+                )
+
+
+class Assembler:
+    """Puts a stage's HF tensors together from its buckets, which must come in order."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._open: dict[str, torch.Tensor] = {}
+        self._remaining: dict[str, int] = {}
+
+    def buffer(self, bucket: Bucket, device: torch.device) -> torch.Tensor:
+        """Memory to receive a bucket in. Where the bucket is one piece of a tensor, it is the tensor's own memory."""
+        segment = bucket.segments[0]
+        if len(bucket.segments) == 1 and segment.size < self._size(segment.name):
+            return self._place(segment, bucket.torch_dtype, device)
+        return torch.empty(bucket.num_elements, dtype=bucket.torch_dtype, device=device)
+
+    def take(self, bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that `buffer`, filled with `bucket`, completes.
+
+        One that came in one piece is a view of the buffer, which must not be reused while the tensor is needed.
+        """
+        offset = 0
+        for segment in bucket.segments:
+            data = buffer[offset : offset + segment.size]
+            offset += segment.size
+            name, shape = segment.name, self._manifest.shapes[segment.name]
+            if segment.size == self._size(name):
+                yield name, data.view(shape)
+                continue
+            place = self._place(segment, buffer.dtype, buffer.device)
+            if place.data_ptr() != data.data_ptr():
+                place.copy_(data)
+            self._remaining[name] -= segment.size
+            if self._remaining[name] == 0:
+                yield name, self._open.pop(name).view(shape)
+
+    def _place(self, segment: Segment, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Where a segment lies in its tensor, for which memory is made when the first comes."""
+        if segment.name not in self._open:
+            size = self._size(segment.name)
+            self._open[segment.name] = torch.empty(size, dtype=dtype, device=device)
+            self._remaining[segment.name] = size
+        return self._open[segment.name][segment.start : segment.start + segment.size]
+
+    def _size(self, name: str) -> int:
+        return math.prod(self._manifest.shapes[name])

@@ -1,0 +1,169 @@
+"""What trainers and coordinator tell each other in a publish: every message, and its key in the store, defined once.
+
+pa_npu.publish draws the sequence in which they are used. Stages are pipeline stages of the trainers, ranks are trainer ranks;
+attempts of a version and late deliveries are numbered from 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pa_npu.control.typed import Topic
+from pa_npu.publish.transport import epoch_name
+
+
+@dataclass(frozen=True)
+class StageManifest:
+    """What an engine needs to join a stage's groups and to read its buckets. name: of the groups; manifest: Manifest.to_json()."""
+
+    name: str
+    manifest: dict[str, Any]
+
+    def of_epoch(self, epoch: int) -> StageManifest:
+        """For the groups that formed after the `epoch`-th change of their members; a group's name serves once."""
+        return StageManifest(epoch_name(self.name, epoch), self.manifest)
+
+    def to_json(self) -> dict[str, Any]:
+        """As Receiver.join takes it."""
+        return asdict(self)
+
+
+MANIFEST = Topic(
+    "publish/manifest/{stage}", StageManifest, "trainers: the leader of pipeline stage {stage} to announce its weights"
+)
+LATE_MANIFEST = Topic("late/manifest/{stage}", StageManifest, MANIFEST.what)
+
+
+@dataclass(frozen=True)
+class TrainersReady:
+    """Rank 0 at a border: all trainers hold `version`. report: of the iteration before; None before the first."""
+
+    version: int
+    report: dict[str, Any] | None
+
+
+READY = Topic("publish/{version}/ready", TrainersReady, "trainers: rank 0 to announce weight version {version}")
+
+
+@dataclass(frozen=True)
+class PublishMembers:
+    """Who takes part in an attempt: `workers` engine workers, in the groups of this epoch."""
+
+    epoch: int
+    workers: int
+
+
+MEMBERS = Topic("publish/{version}/{attempt}/members", PublishMembers, "engines that can load weight version {version}")
+
+
+@dataclass(frozen=True)
+class SentWeights:
+    """What a stage's leader has sent as `version`: the digest of every bucket, as Digests.read gives it."""
+
+    version: int
+    digests: str
+
+
+SENT = Topic(
+    "publish/{version}/{attempt}/sent/{stage}",
+    SentWeights,
+    "trainers: the leader of stage {stage} to say what it sent as weight version {version}",
+)
+
+
+@dataclass(frozen=True)
+class PublishBroken:
+    """A trainer rank could not complete its part of an attempt."""
+
+    reason: str
+
+
+BROKEN = Topic("publish/{version}/{attempt}/broken", PublishBroken, "a failure that did not come")
+
+
+@dataclass(frozen=True)
+class ProbeResponse:
+    """One response of an engine. tokens and their log-probs under what they were sampled from, of equal length."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Responses to one prompt, one of each engine, under the version just published."""
+
+    prompt_tokens: list[int]
+    responses: list[ProbeResponse]
+
+
+@dataclass(frozen=True)
+class PublishVerdict:
+    """The end of an attempt. done: engines hold the version, and answered `probe` unless probes are off; else why not."""
+
+    done: bool
+    reason: str = ""
+    probe: Probe | None = None
+
+
+VERDICT = Topic("publish/{version}/{attempt}/verdict", PublishVerdict, "the engines to load weight version {version}")
+
+
+@dataclass(frozen=True)
+class LateRequest:
+    """One engine of `workers` workers wants `version` inside its iteration."""
+
+    version: int
+    workers: int
+
+
+LATE_REQUEST = Topic("late/{number}", LateRequest, "the coordinator to ask for late delivery {number}")
+
+
+@dataclass(frozen=True)
+class LateAnswer:
+    """Whether a rank holds the version, and will keep it until the delivery is over."""
+
+    held: bool
+
+
+LATE_ANSWER = Topic(
+    "late/{number}/answer/{rank}", LateAnswer, "trainer rank {rank} to say whether it holds the weights"
+)
+
+
+@dataclass(frozen=True)
+class LateDecision:
+    """Whether all ranks hold the version, so that it is sent."""
+
+    go: bool
+
+
+LATE_DECISION = Topic("late/{number}/decision", LateDecision, "the coordinator to decide about late delivery {number}")
+
+
+@dataclass(frozen=True)
+class LatePosition:
+    """The microbatch border that a rank is at, or that it comes to next; borders are counted from the start of the process."""
+
+    border: int
+
+
+LATE_POSITION = Topic(
+    "late/{number}/{step}/position/{rank}", LatePosition, "trainer rank {rank} to say which microbatch it is at"
+)
+
+
+@dataclass(frozen=True)
+class LateStepDone:
+    """A stage has done a step of a delivery (joined the groups, sent its weights): the next stage may stop training for it."""
+
+    stage: int
+
+
+LATE_STEP_DONE = Topic(
+    "late/{number}/{step}/done/{stage}", LateStepDone, "stage {stage} to do its part of late delivery {number}: {step}"
+)
+LATE_SENT = Topic("late/{number}/sent/{stage}", SentWeights, "stage {stage} to say what it sent to a late engine")
+LATE_BROKEN = Topic("late/{number}/broken", PublishBroken, BROKEN.what)

@@ -1,0 +1,208 @@
+"""The engine's end of a publish: join the stages' groups, receive every bucket in order, and hand out HF tensors.
+
+Knows nothing of any engine: what runs inside one calls it and gives the tensors to its loader. Imports torch only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pa_npu.errors import DeadlineExceeded
+from pa_npu.publish import transport
+from pa_npu.publish.digest import Digests
+from pa_npu.publish.manifest import Assembler, Bucket, Manifest
+from pa_npu.publish.progress import Progress
+from pa_npu.publish.transport import Abandonment, Deadline, WeightSyncError
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Broadcasts posted ahead of the one being loaded, so that the wire does not wait for the loader.
+_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Message:
+    """One broadcast of a stage: its header (no bucket) or one bucket; `buffer` is filled once it has arrived."""
+
+    manifest: Manifest
+    assembler: Assembler
+    bucket: Bucket | None
+    buffer: torch.Tensor
+    name: str
+
+
+class Receiver:
+    """Reads the buckets of all stages, in stage order, and puts the HF tensors together."""
+
+    def __init__(
+        self,
+        manifests: list[Manifest],
+        groups: list[dist.ProcessGroup],
+        rank: int,
+        device: torch.device,
+        timeout_s: float,
+        abandonments: list[Abandonment] | None = None,
+    ) -> None:
+        self._manifests = manifests
+        self._abandonments = abandonments or []
+        self._groups = groups
+        self._rank = rank
+        self._device = device
+        self._timeout_s = timeout_s
+        self._progress = Progress(groups, rank)
+        self._unfinished = False  # broadcasts may be pending
+        self._digests: list[Digests] = []
+
+    @classmethod
+    def join(
+        cls,
+        store: tuple[str, int],
+        stages: Sequence[Mapping[str, Any]],
+        *,
+        rank: int,
+        world_size: int,
+        backend: str,
+        device: torch.device,
+        timeout_s: float,
+        model: object,
+    ) -> Receiver:
+        """Join one group per stage as member `rank` of `world_size`; blocks until the stages' leaders are there.
+
+        store: host and port. stages: name and manifest of each, in stage order (StageManifest as JSON). model: what the engine
+        knows of its model, with the names of HF's config.json as attributes. Raises WeightSyncError where that is another model or
+        the groups cannot be joined, and DeadlineExceeded.
+        """
+        manifests = [Manifest.from_json(stage["manifest"]) for stage in stages]
+        check_model(manifests, model)
+        names = [str(stage["name"]) for stage in stages]
+        groups: list[dist.ProcessGroup] = []
+        try:
+            for name, manifest in zip(names, manifests, strict=True):
+                group = transport.join_group(
+                    *store,
+                    name,
+                    rank=rank,
+                    size=world_size,
+                    backend=backend,
+                    device=device,
+                    timeout_s=timeout_s,
+                    describe=f"engine worker {rank} receives from trainer stage {manifest.stage}",
+                )
+                groups.append(group)
+        except (WeightSyncError, DeadlineExceeded):
+            for group in groups:
+                transport.drop_group(group, device)
+            raise
+        abandonments = [Abandonment(*store, name) for name in names]
+        return cls(manifests, groups, rank, device, timeout_s, abandonments)
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Of every bucket that the last `receive` handed out, one text per stage, in stage order (Digests.read)."""
+        return tuple(digests.read() for digests in self._digests)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(manifest.num_bytes for manifest in self._manifests)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the LM head is the embedding, so that the trainer sends no head."""
+        return all(HEAD not in manifest.shapes for manifest in self._manifests)
+
+    def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, tensor) of all weights. Each tensor may be kept: buffers are not used again.
+
+        A bucket's digest is of what is handed to the engine's loader; what that makes of it (vLLM packs weights for its kernels)
+        only log-probs show.
+        """
+        deadline = Deadline(self._timeout_s, self._given_up)
+        self._unfinished = True
+        self._digests = [Digests() for _ in self._manifests]
+        self._progress.begin(version)
+        for message in self._messages(version, deadline):
+            if message.bucket is None:
+                self._check_header(message.buffer, message.manifest, version)
+            else:
+                self._digests[self._manifests.index(message.manifest)].add(message.buffer)
+                yield from message.assembler.take(message.bucket, message.buffer)
+        self._unfinished = False
+
+    def close(self) -> None:
+        for group in self._groups:
+            if self._unfinished:
+                transport.drop_group(group, self._device)
+            else:
+                transport.leave_group(group)
+        self._groups = []
+
+    def _given_up(self) -> str | None:
+        return next((reason for one in self._abandonments if (reason := one.reason())), None)
+
+    def _messages(self, version: int, deadline: Deadline) -> Iterator[Message]:
+        """Header and buckets of each stage, in the order they are sent, always with the next ones already posted."""
+        pending: deque[tuple[dist.Work, Message]] = deque()
+        for group, manifest in zip(self._groups, self._manifests, strict=True):
+            assembler = Assembler(manifest)
+            buckets: list[Bucket | None] = [None, *manifest.buckets]
+            for index, bucket in enumerate(buckets):
+                if len(pending) > _AHEAD:
+                    yield self._arrived(*pending.popleft(), version, deadline)
+                if bucket is None:
+                    name = f"stage {manifest.stage}, header"
+                    buffer = torch.empty(2, dtype=torch.int64, device=self._device)
+                else:
+                    name = f"stage {manifest.stage}, bucket {index} of {len(manifest.buckets)} ({bucket.summary})"
+                    buffer = assembler.buffer(bucket, self._device)
+                pending.append((transport.broadcast(group, buffer), Message(manifest, assembler, bucket, buffer, name)))
+        while pending:
+            yield self._arrived(*pending.popleft(), version, deadline)
+
+    def _arrived(self, work: dist.Work, message: Message, version: int, deadline: Deadline) -> Message:
+        transport.wait(
+            work,
+            deadline,
+            f"engine worker {self._rank} waits for weight version {version}, {message.name}",
+            "check in the trainer's logs that the leader of this stage is alive and publishing, or raise "
+            "publish.timeout_s",
+            meanwhile=self._progress.beat,
+        )
+        self._progress.arrived(self._manifests.index(message.manifest))
+        return message
+
+    def _check_header(self, header: torch.Tensor, manifest: Manifest, version: int) -> None:
+        sent_version, digest = header.tolist()
+        if sent_version != version:
+            raise WeightSyncError(
+                f"trainer stage {manifest.stage} sent weight version {sent_version} to engine worker {self._rank}, "
+                "which was asked to "
+                f"load version {version}; publishes and pa_receive calls must come in the same order"
+            )
+        if digest != manifest.digest:
+            raise WeightSyncError(
+                f"trainer stage {manifest.stage} sends other buckets than the manifest that engine worker {self._rank} "
+                "was given; "
+                f"call pa_connect with the manifest of this run"
+            )
+
+
+def check_model(manifests: list[Manifest], hf_config: Any) -> None:
+    """Raises WeightSyncError unless trainer and engine hold the same model and no tensor comes from two stages."""
+    names = [name for manifest in manifests for name in manifest.shapes]
+    if len(names) != len(set(names)):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise WeightSyncError(
+            f"weight tensor {twice} is announced by two trainer stages; give each stage's manifest once"
+        )
+    for manifest in manifests:
+        for key, value in manifest.model.items():
+            if int(getattr(hf_config, key, value)) != value:
+                raise WeightSyncError(
+                    f"trainer stage {manifest.stage} has {key}={value}, the engine's model {getattr(hf_config, key)}; "
+                    f"engine and trainer must be given the same model directory"
+                )

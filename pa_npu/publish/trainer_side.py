@@ -1,0 +1,115 @@
+"""The trainers' end of the protocol: announce a version, take part in attempts to publish it until one is done. On every rank.
+
+What moves the weights is pa_npu.publish.publisher; the coordinator's end is pa_npu.publish.coordinator_side.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from pa_npu.control.channel import StoreChannel
+from pa_npu.errors import DeadlineExceeded, InvariantViolation
+from pa_npu.publish.messages import (
+    BROKEN,
+    MEMBERS,
+    READY,
+    SENT,
+    VERDICT,
+    Probe,
+    PublishBroken,
+    PublishMembers,
+    SentWeights,
+    TrainersReady,
+)
+from pa_npu.publish.publisher import PublishStats
+from pa_npu.publish.transport import WeightSyncError
+from pa_npu.telemetry.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[int, PublishMembers], PublishStats | None]
+"""Sends a version to its members; None from a rank that sends nothing. TrainBackend.publish."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version that the engines hold. send_s: this rank's seconds of sending it, wait_s: of waiting for the engines."""
+
+    probe: Probe | None
+    send_s: float
+    wait_s: float
+
+
+class TrainerPublish:
+    """One rank's part. stage: the pipeline stage that this rank sends, None where it is no stage's leader."""
+
+    def __init__(
+        self, channel: StoreChannel, send: Send, rank: int, stage: int | None, timeout_s: float, timeline: Timeline
+    ) -> None:
+        """timeout_s: of every wait for the coordinator, which in that time starts engines and makes attempts that fail."""
+        self._channel = channel
+        self._send = send
+        self._rank = rank
+        self._stage = stage
+        self._timeout_s = timeout_s
+        self._timeline = timeline
+        self._last: PublishStats | None = None
+
+    def publish(self, version: int, report: dict[str, Any] | None) -> Published:
+        """Announce `version` with the report of the iteration before, and return when the engines hold it.
+
+        Raises DeadlineExceeded where the coordinator says nothing.
+        """
+        if self._rank == 0:
+            READY.put(self._channel, TrainersReady(version, report), version=version)
+        start, send_s = time.perf_counter(), 0.0
+        for attempt in count():
+            place = {"version": version, "attempt": attempt}
+            with self._timeline.span("wait for engines"):
+                members = MEMBERS.wait(self._channel, self._timeout_s, **place)
+            with self._timeline.span("publish", version=version):
+                send_s += self._attempt(members, **place)
+            with self._timeline.span("wait for engines"):
+                verdict = VERDICT.wait(self._channel, self._timeout_s, **place)
+            if verdict.done:
+                break
+            logger.warning("weight version %d is published again: %s", version, verdict.reason)
+        logger.info("published version %d in %.2f s", version, send_s)
+        return Published(verdict.probe, send_s, time.perf_counter() - start - send_s)
+
+    def _attempt(self, members: PublishMembers, version: int, attempt: int) -> float:
+        """This rank's seconds; that the attempt failed here is for the coordinator to judge."""
+        start = time.perf_counter()
+        try:
+            stats = self._send(version, members)
+        except (WeightSyncError, DeadlineExceeded) as error:
+            logger.warning("%s", error)
+            BROKEN.put(self._channel, PublishBroken(str(error)), version=version, attempt=attempt)
+        else:
+            if self._stage is not None and stats is not None:
+                check_follows(version, self._stage, stats, self._last)
+                self._last = stats
+                sent = SentWeights(version, stats.digests)
+                SENT.put(self._channel, sent, version=version, attempt=attempt, stage=self._stage)
+        return time.perf_counter() - start
+
+
+def check_follows(version: int, stage: int, stats: PublishStats, before: PublishStats | None) -> None:
+    """What was sent follows the weights that train: it changed, if they did, since the publish `before` (invariant I5).
+
+    Raises InvariantViolation. Exact: an update too small to change any weight in its type changes neither.
+    """
+    if before is None or not stats.policy:
+        return
+    if stats.digests == before.digests and stats.policy != before.policy:
+        raise InvariantViolation(
+            f"I5: stage {stage} sent, as weight version {version}, bit for bit what it sent as the version before, although the "
+            f"update has changed the policy; what is published is not what is trained"
+        )
+    if stats.policy == before.policy:
+        logger.info("weight version %d is the one before bit for bit: the update changed no weight here", version)
