@@ -1,4 +1,32 @@
-"""Weights from trainers to engines: both ends, what they say to each other, and the transport.
+"""Weights from trainers to engines: one protocol between three parties, on one page.
 
-Empty of imports: the engine process imports `pa_npu.publish.transport` where only torch and the engine are installed.
+    coordinator (coordinator_side)      trainer rank (trainer_side, publisher)      engine worker (receiver)
+    ------------------------------      --------------------------------------      ------------------------
+    once                          <---  MANIFEST: StageManifest, of each stage
+
+    at every border, version v:
+                                  <---  READY: TrainersReady, from rank 0
+    nothing is in flight (I1)
+    MEMBERS: PublishMembers       --->
+    join, where members changed   ----------------------------------------------->  joins one group per stage
+    load version v                ----------------------------------------------->  receives, stage after stage
+                                        stage leaders broadcast header, buckets ->  hands HF tensors to the engine's loader
+                                  <---  SENT: SentWeights, digests of the buckets
+                                  <-----------------------------------------------  version, digests of the buckets
+    equal, bucket by bucket (I5)        what is sent follows what is trained (I5)
+    forget prefixes, sample a probe
+    VERDICT: PublishVerdict       --->  compares the probe's log-probs with its own (I5)
+
+    A rank that fails puts BROKEN; the coordinator declares the groups abandoned, finds out which engines are left, says so
+    in the verdict, and both begin the next attempt at MEMBERS, in groups of the next epoch.
+
+    inside an iteration, for an engine that was started again: LATE_REQUEST ... LATE_BROKEN (late_engines draws it).
+
+Where things are: messages and their keys in `messages`; what a stage sends in `manifest`; groups, waits and deadlines in
+`transport`, what their backends do differently in `collectives`; who of the engines is behind in `progress`; sums that show a
+changed weight in `digest`, what the coordinator makes of them in `arrival`; when training stands still for a late engine in
+`version_gate`; sizes and seconds in `sizing`.
+
+Empty of imports: `receiver` and what it needs (`transport`, `manifest`, `digest`, `progress`, `collectives`) run inside engines,
+where only torch and the engine are installed.
 """

@@ -13,8 +13,8 @@ stopped. They count borders alike, because they take the same microbatches:
     stop_at(b)    b is the last of those that the ranks named: whoever is behind goes on until b
     wait_stopped  until this rank is at b
 
-A rank that waits for rollouts is at a border, so a delivery goes on while there is nothing to train, above all where the engine that
-is to be delivered to is the one that would produce it. `close` is a border as well: the last of its version.
+A rank that waits for rollouts is at a border, so a delivery goes on while there is nothing to train, above all where the engine
+that is to be delivered to is the one that would produce it. `close` is a border as well: the last of its version.
 """
 
 from __future__ import annotations
