@@ -115,6 +115,7 @@ class StandInEngine:
         app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
+        app.router.add_get("/v1/models", self._models)
         app.cleanup_ctx.append(self._decode_loop)
         return app
 
@@ -139,6 +140,9 @@ class StandInEngine:
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": "stand-in"})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "policy", "root": "none"}]})
 
     async def _complete(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read())
