@@ -272,11 +272,17 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"rollout.window: {r.window} sequences cannot hold one group of rollout.responses_per_prompt = "
             f"{r.responses_per_prompt}; set it to at least {r.responses_per_prompt} or to auto"
         )
-    if c.data.max_prompt_tokens > r.max_num_batched_tokens:
+    longest = c.data.max_prompt_tokens + r.max_response_tokens
+    if longest > r.max_num_batched_tokens:
         yield (
-            f"data.max_prompt_tokens: {c.data.max_prompt_tokens} exceeds rollout.max_num_batched_tokens = "
-            f"{r.max_num_batched_tokens}, so a prompt would be prefilled in chunks, which seeded sampling does not allow; "
-            f"raise rollout.max_num_batched_tokens"
+            f"rollout.max_num_batched_tokens: {r.max_num_batched_tokens} is less than data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {c.data.max_prompt_tokens} + {r.max_response_tokens}, so that a sequence would be "
+            f"prefilled in chunks, which seeded sampling does not allow; raise it to at least {longest}"
+        )
+    if r.max_num_seqs > r.max_num_batched_tokens:
+        yield (
+            f"rollout.max_num_seqs: {r.max_num_seqs} exceeds rollout.max_num_batched_tokens = {r.max_num_batched_tokens}; "
+            f"lower it, a step has one token per sequence at least"
         )
     if s.stream and c.algorithm.advantage == "batch-std":
         yield (

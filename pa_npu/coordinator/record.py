@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from pa_npu.coordinator.production import Production
 from pa_npu.engines.pool import EngineUse
 from pa_npu.telemetry.metrics import MetricsWriter, drop_records
 from pa_npu.telemetry.progress import progress_line, remaining_s
+from pa_npu.telemetry.record_file import RecordFile, json_line, say
 from pa_npu.telemetry.tpspd import Work, throughput
 
 SAMPLES = "samples.jsonl"
@@ -32,7 +32,7 @@ class RunRecords:
         run_dir = Path(config.run.dir)
         self._metrics = MetricsWriter(run_dir, config.telemetry.tensorboard, first_iteration)
         drop_records(run_dir / SAMPLES, "iteration", first_iteration)
-        self._samples = (run_dir / SAMPLES).open("a", encoding="utf-8", buffering=1)
+        self._samples = RecordFile(run_dir / SAMPLES)
 
     def __enter__(self) -> RunRecords:
         return self
@@ -45,23 +45,21 @@ class RunRecords:
         """One finished iteration, and its line on the console."""
         self._metrics.write(record)
         for sample in samples:
-            self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
+            self._samples.write(json_line(sample))
         self._seconds.append(record["iteration_s"])
         if record.get("checkpoint_failed") is not None:
-            print(
+            say(
                 f"| checkpoint of version {record['checkpoint_failed']} could not be written: see logs/trainer-0.log; the run "
-                f"goes on",
-                flush=True,
+                f"goes on"
             )
         total = self._config.schedule.iterations
-        print(progress_line(record, total, remaining_s(self._seconds, total - self._first)), flush=True)
+        say(progress_line(record, total, remaining_s(self._seconds, total - self._first)))
 
     def write_evaluation(self, record: Mapping[str, Any]) -> None:
         self._metrics.write_evaluation(record)
-        print(
+        say(
             f"| evaluation of version {record['version']}: accuracy {record['accuracy']:.3f} on {record['questions']} "
-            f"questions, {record['seconds']:.1f} s",
-            flush=True,
+            f"questions, {record['seconds']:.1f} s"
         )
 
 

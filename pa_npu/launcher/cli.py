@@ -11,9 +11,8 @@ from pathlib import Path
 from pa_npu.config.help import keys_help
 from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.schema import Config
-from pa_npu.errors import PaNpuError, UserError
+from pa_npu.errors import BAD_INPUT, FAILED, PaNpuError, UserError
 
-BAD_INPUT = 2
 _INTERRUPTED = 130
 _MOST_MEMORY_GIB = 1_000_000
 
@@ -29,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except PaNpuError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     except KeyboardInterrupt:
         print("interrupted before anything started", file=sys.stderr)
         return _INTERRUPTED

@@ -58,8 +58,9 @@ from pa_npu.launcher.run_directory import begin_attempt, own_run_directory
 from pa_npu.platform.base import Platform
 from pa_npu.publish.transport import Abandonment
 from pa_npu.telemetry.progress import format_duration
+from pa_npu.telemetry.record_file import attempt
 from pa_npu.telemetry.summary import summarise
-from pa_npu.telemetry.timeline import Timeline, merge
+from pa_npu.telemetry.timeline import MERGED, Timeline, merge
 
 
 def run(config: Config) -> int:
@@ -268,7 +269,7 @@ def _host_store(config: Config) -> dist.TCPStore:
 def finish(config: Config, run_dir: Path, console: Console, code: int, seconds: float) -> None:
     """Merge the timeline; after a run that went well, print its summary."""
     if config.telemetry.timeline:
-        merge(run_dir)
+        attempt(run_dir / MERGED, lambda: merge(run_dir))
     if code:
         console.complain(f"logs: {run_dir / 'logs'}")
         return

@@ -90,7 +90,15 @@ def begin_attempt(config: Config, say: Callable[[str], None]) -> None:
         for path in newer:
             say(f"checkpoint {path} is newer than what the run continues from and moves to earlier/")
         _move_to_earlier(directory, newer)
-    (directory / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+    file = directory / CONFIG_FILE
+    partial = file.with_name(f"{CONFIG_FILE}.partial")
+    try:
+        partial.write_text(dump_config(config), encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:
+        raise UserError(
+            f"run.dir: {file} cannot be written ({error.strerror}); make room, and continue the run with checkpoint.resume=auto"
+        ) from None
 
 
 def _set_aside(directory: Path) -> None:

@@ -1,6 +1,7 @@
 """Rules between the configuration and the model it names; pure, so that every process can check them.
 
 check_model(config, spec)      all of them, before a run
+check_engine(config, spec)     those that starting an engine needs
 check_division(config, spec)   those that building the trainer's model needs
 check_tensor_division(spec, tensor_parallel)   those of them that cutting its weights over TP needs
 padded_vocab(spec, tensor_parallel)
@@ -21,6 +22,12 @@ def padded_vocab(spec: ModelSpec, tensor_parallel: int) -> int:
 def check_model(config: Config, spec: ModelSpec) -> None:
     """Raises ConfigError where the model cannot be divided as configured, or is too short for the sequences."""
     for broken in (*_division_rules(config, spec), *_engine_rules(config, spec)):
+        raise ConfigError(broken)
+
+
+def check_engine(config: Config, spec: ModelSpec) -> None:
+    """Raises ConfigError where an engine cannot divide the model, or the model is too short for the sequences."""
+    for broken in _engine_rules(config, spec):
         raise ConfigError(broken)
 
 

@@ -242,7 +242,7 @@ def test_the_derived_arithmetic_can_be_printed_for_every_device(own_memory: bool
         ({"trainer": {"devices": 7, "tensor_parallel": 7}}, r"7 does not divide the 4 key/value heads .* \[1, 2, 4\]"),
         ({"trainer": {"devices": 3, "pipeline_parallel": 3}}, r"pipeline_parallel: 3 does not divide the 28 layers"),
         ({"rollout": {"tensor_parallel": 3}}, r"rollout.tensor_parallel: 3 does not divide the 28 attention heads"),
-        ({"rollout": {"max_response_tokens": 32768}}, r"exceeds the 32768 positions"),
+        ({"rollout": {"max_response_tokens": 32768, "max_num_batched_tokens": 65536}}, r"exceeds the 32768 positions"),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused(sections: Any, expected: str) -> None:

@@ -94,7 +94,8 @@ def test_a_load_that_was_skipped_is_found(pair: Pair) -> None:
     pair.publish(0)
     pair.update()
     with pytest.raises(
-        InvariantViolation, match=r"I5: engine http://engine, worker 0, .* version 1 as stage 0 sent it: bucket 1 of \d+"
+        InvariantViolation,
+        match=r"I5: engine http://engine, worker 0, .* version 1 as stage 0 sent it: bucket 1 of \d+",
     ):
         pair.publish(1, skip)
 
@@ -130,7 +131,9 @@ def test_a_late_engine_that_is_sent_another_versions_copy_is_found(pair: Pair) -
     loaded = pair.publish(1)
     pair.check.check_late(1, pair.sent, {"late": loaded})
     held = LoadedWeights((1,), (tuple(stage.digests for stage in stale),))
-    with pytest.raises(InvariantViolation, match=r"I5: stage 0 sent a late engine other weights than .* version 1, first in b"):
+    with pytest.raises(
+        InvariantViolation, match=r"I5: stage 0 sent a late engine other weights than .* version 1, first in b"
+    ):
         pair.check.check_late(1, stale, {"late": held})
 
 
@@ -191,9 +194,9 @@ class Trainers:
 def test_an_attempt_that_fails_is_told_and_made_again(error: Exception) -> None:
     trainers = Trainers(iter([error, PublishStats(digests="ab")]))
     trainers.decide(3, False, True)
-    trainers.side.publish(3, {"loss": 1.0})
+    trainers.side.publish(3)
     assert [members.epoch for members in trainers.members] == [0, 1]
-    assert READY.get(trainers.channel, version=3).report == {"loss": 1.0}
+    assert READY.get(trainers.channel, version=3).version == 3
     assert BROKEN.get(trainers.channel, version=3, attempt=0).reason == str(error)
     assert not SENT.exists(trainers.channel, version=3, attempt=0, stage=0)
     assert SENT.get(trainers.channel, version=3, attempt=1, stage=0) == SentWeights(3, "ab")
@@ -202,7 +205,7 @@ def test_an_attempt_that_fails_is_told_and_made_again(error: Exception) -> None:
 def test_a_rank_that_sends_nothing_says_nothing() -> None:
     trainers = Trainers(iter([None]), rank=1, stage=None)
     trainers.decide(0, True)
-    trainers.side.publish(0, None)
+    trainers.side.publish(0)
     assert not READY.exists(trainers.channel, version=0)
     assert not SENT.exists(trainers.channel, version=0, attempt=0, stage=0)
 
@@ -212,16 +215,16 @@ def test_a_stale_publish_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     trainers = Trainers(iter(versions))
     for version in range(2):
         trainers.decide(version, True)
-    trainers.side.publish(0, None)
+    trainers.side.publish(0)
     with pytest.raises(InvariantViolation, match="I5: stage 0"):
-        trainers.side.publish(1, None)
+        trainers.side.publish(1)
     assert not SENT.exists(trainers.channel, version=1, attempt=0, stage=0)
 
     monkeypatch.setattr(trainer_side, "check_follows", lambda *_: None)  # the control: nothing else sees it
     control = Trainers(iter(versions))
     for version in range(2):
         control.decide(version, True)
-        control.side.publish(version, None)
+        control.side.publish(version)
 
 
 def test_a_leader_that_cannot_join_leaves_its_tensor_parallel_peers_ready_for_the_next_attempt(

@@ -1,4 +1,4 @@
-"""Groups that are given up or never come about, with stand-ins for NCCL and HCCL that behave as their documentation and sources say."""
+"""Groups that are given up or never come about, with stand-ins for NCCL and HCCL that do as their documents and sources say."""
 
 from __future__ import annotations
 
@@ -121,7 +121,13 @@ def join(monkeypatch: pytest.MonkeyPatch, members: threading.Event) -> Iterator[
 @pytest.mark.parametrize(("backend", "variable", "value"), [("nccl", NCCL, "2"), ("hccl", HCCL, "0")])
 @pytest.mark.parametrize("users", [None, "1"])
 def test_a_publish_group_alone_is_made_so_that_its_failures_do_not_end_the_process(
-    backend: str, variable: str, value: str, users: str | None, join: Make, members: Any, monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    variable: str,
+    value: str,
+    users: str | None,
+    join: Make,
+    members: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(variable, raising=False)
     if users is not None:
@@ -165,7 +171,9 @@ def test_the_stand_ins_watchdog_ends_a_process_that_does_as_torch_does_by_defaul
 
 
 @pytest.mark.parametrize("backend", ["nccl", "hccl"])
-def test_a_member_that_dies_while_the_communicator_is_made_ends_the_join_at_its_deadline(backend: str, join: Make) -> None:
+def test_a_member_that_dies_while_the_communicator_is_made_ends_the_join_at_its_deadline(
+    backend: str, join: Make
+) -> None:
     """The call that makes it blocks; the other member was there when the group met, and never takes part."""
     with pytest.raises(
         DeadlineExceeded, match=r"stage 0: making the communicator of group group of 2 members: not done within 0.3 s"
@@ -201,7 +209,7 @@ def test_a_broadcast_that_cannot_be_started_is_a_failed_publish(join: Make, memb
     members.set()
     group = join("nccl")
     group.broadcast = lambda tensor, root: (_ for _ in ()).throw(RuntimeError("NCCL error: remote process exited"))
-    with pytest.raises(WeightSyncError, match="could not be started .*remote process exited"):
+    with pytest.raises(WeightSyncError, match=r"could not be started .*remote process exited"):
         transport.broadcast(group, torch.zeros(1))
 
 

@@ -67,7 +67,7 @@ def test_training_does_not_pass_a_border_between_freezing_and_stopping() -> None
     gate = VersionGate(WAIT_S)
     at = gate.freeze()
     thread = passed(gate)
-    with pytest.raises(DeadlineExceeded, match="did not come to microbatch border 1 within 0.01 s"):
+    with pytest.raises(DeadlineExceeded, match=r"did not come to microbatch border 1 within 0.01 s"):
         gate.stop_at(at + 1)
         gate.wait_stopped(0.01)
     thread.join(WAIT_S)

@@ -14,6 +14,7 @@ from pa_npu.engines.vllm.codec import SERVED_MODEL
 from pa_npu.engines.vllm.versions import EngineVersion, engine_version, environment
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.preflight import check_engine
 
 WORKER_EXTENSION = "pa_npu.engines.vllm.worker.WorkerExtension"
 MIDDLEWARE = "pa_npu.engines.vllm.guard.EngineGuard"
@@ -36,7 +37,7 @@ def server_command(
     Raises ConfigError when model and lengths cannot go together, UserError when the installed engine is not supported.
     """
     rollout = config.rollout
-    max_model_len = _max_model_len(config, spec)
+    check_engine(config, spec)
     python = rollout.python or sys.executable
     version = version or engine_version(config)
     argv = [
@@ -49,7 +50,7 @@ def server_command(
         *("--port", str(port)),
         *("--dtype", _DTYPES[config.model.dtype]),
         *("--tensor-parallel-size", str(rollout.tensor_parallel)),
-        *("--max-model-len", str(max_model_len)),
+        *("--max-model-len", str(config.data.max_prompt_tokens + config.rollout.max_response_tokens)),
         *("--max-num-seqs", str(rollout.max_num_seqs)),
         *("--max-num-batched-tokens", str(rollout.max_num_batched_tokens)),
         *("--seed", str(config.run.seed)),
@@ -83,27 +84,6 @@ def server_command(
     # vLLM leaves the sockets between its processes behind when it is killed
     own = _SOCKETS not in os.environ | env and len(tempfile.gettempdir()) <= _LONGEST_TEMPORARY_DIRECTORY
     return EngineCommand((*argv, *rollout.extra_args), env, scratch_env=_SOCKETS if own else None)
-
-
-def _max_model_len(config: Config, spec: ModelSpec) -> int:
-    lengths = (
-        f"data.max_prompt_tokens + rollout.max_response_tokens = {config.data.max_prompt_tokens} + "
-        f"{config.rollout.max_response_tokens}"
-    )
-    total = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if total > spec.max_positions:
-        raise ConfigError(f"{lengths} exceeds the model's {spec.max_positions} positions; lower one of them")
-    if total > config.rollout.max_num_batched_tokens:
-        raise ConfigError(
-            f"{lengths} exceeds rollout.max_num_batched_tokens = {config.rollout.max_num_batched_tokens}, so that a sequence "
-            f"could not be prefilled in one step; raise rollout.max_num_batched_tokens to at least {total}"
-        )
-    if config.rollout.max_num_seqs > config.rollout.max_num_batched_tokens:
-        raise ConfigError(
-            f"rollout.max_num_seqs: {config.rollout.max_num_seqs} exceeds rollout.max_num_batched_tokens = "
-            f"{config.rollout.max_num_batched_tokens}; lower it, a step has one token per sequence at least"
-        )
-    return total
 
 
 def _on_host_memory(rollout: RolloutConfig, spec: ModelSpec) -> tuple[list[str], dict[str, str]]:
