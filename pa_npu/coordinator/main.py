@@ -36,8 +36,8 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
-from pa_npu.coordinator.episode import Rewards
 from pa_npu.control.typed import Topic
+from pa_npu.coordinator.episode import Rewards
 from pa_npu.coordinator.evaluate import evaluate
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.production import Production

@@ -94,7 +94,8 @@ def test_a_load_that_was_skipped_is_found(pair: Pair) -> None:
     pair.publish(0)
     pair.update()
     with pytest.raises(
-        InvariantViolation, match=r"I5: engine http://engine, worker 0, .* version 1 as stage 0 sent it: bucket 1 of \d+"
+        InvariantViolation,
+        match=r"I5: engine http://engine, worker 0, .* version 1 as stage 0 sent it: bucket 1 of \d+",
     ):
         pair.publish(1, skip)
 
@@ -130,7 +131,9 @@ def test_a_late_engine_that_is_sent_another_versions_copy_is_found(pair: Pair) -
     loaded = pair.publish(1)
     pair.check.check_late(1, pair.sent, {"late": loaded})
     held = LoadedWeights((1,), (tuple(stage.digests for stage in stale),))
-    with pytest.raises(InvariantViolation, match=r"I5: stage 0 sent a late engine other weights than .* version 1, first in b"):
+    with pytest.raises(
+        InvariantViolation, match=r"I5: stage 0 sent a late engine other weights than .* version 1, first in b"
+    ):
         pair.check.check_late(1, stale, {"late": held})
 
 

@@ -152,7 +152,9 @@ class Device:
 class Trainer:
     """A rank that trains microbatches whose collectives need all `peers`, as tensor parallelism does."""
 
-    def __init__(self, rank: int, stage: int, peers: tuple[int, ...], channel: StoreChannel, everyone: threading.Barrier) -> None:
+    def __init__(
+        self, rank: int, stage: int, peers: tuple[int, ...], channel: StoreChannel, everyone: threading.Barrier
+    ) -> None:
         self.gate, self.device = VersionGate(WAIT_S), Device()
         self.gate.open(0)
         self.borders = 0
