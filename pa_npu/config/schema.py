@@ -106,6 +106,24 @@ class Config(Section):
         return self.rollout.startup_timeout_s + 2 * self.publish.timeout_s
 
     @property
+    def collective_timeout_s(self) -> float:
+        """Deadline of a trainer's collective: later than our own waits, so that the first error names what was awaited.
+
+        A stage that waits for rollouts makes its neighbours wait in a collective, and a leader that publishes its TP peers.
+        """
+        return self.trainer.wait_timeout_s + COLLECTIVE_MARGIN_S
+
+    @property
+    def publish_collective_timeout_s(self) -> float:
+        """How long a broadcast of a publish may take on either end before a device ends it by itself."""
+        return self.publish.timeout_s + COLLECTIVE_MARGIN_S
+
+    @property
+    def publish_peer_timeout_s(self) -> float:
+        """The longest that a leader's TP peers wait for it in a publish: it joins, then sends."""
+        return 2 * self.publish.timeout_s
+
+    @property
     def microbatches_per_group(self) -> int:
         return self.rollout.responses_per_prompt // self.microbatch_responses
 
@@ -148,8 +166,29 @@ _LEAST_TEMPERATURE = 0.01  # what vLLM raises smaller ones to, but for 0
 _LONGEST_WAIT_S = 10_000_000  # four months; the clocks of some libraries overflow above
 
 
+# How much later a backend's own timeout comes than the wait that it stands behind.
+COLLECTIVE_MARGIN_S = 120.0
+
+
+def _broken_deadlines(c: Config) -> Iterator[str]:
+    """What waits for something ends after what it waits for: otherwise the error names the wrong party."""
+    wait_s = c.trainer.wait_timeout_s
+    if wait_s < c.rollout.request_timeout_s:
+        yield (
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than rollout.request_timeout_s = {c.rollout.request_timeout_s:g} s, "
+            f"so that trainers would give up on a group that still has time; set it to at least that"
+        )
+    if c.collective_timeout_s < c.publish_peer_timeout_s + COLLECTIVE_MARGIN_S:
+        yield (
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than twice publish.timeout_s = {c.publish.timeout_s:g} s, for which "
+            f"the tensor-parallel peers of a rank that joins engines and sends to them may wait in a collective; set it to at "
+            f"least {c.publish_peer_timeout_s:g}, or lower publish.timeout_s"
+        )
+
+
 def _broken_rules(c: Config) -> Iterator[str]:
     yield from broken_texts(c)
+    yield from _broken_deadlines(c)
     for section, values in c:
         for key, value in values:
             if key.endswith("_s") and value is not None and value > _LONGEST_WAIT_S:

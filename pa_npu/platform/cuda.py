@@ -59,5 +59,8 @@ class CudaPlatform(AcceleratorPlatform):
             }
         return without_users(defaults)
 
+    def deadline_environment(self, longest_s: float) -> dict[str, str]:
+        return {}  # torch's watchdog is the only one
+
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
         return without_users({"NCCL_SOCKET_IFNAME": f"={interface}"})  # = takes the name as a whole, not as a prefix

@@ -64,9 +64,13 @@ class Device:
     """A platform whose devices have memory of their own."""
 
     visible_devices_env = "X_VISIBLE_DEVICES"
+    comm_backend = "nccl"
 
     def environment(self, role: str) -> dict[str, str]:
         return {"FROM_PLATFORM": role}
+
+    def deadline_environment(self, longest_s: float) -> dict[str, str]:
+        return {"LONGEST_COLLECTIVE_S": str(longest_s)}
 
 
 def option(argv: tuple[str, ...], name: str) -> str:

@@ -1,4 +1,4 @@
-"""Groups that are given up or never come about, with stand-ins for NCCL and HCCL that do as their documents and sources say."""
+"""Groups that are given up or never come about, with stand-ins for NCCL and HCCL that behave as their sources say."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ def join(monkeypatch: pytest.MonkeyPatch, members: threading.Event) -> Iterator[
     monkeypatch.setattr(transport, "_left_behind", [])
 
     def run(backend: str, timeout_s: float = WAIT_S) -> Any:
-        dist.PrefixStore("group", server).set("member/1", "1")
+        dist.PrefixStore("group", server).set("member/1", run.terms or collectives.rules(backend).terms())  # type: ignore[attr-defined]
         return transport.join_group("127.0.0.1", server.port, "group", 0, 2, backend, timeout_s, "stage 0")
 
-    run.made, run.server = made, server  # type: ignore[attr-defined]
+    run.made, run.server, run.terms = made, server, ""  # type: ignore[attr-defined]
     yield run
     for group in made:
         c10d._world.pg_map.pop(group, None)  # type: ignore[call-overload]
@@ -215,3 +215,30 @@ def test_a_broadcast_that_cannot_be_started_is_a_failed_publish(join: Make, memb
 
 def test_which_backends_run_two_groups_side_by_side() -> None:
     assert [collectives.rules(name).overlaps for name in ("gloo", "nccl", "hccl")] == [True, False, False]
+
+
+@pytest.mark.parametrize("variable", ["RANK_TABLE_FILE", "ROOTINFO_SUBCOMM_ENABLE"])
+def test_variables_under_which_hccl_makes_other_groups_are_refused(
+    variable: str, join: Make, members: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members.set()
+    monkeypatch.setenv(variable, "x")
+    with pytest.raises(WeightSyncError, match=rf"stage 0: {variable}=x is set.*unset it"):
+        join("hccl")
+    assert join("nccl").connected, "no concern of another backend"
+
+
+def test_buffers_of_different_sizes_are_refused_and_the_default_counts(
+    join: Make, members: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members.set()
+    monkeypatch.setenv("HCCL_BUFFSIZE", "200")
+    join.terms = "HCCL_BUFFSIZE=512"  # type: ignore[attr-defined]
+    with pytest.raises(
+        WeightSyncError, match=r"rank 1 has HCCL_BUFFSIZE=512, this process HCCL_BUFFSIZE=200; set it alike"
+    ):
+        join("hccl")
+    join.terms = ""  # type: ignore[attr-defined]
+    monkeypatch.delenv("HCCL_BUFFSIZE")
+    assert collectives.rules("hccl").terms() == "HCCL_BUFFSIZE=200"
+    assert join("hccl").connected

@@ -70,6 +70,7 @@ def server_command(
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **device.environment("engine"),
+        **device.deadline_environment(config.publish_collective_timeout_s),
         **environment(config, version),
     }
     if device.visible_devices_env is None:

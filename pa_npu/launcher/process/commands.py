@@ -16,6 +16,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.addresses import interface_of, is_loopback
 from pa_npu.launcher.placement import Placement, visible_devices
 from pa_npu.platform.base import Platform
+from pa_npu.publish import collectives
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def trainer_command(config: Config, platform: Platform, placement: Placement, st
     """Rank `rank`, on this node. Ranks see all trainer devices of it and take theirs by LOCAL_RANK, as torchrun has it."""
     local = placement.ranks.index(rank)
     env = _common_env(config, platform) | store.env() | platform.environment("trainer")
+    env |= platform.deadline_environment(max(config.collective_timeout_s, config.publish_collective_timeout_s))
     env |= visible_devices(platform.visible_devices_env, placement.trainer_devices, os.environ)
     env |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(config.trainer.devices)}
     env |= {"LOCAL_WORLD_SIZE": str(len(placement.ranks)), "GROUP_RANK": str(config.placement.node_rank)}
@@ -117,6 +119,8 @@ def _common_env(config: Config, platform: Platform) -> dict[str, str]:
         "PA_NPU_RUN_DIR": str(Path(config.run.dir).resolve()),
         "PYTHONUNBUFFERED": "1",  # log lines appear when they are written
     }
+    for name in collectives.rules(platform.comm_backend).refused:
+        env.pop(name, None)
     env.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code leaves a stack in the log
     address = config.placement.address
     interface = interface_of(address)
