@@ -22,10 +22,7 @@ EARLIER = "earlier"
 LOCK = ".lock"
 
 # A run that finds nothing to continue begins again, whatever it was told to continue from, and on whatever machines.
-_OF_NO_ACCOUNT = (
-    *("checkpoint.load", "checkpoint.resume"),
-    *("placement.host", "placement.master_addr"),
-)
+_OF_NO_ACCOUNT = (*("checkpoint.load", "checkpoint.resume"),)
 
 
 def check_run_directory(config: Config) -> None:

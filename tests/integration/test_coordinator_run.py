@@ -147,7 +147,7 @@ def test_the_only_engines_successor_gets_the_iterations_weights_before_it_serves
         engines[0].stop()
         successor = engines[0].start_again(Speed(stride=4))
         try:
-            run.roster.renew(0, 1)
+            run.roster.renew(0, 1, run.roster.entries()[0].url)
             assert json.loads(run._wait("late/0")) == {"version": 0, "workers": 1}
             assert not successor.engine.requests, "it holds no weights yet"
             run.channel.put_json("late/0/answer/0", True)

@@ -109,6 +109,10 @@ class ProcessTree:
         self.processes.append(process)
         return process
 
+    def can_launch(self, command: Startable) -> bool:
+        """This machine is always there."""
+        return True
+
     def launch(self, command: Startable) -> Process:
         if not isinstance(command, Command):
             raise TypeError(f"{command.name} is for node {command.node}, not for this one")
