@@ -18,6 +18,7 @@ from pa_npu.engines.vllm.versions import engine_version, environment
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.engine_key import engine_key
+from pa_npu.launcher.machine_limits import check_limits
 from pa_npu.launcher.placement import (
     Placement,
     available_cores,
@@ -125,6 +126,8 @@ def check_surroundings(
     local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
+    here = findings.placement or Placement((), (), (), ())
+    local(lambda: check_limits(config, 1 + len(here.engines) + len(here.ranks)))
     changed = local(lambda: check_checkpoint(config))
     findings.notes += [changed] if changed else []
     check_run_directory(config)
@@ -141,6 +144,7 @@ def check_share(config: Config, platform: Platform, node: int, extra_engine: int
     """
     share = place_nodes(config)[node] if extra_engine is None else place_extra_engine(config, extra_engine)
     share = settle_on_node(config, share, _num_devices(platform), available_cores())
+    check_limits(config, len(share.engines) + len(share.ranks))
     findings = Findings(spec=ModelSpec.read(config.model.path), platform=platform)
     _find_memory(findings, config, None)
     check_memory(config, findings)

@@ -239,9 +239,14 @@ def _host_store(config: Config) -> dist.TCPStore:
 
 
 def finish(config: Config, run_dir: Path, console: Console, code: int, seconds: float) -> None:
-    """Merge the timeline; after a run that went well, print its summary."""
+    """Merge the timeline; after a run that went well, print its summary. What cannot be written changes no exit code."""
     if config.telemetry.timeline:
-        merge(run_dir)
+        try:
+            merge(run_dir)
+        except OSError as error:
+            console.complain(
+                f"telemetry.timeline: not written ({error.strerror or error}); its parts are in {run_dir}/timeline"
+            )
     if code:
         console.complain(f"logs: {run_dir / 'logs'}")
         return

@@ -82,7 +82,19 @@ def begin_attempt(config: Config, say: Callable[[str], None]) -> None:
         for path in newer:
             say(f"checkpoint {path} is newer than what the run continues from and moves to earlier/")
         _move_to_earlier(directory, newer)
-    (directory / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+    _write(directory / CONFIG_FILE, dump_config(config))
+
+
+def _write(file: Path, text: str) -> None:
+    """All of it or nothing: on a full disk the file of before stays, without which the run could not go on later."""
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:
+        raise UserError(
+            f"run.dir: {file} cannot be written ({error.strerror}); make room, or choose another run.dir"
+        ) from None
 
 
 def _set_aside(directory: Path) -> None:
