@@ -134,6 +134,10 @@ def alive(pid: int) -> bool:
         return False
 
 
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def main(arguments: Sequence[str]) -> int:
     from pa_npu import platform as platforms
     from pa_npu.config import Config

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,11 +66,23 @@ def on_one(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def launched(cluster: Raylets, tiny: Path, tmp_path: Path) -> Iterator[Launched]:
-    address: dict[str, object] = {"placement__ray_address": cluster.address}
-    started = Launched(tmp_path, "run", *settings(tiny, tmp_path / "run", **COMMON, **ON_TWO_NODES, **address))
-    yield started
-    started.close()
+def launch(cluster: Raylets, tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Start the run on the cluster, with other keys if any are given."""
+    launched: list[Launched] = []
+
+    def start(**others: object) -> Launched:
+        keys = {**COMMON, **ON_TWO_NODES, "placement__ray_address": cluster.address, **others}
+        launched.append(Launched(tmp_path, "run", *settings(tiny, tmp_path / "run", **keys)))
+        return launched[-1]
+
+    yield start
+    for item in launched:
+        item.close()
+
+
+@pytest.fixture
+def launched(launch: Callable[..., Launched]) -> Launched:
+    return launch()
 
 
 def processes_of(run_dir: Path) -> dict[int, str]:
@@ -127,3 +139,29 @@ def test_a_raylet_that_is_killed_in_the_middle_changes_nothing(
     assert "the run continues from" in launched.output
     assert_same_weights(on_one, tmp_path / "run")
     assert not [pid for pid in seen if running(pid)]
+
+
+@pytest.mark.nightly
+def test_an_engine_that_comes_and_goes_with_its_node_serves_meanwhile_and_ends_nothing(
+    launch: Callable[..., Launched], cluster: Raylets, tmp_path: Path
+) -> None:
+    third = "127.0.0.4"
+    keys: dict[str, object] = {"rollout__engines": "1..2", "placement__trainer_devices": "[1,3]"}
+    launched = launch(**keys, schedule__iterations=2000, checkpoint__every=0)
+    launched.wait_for(lambda: "iteration    2/2000" in launched.output, "two iterations have ended", RUN_TIMEOUT_S)
+    cluster.add(third, 1)
+    log = tmp_path / "run" / "logs" / "coordinator.log"
+
+    def served() -> int:
+        """Engines that generated something for the newest iteration."""
+        *_, newest = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        return sum(1 for use in json.loads(newest)["engines"].values() if use["tokens"])
+
+    launched.wait_for(lambda: f"engine-1: starting at http://{third}:" in launched.output, "engine-1 starts", 120)
+    launched.wait_for(lambda: served() == 2, f"two engines serve; see {log}", RUN_TIMEOUT_S)
+    cluster.kill(third)
+    launched.wait_for(lambda: "engine-1: lost with node 2" in launched.output, "it is missed", 60)
+    launched.wait_for(lambda: served() == 1, "one engine serves again", 120)
+    launched.popen.terminate()
+    assert launched.popen.wait(60) == 143, launched.output
+    launched.assert_nothing_survives()

@@ -13,7 +13,7 @@ import pytest
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.cluster.host_actor import forwarded_environment
 from pa_npu.launcher.cluster.ray_connection import connected
-from tests.helpers.ray_launcher import UP_AND_SLEEP, RayLauncher, alive
+from tests.helpers.ray_launcher import UP_AND_SLEEP, RayLauncher, alive, parent
 from tests.helpers.raylets import HEAD, OTHER, Raylets, raylets
 
 pytest.importorskip("ray")
@@ -114,6 +114,17 @@ def test_a_node_that_comes_back_gets_its_processes_and_the_run_starts_again(
     assert "starting coordinator and trainers again" in launcher.output and f"({OTHER}) is back" in launcher.output
     pids = {pid for pid, _ in first.values()}, {pid for pid, _ in second.values()}
     assert not pids[0] & pids[1] and not any(map(alive, pids[0] | pids[1]))
+
+
+def test_a_host_that_is_silent_is_lost_and_its_processes_end(launcher: RayLauncher) -> None:
+    """A stopped process keeps its connections, as a machine does that hangs."""
+    launcher.start(placement={"node_timeout_s": 4.0})
+    up = launcher.wait_up(*ALL)
+    keeper = parent(up["trainer-1"][0])
+    os.kill(parent(keeper), signal.SIGSTOP)
+    assert launcher.code() == 1
+    assert "node 1 (127.0.0." in launcher.output and "is lost: no sign of life for 4 s" in launcher.output
+    launcher.wait_for(lambda: not any(alive(pid) for pid, _ in up.values()), "its keepers have ended its processes")
 
 
 def test_a_node_that_does_not_come_back_ends_the_run_in_one_line(launcher: RayLauncher, two: Raylets) -> None:
