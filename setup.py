@@ -35,7 +35,11 @@ EXTRAS = {
     # the trainers' environment; the engines need another torch (2.10 with vllm-ascend 0.23) and hence one of their own,
     # named in rollout.python
     "npu": ["torch==2.7.1", "torch_npu==2.7.1", "pyyaml", "decorator", "attrs"],
+    # several nodes (placement.cluster=ray), the same release on all of them; tested with 2.60, and 3 may change what is used of
+    # it: placement groups, threaded actors, the setting that leaves an actor's child processes alone
+    "ray": ["ray>=2.50,<3"],
     "dev": [
+        "ray>=2.50,<3",  # tests of several nodes, as two raylets on this machine
         "pytest>=8",
         "pytest-asyncio>=0.24",  # tests of the coordinator
         "pytest-timeout>=2.3",  # a test that hangs fails, and the others still run

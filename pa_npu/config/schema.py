@@ -334,15 +334,17 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"optimizer.min_learning_rate: {c.optimizer.min_learning_rate} exceeds optimizer.learning_rate = "
             f"{c.optimizer.learning_rate}; lower it"
         )
-    if c.placement.node_rank >= c.placement.nnodes:
+    if c.placement.nnodes > 1 and c.placement.cluster == "local":
         yield (
-            f"placement.node_rank: {c.placement.node_rank} with placement.nnodes = {c.placement.nnodes}; nodes are numbered from "
-            f"0, set it below nnodes"
+            f"placement.nnodes: {c.placement.nnodes} with placement.cluster=local, which is this machine alone; set "
+            f"placement.cluster=ray, or nnodes to 1"
         )
-    if c.placement.node_rank and c.placement.master_addr is None:
+    if r.max_engines is not None and r.max_engines < r.engines:
+        yield f"rollout.max_engines: {r.max_engines} is below rollout.engines = {r.engines}; raise it, or remove the key"
+    if (r.max_engines or r.engines) > r.engines and (c.placement.cluster == "local" or r.attach):
         yield (
-            f"placement.master_addr: needed on node {c.placement.node_rank}, which must find the head; set it to the address of "
-            f"node 0"
+            f"rollout.max_engines: {r.max_engines}: more than rollout.engines = {r.engines} come with nodes of a Ray cluster only, "
+            f"and not beside rollout.attach; set placement.cluster=ray, or one number of engines"
         )
     if c.placement.nnodes > 1 and c.placement.devices_per_node is None and c.num_devices % c.placement.nnodes:
         yield (
@@ -362,9 +364,9 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"placement.engine_port: {first} and the ports of {r.engines} engines run past 65535; set it to at most "
             f"{65536 - r.engines}, or 0 for free ones"
         )
-    if first and not r.attach and first <= c.placement.rendezvous_port <= last:
+    if first and not r.attach and first <= c.placement.store_port <= last:
         yield (
-            f"placement.engine_port: the engines take ports {first} to {last}, among them {c.placement.rendezvous_port} of "
+            f"placement.engine_port: the engines take ports {first} to {last}, among them {c.placement.store_port} of "
             f"the store (placement.store_port); choose another"
         )
     for key, devices, wanted in (

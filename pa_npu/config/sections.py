@@ -5,9 +5,10 @@ Unknown keys are refused. Rules between keys are in `pa_npu.config.schema`.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pa_npu.config.presets import PresetName
 
@@ -30,7 +31,11 @@ class RunConfig(Section):
     restarts: int = Field(
         3,
         ge=0,
-        description="How often coordinator and trainers are started again, from the newest checkpoint, when one of them ends.",
+        description="How often coordinator and trainers are started again, from the newest checkpoint, when one of them ends; "
+        "counted within restart_window_s, and as long as no newer checkpoint has been written.",
+    )
+    restart_window_s: float = Field(
+        3600.0, gt=0, description="Starts longer ago than this no longer count towards run.restarts."
     )
     deterministic: bool = Field(True, description="Use deterministic kernels where the platform has a choice.")
 
@@ -79,7 +84,18 @@ class RolloutConfig(Section):
         min_length=1,
         description="Kind of engine: vllm; transformers (slow, exact, for debugging); or module:NAME, an EngineKind of your own.",
     )
-    engines: int = Field(1, ge=1, le=2**14, description="Number of engines (servers).")
+    engines: int = Field(
+        1,
+        ge=1,
+        le=2**14,
+        description="Number of engines (servers). MIN..MAX starts MIN, and up to MAX where a cluster's nodes have free "
+        "devices (placement.cluster=ray); it is short for engines=MIN and max_engines=MAX.",
+    )
+    max_engines: int | None = Field(
+        None,
+        ge=1,
+        description="Engines that the run grows to as nodes with free devices appear; none stays at engines.",
+    )
     attach: tuple[str, ...] = Field(
         (),
         description="URLs of running engines (see `pa_npu.launcher engines`) to use instead of starting any; they must serve "
@@ -135,9 +151,29 @@ class RolloutConfig(Section):
     probe_timeout_s: float = Field(
         60.0, gt=0, description="Deadline of a probe; an engine that does not answer is taken for hung and replaced."
     )
-    restarts: int = Field(3, ge=0, description="How often each engine that ends or hangs is started again.")
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="How often each engine that ends or hangs is started again within restart_window_s; beyond that the run goes "
+        "on without it where others serve.",
+    )
+    restart_window_s: float = Field(
+        3600.0, gt=0, description="Starts longer ago than this no longer count towards rollout.restarts."
+    )
     extra_args: tuple[str, ...] = Field((), description="Further arguments for the vLLM server.")
     env: dict[str, str] = Field(default_factory=dict, description="Further environment variables for the engines.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def split_range(cls, section: Any) -> Any:
+        """engines=MIN..MAX as the two keys that it is short for."""
+        if not isinstance(section, dict) or not isinstance(section.get("engines"), str):
+            return section
+        if not (found := re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", section["engines"])):
+            return section
+        if section.get("max_engines") is not None:
+            raise ValueError(f"engines: {section['engines']} names the maximum; remove max_engines")
+        return {**section, "engines": int(found[1]), "max_engines": int(found[2])}
 
 
 class EnvironmentConfig(Section):
@@ -395,35 +431,34 @@ class TelemetryConfig(Section):
 
 
 LOOPBACK = "127.0.0.1"
-STORE_PORT = 29500  # torchrun's
 
 
 class PlacementConfig(Section):
-    nnodes: int = Field(1, ge=1, description="Number of nodes; every node starts one launcher with the same keys.")
-    node_rank: int = Field(0, ge=0, description="Which of the nodes this launcher is on; 0 is the head.")
-    master_addr: str | None = Field(
-        None,
-        min_length=1,
-        description="Address of the head node, the same on all nodes; needed where there are several.",
+    cluster: Literal["local", "ray"] = Field(
+        "local", description="What runs engines and trainers: this machine, or the nodes of a Ray cluster."
     )
+    ray_address: str = Field(
+        "auto", min_length=1, description="The Ray cluster, HOST:PORT; auto is the one that this machine belongs to."
+    )
+    nnodes: int = Field(1, ge=1, description="Number of nodes; several need placement.cluster=ray.")
     devices_per_node: int | None = Field(
         None, ge=1, description="Devices (cpu: cores) of each node that the run uses; none divides them evenly."
     )
     join_timeout_s: float = Field(
-        600.0, gt=0, description="Deadline of nodes to join the run at its start, and to come back when they were lost."
+        600.0,
+        gt=0,
+        description="Deadline of the cluster to give the run its nodes at the start, and to replace nodes that were lost.",
     )
     node_timeout_s: float = Field(
-        60.0, ge=4, description="A node that gives no sign of life for this long is lost; half of it, for the head."
+        60.0, ge=4, description="A node whose processes are not heard of for this long is lost, if Ray has not said so."
     )
     host: str | None = Field(
         None,
         min_length=1,
-        description="Address of this node that store, engines and trainers listen on; none is loopback on one node, and the "
-        "address that reaches master_addr on several.",
+        description="Address of this machine that the store listens on, and with cluster=local engines and trainers too; none is "
+        "loopback, and on a Ray cluster the address that this node has there. Other nodes use theirs.",
     )
-    store_port: int = Field(
-        0, ge=0, le=65535, description="Port of the c10d store; 0 is a free one on one node, and 29500 on several."
-    )
+    store_port: int = Field(0, ge=0, le=65535, description="Port of the c10d store; 0 is a free one.")
     engine_port: int = Field(
         0, ge=0, le=65535, description="Port of the first engine, the others follow; 0 takes free ones."
     )
@@ -439,10 +474,5 @@ class PlacementConfig(Section):
 
     @property
     def address(self) -> str:
-        """placement.host, resolved; on several nodes the launcher has put it there."""
+        """placement.host, resolved; on a cluster the launcher has put it there."""
         return self.host or LOOPBACK
-
-    @property
-    def rendezvous_port(self) -> int:
-        """placement.store_port, resolved: several nodes must know it beforehand."""
-        return self.store_port or (STORE_PORT if self.nnodes > 1 else 0)

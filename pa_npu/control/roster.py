@@ -55,9 +55,9 @@ class Roster:
         """True; raises StoreError when the run has ended, and its store with it."""
         return self._channel.exists("config")
 
-    def renew(self, index: int, generation: int) -> None:
-        """The engine has been started again."""
-        self._channel.put_json(str(index), self._channel.get_json(str(index)) | {"generation": generation})
+    def renew(self, index: int, generation: int, url: str) -> None:
+        """The engine has been started again, on another node perhaps."""
+        self._channel.put_json(str(index), self._channel.get_json(str(index)) | {"generation": generation, "url": url})
         self._channel.add("changes", 1)
 
     def changed(self) -> bool:

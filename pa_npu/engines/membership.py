@@ -155,12 +155,13 @@ class Fleet:
         member = next((m for m in self._members.values() if m.engine is engine), None)
         if member is None or member.state == "gone":
             return
+        is_replaced = member.restarts and member.state != "leaving"
         member.state = "gone"
         logger.warning("engine %s is lost: %s", member.name, reason)
         self._pool.suspend(engine)
         await cancel(member.tasks)
         await engine.close()
-        if member.restarts:
+        if is_replaced:
             self._roster.ask_replacement(member.index, member.generation, reason)
         else:
             await self._remove(member, reason)
@@ -210,7 +211,7 @@ class Fleet:
                 self._roster.confirm_left(entry.index)
             elif member is None or entry.generation > member.generation:
                 self._welcome(entry, member)
-            elif entry.leaving and member.state in ("starting", "ready", "serving"):
+            elif entry.leaving and member.state != "leaving":
                 logger.info("engine %s leaves: it finishes what it has in flight", member.name)
                 member.state = "leaving"
                 self._pool.suspend(member.engine)

@@ -19,10 +19,12 @@ from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.model_directory import check_end_tokens, check_plain_files, check_tokenizer, check_weights
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.engine_key import engine_key
+from pa_npu.launcher.machine_limits import check_limits
 from pa_npu.launcher.placement import (
     Placement,
     available_cores,
     place,
+    place_extra_engine,
     place_nodes,
     port_problem,
     settle_on_node,
@@ -47,7 +49,7 @@ T = TypeVar("T")
 class Findings:
     """What the checks found out. notes: what a dry run forgives, because it depends on this machine alone.
 
-    placement: of this node; placements: of all.
+    placement: of this machine, where the run is on it alone; placements: of all nodes.
     device_bytes: memory of a device, None where unknown. own_memory: whether devices have any; else (cpu) it is the host's.
     """
 
@@ -85,7 +87,7 @@ def check_surroundings(
     device_memory_gib: the memory to plan with, instead of that of the devices here.
     """
     findings = Findings(platform=platform)
-    if config.placement.nnodes > 1:
+    if config.placement.cluster == "ray":
         findings.placements = place_nodes(config)
     _find_memory(findings, config, device_memory_gib)
 
@@ -103,11 +105,9 @@ def check_surroundings(
     if platform is None:
         reason = platforms.missing(config.run.device)
         findings.notes.append(f"run.device: {config.run.device} cannot be used: {reason}")
-    else:
-        findings.placement = local(lambda: _place_here(config, platform, findings.placements))
-        if findings.placement:
-            findings.placements = findings.placements or [findings.placement]
-            findings.placements[config.placement.node_rank] = findings.placement
+    elif config.placement.cluster == "local":
+        findings.placement = local(lambda: place(config, _num_devices(platform), available_cores()))
+        findings.placements = [findings.placement] if findings.placement else []
     findings.spec = local(lambda: check_model_files(config), config.model.path)
     if findings.spec is None:
         findings.spec = _planned_model(config, findings)
@@ -128,6 +128,8 @@ def check_surroundings(
     local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
+    here = findings.placement or Placement((), (), (), ())
+    local(lambda: check_limits(config, 1 + len(here.engines) + len(here.ranks)))
     changed = local(lambda: check_checkpoint(config))
     findings.notes += [changed] if changed else []
     check_run_directory(config)
@@ -137,17 +139,14 @@ def check_surroundings(
     return findings
 
 
-def _place_here(config: Config, platform: Platform, placements: Sequence[Placement]) -> Placement:
-    """placements: of several nodes, else empty."""
-    if not placements:
-        return place(config, _num_devices(platform), available_cores())
-    own = placements[config.placement.node_rank]
-    return settle_on_node(config, own, _num_devices(platform), available_cores())
+def check_share(config: Config, platform: Platform, node: int, extra_engine: int | None = None) -> Placement:
+    """The checks of devices, memory and engines on a cluster's node; returns what of the run it gets.
 
-
-def check_share(config: Config, platform: Platform) -> Placement:
-    """The checks of devices, memory and engines that a node other than the head needs; returns what of the run it gets."""
-    share = _place_here(config, platform, place_nodes(config))
+    extra_engine: the index of the only thing that it gets, where the node came later.
+    """
+    share = place_nodes(config)[node] if extra_engine is None else place_extra_engine(config, extra_engine)
+    share = settle_on_node(config, share, _num_devices(platform), available_cores())
+    check_limits(config, len(share.engines) + len(share.ranks))
     findings = Findings(spec=ModelSpec.read(config.model.path), platform=platform)
     _find_memory(findings, config, None)
     check_memory(config, findings)
@@ -197,10 +196,8 @@ def check_engines(config: Config, platform: Platform) -> tuple[ModelSpec, Placem
     """The checks that engines without a run need."""
     if config.rollout.attach:
         raise ConfigError("rollout.attach: these engines are to be started, not attached; remove the key")
-    if config.placement.nnodes > 1:
-        raise ConfigError(
-            "placement.nnodes: engines are started on this node only; set it to 1, here and on other nodes"
-        )
+    if config.placement.cluster != "local":
+        raise ConfigError("placement.cluster: engines alone are started on this machine only; set it to local")
     spec = check_model_files(config)
     check_engine_interpreter(config)
     check_ports(config, range(config.rollout.engines))
@@ -293,8 +290,8 @@ def device_notes(platform: Platform, placement: Placement) -> list[str]:
     ]
 
 
-def check_ports(config: Config, engines: Sequence[int]) -> None:
-    """The address and the fixed ports of this node, which has these engines of the run."""
+def check_ports(config: Config, engines: Sequence[int], *, has_store: bool = True) -> None:
+    """The address and the fixed ports of this machine, which has these engines of the run. has_store: it hosts the store."""
     placement = config.placement
     problem = port_problem(placement.address, 0)
     if problem:
@@ -302,8 +299,8 @@ def check_ports(config: Config, engines: Sequence[int]) -> None:
             f"placement.host: cannot listen on {placement.address} ({problem}); use an address of this machine"
         )
     wanted = []
-    if placement.rendezvous_port and placement.node_rank == 0:
-        wanted.append(("store_port", placement.rendezvous_port))
+    if placement.store_port and has_store:
+        wanted.append(("store_port", placement.store_port))
     if placement.engine_port and not config.rollout.attach:
         wanted += [("engine_port", placement.engine_port + index) for index in engines]
     for key, port in wanted:
@@ -311,7 +308,7 @@ def check_ports(config: Config, engines: Sequence[int]) -> None:
         if problem:
             raise ConfigError(
                 f"placement.{key}: port {port} of {placement.address} cannot be used ({problem}); "
-                f"choose another" + (", or 0 for a free one" if placement.nnodes == 1 else "")
+                f"choose another, or 0 for a free one"
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,8 +91,6 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.device_memory_gib is not None and not options.dry_run:
         raise UserError("command line: --device-memory-gib is for planning; add --dry-run, or remove it")
     memory_gib = _memory_gib(options.device_memory_gib)
-    if given.placement.node_rank and not options.dry_run:
-        return _agent(given)
     config = resolve_resume(given, lambda line: print(line, file=sys.stderr))
     if options.dry_run:
         return _dry_run(config, memory_gib)
@@ -115,18 +112,6 @@ def _memory_gib(text: str | None) -> float | None:
             f"{_MOST_MEMORY_GIB}"
         )
     return memory_gib
-
-
-def _agent(config: Config) -> int:
-    variable = "TORCH_CPP_LOG_LEVEL"
-    users = os.environ.get(variable)
-    # read at torch's import: a store that goes away is said in one line of ours, not by a C++ stack
-    os.environ.setdefault(variable, "ERROR")
-    from pa_npu.launcher.node_agent import run_agent
-
-    if users is None:
-        del os.environ[variable]  # not for the processes of this node
-    return run_agent(config)
 
 
 def _engines(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -48,7 +48,7 @@ def key_file(directory: Path, key: str) -> Iterator[Path]:
 
 
 def run_key(config: Config) -> str:
-    """On another node than the head: the run's key from the shared run directory, or the user's own.
+    """On a cluster's node: the run's key from the shared run directory, or the user's own.
 
     Raises UserError when there is neither.
     """
@@ -58,8 +58,8 @@ def run_key(config: Config) -> str:
     users = os.environ.get(KEY_VARIABLE, "")
     if not users:
         raise UserError(
-            f"{KEY_VARIABLE}: the engines' key cannot be read from {file}; run all launchers as the same user, or give them "
-            f"the same {KEY_VARIABLE}"
+            f"{KEY_VARIABLE}: the engines' key cannot be read from {file}; start the cluster as the user who starts the run, or "
+            f"with {KEY_VARIABLE} in its nodes' environment"
         )
     return checked_key(users, KEY_VARIABLE)
 

@@ -47,6 +47,10 @@ class Platform(Protocol):
         """Environment variable that restricts a process to some devices; None where there is none."""
 
     @property
+    def cluster_resource(self) -> str:
+        """What Ray calls one device of this kind when a cluster's nodes say what they have."""
+
+    @property
     def ops(self) -> FusedOps:
         """The platform's kernels for what the model computes per token."""
 

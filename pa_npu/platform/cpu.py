@@ -22,6 +22,7 @@ class CpuPlatform:
     comm_backend = "gloo"
     process_group_backend = "gloo"
     visible_devices_env = None
+    cluster_resource = "CPU"
     # beyond 32 MiB glibc takes new pages for every buffer, whose first touch costs as much as the transfer
     largest_bucket_bytes = 16 * 2**20
 

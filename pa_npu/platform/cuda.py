@@ -31,6 +31,7 @@ class CudaPlatform(AcceleratorPlatform):
     comm_backend = "nccl"
     process_group_backend = "cpu:gloo,cuda:nccl"
     visible_devices_env = "CUDA_VISIBLE_DEVICES"
+    cluster_resource = "GPU"
 
     def __init__(self) -> None:
         self.ops = CudaOps()

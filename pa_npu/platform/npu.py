@@ -29,6 +29,7 @@ class NpuPlatform(AcceleratorPlatform):
     comm_backend = "hccl"
     process_group_backend = "cpu:gloo,npu:hccl"
     visible_devices_env = "ASCEND_RT_VISIBLE_DEVICES"
+    cluster_resource = "NPU"
 
     def __init__(self) -> None:
         self.ops = NpuOps()

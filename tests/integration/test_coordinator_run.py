@@ -156,7 +156,7 @@ def test_the_only_engines_successor_gets_the_iterations_weights_before_it_serves
         engines[0].stop()
         successor = engines[0].start_again(Speed(stride=4))
         try:
-            run.roster.renew(0, 1)
+            run.roster.renew(0, 1, run.roster.entries()[0].url)
             assert run.message(LATE_REQUEST, number=0) == LateRequest(version=0, workers=1)
             assert not successor.engine.requests, "it holds no weights yet"
             LATE_ANSWER.put(run.channel, LateAnswer(True), number=0, rank=0)

@@ -32,7 +32,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Role:
-    """A process for another node, whose launcher builds its command itself. index: engine index or trainer rank."""
+    """A process for a node of a cluster, whose host builds its command itself. index: engine index or trainer rank."""
 
     node: int
     kind: Literal["engine", "trainer"]
@@ -95,14 +95,16 @@ def coordinator_command(config: Config, platform: Platform, store: Store, key: s
     return Command("coordinator", argv, env)
 
 
-def trainer_command(config: Config, platform: Platform, placement: Placement, store: Store, rank: int) -> Command:
-    """Rank `rank`, on this node. Ranks see all trainer devices of it and take theirs by LOCAL_RANK, as torchrun has it."""
+def trainer_command(
+    config: Config, platform: Platform, placement: Placement, store: Store, rank: int, node: int = 0
+) -> Command:
+    """Rank `rank`, on node `node`. Ranks see all trainer devices of it and take theirs by LOCAL_RANK, as torchrun has it."""
     local = placement.ranks.index(rank)
     env = _common_env(config, platform) | store.env() | platform.environment("trainer")
     env |= platform.deadline_environment(max(config.collective_timeout_s, config.publish_collective_timeout_s))
     env |= visible_devices(platform.visible_devices_env, placement.trainer_devices, os.environ)
     env |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(config.trainer.devices)}
-    env |= {"LOCAL_WORLD_SIZE": str(len(placement.ranks)), "GROUP_RANK": str(config.placement.node_rank)}
+    env |= {"LOCAL_WORLD_SIZE": str(len(placement.ranks)), "GROUP_RANK": str(node)}
     env |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
     argv = (sys.executable, "-m", "pa_npu.trainer.main", "--config", _config_file(config))
     return Command(f"trainer-{rank}", argv, env, placement.trainer_cores[local])

@@ -9,8 +9,10 @@ import pytest
 
 from pa_npu.config import Config
 from pa_npu.errors import UserError
-from pa_npu.launcher import checks, node
+from pa_npu.launcher import checks
 from pa_npu.launcher.checks import device_notes
+from pa_npu.launcher.cluster import node_report
+from pa_npu.launcher.cluster.node_report import NodeReport, inspect_node, leave_token, node_problem
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.versions import installed_versions, release_of, trainer_problems
 from pa_npu.platform.busy import parse_npu_smi, parse_nvidia_smi
@@ -112,30 +114,38 @@ NOWHERE = Placement((), (), (), ())
 
 def test_nodes_that_share_directory_and_model_have_no_problem(tmp_path: Path) -> None:
     config = make(tmp_path)
-    token = node.leave_token(config)
-    reports = [node.inspect_node(config, cast(Any, Cpu()), NOWHERE, number, token) for number in (0, 1)]
-    assert node.node_problems(reports) == []
-    assert node.NodeReport(**reports[0].to_json()) == reports[0], "a report travels as JSON"
+    token = leave_token(config)
+    own, other = (inspect_node(config, cast(Any, Cpu()), NOWHERE, number, token) for number in (-1, 0))
+    assert node_problem(other, own) is None
+    assert NodeReport(**other.to_json()) == other, "a report travels as JSON"
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".nodes"], "nothing else is left behind"
 
 
-def test_a_node_with_another_directory_or_model_is_named(tmp_path: Path) -> None:
+def test_a_node_with_another_directory_model_or_version_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    head, other = make(tmp_path / "a"), make(tmp_path / "b")
-    token = node.leave_token(head)
-    node.leave_token(other)
+    here, there = make(tmp_path / "a"), make(tmp_path / "b")
+    token = leave_token(here)
+    own = inspect_node(here, cast(Any, Cpu()), NOWHERE, -1, token)
+    name = f"node 127.0.0.1 ({own.host}): "
+
+    def problem() -> str:
+        return str(node_problem(inspect_node(there, cast(Any, Cpu()), NOWHERE, 0, token), own))
+
+    assert problem().startswith(f"{name}run.dir: ") and "is not shared or not writable here" in problem()
+    leave_token(there)
+    assert "is another directory than the launcher's" in problem()
+    (tmp_path / "b" / "run" / ".nodes").write_text(token)
+    assert problem() == "None", "the same model"
     (tmp_path / "b" / "model" / "config.json").write_text('{"changed": 1}')
-    reports = [
-        node.inspect_node(config, cast(Any, Cpu()), NOWHERE, number, token)
-        for number, config in enumerate([head, other])
-    ]
-    text = "\n".join(node.node_problems(reports))
-    assert text.count("node 1 (") == 2 and "node 0 (" not in text.replace("but node 0 (", "")
-    assert "is another directory than the head's" in text and "give all nodes the same model" in text
+    assert problem().startswith(f"{name}model.path: ") and "give all nodes the same model" in problem()
+    monkeypatch.setattr(node_report, "installed_versions", lambda: {"torch": "0"})
+    assert problem().startswith(f"{name}") and "on the launcher's machine; install the same on all nodes" in problem()
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(UserError, match=r"run\.dir: .* cannot be written"):
-        node.leave_token(make(tmp_path))
+        leave_token(make(tmp_path))
