@@ -52,7 +52,7 @@ CHANGES: dict[str, Change] = {
             "microbatch": "responses max_tokens pad_to_multiple_of",
             "attention": "shared_prompt implementation",
             "schedule": "iterations stream dispatch dynamic_sampling_limit evaluate_every",
-            "publish": "probe_tokens probe_tolerance",
+            "publish": "probe_tokens probe_tolerance false_stop_rate noise_margin",
         },
         Change.NEW_RUN: {
             "model": "frozen_dtype",
@@ -61,9 +61,9 @@ CHANGES: dict[str, Change] = {
             "environment": "name max_turns options",
             "reward": "functions",
             "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in reference_refresh_every "
-            "importance_sampling importance_cap entropy_coef aggregation",
+            "importance_sampling importance_cap entropy_coef delta dual_clip aggregation",
             "optimizer": "learning_rate min_learning_rate warmup_iterations decay weight_decay beta1 beta2 epsilon clip_grad",
-            "schedule": "updates_per_iteration prompts_per_iteration order dynamic_sampling",
+            "schedule": "max_staleness updates_per_iteration prompts_per_iteration order dynamic_sampling",
         },
         Change.NEVER: {
             "run": "seed",
