@@ -68,7 +68,7 @@ def doctor(config: Config | None) -> int:
     for kind in platforms.KINDS:
         if platforms.missing(kind) is None:
             deviations = trainer_problems(kind)
-            print(f"  {kind:<14} {nearest_stack(kind).name}: {'; '.join(deviations) or 'as supported'}")
+            print(f"  {kind:<14} {nearest_stack(kind).name}: {nearest_stack(kind).name}: {'; '.join(deviations) or 'as supported'}")
             for index, users in busy_devices(kind).items():
                 print(f"  {kind} {index} in use: {users}")
     print("\nchanges to torch and megatron in the trainers' processes")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from pa_npu.platform.cann import cann_version
 
 Version = tuple[int, ...]
 
@@ -148,7 +149,7 @@ def installed_versions() -> dict[str, str]:
         version = _distribution(name)
         if version is not None:
             found[name] = version
-    for name, version in (("megatron-core", _megatron_checkout()), ("cann", _cann())):
+    for name, version in (("megatron-core", _megatron_checkout()), ("cann", cann_version())):
         if version is not None:
             found[name] = version
     return found
@@ -170,13 +171,4 @@ def _megatron_checkout() -> str | None:
             numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", file.read_text(encoding="utf-8"), re.MULTILINE))
             if len(numbers) == 3:
                 return "{MAJOR}.{MINOR}.{PATCH}".format(**numbers)
-    return None
-
-
-def _cann() -> str | None:
-    home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")
-    for file in sorted(Path(home).glob("**/*install.info"))[:8] if home else ():
-        match = re.search(r"^version=(\S+)", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-        if match:
-            return match[1]
     return None
