@@ -128,7 +128,11 @@ class RolloutConfig(Section):
         0.85, gt=0.0, le=1.0, description="Share of device memory an engine may take (npu, cuda)."
     )
     kv_cache_gib: float = Field(1.0, gt=0.0, le=1e6, description="KV cache of an engine in GiB (cpu).")
-    graph_mode: bool = Field(False, description="Let engines compile and capture graphs; false computes eagerly.")
+    graph_mode: bool | None = Field(
+        None,
+        description="Let engines compile and capture graphs; false computes eagerly; none goes by the engine: graphs of "
+        "decode steps with vllm-ascend 0.23, else eagerly.",
+    )
     prefix_caching: bool = Field(
         True, description="Keep prompts' keys and values for the other responses of their group."
     )

@@ -18,7 +18,7 @@ from pa_npu.engines.registry import DEFAULT_BACKEND, engine_kind
 from pa_npu.errors import PaNpuError, UserError
 from pa_npu.launcher.checks import check_surroundings, resolve_device
 from pa_npu.launcher.placement import available_cores, port_problem
-from pa_npu.launcher.versions import trainer_problems
+from pa_npu.launcher.versions import nearest_stack, trainer_problems
 from pa_npu.platform.busy import busy_devices
 
 _GIB = 2**30
@@ -69,7 +69,9 @@ def doctor(config: Config | None) -> int:
     for kind in platforms.KINDS:
         if platforms.missing(kind) is None:
             deviations = trainer_problems(kind)
-            print(f"  {kind:<14} {'; '.join(deviations) or 'as supported'}")
+            print(
+                f"  {kind:<14} {nearest_stack(kind).name}: {nearest_stack(kind).name}: {'; '.join(deviations) or 'as supported'}"
+            )
             for index, users in busy_devices(kind).items():
                 print(f"  {kind} {index} in use: {users}")
     print("\nchanges to torch and megatron in the trainers' processes")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from packaging.requirements import Requirement
 
 from pa_npu.config import Config
 from pa_npu.errors import UserError
@@ -14,13 +16,13 @@ from pa_npu.launcher.checks import device_notes
 from pa_npu.launcher.cluster import node_report
 from pa_npu.launcher.cluster.node_report import NodeReport, inspect_node, leave_token, node_problem
 from pa_npu.launcher.placement import Placement
-from pa_npu.launcher.versions import installed_versions, release_of, trainer_problems
+from pa_npu.launcher.versions import installed_versions, nearest_stack, release_of, trainer_problems
 from pa_npu.platform.busy import parse_npu_smi, parse_nvidia_smi
 
 NPU = {
     "python": "3.10.14",
     "torch": "2.7.1+cpu",
-    "torch_npu": "2.7.1.post1",
+    "torch_npu": "2.7.1.post10",
     "megatron-core": "0.12.1",
     "cann": "9.1.0",
 }
@@ -61,6 +63,35 @@ def test_the_supported_versions_have_no_problem_and_a_deviation_is_named() -> No
     assert line.startswith("cann is not installed; 9.1 is supported")
     assert trainer_problems("cuda", {"python": "3.12.1", "torch": "2.12.0+cu130", "megatron-core": "0.16.1"}) == []
     assert trainer_problems("cuda", {"python": "3.12.1", "torch": "2.10.0", "megatron-core": "0.17.0"}) != []
+
+
+@pytest.mark.parametrize("version", ["2.7.1", "2.7.1.post2", "2.7.1.post6"])
+def test_an_extension_for_an_older_cann_is_told_from_its_later_post_releases(version: str) -> None:
+    """2.7.1 without a suffix is release 7.2.0 for CANN 8.3; 26.1.0 for CANN 9.1 is .post8 and later."""
+    (line,) = trainer_problems("npu", NPU | {"torch_npu": version})
+    assert line.startswith(
+        f"torch_npu {version} is not of the supported 2.7.1.post8 or a later post-release of 2.7.1 ("
+    )
+    assert trainer_problems("npu", NPU | {"torch_npu": "2.7.1.post8"}) == []
+    assert trainer_problems("npu", NPU | {"torch_npu": "2.8.0"}) != []
+
+
+def test_one_environment_for_engines_and_trainers_is_a_stack_of_its_own() -> None:
+    one = {"python": "3.11.9", "torch": "2.10.0+cpu", "torch_npu": "2.10.0.post4", "cann": "9.1.0"}
+    assert trainer_problems("npu", one | {"megatron-core": "0.16.1", "mindspeed": "0.16.0"}) == []
+    (line,) = trainer_problems("npu", one | {"megatron-core": "0.16.1", "mindspeed": "0.12.1"})
+    assert line.startswith("mindspeed 0.12.1 is not of the supported 0.16.0")
+    (line,) = trainer_problems("npu", one | {"megatron-core": "0.12.1"})
+    assert line.startswith("megatron-core 0.12.1 is not of the supported 0.16.0 to 0.16.1")
+    assert nearest_stack("npu", NPU).name.startswith("MindSpeed 26.1.0")
+
+
+def test_the_extra_for_ascend_takes_no_torch_npu_that_is_refused() -> None:
+    """setup.py and the matrix say the same."""
+    (wanted,) = re.findall(r'"(torch_npu[^"]*)"', (Path(__file__).parents[2] / "setup.py").read_text())
+    specifier = Requirement(wanted).specifier
+    for version in ("2.7.1", "2.7.1.post6", "2.7.1.post8", "2.7.1.post11", "2.7.2", "2.8.0"):
+        assert specifier.contains(version) == (trainer_problems("npu", NPU | {"torch_npu": version}) == []), version
 
 
 def test_versions_are_read_without_importing() -> None:

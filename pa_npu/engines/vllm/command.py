@@ -11,7 +11,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections import RolloutConfig
 from pa_npu.engines.registry import EngineCommand, import_path
 from pa_npu.engines.vllm.codec import SERVED_MODEL
-from pa_npu.engines.vllm.versions import EngineVersion, engine_version, environment
+from pa_npu.engines.vllm.versions import EngineVersion, engine_version, environment, graph_arguments
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.preflight import check_engine
@@ -62,7 +62,7 @@ def server_command(
         *("--middleware", MIDDLEWARE),
         "--enable-prefix-caching" if rollout.prefix_caching else "--no-enable-prefix-caching",
         "--disable-uvicorn-access-log",
-        *([] if rollout.graph_mode else ["--enforce-eager"]),
+        *graph_arguments(config, version),
     ]
     device = platform.get(config.run.device)
     env = {

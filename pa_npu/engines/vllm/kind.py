@@ -10,13 +10,18 @@ from pa_npu.engines.registry import EngineKind
 from pa_npu.engines.vllm.arguments import check_extra_arguments
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.engines.vllm.command import server_command
-from pa_npu.engines.vllm.versions import engine_version, environment, installed, select
+from pa_npu.engines.vllm.versions import cann_problem, engine_version, environment, installed, select
 from pa_npu.errors import UserError
+from pa_npu.platform.cann import cann_version
 
 
 def check(config: Config) -> None:
-    """The engines' interpreter has a vLLM of a supported version that can do what is configured."""
-    environment(config, engine_version(config))
+    """The engines' interpreter has a vLLM of a supported version that can do what is configured, for the CANN here."""
+    version = engine_version(config)
+    environment(config, version)
+    problem = cann_problem(version, cann_version())
+    if problem:
+        raise UserError(f"rollout.python: {problem}")
     check_extra_arguments(config)
 
 
@@ -30,7 +35,7 @@ def describe(config: Config | None) -> tuple[str, str | None]:
     except UserError as error:
         return f"none that is supported in {interpreter}", str(error)
     names = ", ".join(f"{name} {version}" for name, version in found.items())
-    return f"{names} ({row.name}, for {row.device}; {interpreter})", None
+    return f"{names} ({row.name}, for {row.device}; {interpreter})", cann_problem(row, cann_version())
 
 
 def served_model(url: str, key: str) -> str:
