@@ -16,6 +16,10 @@ from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
 _EQUAL_SPEED = 1.1
 _SHARES_OF_ALL = (1.0, 0.75, 0.5, 0.375, 0.25)
 _WAVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+# The first iteration's window, of an engine's share of the groups; windows of fewer groups than this are not halved at first, for
+# half of a small window costs much.
+_FIRST_SHARE = 0.55
+_LEAST_TO_HALVE = 4
 # Trainers are taken to need so much of their time, when turns are made: engines that stay a little ahead keep them busy.
 SLACKS = (1.0, 0.95, 0.85)
 
@@ -80,17 +84,18 @@ def turns_schedule(
 def first_schedule(
     cluster: Cluster, expected_longest: Sequence[float], group_sequences: int, most: int, order: OrderName
 ) -> Schedule:
-    """For the first iteration, of which nothing is known: two waves at least, the first half of the groups at half of that window.
+    """For the first iteration, of which nothing is known: two waves where the engines have room for one, and at first half of that.
 
     What a step takes alone and what each sequence adds are told apart by two levels of sequences in flight.
     """
     indices = dispatch_order(order, expected_longest, cluster.updates)
-    share = math.ceil(len(indices) / max(1, len(cluster.engines)))
-    places = max(1, min(most, math.ceil(share / 2)))
-    half = max(1, math.ceil(places / 2))
+    num_engines = max(1, len(cluster.engines))
+    places = max(1, min(most, math.ceil(_FIRST_SHARE * len(indices) / num_engines)))
+    half = math.ceil(places / 2) if places >= _LEAST_TO_HALVE else places
+    from_group = min(len(indices) // 2, math.ceil(1.5 * half) * num_engines)
     names = tuple(cluster.engines)
     windows = (
         same_windows(names, half * group_sequences),
-        same_windows(names, places * group_sequences, from_group=len(indices) // 2),
+        same_windows(names, places * group_sequences, from_group),
     )
     return Schedule(f"{half}, then {places} groups per engine, {order}", tuple(indices), windows)

@@ -40,15 +40,16 @@ from pa_npu.planning.iteration_model.simulate import simulate
 
 logger = logging.getLogger(__name__)
 
-_DRAWS = 6
-# Sequence ends that may be simulated per border: about a third of a second of one core.
-_BUDGET = 150_000
-# Simulations of an iteration at a border, about; and the candidates that are simulated under all draws.
-_USUAL_RUNS = 50
+# Draws of the lengths to come. Choosing may take 1% of an iteration, at so many sequences per second of simulation.
+_DRAWS = 12
+_SHARE_OF_ITERATION = 0.01
+_SEQUENCES_PER_S = 200_000
+# Simulations under the first draw, about; and the candidates that are simulated under the others too.
+_FIRST_RUNS = 24
 _KEPT = 6
 _NEW = 0.5  # weight of the last iteration in what is learned of trainers and border
 _BETTER = 0.99
-_USUAL_VARIES, _USUAL_EQUAL = 0.98, 0.998
+_USUAL_VARIES, _USUAL_EQUAL = 0.99, 0.998
 # Lengths vary where longest responses differ by more than 2% of what was expected, or responses of a group by as much.
 _VARIES = 0.02
 _SHAPES = 512
@@ -150,6 +151,7 @@ class ScheduleController:
         self._seconds_per_work: float | None = None
         self._step_s = self._border_s = self._delivery_s = 0.0
         self._informative = 1.0
+        self._iteration_s = 0.0  # of the last one
         self._shapes: deque[tuple[float, ...]] = deque(maxlen=_SHAPES)  # lengths over the expected longest
         self._bias: dict[tuple[bool, str], float] = {}  # (streams, kind) -> measured over predicted
         self._last: dict[bool, Candidate] = {}  # by streams
@@ -176,6 +178,7 @@ class ScheduleController:
             raise ValueError("end_iteration without begin_iteration")
         self._learn_lengths(seen)
         self._learn_speeds(seen, times)
+        self._iteration_s = times.iteration_s
         error = None
         if seen.predicted_s is not None and times.iteration_s > 0:
             error = seen.predicted_s / times.iteration_s - 1.0
@@ -265,7 +268,8 @@ class ScheduleController:
         cluster = self._cluster(outlook, {name: self._fit.speed(name) for name in outlook.engines})
         varies = self._varies()
         num_sequences = max(1, len(outlook.groups) * rules.responses)
-        num_draws = max(1, min(_DRAWS, _BUDGET // (_USUAL_RUNS * num_sequences))) if varies else 1
+        runs = _SHARE_OF_ITERATION * self._iteration_s * _SEQUENCES_PER_S / num_sequences
+        num_draws = max(1, min(_DRAWS, 1 + int((runs - _FIRST_RUNS) / (_KEPT + 1)))) if varies else 1
         draws = [self._draw(outlook, number if varies else None) for number in range(num_draws)]
         schedules = self._candidates(outlook, cluster, varies=varies)
         usual, last = next(iter(schedules)), self._last.get(streams)
