@@ -27,7 +27,9 @@ def dispatch_order(name: OrderName, expected: Sequence[float], shares: int = 1) 
     order = _ORDERS[name]
     size = len(expected) // shares
     return [
-        start + index for start in range(0, size * shares, size) for index in order(list(expected[start : start + size]))
+        start + index
+        for start in range(0, size * shares, size)
+        for index in order(list(expected[start : start + size]))
     ]
 
 

@@ -13,14 +13,8 @@ from pa_npu.dispatch.order import ORDERS, OrderName, dispatch_order
 from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.planning.iteration_model.backwards import optimum_s
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
-from pa_npu.planning.iteration_model.controller import (
-    GroupOutlook,
-    IterationOutlook,
-    IterationTimes,
-    Prediction,
-    Rules,
-    ScheduleController,
-)
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Prediction, Rules
 from pa_npu.planning.iteration_model.simulate import Outcome, simulate
 
 
@@ -64,7 +58,6 @@ class Case:
     replicas: int = 1
     border_s: float = 0.0
     noise: float = 0.2  # of the logarithm of what is known of a prompt's length
-    contention: float = 0.0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -127,9 +120,7 @@ class Case:
         grid = {max(1, round(top * 2 ** (-i / 3))) for i in range(16)}
         return sorted(grid | {n for k in range(1, 9) if (n := math.ceil(share / k)) <= top})
 
-    def constant(
-        self, outlooks: Sequence[GroupOutlook], places: int, order: OrderName = "longest-first"
-    ) -> Schedule:
+    def constant(self, outlooks: Sequence[GroupOutlook], places: int, order: OrderName = "longest-first") -> Schedule:
         indices = dispatch_order(order, [outlook.longest for outlook in outlooks])
         return Schedule(order, tuple(indices), (same_windows(self.names, places * self.responses),))
 
@@ -177,9 +168,7 @@ class Case:
 
 
 def rules_of(case: Case, **changes: object) -> Rules:
-    rules = Rules(
-        "auto", "auto", case.responses, case.max_num_seqs, case.lengths.limit, case.replicas, "completion", 1
-    )
+    rules = Rules("auto", "auto", case.responses, case.max_num_seqs, case.lengths.limit, case.replicas, "completion", 1)
     return replace(rules, **changes)
 
 
@@ -202,7 +191,7 @@ def run_controller(
     streams: Callable[[int], bool] = lambda number: True,
     noise: float = 0.0,
 ) -> list[Ran]:
-    """A run of the controller against the case in virtual time. disturb: the cluster of an iteration. noise: of what is measured."""
+    """A run of the controller in virtual time. disturb: gives the cluster of an iteration. noise: of what is measured."""
     rules = rules or rules_of(case)
     controller = ScheduleController(rules, lambda prompt, lengths: prompt + sum(lengths))
     rng = np.random.default_rng(3)
@@ -230,5 +219,14 @@ EQUAL, HEAVY = Lengths(512, 512), Lengths(400, 2048, 0.6, 0.4)
 CPU = Case("cpu", (CPU_ENGINE,), 16, 8, 128, Lengths(64, 64), 128, 0.77, border_s=0.25)
 NPU = Case("7b", (NPU_ENGINE,) * 4, 128, 8, 300, EQUAL, 256, 1.0, border_s=1.0)
 LONG = Case(
-    "16k", (EngineSpeed(0.018, 0.00018, 4.5e-5),) * 8, 64, 8, 500, Lengths(4000, 16384, 0.6, 0.4), 40, 1.0, 2, border_s=2.0
+    "16k",
+    (EngineSpeed(0.018, 0.00018, 4.5e-5),) * 8,
+    64,
+    8,
+    500,
+    Lengths(4000, 16384, 0.6, 0.4),
+    40,
+    1.0,
+    2,
+    border_s=2.0,
 )

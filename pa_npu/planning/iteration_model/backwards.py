@@ -1,9 +1,9 @@
 """Schedules by running an iteration backwards: each group starts as late as it can.
 
-Backwards in time trainers emit a group whenever they have "trained" it, an engine takes it at once and runs its decode steps; read
-forwards this is a schedule that ends with the iteration. Letting each group start as early as it can in reversed time is optimal on
-one engine where lengths are equal: a later start leaves more steps to do and helps no other group. With unequal lengths the order of
-emission matters too: longest first, so that forwards the longest are trained last and begin while trainers are still busy with others.
+Backwards in time trainers emit a group whenever they have "trained" it, an engine takes it at once and runs its decode steps;
+read forwards this is a schedule that ends with the iteration. Letting each group start as early as it can in reversed time is
+optimal on one engine where lengths are equal: a later start leaves more steps to do and helps no other group. With unequal lengths
+the order of emission matters too: longest first, so that forwards the longest are trained last and trainers have others meanwhile.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ class _ReversedEngine:
         self._speed = cluster.engines[name]
         self._now_s, self._steps, self._prompts_s = 0.0, 0.0, 0.0
         self._living = 0
-        self._events: list[tuple[float, int, int, VirtualGroup]] = []  # (clock, 0 a response joins or 1 all end, index, group)
+        self._events: list[
+            tuple[float, int, int, VirtualGroup]
+        ] = []  # (clock, 0 a response joins or 1 all end, index, group)
         self.in_flight_sequences, self.in_flight_tokens = 0, 0.0
         self.next_s = math.inf
 

@@ -56,9 +56,7 @@ def constant_windows(cluster: Cluster, places: int, group_sequences: int, from_g
     if not at or min(at.values()) <= 0 or max(at.values()) < _EQUAL_SPEED * min(at.values()):
         return same_windows(tuple(speeds), places * group_sequences, from_group)
     total, rate = places * len(at), sum(1 / step_s for step_s in at.values())
-    sequences = {
-        name: max(1, round(total / step_s / rate)) * group_sequences for name, step_s in at.items()
-    }
+    sequences = {name: max(1, round(total / step_s / rate)) * group_sequences for name, step_s in at.items()}
     return Windows(sequences, places * group_sequences, from_group)
 
 
@@ -82,20 +80,24 @@ def turns_schedule(
 
 
 def first_schedule(
-    cluster: Cluster, expected_longest: Sequence[float], group_sequences: int, most: int, order: OrderName
+    engines: Sequence[str],
+    expected_longest: Sequence[float],
+    group_sequences: int,
+    most: int,
+    order: OrderName,
+    updates: int,
 ) -> Schedule:
     """For the first iteration, of which nothing is known: two waves where the engines have room for one, and at first half of that.
 
     What a step takes alone and what each sequence adds are told apart by two levels of sequences in flight.
     """
-    indices = dispatch_order(order, expected_longest, cluster.updates)
-    num_engines = max(1, len(cluster.engines))
+    indices = dispatch_order(order, expected_longest, updates)
+    num_engines = max(1, len(engines))
     places = max(1, min(most, math.ceil(_FIRST_SHARE * len(indices) / num_engines)))
     half = math.ceil(places / 2) if places >= _LEAST_TO_HALVE else places
     from_group = min(len(indices) // 2, math.ceil(1.5 * half) * num_engines)
-    names = tuple(cluster.engines)
     windows = (
-        same_windows(names, half * group_sequences),
-        same_windows(names, places * group_sequences, from_group),
+        same_windows(engines, half * group_sequences),
+        same_windows(engines, places * group_sequences, from_group),
     )
     return Schedule(f"{half}, then {places} groups per engine, {order}", tuple(indices), windows)

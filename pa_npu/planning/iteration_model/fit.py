@@ -1,9 +1,9 @@
 """How fast engines and trainers are, learned from the groups of a run.
 
-A group whose longest response has L tokens, on an engine that meanwhile had n sequences decode and P tokens of prompts to compute,
-takes  L (a + b n) + p P  seconds. n is the mean over the group's decode steps, which is reconstructed once an iteration is complete:
-a response of l tokens ended l / L of the group's steps after the group began, and time stretches with the number of sequences that
-live (a few rounds with the a and b found so far). Then a, b, p >= 0 by least squares on relative errors, with exponential forgetting.
+A group whose longest response has L tokens, on an engine that meanwhile had n sequences decode and P tokens of prompts to
+compute, takes  L (a + b n) + p P  seconds. n is the mean over the group's decode steps, which is reconstructed once an iteration is
+complete: a response of l tokens ended l / L of the group's steps after the group began, and a step takes longer the more sequences
+live (some rounds with the a and b found so far). Then a, b, p >= 0 by least squares on relative errors, forgetting exponentially.
 
 Engines differ by a factor of speed each, which is learned too, and is 1 before anything was seen.
 """
@@ -44,7 +44,9 @@ class EngineFit:
         self._max_num_seqs = max_num_seqs
         self._pooled: Array | None = None  # a, b, p
         self._factors: dict[str, float] = {}
-        self._sums: dict[str, tuple[Array, Array, float]] = {}  # by engine: X'X [3, 3], X'y [3], weight of relative rows
+        self._sums: dict[
+            str, tuple[Array, Array, float]
+        ] = {}  # by engine: X'X [3, 3], X'y [3], weight of relative rows
 
     @property
     def known(self) -> bool:
@@ -128,7 +130,10 @@ def living_rows(groups: Sequence[GroupTiming], max_num_seqs: int, step_s: float,
     queued = leased > max_num_seqs
 
     joins = np.repeat(starts, sizes)
-    times, clock = np.array([starts.min(), ends.max()]), np.array([0.0, 1.0])  # every step as long as the others, at first
+    times, clock = (
+        np.array([starts.min(), ends.max()]),
+        np.array([0.0, 1.0]),
+    )  # every step as long as the others, at first
     for _ in range(2):
         spans = zip(starts, ends, shares, strict=True)
         leaves = np.concatenate([_at_share(start, end, share, times, clock) for start, end, share in spans])
