@@ -103,8 +103,8 @@ class RolloutConfig(Section):
     ignore_eos: bool = Field(False, description="Always generate max_response_tokens (benchmarks with fixed work).")
     window: Literal["auto"] | int = Field(
         "auto",
-        description="Sequences in flight per engine; auto chooses them, and the order of dispatch, for each iteration by simulating it "
-        "with what was learned of engines, trainers and lengths.",
+        description="Sequences in flight per engine; auto chooses them for each iteration, with turns and order of dispatch, by "
+        "simulating it with what was learned of engines, trainers and lengths.",
     )
     max_num_batched_tokens: int = Field(
         32768, ge=1, description="vLLM's token budget per step; no prompt may be chunked."

@@ -16,9 +16,9 @@ from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
 _EQUAL_SPEED = 1.1
 _SHARES_OF_ALL = (1.0, 0.75, 0.5, 0.375, 0.25)
 _WAVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-# The first iteration's window, of an engine's share of the groups; windows of fewer groups than this are not halved at first, for
-# half of a small window costs much.
-_FIRST_SHARE = 0.55
+# In the first iteration engines that have room for nearly half of their share get what they have room for; and windows of fewer
+# groups than this are not halved, for half of a small window costs much.
+_NEARLY_ALL = 0.8
 _LEAST_TO_HALVE = 4
 # Trainers are taken to need so much of their time, when turns are made: engines that stay a little ahead keep them busy.
 SLACKS = (1.0, 0.95, 0.85)
@@ -46,26 +46,32 @@ def place_levels(share: int, most: int) -> list[int]:
     return sorted(levels, reverse=True)
 
 
-def constant_windows(cluster: Cluster, places: int, group_sequences: int, from_group: int = 0) -> Windows:
-    """`places` groups per engine on average, more on faster engines, so that all have the same time for a group."""
+def constant_windows(cluster: Cluster, places: int, most: int, group_sequences: int) -> Windows:
+    """`places` groups per engine on average, more on faster engines, so that all take the same time for a group.
+
+    No engine has more than `most`.
+    """
     speeds = cluster.engines
     at = {
         name: speed.step_s + speed.sequence_s * places * group_sequences + speed.prompt_token_s
         for name, speed in speeds.items()
     }
     if not at or min(at.values()) <= 0 or max(at.values()) < _EQUAL_SPEED * min(at.values()):
-        return same_windows(tuple(speeds), places * group_sequences, from_group)
+        return same_windows(tuple(speeds), places * group_sequences)
     total, rate = places * len(at), sum(1 / step_s for step_s in at.values())
-    sequences = {name: max(1, round(total / step_s / rate)) * group_sequences for name, step_s in at.items()}
-    return Windows(sequences, places * group_sequences, from_group)
+    groups = {name: min(most, max(1, round(total / step_s / rate))) for name, step_s in at.items()}
+    return Windows({name: count * group_sequences for name, count in groups.items()}, places * group_sequences)
 
 
 def window_schedule(
-    candidate: Candidate, cluster: Cluster, expected_longest: Sequence[float], group_sequences: int
+    candidate: Candidate, cluster: Cluster, expected_longest: Sequence[float], most: int, group_sequences: int
 ) -> Schedule:
     """A constant window; replicas' shares of an iteration are ordered each by itself."""
     indices = dispatch_order(candidate.order, expected_longest, cluster.updates)
-    windows = constant_windows(cluster, candidate.places, group_sequences)
+    if candidate.places == most:  # as much as there is room for, on every engine
+        windows = same_windows(tuple(cluster.engines), most * group_sequences)
+    else:
+        windows = constant_windows(cluster, candidate.places, most, group_sequences)
     return Schedule(candidate.name, tuple(indices), (windows,))
 
 
@@ -75,7 +81,7 @@ def turns_schedule(
     """Turns that end the iteration early if lengths and speeds are as expected."""
     places = candidate.places * len(cluster.engines)
     order, turns = backwards_turns(cluster, expected, places, candidate.slack)
-    windows = constant_windows(cluster, candidate.places, group_sequences)
+    windows = constant_windows(cluster, candidate.places, candidate.places, group_sequences)
     return Schedule(candidate.name, order, (windows,), turns)
 
 
@@ -93,9 +99,10 @@ def first_schedule(
     """
     indices = dispatch_order(order, expected_longest, updates)
     num_engines = max(1, len(engines))
-    places = max(1, min(most, math.ceil(_FIRST_SHARE * len(indices) / num_engines)))
+    places = math.ceil(len(indices) / num_engines / 2)
+    places = max(1, most if places >= _NEARLY_ALL * most else places)
     half = math.ceil(places / 2) if places >= _LEAST_TO_HALVE else places
-    from_group = min(len(indices) // 2, math.ceil(1.5 * half) * num_engines)
+    from_group = min(len(indices) // 2, 2 * half * num_engines)
     windows = (
         same_windows(engines, half * group_sequences),
         same_windows(engines, places * group_sequences, from_group),

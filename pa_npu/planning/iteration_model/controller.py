@@ -48,12 +48,11 @@ _USUAL_VARIES, _USUAL_EQUAL = 0.99, 0.998
 
 @dataclass
 class _Running:
-    """The iteration that goes on. simulated_s: without bias and border."""
+    """The iteration that goes on."""
 
     outlook: IterationOutlook
     candidate: Candidate
     schedule: Schedule
-    simulated_s: float | None = None
     predicted_s: float | None = None
     timings: list[GroupTiming] = field(default_factory=list)
 
@@ -85,11 +84,22 @@ class ScheduleController:
             raise ValueError("end_iteration without begin_iteration")
         self._learned.observe(running.outlook, running.timings, times)
         self._last_error = None
-        if running.predicted_s is not None and running.simulated_s and times.iteration_s > 0:
+        if running.predicted_s is not None and times.iteration_s > 0:
             self._last_error = running.predicted_s / times.iteration_s - 1.0
+        hindsight_s = self._hindsight_s(running)
+        if hindsight_s:
             measured_s = times.iteration_s - times.border_s
-            self._learned.note_error(running.outlook.streams, running.candidate.kind, running.simulated_s, measured_s)
+            self._learned.note_error(running.outlook.streams, running.candidate.kind, hindsight_s, measured_s)
         return Prediction(running.schedule.name, running.predicted_s, self._last_error)
+
+    def _hindsight_s(self, running: _Running) -> float | None:
+        """The iteration simulated with the lengths that it had, and with speeds that were learned from it too: what then differs
+        from what was measured is the model's own error, not that of an expectation."""
+        groups = self._learned.seen(running.timings)
+        if not self._learned.enough or groups is None or not running.outlook.engines:
+            return None
+        cluster = self._learned.cluster(running.outlook.engines)
+        return simulate(cluster, groups, running.schedule, streams=running.outlook.streams).end_s
 
     def _first(self, outlook: IterationOutlook) -> _Running:
         rules, order = self._rules, self._orders(outlook.streams)[0]
@@ -133,7 +143,7 @@ class ScheduleController:
             self._explain(outlook, cluster, schedules[chosen], chosen, scores)
         self._last[streams] = chosen
         predicted_s = scores[chosen] + learned.border_s
-        return _Running(outlook, chosen, schedules[chosen], simulated[chosen], predicted_s)
+        return _Running(outlook, chosen, schedules[chosen], predicted_s)
 
     def _draws(self, outlook: IterationOutlook) -> list[list[VirtualGroup]]:
         if not self._learned.varies:
@@ -152,9 +162,10 @@ class ScheduleController:
             places = rules.window // rules.responses
             return {Candidate("window", places, o): self._fixed(outlook, rules.window, o) for o in orders}
         share = math.ceil(len(outlook.groups) / len(outlook.engines))
-        levels = place_levels(share, self._most_places(outlook, varies=varies))
+        most = self._most_places(outlook, varies=varies)
+        levels = place_levels(share, most)
         candidates = [Candidate("window", places, order) for order in orders for places in levels]
-        found = {c: window_schedule(c, cluster, longest, rules.responses) for c in candidates}
+        found = {c: window_schedule(c, cluster, longest, most, rules.responses) for c in candidates}
         if outlook.streams and rules.updates == 1 and (rules.dispatch == "auto" or not varies):
             expected = self._learned.expected(outlook)
             places = self._most_places(outlook, varies=False)

@@ -19,8 +19,8 @@ from pa_npu.planning.iteration_model.cluster import EngineSpeed, GroupTiming
 
 Array = npt.NDArray[np.float64]
 
-# Of earlier iterations, per iteration: the last three count for three quarters.
-_KEEP = 0.63
+# Of earlier iterations, per iteration: the last three count for seven eighths.
+_KEEP = 0.5
 # What the estimate before weighs against all that was seen: it decides only what that leaves open (all groups had as many sequences
 # beside them, say).
 _PRIOR = 1e-3
@@ -30,7 +30,7 @@ _PROMPT_RATIOS = tuple(_USUAL_PROMPT * 2.0**power for power in (-3, -2, -1, 0, 1
 # What a factor of 2 from the usual ratio costs: a mean error of 1%.
 _PROMPT_PULL = 1e-4
 # Groups that "engines are equally fast" weighs against each engine's own.
-_EQUAL_GROUPS = 4.0
+_EQUAL_GROUPS = 0.5
 _ROUNDS = 3
 # Residuals beyond so many times their median do not count more than that: a stall says nothing about the engine.
 _OUTLIER = 4.0

@@ -73,7 +73,7 @@ class Learned:
         self.iteration_s = times.iteration_s
 
     def note_error(self, streams: bool, kind: str, simulated_s: float, measured_s: float) -> None:
-        """Without border. Later simulations of this kind are multiplied by what this one should have been."""
+        """Both without border. Later simulations of this kind are multiplied by what this one should have been."""
         ratio = min(max(measured_s / simulated_s, 1 / _LARGEST_BIAS), _LARGEST_BIAS)
         self._bias[streams, kind] = _mix(self.bias(streams, kind), ratio, _NEW)
 
@@ -118,6 +118,17 @@ class Learned:
             total = (rest + 1) * longest * min(1.0, prompt.mean / max(prompt.longest, 1e-9))
             other = min(longest, max(1.0, (total - longest) / rest)) if rest else longest
             groups.append(self._group(index, prompt, [longest, *[other] * rest], True))
+        return groups
+
+    def seen(self, timings: Sequence[GroupTiming]) -> list[VirtualGroup] | None:
+        """The groups of an iteration as they were; None where some are missing, or no training was seen yet."""
+        by_index = sorted(timings, key=lambda timing: timing.index)
+        if self._seconds_per_work is None or [timing.index for timing in by_index] != list(range(len(by_index))):
+            return None
+        groups = []
+        for timing in by_index:
+            prompt = GroupOutlook(timing.prompt_tokens, max(timing.lengths), sum(timing.lengths) / len(timing.lengths))
+            groups.append(self._group(timing.index, prompt, timing.lengths, timing.trained))
         return groups
 
     def _group(self, index: int, prompt: GroupOutlook, tokens: Sequence[float], trained: bool) -> VirtualGroup:
