@@ -48,7 +48,6 @@ from pa_npu.config.schema import Config
 from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt, PromptStream
 from pa_npu.dispatch.assignment import Assignment
-from pa_npu.dispatch.window import FixedWindow
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
@@ -56,6 +55,8 @@ from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import IterationTimes, Rules
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Group
@@ -278,7 +279,11 @@ def configuration(case: Case, dispatch: str, stream: bool) -> Config:
             "run": {"seed": RUN_SEED},
             "model": {"path": "none"},
             "data": {"train": "none"},
-            "rollout": {"responses_per_prompt": GROUP, "max_response_tokens": case.max_tokens},
+            "rollout": {
+                "responses_per_prompt": GROUP,
+                "max_response_tokens": case.max_tokens,
+                "window": case.places * GROUP,
+            },
             "trainer": {"devices": case.replicas},
             "schedule": {"prompts_per_iteration": case.groups, "dispatch": dispatch, "stream": stream},
             "telemetry": {"samples_per_iteration": 0},
@@ -297,10 +302,12 @@ async def run_iterations(
     loop = asyncio.get_running_loop()
     results = []
     async with EnginePool(engines) as pool:
-        window, sampling = FixedWindow(case.places * GROUP), Sampling(case.max_tokens, 1.0)
+        controller, sampling = ScheduleController(Rules.of(config), work), Sampling(case.max_tokens, 1.0)
         timeline = Timeline(None, "")
         environment = SingleTurn(EnvironmentContext(None, case.max_tokens))
-        producer = Producer(config, pool, environment, Rewards(), shelf, window, sampling, timeline, work, store_thread)
+        producer = Producer(
+            config, pool, environment, Rewards(), shelf, controller, sampling, timeline, work, store_thread
+        )
         for iteration in range(case.epochs * case.iterations_per_epoch):
             prompts = prompt_stream.take(case.groups)
             lengths = [case.group_lengths(prompt, iteration, index) for index, prompt in enumerate(prompts)]
@@ -315,7 +322,7 @@ async def run_iterations(
             end_s = await training - start_s
             if generate_s < bound_s * 0.999:
                 raise SystemExit(f"iteration {iteration}: generated in {generate_s} s, below the bound of {bound_s} s")
-            producer.note_training(train_s * (1 + numbers["replica_imbalance"]))
+            controller.end_iteration(IterationTimes(end_s, border_s=0.0, train_s=train_s, step_s=0.0))
             results.append(
                 Iteration(bound_s, train_s, generate_s, end_s, numbers["tail_waste"], numbers["replica_imbalance"])
             )

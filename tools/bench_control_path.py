@@ -46,7 +46,6 @@ from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.coordinator.episode import reward_input
 from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.window import FixedWindow
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
@@ -55,6 +54,8 @@ from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import Rules
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
@@ -207,7 +208,11 @@ def measure(
         {
             "model": {"path": "none"},
             "data": {"train": "none"},
-            "rollout": {"responses_per_prompt": responses, "max_response_tokens": length},
+            "rollout": {
+                "responses_per_prompt": responses,
+                "max_response_tokens": length,
+                "window": GROUPS_IN_FLIGHT * responses,
+            },
             "schedule": {"prompts_per_iteration": GROUPS_PER_ITERATION},
             "telemetry": {"samples_per_iteration": 0},
         }
@@ -245,13 +250,22 @@ async def produce_for(
 ) -> tuple[int, float, float]:
     """(groups, wall seconds, CPU seconds) of whole iterations, after one that warms everything up."""
     buffer = StoreRolloutBuffer(channel, "run", readers=1)
-    window = FixedWindow(GROUPS_IN_FLIGHT * config.rollout.responses_per_prompt)
     with ThreadPoolExecutor(1) as store_thread:
         async with EnginePool([VllmEngine(url, VOCABULARY) for url in urls]) as pool:
             timeline = Timeline(None, "")
             work = GroupWork(SHAPE, config)
+            controller = ScheduleController(Rules.of(config), work)
             producer = Producer(
-                config, pool, environment(config), StubRewards(), buffer, window, sampling, timeline, work, store_thread
+                config,
+                pool,
+                environment(config),
+                StubRewards(),
+                buffer,
+                controller,
+                sampling,
+                timeline,
+                work,
+                store_thread,
             )
             prompts = [prompt] * GROUPS_PER_ITERATION
             await producer.produce(0, prompts)

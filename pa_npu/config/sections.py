@@ -118,7 +118,9 @@ class RolloutConfig(Section):
     top_k: int = Field(-1, description="Top-k sampling; only -1 (off), which the trainer can match exactly.")
     ignore_eos: bool = Field(False, description="Always generate max_response_tokens (benchmarks with fixed work).")
     window: Literal["auto"] | int = Field(
-        "auto", description="Sequences in flight per engine; auto finds the smallest that loses no throughput."
+        "auto",
+        description="Sequences in flight per engine; auto chooses them for each iteration, with turns and order of dispatch, by "
+        "simulating it with what was learned of engines, trainers and lengths.",
     )
     max_num_batched_tokens: int = Field(
         32768, ge=1, description="vLLM's token budget per step; no prompt may be chunked."
@@ -363,7 +365,7 @@ class ScheduleConfig(Section):
     dispatch: Literal["auto", "longest-first", "in-order"] = Field(
         "auto",
         description="Order in which prompts go to engines, by the length that earlier responses let expect; it changes no sample. "
-        "auto is longest-first, but while groups stream in-order where trainers are the bottleneck or order=prompt.",
+        "auto takes the order that lets the iteration end first, in a simulation of it.",
     )
     dynamic_sampling: bool = Field(
         False,

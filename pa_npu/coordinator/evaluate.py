@@ -48,7 +48,7 @@ async def evaluate(
     async def answer(number: int, prompt: Prompt, lease: Lease) -> None:
         with pool.session(
             lease,
-            lambda: max_in_flight,
+            lambda _: max_in_flight,
             deadline_s=request_timeout_s,
             again_deadline_s=engine_wait_s,
             what=f"held-out prompt {number} at version {version}",
@@ -59,6 +59,6 @@ async def evaluate(
 
     async with TaskScope() as scope:
         for number, prompt in enumerate(prompts):
-            lease = await pool.admit(1, len(prompt.tokens) + greedy.max_tokens, lambda: max_in_flight, engine_wait_s)
+            lease = await pool.admit(1, len(prompt.tokens) + greedy.max_tokens, lambda _: max_in_flight, engine_wait_s)
             scope.start(answer(number, prompt, lease), f"evaluate {number}")
     return Evaluation(version, sum(correct) / len(correct), len(correct), time.perf_counter() - start_s)

@@ -45,7 +45,6 @@ from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.production import Production
 from pa_npu.coordinator.record import RunRecords, iteration_record
 from pa_npu.data.prompts import Prompt, PromptStream, load_prompts
-from pa_npu.dispatch.window import make_window
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.membership import Fleet
@@ -56,6 +55,8 @@ from pa_npu.environments.protocol import Environment
 from pa_npu.environments.registry import make_environment
 from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import IterationTimes, Rules
 from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, StageManifest
 from pa_npu.rewards.pool import RewardPool
@@ -105,24 +106,31 @@ async def run(config: Config) -> None:
         records = stack.enter_context(RunRecords(config, first))
         store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
         sampling = training_sampling(config, spec)
-        window = make_window(
-            config.rollout.window,
-            config.rollout.responses_per_prompt,
-            config.rollout.max_num_seqs,
-            config.schedule.prompts_per_iteration * config.rollout.responses_per_prompt,
-            max(1, fleet.size),
-        )
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         buffer = StoreRolloutBuffer(buffer_channel, _BUFFER, readers=1)
         work = GroupWork(spec, config)
-        producer = Producer(config, pool, environment, rewards, buffer, window, sampling, timeline, work, store_thread)
+        controller = ScheduleController(Rules.of(config), work)
+        producer = Producer(
+            config, pool, environment, rewards, buffer, controller, sampling, timeline, work, store_thread
+        )
         await fleet.wait_all_ready()
         backend = platform.get(config.run.device).comm_backend
         manifests = [await wait_manifests(config, channel, topic) for topic in (MANIFEST, LATE_MANIFEST)]
         publish = CoordinatorPublish(config, fleet, pool, channel, Connection(store, backend, *manifests), sampling)
         coordinator = Coordinator(
-            config, channel, fleet, pool, environment, rewards, producer, publish, records, timeline, sampling
+            config,
+            channel,
+            fleet,
+            pool,
+            environment,
+            rewards,
+            producer,
+            controller,
+            publish,
+            records,
+            timeline,
+            sampling,
         )
         await coordinator.run(train, test, first)
 
@@ -139,6 +147,7 @@ class Coordinator:
         environment: Environment,
         rewards: Rewards,
         producer: Producer,
+        controller: ScheduleController,
         publish: CoordinatorPublish,
         records: RunRecords,
         timeline: Timeline,
@@ -151,6 +160,7 @@ class Coordinator:
         self._environment = environment
         self._rewards = rewards
         self._producer = producer
+        self._controller = controller
         self._publish = publish
         self._records = records
         self._timeline = timeline
@@ -171,7 +181,6 @@ class Coordinator:
             if current is not None:
                 report = REPORT.get(self._channel, iteration=current.production.iteration)
                 self._write(current, report, border)
-                self._producer.note_training(report.training.train_s)
             evaluation = await self._evaluate(version, test) if test and self._evaluation_due(version) else None
             if version == last:
                 return
@@ -224,12 +233,24 @@ class Coordinator:
         return record
 
     def _write(self, iteration: _Iteration, report: IterationReport, end: _Border) -> None:
+        """The iteration's record; what it took is learned from, too."""
+        iteration_s = end.done_s - iteration.start.done_s
+        evaluation_s = iteration.evaluation["seconds"] if iteration.evaluation else 0.0
+        prediction = self._controller.end_iteration(
+            IterationTimes(
+                iteration_s=iteration_s - evaluation_s,
+                border_s=end.publish_s,
+                train_s=report.training.train_s,
+                step_s=report.training.step_s,
+            )
+        )
         record = iteration_record(
             self._config,
             iteration.production,
             report,
+            prediction,
             border_wait_s=end.border_wait_s,
-            iteration_s=end.done_s - iteration.start.done_s,
+            iteration_s=iteration_s,
             publish_s=end.publish_s,
             evaluation=iteration.evaluation,
             use_before=iteration.start.use,

@@ -11,6 +11,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.messages import IterationReport
 from pa_npu.coordinator.production import Production
 from pa_npu.engines.pool import EngineUse
+from pa_npu.planning.iteration_model.messages import Prediction
 from pa_npu.telemetry.metrics import MetricsWriter, drop_records
 from pa_npu.telemetry.progress import progress_line, remaining_s
 from pa_npu.telemetry.record_file import RecordFile, json_line, say
@@ -67,6 +68,7 @@ def iteration_record(
     config: Config,
     production: Production,
     report: IterationReport,
+    prediction: Prediction,
     *,
     border_wait_s: float,
     iteration_s: float,
@@ -78,9 +80,9 @@ def iteration_record(
 ) -> dict[str, Any]:
     """The record of one iteration.
 
-    iteration_s: from one completed publish to the next. publish_s, border_wait_s: the publish that ends the iteration, and what
-    the trainers waited for it. evaluation: the one at its beginning, if any. use_before, use_after: the engines' counters at both
-    ends. devices: engines' and trainers', all.
+    prediction: of the schedule controller, for iteration_s without the evaluation. iteration_s: from one completed publish to the
+    next. publish_s, border_wait_s: the publish that ends the iteration, and what the trainers waited for it. evaluation: the one at
+    its beginning, if any. use_before, use_after: the engines' counters at both ends. devices: engines' and trainers', all.
     """
     numbers = production.numbers()
     tokens_computed = report.training.tokens_computed
@@ -97,6 +99,9 @@ def iteration_record(
         **numbers,
         "iteration_s": iteration_s,
         "publish_s": publish_s,
+        "schedule": prediction.schedule,
+        "predicted_s": prediction.predicted_s,
+        "prediction_error": prediction.error,
         "evaluation_s": evaluation["seconds"] if evaluation else None,
         "eval_accuracy": evaluation["accuracy"] if evaluation else None,
         "trainer_idle": min(1.0, (report.training.wait_s + border_wait_s) / iteration_s),

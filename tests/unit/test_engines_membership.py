@@ -69,8 +69,8 @@ async def test_an_engine_that_leaves_finishes_what_it_has_in_flight_first():
     async with job.fleet:
         await job.serving("a")
         index = await job.serving("b")
-        lease = await job.pool.admit(1, 1, lambda: 8, 1.0)
-        other = await job.pool.admit(1, 1, lambda: 8, 1.0)
+        lease = await job.pool.admit(1, 1, lambda _: 8, 1.0)
+        other = await job.pool.admit(1, 1, lambda _: 8, 1.0)
         leaving = next(held for held in (lease, other) if held.engine.name == "b")
         job.roster.ask_leave(index)
         await job.until(lambda: len(job.pool.engines) == 1, "nothing more is admitted to it")
@@ -181,7 +181,7 @@ async def test_an_engine_that_answers_what_nobody_expects_ends_the_run_at_once()
     async with job.fleet:
         job.roster.announce("a", restarts=False)
         with pytest.raises(PaNpuError, match="the watch over the engines failed: KeyError"):
-            await asyncio.wait_for(job.pool.admit(1, 1, lambda: 8, 60.0), 10)
+            await asyncio.wait_for(job.pool.admit(1, 1, lambda _: 8, 60.0), 10)
         with pytest.raises(PaNpuError, match="the watch over the engines failed: KeyError"):
             await asyncio.wait_for(job.fleet.wait_all_ready(), 10)
 
