@@ -4,7 +4,8 @@
 
 JOB.json: {"layouts": {name: {"config": file, "port": port of the layout's store}}, "out": directory, "engine_workers": n}.
 A rank leaves out the layouts that have no such rank. With engine workers it publishes at the end, to whoever reads
-`manifest/STAGE` in the layout's store. In `out` each layout leaves NAME/hf, the policy after the last step, and NAME/rankN.pt: log-probs of every group, reports and what ran on the device.
+`manifest/STAGE` in the layout's store. In `out` each layout leaves NAME/hf, the policy after the last
+step, and NAME/rankN.pt: log-probs of every group, reports and what ran on the device.
 """
 
 from __future__ import annotations

@@ -102,6 +102,7 @@ class Recording(ScheduleController):
         super().__init__(Rules.of(config), lambda prompt, lengths: prompt + sum(lengths))
         self.timings: list[GroupTiming] = []
         self.schedules: list[Schedule] = []
+        self.errors: list[float] = []
         self._follow = follow
 
     def begin_iteration(self, outlook: IterationOutlook) -> Schedule:

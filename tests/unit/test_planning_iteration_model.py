@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def test_what_has_no_place_waits_in_the_engine():
 
 def brute_force(case_groups: list[VirtualGroup], speeds: dict[str, EngineSpeed], window: int, most: int) -> Outcome:
     """Decode step by decode step on every engine, one trainer, everything looked at again after every step of any engine."""
-    state = {name: {"now": 0.0, "jobs": [], "queue": [], "prompts": 0.0} for name in speeds}
+    state: dict[str, dict[str, Any]] = {name: {"now": 0.0, "jobs": [], "queue": [], "prompts": 0.0} for name in speeds}
     waiting, done, timings = list(case_groups), [], []
 
     def admit(now: float) -> None:
