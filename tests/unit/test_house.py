@@ -28,7 +28,11 @@ LEVEL = {room: len(LAYERS) - index for index, layer in enumerate(LAYERS) for roo
 # Processes that share only what lies below them.
 STRANGERS = {("coordinator", "trainer"), ("trainer", "coordinator")}
 # A package below a room that only this room may import: everything else goes through the room's protocol.
-INNER = {"pa_npu.backends.megatron": "backends", "pa_npu.engines.vllm": "engines"}
+INNER = {
+    "pa_npu.backends.megatron": "backends",
+    "pa_npu.engines.vllm": "engines",
+    "pa_npu.engines.transformers": "engines",
+}
 # What stays in which folders (paths below pa_npu).
 FOREIGN = {
     "vllm": ("engines/vllm",),
@@ -46,30 +50,14 @@ DEVICE_MODULES = {
 UPWARDS: dict[tuple[str, str], str] = {}
 INNER_KNOWN: dict[tuple[str, str], str] = {
     ("pa_npu.launcher.doctor", "pa_npu.backends.megatron.patches"): "prints the list of changes to torch and Megatron",
-    (
-        "pa_npu.launcher.doctor",
-        "pa_npu.engines.vllm.versions",
-    ): "prints which vLLM is found; goes with a factory of engines",
-    (
-        "pa_npu.launcher.checks",
-        "pa_npu.engines.vllm.versions",
-    ): "asks the engines' interpreter; goes with a factory of engines",
-    (
-        "pa_npu.launcher.checks",
-        "pa_npu.engines.vllm.arguments",
-    ): "asks vLLM about its arguments; goes with a factory of engines",
-    ("pa_npu.launcher.engine_key", "pa_npu.engines.vllm.guard"): "names of the key; goes with a factory of engines",
-    ("pa_npu.launcher.joining_checks", "pa_npu.engines.vllm.guard"): "names of the key; goes with a factory of engines",
-    ("pa_npu.launcher.process.commands", "pa_npu.engines.vllm.command"): "starts vLLM; goes with a factory of engines",
-    ("pa_npu.launcher.process.commands", "pa_npu.engines.vllm.guard"): "starts vLLM; goes with a factory of engines",
-    ("pa_npu.coordinator.main", "pa_npu.engines.vllm.client"): "makes clients of vLLM; goes with a factory of engines",
-    ("pa_npu.coordinator.main", "pa_npu.engines.vllm.guard"): "names of the key; goes with a factory of engines",
 }
 DEVICES_KNOWN: dict[tuple[str, str], str] = {}
 # What runs inside an engine's process is the engine's end of a publish, whose other end asks engines for theirs.
 CIRCLING: dict[tuple[str, str], str] = {
-    ("pa_npu.engines.vllm.worker", "pa_npu.publish.transport"): "the groups and manifests that both ends speak",
-    ("pa_npu.engines.vllm.worker", "pa_npu.publish.progress"): "how far the engine's end has come",
+    ("pa_npu.engines.vllm.worker", "pa_npu.publish.receiver"): "the engine's end of a publish",
+    ("pa_npu.engines.vllm.worker", "pa_npu.publish.transport"): "the engine's end of a publish",
+    ("pa_npu.engines.transformers.weights", "pa_npu.publish.receiver"): "the engine's end of a publish",
+    ("pa_npu.engines.transformers.weights", "pa_npu.publish.transport"): "the engine's end of a publish",
 }
 
 
