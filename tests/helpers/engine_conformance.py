@@ -307,10 +307,14 @@ class ModelConformance(Conformance):
         assert len(await ask(client, 2)) == 2
 
     async def test_published_weights_are_generated_from(self, subject, client, other_model):
-        await self.publish(subject, client, 5)
+        first = await subject.sender.publish(client, 5, subject.model)
+        await client.reset_prefix_cache(deadline_s=DEADLINE_S)
         before = bits(await ask(client))
         loaded = await subject.sender.publish(client, 6, other_model)
         assert loaded.versions == (6,)
+        assert len(loaded.digests) == len(loaded.digests[0]) == 1, "of one worker and one stage"
+        assert loaded.digests != first.digests == (await subject.sender.publish(client, 6, subject.model)).digests
+        await subject.sender.publish(client, 6, other_model)
         await client.reset_prefix_cache(deadline_s=DEADLINE_S)
         for generation in await ask(client):
             assert generation.version == 6
