@@ -125,6 +125,7 @@ def check_surroundings(
                 sample = sample or (prompts[0] if prompts else None)
     check_rewards(config, sample)
     check_algorithm(config.algorithm)
+    engine_kind(config.rollout.backend).check_keys(config)
     local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))

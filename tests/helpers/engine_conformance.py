@@ -91,7 +91,8 @@ class Conformance:
         assert capabilities.num_workers == 1 and capabilities.loads_weights
         health = await client.check_health(deadline_s=DEADLINE_S)
         assert health.instance == capabilities.instance
-        assert subject.kind.served_model(subject.url, subject.key) == str(subject.model)
+        served = await asyncio.to_thread(subject.kind.served_model, subject.url, subject.key)
+        assert served == str(subject.model)
 
     async def test_a_request_for_a_group_equals_single_requests_with_the_following_seeds(self, client):
         group = await ask(client, 4, 40)
@@ -135,7 +136,7 @@ class Conformance:
             with pytest.raises(EngineError, match="answered 401"):
                 await client.wait_ready(deadline_s=DEADLINE_S)
         with pytest.raises(OSError, match="401"):
-            subject.kind.served_model(subject.url, "another")
+            await asyncio.to_thread(subject.kind.served_model, subject.url, "another")
 
     async def test_a_deadline_is_kept_and_the_engine_works_on(self, client):
         long = Sampling(MAX_RESPONSE, 1.0, ignore_eos=True)
@@ -307,10 +308,14 @@ class ModelConformance(Conformance):
         assert len(await ask(client, 2)) == 2
 
     async def test_published_weights_are_generated_from(self, subject, client, other_model):
-        await self.publish(subject, client, 5)
+        first = await subject.sender.publish(client, 5, subject.model)
+        await client.reset_prefix_cache(deadline_s=DEADLINE_S)
         before = bits(await ask(client))
         loaded = await subject.sender.publish(client, 6, other_model)
         assert loaded.versions == (6,)
+        assert len(loaded.digests) == len(loaded.digests[0]) == 1, "of one worker and one stage"
+        assert loaded.digests != first.digests == (await subject.sender.publish(client, 6, subject.model)).digests
+        await subject.sender.publish(client, 6, other_model)
         await client.reset_prefix_cache(deadline_s=DEADLINE_S)
         for generation in await ask(client):
             assert generation.version == 6

@@ -21,7 +21,7 @@ def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> En
 
     The API key, without which it refuses every request, is the environment's VLLM_API_KEY: command lines are public on a machine.
     """
-    check_keys(config.rollout)
+    check_keys(config)
     python = config.rollout.python or sys.executable
     total = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if total > spec.max_positions:
@@ -48,9 +48,9 @@ def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> En
     return EngineCommand(tuple(argv), env | config.rollout.env)
 
 
-def check_keys(rollout: RolloutConfig) -> None:
+def check_keys(config: Config) -> None:
     """Raises ConfigError for a key that would be read by nothing."""
-    for problem in _unread_keys(rollout):
+    for problem in _unread_keys(config.rollout):
         raise ConfigError(f"rollout.{problem}, or take rollout.backend=vllm")
 
 

@@ -16,8 +16,7 @@ _NEEDED = ("torch", "transformers", "aiohttp", "msgspec", "safetensors")
 
 
 def check(config: Config) -> None:
-    """The engines' interpreter has what the server imports, and no key asks for what it cannot do."""
-    check_keys(config.rollout)
+    """The engines' interpreter has what the server imports."""
     _, missing = describe(config)
     if missing is not None:
         raise ConfigError(missing)
@@ -44,4 +43,4 @@ def served_model(url: str, key: str) -> str:
     return directory_in(get_json(f"{url}/info", key), "model")
 
 
-TRANSFORMERS = EngineKind(server_command, TransformersEngine, check, describe, served_model)
+TRANSFORMERS = EngineKind(server_command, TransformersEngine, check_keys, check, describe, served_model)

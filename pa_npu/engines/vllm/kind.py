@@ -15,6 +15,10 @@ from pa_npu.errors import UserError
 from pa_npu.platform.cann import cann_version
 
 
+def check_keys(config: Config) -> None:
+    """All keys are vLLM's; what a release cannot do is found with its version."""
+
+
 def check(config: Config) -> None:
     """The engines' interpreter has a vLLM of a supported version that can do what is configured, for the CANN here."""
     version = engine_version(config)
@@ -43,4 +47,4 @@ def served_model(url: str, key: str) -> str:
     return directory_in(get_json(f"{url}/v1/models", key), "data", 0, "root")
 
 
-VLLM = EngineKind(server_command, VllmEngine, check, describe, served_model)
+VLLM = EngineKind(server_command, VllmEngine, check_keys, check, describe, served_model)
