@@ -44,6 +44,7 @@ from pa_npu.control.messages import (
 )
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
+from pa_npu.control.software import TRAINERS_RUN_ON, TrainersRunOn
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.process.readiness import host_store
@@ -135,6 +136,10 @@ class Job:
         roster.publish_config(self.config.model_dump(mode="json"))
         for kind, topic in (("publish", MANIFEST), ("late", LATE_MANIFEST)):
             topic.put(self._channel, StageManifest(f"{kind}-0", {}), stage=0)
+        played = TrainersRunOn(
+            TRAINERS, "cpu", "gloo", "", "", "played by this tool", "fp32", "none", "none", "none", ""
+        )
+        TRAINERS_RUN_ON.put(self._channel, played)
         with_key = {KEY_VARIABLE: self._key}
         engine = self._start("engine", [str(ROOT / "tools/stand_in.py"), *self._speed], with_key)
         roster.announce(wait_for_line(engine, "stand-in engine ready").split()[-1])

@@ -179,18 +179,28 @@ def _use_kernel(impl: str, tensors: tuple[torch.Tensor, ...]) -> bool:
     return False
 
 
-def _kernel_obstacle(tensors: tuple[torch.Tensor, ...]) -> str | None:
-    """Why the Ascend C operator cannot take these tensors, or None."""
-    out, softmax_max = tensors[0], tensors[1]
-    if out.device.type != "npu":
-        return f"the tensors are on {out.device}, the operator needs npu"
+def kernel_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the Ascend C operator cannot merge outputs [tokens, heads, head_dim] of this type on this device, or None."""
+    if device.type != "npu":
+        return f"the tensors are on {device}, the operator needs npu"
     status = available()
     if status.implementation != "ascendc":
         return status.reason
-    if out.dtype not in KERNEL_DTYPES or softmax_max.dtype != torch.float32:
-        return f"no kernel for outputs in {out.dtype} and statistics in {softmax_max.dtype}"
-    if out.shape[2] % KERNEL_DIM_STEP or softmax_max.shape[2] != KERNEL_STAT_WIDTH:
-        return f"needs a head dimension in steps of {KERNEL_DIM_STEP} and {KERNEL_STAT_WIDTH} copies of each statistic"
+    if dtype not in KERNEL_DTYPES:
+        return f"no kernel for outputs in {dtype}"
+    if head_dim % KERNEL_DIM_STEP:
+        return f"needs a head dimension in steps of {KERNEL_DIM_STEP}"
+    return None
+
+
+def _kernel_obstacle(tensors: tuple[torch.Tensor, ...]) -> str | None:
+    """Why the Ascend C operator cannot take these tensors, or None."""
+    out, softmax_max = tensors[0], tensors[1]
+    obstacle = kernel_obstacle(out.device, out.dtype, out.shape[2])
+    if obstacle is not None:
+        return obstacle
+    if softmax_max.dtype != torch.float32 or softmax_max.shape[2] != KERNEL_STAT_WIDTH:
+        return f"needs {KERNEL_STAT_WIDTH} copies of each statistic in fp32, not {softmax_max.shape[2]} in {softmax_max.dtype}"
     if not all(tensor.is_contiguous() for tensor in tensors):
         return "needs contiguous tensors"
     return None

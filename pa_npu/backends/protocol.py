@@ -114,6 +114,10 @@ class TrainBackend(Protocol):
         """This rank's place among the trainer ranks."""
 
     @property
+    def software(self) -> str:
+        """The backend with the versions of what it is made of, for people."""
+
+    @property
     def device(self) -> torch.device:
         """Where microbatches are expected."""
 

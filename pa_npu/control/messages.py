@@ -1,7 +1,8 @@
 """The messages between trainers and coordinator that are not part of a publish: reports, what was dispatched, data position.
 
 Each message is a frozen dataclass with its topic below it. Those of the publish are in publish/messages.py, those about engines in
-control/roster.py. Every topic lives under the prefix of one attempt of the run (control.channel.attempt_prefix).
+control/roster.py, what a run runs with in control/software.py. Every topic here lives under the prefix of one attempt of the run
+(control.channel.attempt_prefix).
 """
 
 from __future__ import annotations

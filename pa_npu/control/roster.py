@@ -9,17 +9,60 @@ The roster outlives the coordinator and the trainers, as the engines do: its key
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pa_npu.control.channel import StoreChannel, StoreError
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.typed import Counter, Topic
 
 PREFIX = "pa/engines/"
 
 
 @dataclass(frozen=True)
+class EngineStart:
+    """The newest start of an engine. generation counts its starts; restarts: whether the launcher starts it again when it ends."""
+
+    url: str
+    generation: int
+    restarts: bool
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run's resolved configuration as JSON, with absolute paths."""
+
+    tree: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ReplacementWanted:
+    """This start of an engine is to be replaced."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class LeaveAsked:
+    """An engine wants to leave the run."""
+
+
+@dataclass(frozen=True)
+class HasLeft:
+    """Nothing of the run is on the engine any more."""
+
+
+CONFIG = Topic("config", RunConfig, "the launcher to publish its configuration")
+START = Topic("{index}", EngineStart, "engine {index} to be announced")
+REPLACE = Topic("{index}/replace/{generation}", ReplacementWanted, "the coordinator to ask for another engine {index}")
+LEAVE = Topic("{index}/leave", LeaveAsked, "engine {index} to leave")
+LEFT = Topic("{index}/left", HasLeft, "the coordinator to let engine {index} go")
+COUNT = Counter("count")
+CHANGES = Counter("changes")
+
+
+@dataclass(frozen=True)
 class Entry:
-    """One engine. generation counts its starts; restarts: whether the launcher starts it again when it ends."""
+    """One engine, as `entries` finds it. generation and restarts: as in EngineStart."""
 
     index: int
     url: str
@@ -37,62 +80,61 @@ class Roster:
 
     def announce(self, url: str, *, restarts: bool = True) -> int:
         """A new engine, which has been started; returns its index."""
-        index = self._channel.add("count", 1) - 1
-        self._channel.put_json(str(index), {"url": url, "generation": 0, "restarts": restarts})
-        self._channel.add("changes", 1)
+        index = COUNT.add(self._channel) - 1
+        START.put(self._channel, EngineStart(url, 0, restarts), index=index)
+        CHANGES.add(self._channel)
         return index
 
     def publish_config(self, tree: dict[str, Any]) -> None:
-        """The run's configuration as JSON, with absolute paths, for engines that join."""
-        self._channel.put_json("config", tree)
+        """For engines that join."""
+        CONFIG.put(self._channel, RunConfig(tree))
 
     def wait_config(self, timeout_s: float) -> dict[str, Any]:
-        """Raises DeadlineExceeded when no run has published one."""
-        tree: dict[str, Any] = self._channel.wait_json("config", timeout_s, "the launcher to publish its configuration")
-        return tree
+        """Raises DeadlineExceeded when no run has published one, MessageError when another version of this program has."""
+        return CONFIG.wait(self._channel, timeout_s).tree
 
     def is_open(self) -> bool:
         """True; raises StoreError when the run has ended, and its store with it."""
-        return self._channel.exists("config")
+        return CONFIG.exists(self._channel)
 
     def renew(self, index: int, generation: int, url: str) -> None:
         """The engine has been started again, on another node perhaps."""
-        self._channel.put_json(str(index), self._channel.get_json(str(index)) | {"generation": generation, "url": url})
-        self._channel.add("changes", 1)
+        start = START.get(self._channel, index=index)
+        START.put(self._channel, replace(start, generation=generation, url=url), index=index)
+        CHANGES.add(self._channel)
 
     def changed(self) -> bool:
         """Whether anything was written since the last call; true at first."""
-        seen, self._seen = self._seen, self._channel.add("changes", 0)
+        seen, self._seen = self._seen, CHANGES.value(self._channel)
         return self._seen != seen
 
     def entries(self) -> list[Entry]:
         """All engines but those that have left, by index."""
         entries = []
-        for index in range(self._channel.add("count", 0)):
+        for index in range(COUNT.value(self._channel)):
             if self.has_left(index):
                 continue
-            try:
-                value = self._channel.get_json(str(index))
-            except StoreError:  # counted, not written yet
+            start = START.get_if_there(self._channel, index=index)
+            if start is None:  # counted, not written yet
                 continue
-            leaving = self._channel.exists(f"{index}/leave")
-            entries.append(Entry(index, value["url"], value["generation"], value["restarts"], leaving))
+            leaving = LEAVE.exists(self._channel, index=index)
+            entries.append(Entry(index, start.url, start.generation, start.restarts, leaving))
         return entries
 
     def ask_replacement(self, index: int, generation: int, reason: str) -> None:
-        self._channel.put_json(f"{index}/replace/{generation}", reason)
+        REPLACE.put(self._channel, ReplacementWanted(reason), index=index, generation=generation)
 
     def replacement_wanted(self, index: int, generation: int) -> str | None:
         """Why this start of the engine is to be replaced, if it is."""
-        key = f"{index}/replace/{generation}"
-        return str(self._channel.get_json(key)) if self._channel.exists(key) else None
+        found = REPLACE.get_if_there(self._channel, index=index, generation=generation)
+        return found.reason if found is not None else None
 
     def ask_leave(self, index: int) -> None:
-        self._channel.put_json(f"{index}/leave", True)
-        self._channel.add("changes", 1)
+        LEAVE.put(self._channel, LeaveAsked(), index=index)
+        CHANGES.add(self._channel)
 
     def confirm_left(self, index: int) -> None:
-        self._channel.put_json(f"{index}/left", True)
+        LEFT.put(self._channel, HasLeft(), index=index)
 
     def has_left(self, index: int) -> bool:
-        return self._channel.exists(f"{index}/left")
+        return LEFT.exists(self._channel, index=index)

@@ -38,6 +38,7 @@ from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import BORDER, DATA_POSITION, DISPATCHED, REPORT, DataPosition, IterationReport
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
+from pa_npu.control.software import TRAINERS_RUN_ON, RunsOn
 from pa_npu.control.typed import Topic
 from pa_npu.coordinator.episode import Rewards
 from pa_npu.coordinator.evaluate import evaluate
@@ -117,6 +118,8 @@ async def run(config: Config) -> None:
         await fleet.wait_all_ready()
         backend = platform.get(config.run.device).comm_backend
         manifests = [await wait_manifests(config, channel, topic) for topic in (MANIFEST, LATE_MANIFEST)]
+        trainers = await TRAINERS_RUN_ON.wait_async(channel, config.trainer.startup_timeout_s)
+        records.write_runs_on(RunsOn(trainers, fleet.run_on()))
         publish = CoordinatorPublish(config, fleet, pool, channel, Connection(store, backend, *manifests), sampling)
         coordinator = Coordinator(
             config,

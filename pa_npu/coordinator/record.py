@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import IterationReport
+from pa_npu.control.software import RunsOn
 from pa_npu.coordinator.production import Production
 from pa_npu.engines.pool import EngineUse
 from pa_npu.planning.iteration_model.messages import Prediction
 from pa_npu.telemetry.metrics import MetricsWriter, drop_records
-from pa_npu.telemetry.progress import progress_line, remaining_s
-from pa_npu.telemetry.record_file import RecordFile, json_line, say
+from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
+from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, say
 from pa_npu.telemetry.tpspd import Work, throughput
 
 SAMPLES = "samples.jsonl"
+RUNS_ON = "runs_on.json"
 
 
 class RunRecords:
@@ -41,6 +44,13 @@ class RunRecords:
     def __exit__(self, *exc_info: object) -> None:
         self._metrics.close()
         self._samples.close()
+
+    def write_runs_on(self, found: RunsOn) -> None:
+        """What this attempt of the run runs with, and its lines on the console."""
+        file = Path(self._config.run.dir) / RUNS_ON
+        attempt(file, lambda: file.write_text(json_line(asdict(found)) + "\n", encoding="utf-8"))
+        for line in found.lines():
+            say(PREFIX + line)
 
     def write_iteration(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
         """One finished iteration, and its line on the console."""

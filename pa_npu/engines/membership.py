@@ -24,6 +24,7 @@ from typing import Literal
 
 from pa_npu.config.sections import RolloutConfig
 from pa_npu.control.roster import Entry, Roster
+from pa_npu.control.software import EngineRunsOn
 from pa_npu.control.tasks import cancel, gather
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineCapabilities, EngineError, EngineGone, RolloutEngine
@@ -50,6 +51,7 @@ class Member:
     restarts: bool
     engine: RolloutEngine
     state: Literal["starting", "ready", "serving", "leaving", "gone"] = "starting"
+    capabilities: EngineCapabilities | None = None  # once it is ready
     probed_s: float = field(default_factory=time.monotonic)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -100,6 +102,11 @@ class Fleet:
         deadline = time.monotonic() + self._config.startup_timeout_s
         while late := [member.name for member in self._members.values() if member.state not in ("ready", "serving")]:
             await self._wait_change(deadline, f"engines {', '.join(late)} to become ready")
+
+    def run_on(self) -> tuple[EngineRunsOn, ...]:
+        """What the engines that are ready say they are, in the order of the roster."""
+        ready = [(member.name, member.capabilities) for _, member in sorted(self._members.items())]
+        return tuple(EngineRunsOn(name, found.kind, found.version) for name, found in ready if found is not None)
 
     async def members(self) -> list[Member]:
         """The members that can take part in a publish, in the order of the roster; waits until there is one."""
@@ -231,8 +238,8 @@ class Fleet:
 
     async def _bring_up(self, member: Member, *, is_replacement: bool) -> None:
         try:
-            capabilities = await member.engine.wait_ready(deadline_s=self._config.startup_timeout_s)
-            self._check_capabilities(member, capabilities)
+            member.capabilities = await member.engine.wait_ready(deadline_s=self._config.startup_timeout_s)
+            self._check_capabilities(member, member.capabilities)
             if member.state != "starting":  # it leaves already
                 return
             member.state = "ready"

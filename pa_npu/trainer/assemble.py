@@ -13,6 +13,7 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix
 from pa_npu.control.freshness import Freshness
+from pa_npu.control.software import TRAINERS_RUN_ON
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.publish.late_engines import LateEngines, Place
@@ -25,6 +26,7 @@ from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.border import Border
 from pa_npu.trainer.checks import IterationChecks
+from pa_npu.trainer.runs_on import trainers_run_on
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ def assemble_rank(
     module = backend_module(config.trainer.backend)
     backend = module.create(config, spec, platform, group_store, rank, local_rank, timeline)
     channel = StoreChannel(store, attempt_prefix())
+    if rank == 0:
+        TRAINERS_RUN_ON.put(channel, trainers_run_on(config, spec, platform, backend))
     num_bytes = bucket_bytes(config, platform, backend)
     # on all ranks: both make groups
     weights = backend.published_weights(num_bytes)

@@ -24,12 +24,13 @@ from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.control.messages import BORDER, REPORT, BorderReport
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
+from pa_npu.control.software import TRAINERS_RUN_ON
 from pa_npu.control.typed import Topic
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, MEMBERS, READY, VERDICT, StageManifest, TrainersReady
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.samples.types import Group
-from tests.helpers.reports import iteration_report
+from tests.helpers.reports import iteration_report, trainers_run_on
 from tests.helpers.stand_in_engine import API_KEY, Served
 
 T = TypeVar("T")
@@ -136,6 +137,7 @@ class Run:
     def announce_weights(self) -> None:
         for kind, topic in (("publish", MANIFEST), ("late", LATE_MANIFEST)):
             topic.put(self.channel, StageManifest(f"{kind}-0", {}), stage=0)
+        TRAINERS_RUN_ON.put(self.channel, trainers_run_on())
 
     def published(self, version: int, attempt: int = 0) -> dict[str, Any]:
         """Members and verdict of an attempt."""

@@ -6,6 +6,13 @@ from dataclasses import asdict
 from typing import Any
 
 from pa_npu.control.messages import AgreementReport, CheckpointReport, IterationReport, ProbeReport, UpdateReport
+from pa_npu.control.software import TrainersRunOn
+
+
+def trainers_run_on(fallback: str = "") -> TrainersRunOn:
+    """What trainers played by a test say they are."""
+    kernel = {"attention": "auto", "kernel": "cpu-flash", "merge": "torch", "fallback": fallback}
+    return TrainersRunOn(2, "cpu", "gloo", "3.11.0", "2.13.0", "megatron-core 0.12.1", "fp32", **kernel)
 
 
 def numbers(*reports: Any) -> dict[str, float]:

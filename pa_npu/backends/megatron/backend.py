@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
@@ -83,6 +84,10 @@ class MegatronBackend:
     @property
     def ranks(self) -> Ranks:
         return parallel.ranks()
+
+    @property
+    def software(self) -> str:
+        return f"megatron-core {megatron.core.__version__}"
 
     @property
     def device(self) -> torch.device:
