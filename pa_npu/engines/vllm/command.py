@@ -14,7 +14,7 @@ from pa_npu.engines.vllm.codec import SERVED_MODEL
 from pa_npu.engines.vllm.versions import EngineVersion, engine_version, environment, graph_arguments
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.preflight import check_engine
+from pa_npu.planning.model_rules import check_engine
 
 WORKER_EXTENSION = "pa_npu.engines.vllm.worker.WorkerExtension"
 MIDDLEWARE = "pa_npu.engines.vllm.guard.EngineGuard"
