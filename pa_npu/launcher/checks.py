@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pa_npu import platform as platforms
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.environment_trial import check_environment
 from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.model_directory import check_end_tokens, check_plain_files, check_tokenizer, check_weights
@@ -126,6 +127,8 @@ def check_surroundings(
     check_rewards(config, sample)
     check_algorithm(config.algorithm)
     engine_kind(config.rollout.backend).check_keys(config)
+    if tokenizer is not None:
+        check_environment(config, sample)
     local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
