@@ -128,11 +128,11 @@ def check_surroundings(
     local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
-    here = findings.placement or Placement((), (), (), ())
-    local(lambda: check_limits(config, 1 + len(here.engines) + len(here.ranks)))
     changed = local(lambda: check_checkpoint(config))
     findings.notes += [changed] if changed else []
     check_run_directory(config)
+    here = findings.placement or Placement((), (), (), ())
+    local(lambda: check_limits(config, 1 + len(here.engines) + len(here.ranks)))
     if platform is not None:
         findings.notes += [f"versions: {problem}" for problem in trainer_problems(platform.name)]
         findings.notes += device_notes(platform, findings.placement) if findings.placement else []
