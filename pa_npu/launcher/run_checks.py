@@ -32,7 +32,7 @@ from pa_npu.launcher.placement import (
 )
 from pa_npu.launcher.resume import check_checkpoint
 from pa_npu.launcher.run_directory import check_run_directory
-from pa_npu.launcher.versions import trainer_problems
+from pa_npu.launcher.trainer_versions import trainer_problems
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.shortages import shortages
