@@ -11,7 +11,7 @@ import functools
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +301,16 @@ class ModelConformance(Conformance):
         stops = tuple(range(2, 40))
         for generation in await ask(client, 16, 5, Sampling(48, 1.0, stops)):
             assert generation.finished and not set(generation.tokens[:-1].tolist()) & set(stops)
+
+    async def test_a_text_ends_a_response_which_keeps_the_tokens_that_say_it(self, client):
+        (free,) = await ask(client, n=1, sampling=replace(SAMPLING, ignore_eos=True))
+        words = [f"w{token}" if token > EOS else "" for token in free.tokens]  # special tokens have no text
+        stop = next(word for word in words[8:] if word)
+        first = next(i for i, word in enumerate(words) if stop in word)
+        (stopped,) = await ask(client, n=1, sampling=replace(SAMPLING, ignore_eos=True, stop=(stop, "never said")))
+        assert stopped.tokens.tolist() == free.tokens[: first + 1].tolist() and stopped.finish_reason == "stop"
+        np.testing.assert_array_equal(stopped.logprobs, free.logprobs[: first + 1])
+        assert stopped.text.split() == [word for word in words[: first + 1] if word]
 
     async def test_a_prompt_that_is_too_long_is_refused_and_nothing_else_suffers(self, client):
         with pytest.raises(EngineError, match=r"answered 400: .*maximum context length"):

@@ -45,6 +45,7 @@ class TransformersEngine(HttpEngine):
             stops,
             sampling.ignore_eos,
             sampling.logprobs,
+            list(sampling.stop),
         )
         return "/generate", msgspec.json.encode(request)
 

@@ -7,7 +7,7 @@ A prompt is prefilled once for all its responses, which start from copies of its
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,15 @@ import torch
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request wants: as pa_npu.engines.protocol.Sampling, with the tokens that end a response and how many fit."""
+    """What a request wants: as pa_npu.engines.protocol.Sampling, with the tokens that end a response and how many fit.
+
+    stops: whether the tokens of a response say a text that ends it; None where there is no such text.
+    """
 
     max_tokens: int
     temperature: float
     end_token_ids: frozenset[int]
+    stops: Callable[[Sequence[int]], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Decoder:
             token = int(torch.multinomial(logprobs.exp(), 1, generator=response.generator))
         response.tokens.append(token)
         response.logprobs.append(float(logprobs[token]))
-        if token in wish.end_token_ids:
+        if token in wish.end_token_ids or (wish.stops is not None and wish.stops(response.tokens)):
             response.finish_reason = "stop"
         elif len(response.tokens) == wish.max_tokens:
             response.finish_reason = "length"

@@ -21,6 +21,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     stop_token_ids: list[int]
     ignore_eos: bool
     logprobs: bool
+    stop: list[str] = []
 
 
 class GeneratedResponse(msgspec.Struct):

@@ -16,8 +16,9 @@ import asyncio
 import contextlib
 import importlib.metadata
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -134,14 +135,19 @@ class Server:
         if not all(0 <= token < self._vocab_size for token in asked.prompt):
             raise Refused(f"the prompt has token ids outside of the vocabulary of {self._vocab_size}")
         ends = frozenset() if asked.ignore_eos else self._end_token_ids | frozenset(asked.stop_token_ids)
-        wish = Wish(min(asked.max_tokens, room), asked.temperature, ends)
+        stops = partial(self._says_one_of, asked.stop) if asked.stop else None
+        wish = Wish(min(asked.max_tokens, room), asked.temperature, ends, stops)
         seeds = range(asked.seed, asked.seed + asked.n)
         responses = await asyncio.wrap_future(self._scheduler.generate(asked.prompt, seeds, wish))
-        return _json(GenerateAnswer([self._answer(response, asked.logprobs) for response in responses]))
+        return _json(GenerateAnswer([self._answer(response, asked.logprobs, ends) for response in responses]))
 
-    def _answer(self, response: Response, with_logprobs: bool) -> GeneratedResponse:
-        stopped = response.finish_reason == "stop"
-        text = self._tokenizer.decode(response.tokens[: -1 if stopped else None], skip_special_tokens=True)
+    def _says_one_of(self, texts: Sequence[str], tokens: Sequence[int]) -> bool:
+        said = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return any(text in said for text in texts)
+
+    def _answer(self, response: Response, with_logprobs: bool, ends: frozenset[int]) -> GeneratedResponse:
+        ended = response.tokens[-1] in ends
+        text = self._tokenizer.decode(response.tokens[: -1 if ended else None], skip_special_tokens=True)
         logprobs = response.logprobs if with_logprobs else []
         return GeneratedResponse(response.tokens, logprobs, text, str(response.finish_reason))
 
