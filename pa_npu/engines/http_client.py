@@ -67,6 +67,7 @@ class HttpEngine(ABC):
         self._instance: str | None = None
         self._asked_to_load = False
         self._version: int | None = None  # that it loaded for this client
+        self._responses: set[aiohttp.ClientResponse] = set()  # that are being read
         self._generating = 0
 
     async def __aenter__(self: _E) -> _E:
@@ -76,6 +77,8 @@ class HttpEngine(ABC):
         await self.close()
 
     async def close(self) -> None:
+        for response in list(self._responses):
+            response.close()  # the session's close leaves whoever reads one waiting
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -87,7 +90,7 @@ class HttpEngine(ABC):
         most = _ANSWER_BYTES + n * (_TOKEN_BYTES * sampling.max_tokens + _PROMPT_TOKEN_BYTES * len(prompt_tokens))
         self._generating += 1
         try:
-            data, headers = await self._request("POST", path, body, deadline_s, most_bytes=most)
+            data, headers = await self._request("POST", path, body, deadline_s, most_bytes=most, keep_connection=True)
         finally:
             self._generating -= 1
         return self._answer(data, n, sampling, self._check_version(headers), self._instance)
@@ -132,16 +135,21 @@ class HttpEngine(ABC):
 
     async def reset_prefix_cache(self, *, deadline_s: float) -> None:
         """Retries while the engine still holds what belongs to requests that have just ended."""
-        start = time.monotonic()
-        while True:
-            left_s = deadline_s - (time.monotonic() - start)
-            if await self._reset(max(left_s, 0.001)):
-                return
-            if left_s <= _RESET_PAUSE_S:
-                raise DeadlineExceeded(
-                    f"engine {self.name}: prefix cache still in use after {deadline_s:g} s; are requests in flight?"
-                )
+        end = time.monotonic() + deadline_s
+        in_use = False
+        while not in_use or time.monotonic() + _RESET_PAUSE_S < end:
+            try:
+                if await self._reset(max(end - time.monotonic(), 0.001)):
+                    return
+            except DeadlineExceeded:
+                if not in_use:
+                    raise
+                break
+            in_use = True
             await asyncio.sleep(_RESET_PAUSE_S)
+        raise DeadlineExceeded(
+            f"engine {self.name}: prefix cache still in use after {deadline_s:g} s; are requests in flight?"
+        )
 
     async def probe(self, *, deadline_s: float) -> None:
         try:
@@ -182,21 +190,31 @@ class HttpEngine(ABC):
         *,
         what: str | None = None,
         most_bytes: int = _ANSWER_BYTES,
+        keep_connection: bool = False,
     ) -> tuple[bytes, Mapping[str, str]]:
-        """Body and headers of a 200 answer of this start of the engine. Everything else is an EngineError, or DeadlineExceeded."""
+        """Body and headers of a 200 answer of this start of the engine. Everything else is an EngineError, or DeadlineExceeded.
+
+        keep_connection: for the next request. uvicorn ends it after an error of the workers, and a request that meets that end
+        looks like the death of the engine, so only what is asked often keeps it.
+        """
         what = what or path
+        headers = {} if keep_connection else {"Connection": "close"}
         data = bytearray()
         async with self._failures(what, deadline_s):
             timeout = aiohttp.ClientTimeout(total=deadline_s)
             async with self._open_session().request(
-                method, self.name + path, data=body, timeout=timeout, allow_redirects=False
+                method, self.name + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                async for part in response.content.iter_any():
-                    data += part
-                    if len(data) > most_bytes:
-                        raise EngineError(
-                            f"engine {self.name}: {what} answered more than {most_bytes} bytes; is it one?"
-                        )
+                self._responses.add(response)
+                try:
+                    async for part in response.content.iter_any():
+                        data += part
+                        if len(data) > most_bytes:
+                            raise EngineError(
+                                f"engine {self.name}: {what} answered more than {most_bytes} bytes; is it one?"
+                            )
+                finally:
+                    self._responses.discard(response)
         if response.status != 200:
             excerpt = bytes(data[:300]).decode("utf-8", "replace").strip()
             # a server error is what the API process says when the engine behind it has died

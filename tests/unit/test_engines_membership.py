@@ -214,4 +214,4 @@ async def test_the_end_of_the_last_engine_says_what_happened_to_it():
         await job.serving("a")
         await job.fleet.lost(job.engines["a"], "engine a: it was started again")  # type: ignore[arg-type]
         with pytest.raises(EngineGone, match=r"no engine is left, .* the last, a: engine a: it was started again"):
-            await job.pool.admit(1, 1, lambda: 8, 1.0)
+            await job.pool.admit(1, 1, lambda _: 8, 1.0)

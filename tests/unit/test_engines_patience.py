@@ -110,9 +110,9 @@ def pool_of(*engines: Engine) -> tuple[EnginePool, list[str]]:
 
 
 async def group(pool: EnginePool) -> str:
-    lease = await pool.admit(2, 10, lambda: 8, 5.0)
+    lease = await pool.admit(2, 10, lambda _: 8, 5.0)
     with pool.session(
-        lease, lambda: 8, deadline_s=0.05, again_deadline_s=5.0, what="group 3 of iteration 1"
+        lease, lambda _: 8, deadline_s=0.05, again_deadline_s=5.0, what="group 3 of iteration 1"
     ) as session:
         await session.generate(PROMPT, 2, 40, SAMPLING)
     return session.lease.engine.name

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from pa_npu.engines.http_server import VERSION_HEADER
-from pa_npu.engines.protocol import EngineError, Sampling, WeightGroups
+from pa_npu.engines.protocol import EngineError, EngineGone, Sampling, WeightGroups
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.errors import DeadlineExceeded
 from tools.stand_in import Speed, StandInEngine, serving
@@ -199,3 +199,44 @@ def server(handlers):
             await runner.cleanup()
 
     return running()
+
+
+async def test_closing_the_client_ends_a_request_whose_answer_is_on_its_way():
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"{")
+        begun.set()
+        await ended.wait()
+        return response
+
+    async with server({"/v1/completions": answer}) as url, VllmEngine(url, 10) as client:
+        request = asyncio.create_task(client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=60))
+        await begun.wait()
+        while not client._responses:
+            await asyncio.sleep(0.001)
+        await client.close()
+        with pytest.raises(EngineGone):
+            await asyncio.wait_for(request, 10)
+        ended.set()
+
+
+async def test_calls_of_the_workers_share_no_connection_and_generation_does():
+    """uvicorn ends a connection after an error of the workers; a request on its way then would look like the engine's death."""
+    connections: dict[str, list[object]] = {}
+
+    async def answer(request: web.Request) -> web.Response:
+        connections.setdefault(request.path, []).append(request.transport)
+        return web.Response(status=400, text="no")
+
+    async with server({"/collective_rpc": answer, "/v1/completions": answer}) as url, VllmEngine(url, 10) as client:
+        for _ in range(2):
+            with pytest.raises(EngineError, match="answered 400: no"):
+                await client.loaded_weights(deadline_s=5)
+        for _ in range(2):
+            with pytest.raises(EngineError, match="answered 400: no"):
+                await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=5)
+    workers, generation = connections["/collective_rpc"], connections["/v1/completions"]
+    assert workers[0] is not workers[1] and generation[0] is generation[1]

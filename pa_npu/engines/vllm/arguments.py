@@ -30,6 +30,11 @@ _OURS = {
     "--generation-config": None,
     "--worker-extension-cls": None,
     "--api-key": None,
+    # one API server per engine: it is the witness of the weight version
+    "--api-server-count": None,
+    "-asc": None,
+    "--data-parallel-size": None,
+    "-dp": None,
 }
 
 # Where the parser lives differs between versions, so the server itself is run until it has parsed its arguments.
