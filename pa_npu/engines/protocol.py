@@ -80,7 +80,8 @@ class LoadedWeights:
     """What the workers of an engine hold, in rank order.
 
     versions: None before the first load and after one that failed, when the worker must not generate.
-    digests: per worker, of what each stage sent, in stage order; empty where the engine does not compute them.
+    digests: per worker, of what each stage sent, in stage order (Receiver.digests);
+    empty before the first load. A publish after which there are none is refused (I5).
     """
 
     versions: tuple[int | None, ...]

@@ -149,19 +149,34 @@ class Device:
             time.sleep(0.001)
 
 
-class Trainer:
-    """A rank that trains microbatches whose collectives need all `peers`, as tensor parallelism does."""
+class Stage:
+    """Two tensor-parallel ranks. Every microbatch has a collective of both, in which they agree whether it is the last."""
 
-    def __init__(
-        self, rank: int, stage: int, peers: tuple[int, ...], channel: StoreChannel, everyone: threading.Barrier
-    ) -> None:
+    def __init__(self, number: int, end: threading.Event) -> None:
+        self.number, self.ranks = number, (2 * number, 2 * number + 1)
+        self._end, self._is_last = end, False
+        self._all = threading.Barrier(2, self._agree)
+
+    def _agree(self) -> None:
+        self._is_last = self._end.is_set()
+
+    def collective(self) -> bool:
+        self._all.wait(WAIT_S)
+        return self._is_last
+
+
+class Trainer:
+    """A rank that trains microbatches, each with a collective of its stage."""
+
+    def __init__(self, rank: int, stage: Stage, channel: StoreChannel) -> None:
         self.gate, self.device = VersionGate(WAIT_S), Device()
         self.gate.open(0)
         self.borders = 0
         self.publisher = Publisher(self.device.send)
-        self.late = LateEngines(self.publisher, channel, self.gate, self.device, Place(rank, stage, peers), WAIT_S)  # type: ignore[arg-type]
-        self._everyone = everyone
-        self.end = threading.Event()
+        self.late = LateEngines(
+            self.publisher, channel, self.gate, self.device, Place(rank, stage.number, stage.ranks), WAIT_S
+        )  # type: ignore[arg-type]
+        self._stage = stage
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._train, name=f"rank {rank}")
 
@@ -172,9 +187,7 @@ class Trainer:
                     pass
                 self.borders += 1
                 with self.device.microbatch():
-                    self._everyone.wait(WAIT_S)  # the collective
-                    ends = self.end.is_set()
-                    self._everyone.wait(WAIT_S)  # all ranks agree on the last microbatch
+                    ends = self._stage.collective()
                 if ends:
                     return
         except BaseException as error:
@@ -195,14 +208,12 @@ class Trainer:
 def test_deliveries_take_turns_with_training_on_all_ranks_and_training_goes_on(stages: int) -> None:
     """Two tensor-parallel ranks per stage, which would deadlock if they stopped at different borders; five deliveries."""
     channel = make_channel()
-    ends = threading.Event()
-    trainers = []
-    for stage in range(stages):
-        everyone = threading.Barrier(2)
-        peers = (2 * stage, 2 * stage + 1)
-        trainers += [Trainer(rank, stage, peers, channel, everyone) for rank in peers]
-    for trainer in trainers:
-        trainer.end = ends
+    end = threading.Event()
+    trainers = [
+        Trainer(rank, stage, channel)
+        for stage in (Stage(number, end) for number in range(stages))
+        for rank in stage.ranks
+    ]
     started = [trainer.__enter__() for trainer in trainers]
     for number in range(5):
         LATE_REQUEST.put(channel, LateRequest(0, 2), number=number)
@@ -214,7 +225,7 @@ def test_deliveries_take_turns_with_training_on_all_ranks_and_training_goes_on(s
         assert not LATE_BROKEN.exists(channel, number=number), LATE_BROKEN.get(channel, number=number).reason
         before = trainers[0].borders
         wait_until(lambda before=before: trainers[0].borders > before + 3, "training stands still")  # type: ignore[misc]
-    ends.set()
+    end.set()
     for trainer in started:
         trainer.__exit__()
     assert all(len([call for call in t.publisher.calls if call[0] == "publish"]) == 5 for t in trainers)
