@@ -19,7 +19,7 @@ cd "$ROOT"
 if [[ $what == all || $what == nightly ]] && [ ! -d .venv-npu/torch_npu ]; then
   # beside the environment, not in it: with torch_npu installed, a plain `import torch` wants CANN
   echo "installing torch_npu for tests/npu_sim"
-  install_beside .venv-npu torch_npu==2.13.0 || echo "torch_npu cannot be installed here; tests/npu_sim will be skipped"
+  install_beside .venv-npu "torch_npu==$TORCH_VERSION" || echo "torch_npu cannot be installed here; tests/npu_sim will be skipped"
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_DEVICE_BACKEND_AUTOLOAD=0 TOKENIZERS_PARALLELISM=false
 "$PYTHON" -m ruff check .

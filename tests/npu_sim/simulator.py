@@ -6,6 +6,7 @@ Valid only over the stub libraries of cann_stub.py, where device memory is host 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -45,6 +46,7 @@ class NpuSim(TorchDispatchMode):
     """While active, operators on npu tensors run on CPU aliases of their memory.
 
     Collectives run on gloo: on the CPU backend of their group, which a group of hccl alone is given when it first needs it.
+    It is active in the threads that are started meanwhile, too, although a dispatch mode is a thread's own.
 
     references: by name ("npu::npu_fusion_attention"), functions of a dictionary of the schema's arguments.
     calls: how often each operator ran. without_kernel: operators that torch_npu has no kernel for, which a real NPU
@@ -57,6 +59,22 @@ class NpuSim(TorchDispatchMode):
         self.references = references
         self.calls: Counter[str] = Counter()
         self.without_kernel: set[str] = set()
+        self._outside: list[Callable[[threading.Thread], None]] = []
+
+    def __enter__(self) -> Any:
+        run = threading.Thread.run
+        self._outside.append(run)
+
+        def run_inside(thread: threading.Thread) -> None:
+            with _InThread(self):
+                run(thread)
+
+        threading.Thread.run = run_inside  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        threading.Thread.run = self._outside.pop()  # type: ignore[method-assign]
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -122,6 +140,17 @@ class NpuSim(TorchDispatchMode):
             out = f"{func._schema.name.rstrip('_')}.out"  # structured operators are written in terms of this one
             if not (_has_kernel(name, STRUCTURED) and _has_kernel(out, "PrivateUse1")):
                 self.without_kernel.add(name)
+
+
+class _InThread(TorchDispatchMode):
+    """A simulator, in one more thread."""
+
+    def __init__(self, simulator: NpuSim) -> None:
+        super().__init__()
+        self._simulator = simulator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return self._simulator.__torch_dispatch__(func, types, args, kwargs)
 
 
 def _give_gloo(args: tuple) -> None:

@@ -3,14 +3,15 @@
     python -m tests.npu_sim.train_rank JOB.json RANK
 
 JOB.json: {"layouts": {name: {"config": file, "port": port of the layout's store}}, "out": directory, "engine_workers": n}.
-A rank leaves out the layouts that have no such rank. With engine workers it publishes at the end, to whoever reads
-`manifest/STAGE` in the layout's store. In `out` each layout leaves NAME/hf, the policy after the last
-step, and NAME/rankN.pt: log-probs of every group, reports and what ran on the device.
+A rank leaves out the layouts that have no such rank. With engine workers it publishes at the end: to an engine that gives up
+(epoch 0), to the engine that is left (epoch 1), and to one that comes late. In `out` each layout leaves NAME/hf, the policy after
+the last step, and NAME/rankN.pt: log-probs of every group, reports, what ran on the device and how the first publish failed.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,10 +21,13 @@ import torch
 import torch.distributed as dist
 
 ITERATIONS = 2  # the second also shows that the first one's update was the same
-EPOCH = 0  # of the group that publishes
+BROKEN_EPOCH, EPOCH = 0, 1  # of the group whose engine gives up, and of the one after it
+LATE_OVER = "late deliveries are over"  # a key
+TIMEOUT_S = 60
+BUCKET_BYTES = 16 * 1024
 
 
-def main(job_file: str, rank: int) -> None:
+def main(job_file: str, rank: int) -> int:
     from pa_npu import platform as platforms
     from pa_npu.backends.megatron.patches import prepare
     from pa_npu.config.load import load_config
@@ -52,6 +56,7 @@ def main(job_file: str, rank: int) -> None:
             sim.calls.clear()
         found["mindspeed"] = "mindspeed.megatron_adaptor" in sys.modules
         torch.save(found, directory / f"rank{rank}.pt")
+    return 0
 
 
 def train(config: Any, platform: Any, port: int, rank: int, directory: Path, engine_workers: int) -> dict[str, Any]:
@@ -60,7 +65,6 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
     from pa_npu.control.channel import StoreChannel, connect
     from pa_npu.families.spec import ModelSpec
-    from pa_npu.publish.messages import PublishMembers
     from pa_npu.publish.publisher import Publisher
     from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
@@ -106,22 +110,64 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
         reports.append(numbers(consume(backend, rollouts(iteration), 1).report))
     backend.export(directory / "hf")
     automatic = bucket_bytes(config, platform, backend)
-    if engine_workers and ranks.data_rank == 0:
-        with Publisher(
-            backend.published_weights(16 * 1024),
-            store_host="127.0.0.1",
-            store_port=port,
-            timeout_s=30,
-            backend=platform.comm_backend,
-            device=device,
-        ) as publisher:
-            if ranks.is_stage_leader:
-                store.set(f"manifest/{ranks.pipeline_rank}", json.dumps(publisher.manifest().to_json()))
-            publisher.connect(PublishMembers(EPOCH, engine_workers), 60)
-            publisher.publish(ITERATIONS)
+    found = {"logprobs": logprobs, "reports": reports, "reads": channel.num_reads, "automatic_bucket_bytes": automatic}
+    if engine_workers:
+        backend.publish(ITERATIONS)
+        weights, late_weights = (backend.published_weights(BUCKET_BYTES, late=late) for late in (False, True))
+        if weights is not None and late_weights is not None:
+            publishers = [
+                Publisher(
+                    source,
+                    store_host="127.0.0.1",
+                    store_port=port,
+                    timeout_s=TIMEOUT_S / 2,
+                    backend=platform.comm_backend,
+                    device=device,
+                )
+                for source in (weights, late_weights)
+            ]
+            found |= publish(publishers[0], channel, ranks.pipeline_rank, engine_workers)
+            serve_late(publishers[1], channel, backend, platform)
     shutdown_parallel()
-    return {"logprobs": logprobs, "reports": reports, "reads": channel.num_reads, "automatic_bucket_bytes": automatic}
+    return found
+
+
+def publish(publisher: Any, channel: Any, stage: int, engine_workers: int) -> dict[str, Any]:
+    """To an engine that gives up, and again; returns why the first failed here, and what was said about its group."""
+    from pa_npu.publish.messages import MANIFEST, PublishMembers
+    from pa_npu.publish.transport import WeightSyncError
+
+    complaints: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: complaints.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pa_npu.publish.transport").addHandler(handler)
+    failure = None
+    with publisher:
+        if publisher.is_leader:
+            MANIFEST.put(channel, publisher.manifest(), stage=stage)
+        try:
+            publisher.publish(ITERATIONS, PublishMembers(BROKEN_EPOCH, engine_workers))
+        except WeightSyncError as error:
+            failure = str(error)
+        publisher.publish(ITERATIONS, PublishMembers(EPOCH, engine_workers))
+    return {"failure": failure, "complaints": complaints}
+
+
+def serve_late(publisher: Any, channel: Any, backend: Any, platform: Any) -> None:
+    """As a trainer between two microbatches, until the test says that it is over."""
+    from pa_npu.publish.late_engines import LateEngines
+    from pa_npu.publish.messages import LATE_MANIFEST
+    from pa_npu.trainer.assemble import late_place
+
+    place = late_place(backend.ranks)
+    with LateEngines(publisher, channel, backend.gate, platform, place, TIMEOUT_S / 2):
+        if publisher.is_leader:
+            LATE_MANIFEST.put(channel, publisher.manifest(), stage=place.stage)
+        with backend.gate.border():
+            channel.wait_json(LATE_OVER, TIMEOUT_S, "the test to have received late")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    from pa_npu.publish.transport import run_and_exit
+
+    run_and_exit(lambda: main(sys.argv[1], int(sys.argv[2])))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -31,6 +33,19 @@ def test_refuses_operands_on_two_devices(sim):
 def test_refuses_an_operator_without_a_reference():
     with NpuSim({}), pytest.raises(NotImplementedError, match="npu::npu_swiglu"):
         torch.ops.npu.npu_swiglu(torch.ones(2, 4, device="npu"))
+
+
+def test_is_active_in_threads_that_are_started_meanwhile(sim):
+    found = []
+
+    def compute():
+        found.append((torch.ones(3, device="npu") + 1).cpu())
+
+    with sim:
+        thread = threading.Thread(target=compute, name="inside")
+        thread.start()
+        thread.join(10)
+    assert found[0].tolist() == [2.0, 2.0, 2.0] and sim.calls["aten::add"]
 
 
 def test_ntd_memory_is_heads_first_per_sequence():

@@ -19,16 +19,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.typed import Topic
 from pa_npu.publish import transport
-from pa_npu.publish.manifest import Manifest
+from pa_npu.publish.messages import (
+    LATE_ANSWER,
+    LATE_DECISION,
+    LATE_MANIFEST,
+    LATE_REQUEST,
+    LATE_SENT,
+    MANIFEST,
+    LateDecision,
+    LateRequest,
+    StageManifest,
+)
 from pa_npu.publish.receiver import Receiver
 from tests.helpers.models import make_model
 from tests.npu_sim.reference_ops import all_references
 from tests.npu_sim.simulator import NpuSim
-from tests.npu_sim.train_rank import EPOCH, ITERATIONS
+from tests.npu_sim.train_rank import BROKEN_EPOCH, EPOCH, ITERATIONS, LATE_OVER, TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
 TIME_LIMIT_S = 180
@@ -68,7 +81,7 @@ class Run:
     """Several layouts on one set of rank processes; `stores` has each layout's."""
 
     def __init__(self, directory: Path, model: Path, device: str, layouts: dict[str, Any], engine_workers: int) -> None:
-        self.directory = directory
+        self.directory, self.model = directory, model
         directory.mkdir()
         self.stores = {
             name: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -115,13 +128,13 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Run, dict[str, Any]]]:
-    """The CPU's run, the NPU's, and what a receiver got from each of its layouts: version, device and tensors."""
+    """The CPU's run, the NPU's, and what engines got from each of its layouts."""
     directory = tmp_path_factory.mktemp("trainer")
     model = make_model(directory / "model", "qwen3", tied=True)
     npu = Run(directory / "npu", model, "npu", LAYOUTS, engine_workers=1)
     cpu = Run(directory / "cpu", model, "cpu", {"one rank": {"devices": 1}}, engine_workers=0)
     try:
-        received = {name: receive(npu, name) for name in LAYOUTS}
+        received = {name: EngineWorker(npu, name).receive() for name in LAYOUTS}
         npu.finish()
         cpu.finish()
         yield cpu, npu, received
@@ -130,36 +143,65 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Run, d
         cpu.stop()
 
 
-def receive(run: Run, layout: str) -> dict[str, torch.Tensor]:
-    """Be the engine's worker: join the group of every stage and read one version into npu tensors."""
-    store = run.stores[layout]
-    stages = range(LAYOUTS[layout].get("pipeline_parallel", 1))
-    deadline = time.monotonic() + TIME_LIMIT_S
-    while not store.check([f"manifest/{stage}" for stage in stages]):
-        assert time.monotonic() < deadline and run.healthy, f"{layout}: no manifest to receive by\n{run.logs}"
-        time.sleep(0.02)
-    announced = [json.loads(store.get(f"manifest/{stage}")) for stage in stages]
-    with NpuSim(all_references()):
-        groups = [
-            transport.join_group(
-                "127.0.0.1",
-                store.port,
-                transport.epoch_name(stage["name"], EPOCH),
-                1,
-                2,
-                "hccl",
-                30.0,
-                f"receiver of {layout}",
-            )
-            for stage in announced
-        ]
-        manifests = [Manifest.from_json(stage["manifest"]) for stage in announced]
-        receiver = Receiver(manifests, groups, 1, torch.device("npu", 0), 30.0)
+class EngineWorker:
+    """What a layout's trainers publish to, in this process: an engine that gives up, one that is left, one that comes late."""
+
+    def __init__(self, run: Run, layout: str) -> None:
+        self.run, self.layout = run, layout
+        self.store = run.stores[layout]
+        self.channel = StoreChannel(self.store)
+        self.trainer = LAYOUTS[layout]
+        self.stages = range(self.trainer.get("pipeline_parallel", 1))
+
+    def receive(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors that arrived after the publish that was given up, and late."""
+        manifests = self._wait_for(MANIFEST)
+        with NpuSim(all_references()):
+            broken = self._join(manifests, BROKEN_EPOCH)
+            for manifest in manifests:
+                name = manifest.of_epoch(BROKEN_EPOCH).name
+                transport.Abandonment("127.0.0.1", self.store.port, name).declare("the engine is gone")
+            broken.close()
+            after_failure, _ = self._read(self._join(manifests, EPOCH))
+
+            late_manifests = self._wait_for(LATE_MANIFEST)
+            LATE_REQUEST.put(self.channel, LateRequest(ITERATIONS, 1), number=0)
+            replica = self.trainer.get("tensor_parallel", 1) * len(self.stages)
+            answers = [LATE_ANSWER.wait(self.channel, TIMEOUT_S, number=0, rank=rank) for rank in range(replica)]
+            assert all(answer.held for answer in answers)
+            LATE_DECISION.put(self.channel, LateDecision(True), number=0)
+            late, digests = self._read(self._join(late_manifests, 0))
+        sent = [LATE_SENT.wait(self.channel, TIMEOUT_S, number=0, stage=stage).digests for stage in self.stages]
+        assert sent == digests, "what arrived late is not what was sent"
+        self.channel.put_json(LATE_OVER, True)
+        return {"after failure": after_failure, "late": late}
+
+    def _wait_for(self, topic: Topic[StageManifest]) -> list[StageManifest]:
+        deadline = time.monotonic() + TIME_LIMIT_S
+        while not all(topic.exists(self.channel, stage=stage) for stage in self.stages):
+            assert time.monotonic() < deadline and self.run.healthy, f"{self.layout}: no manifest\n{self.run.logs}"
+            time.sleep(0.02)
+        return [topic.get(self.channel, stage=stage) for stage in self.stages]
+
+    def _join(self, manifests: list[StageManifest], epoch: int) -> Receiver:
+        return Receiver.join(
+            ("127.0.0.1", self.store.port),
+            [manifest.of_epoch(epoch).to_json() for manifest in manifests],
+            rank=1,
+            world_size=2,
+            backend="hccl",
+            device=torch.device("npu", 0),
+            timeout_s=TIMEOUT_S / 2,
+            model=AutoConfig.from_pretrained(self.run.model),
+        )
+
+    def _read(self, receiver: Receiver) -> tuple[dict[str, torch.Tensor], list[str]]:
         tensors = dict(receiver.receive(ITERATIONS))
         assert {tensor.device.type for tensor in tensors.values()} == {"npu"}
-        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
+        digests = list(receiver.digests)
         receiver.close()
-    return tensors
+        return on_host, digests
 
 
 def largest_difference(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor]) -> tuple[float, Any]:
@@ -187,13 +229,28 @@ def test_log_probs_and_weights_after_the_steps_equal_the_cpu_run(layout: str, ru
     assert difference < 1e-5, f"{name} differs by {difference:.1e}"
 
 
+@pytest.mark.parametrize("engine", ["after failure", "late"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_receiver_on_an_npu_group_gets_the_trained_weights(layout: str, runs: Any) -> None:
+def test_engine_on_an_npu_group_gets_the_trained_weights(layout: str, engine: str, runs: Any) -> None:
+    """Also when a publish before was given up in the middle, and from the thread that serves engines which come late."""
     _, npu, received = runs
-    weights = npu.weights(layout)
-    assert received[layout].keys() == weights.keys()
-    different = [name for name, tensor in received[layout].items() if not torch.equal(tensor, weights[name])]
+    weights, found = npu.weights(layout), received[layout][engine]
+    assert found.keys() == weights.keys()
+    different = [name for name, tensor in found.items() if not torch.equal(tensor, weights[name])]
     assert not different, f"{layout}: received other weights than the trainer has: {different}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_publish_that_is_given_up_ends_on_its_leaders_with_the_reason_and_leaves_nothing_pending(
+    layout: str, runs: Any
+) -> None:
+    """Its group is dropped by torch_npu's own calls, of which none fails."""
+    _, npu, _ = runs
+    ranks = npu.ranks(layout)
+    stages = LAYOUTS[layout].get("pipeline_parallel", 1)
+    failures = [rank["failure"] for rank in ranks if rank.get("failure")]
+    assert len(failures) == stages and all("the engine is gone" in failure for failure in failures)
+    assert [rank["complaints"] for rank in ranks if rank.get("complaints")] == []
 
 
 def test_automatic_buckets_go_by_the_devices_free_memory(runs: Any) -> None:
