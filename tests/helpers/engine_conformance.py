@@ -349,13 +349,14 @@ class ModelConformance(Conformance):
             await subject.sender.publish(client, 9, subject.model, hidden_size=96)
         await self.publish(subject, client, 10)
 
-    async def test_without_groups_nothing_is_loaded(self, subject):
-        await subject.restart()
-        async with subject.client() as client:
-            await client.wait_ready(deadline_s=DEADLINE_S)
+    async def test_a_second_start_is_another_instance_with_no_version(self, subject, client):
+        """And without groups, so that nothing is loaded."""
+        await super().test_a_second_start_is_another_instance_with_no_version(subject, client)
+        async with subject.client() as fresh:
+            await fresh.wait_ready(deadline_s=DEADLINE_S)
             with pytest.raises(EngineError, match="no connection to the trainer"):
-                await client.load_weights(1, deadline_s=DEADLINE_S)
-            assert (await client.loaded_weights(deadline_s=DEADLINE_S)).versions == (None,)
+                await fresh.load_weights(1, deadline_s=DEADLINE_S)
+            assert (await fresh.loaded_weights(deadline_s=DEADLINE_S)).versions == (None,)
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from pathlib import Path
 from pa_npu.launcher.process.keeper import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
+# part of the command line of an engine's HTTP server
+ENGINE_SERVERS = {"vllm": "api_server", "transformers": "engines.transformers.server"}
 
 
 class Launched:
@@ -77,6 +79,7 @@ def running(pid: int) -> bool:
 
 
 def settings(tiny: Path, run_dir: Path, **others: object) -> list[str]:
+    """Of a small run. A transformers engine starts in seconds; a test that is about vLLM says rollout__backend="vllm"."""
     keys: dict[str, object] = {
         "run.dir": run_dir,
         "run.device": "cpu",
@@ -85,6 +88,7 @@ def settings(tiny: Path, run_dir: Path, **others: object) -> list[str]:
         "data.train": tiny / "train.jsonl",
         "data.test": tiny / "test.jsonl",
         "data.max_prompt_tokens": 32,
+        "rollout.backend": "transformers",
         "rollout.responses_per_prompt": 2,
         "rollout.max_response_tokens": 8,
         "rollout.max_num_batched_tokens": 4096,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -28,8 +27,8 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from tests.helpers.megatron import PLATFORM, build_stage, initialise_parallel, load_hf, model_config, shutdown_parallel
 from tests.helpers.passes import compare_passes
+from tests.helpers.preloaded import start_rank
 
-ROOT = Path(__file__).resolve().parents[2]
 STACKS_AFTER_S = 90  # a rank that hangs writes its stacks to its log before `launch` gives up
 GROUPS = ((4, (3, 5)), (7, (6, 2)), (3, (1, 9)), (5, (4, 4)))
 
@@ -174,19 +173,17 @@ def _vocab_parallel_errors(rank: int, world_size: int) -> torch.Tensor:
 
 
 def launch(job: dict[str, Any], world_size: int, directory: Path, timeout_s: float = 120) -> dict[str, Any]:
-    """Run the job on `world_size` fresh processes and return what rank 0 wrote. AssertionError with the logs on failure."""
+    """Run the job on `world_size` processes and return what rank 0 wrote. AssertionError with the logs on failure."""
     job_file, out = directory / "job.json", directory / "out.json"
     job_file.write_text(json.dumps({**job, "out": str(out)}))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     base = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "WORLD_SIZE": str(world_size)}
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     logs = [directory / f"rank{rank}.log" for rank in range(world_size)]
-    processes = []
-    for rank in range(world_size):
-        with open(logs[rank], "w") as log:
-            command = [sys.executable, "-m", "tests.helpers.model_rank", str(job_file)]
-            environment = {**base, "RANK": str(rank)}
-            processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+    processes = [
+        start_rank("tests.helpers.model_rank", str(job_file), {**base, "RANK": str(rank)}, log)
+        for rank, log in enumerate(logs)
+    ]
     deadline = time.monotonic() + timeout_s
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if any(process.poll() for process in processes):

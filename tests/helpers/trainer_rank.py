@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +23,7 @@ from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.samples.types import Group
 from tests.helpers.groups import with_trained
+from tests.helpers.preloaded import start_rank
 from tests.helpers.reports import numbers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,16 +106,8 @@ def run_job(job: Job, timeout_s: float = 240, ends: tuple[int, ...] | None = Non
     }
     ranks = []
     for rank in range(world):
-        with open(job.directory / f"rank{rank}.log", "w") as log:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", job.module, str(job_file)],
-                    env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    cwd=ROOT,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+        environment = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(start_rank(job.module, str(job_file), environment, job.directory / f"rank{rank}.log"))
     try:
         codes = [process.wait(timeout_s) for process in ranks]
     finally:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -20,27 +19,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.helpers.preloaded import Rank, start_rank
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = timedelta(seconds=240)
 
 
-def start_ranks(job: dict[str, Any], world_size: int, directory: Path) -> list[subprocess.Popen[bytes]]:
+def start_ranks(job: dict[str, Any], world_size: int, directory: Path) -> list[Rank]:
     """Start all ranks; the caller stops them. Their output is in directory/rankN.log."""
     job_file = directory / "job.json"
     job_file.write_text(json.dumps(job))
-    processes = []
-    for rank in range(world_size):
-        with open(directory / f"rank{rank}.log", "wb") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.helpers.weights_rank", str(job_file)],
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
-                    cwd=ROOT,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    return processes
+    return [
+        start_rank(
+            "tests.helpers.weights_rank",
+            str(job_file),
+            {**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
+            directory / f"rank{rank}.log",
+        )
+        for rank in range(world_size)
+    ]
 
 
 def main(job_file: str) -> None:

@@ -29,10 +29,12 @@ def run(*argv: str, timeout_s: float = 60, **env: str) -> subprocess.CompletedPr
     )
 
 
-def test_the_recipe_script_runs_two_iterations_on_cpu(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=pytest.mark.nightly)])
+def test_the_recipe_script_runs_two_iterations_on_cpu(backend: str, tiny: Path, tmp_path: Path) -> None:
     done = run(
         *("bash", str(SCRIPT), "--device", "cpu", f"run.dir={tmp_path / 'run'}"),
         *("schedule.iterations=2", "schedule.prompts_per_iteration=4", "rollout.responses_per_prompt=2"),
+        f"rollout.backend={backend}",
         timeout_s=300,
         PA_NPU_MODEL=str(tiny / "model"),
         PA_NPU_TRAIN=str(tiny / "train.jsonl"),

@@ -45,7 +45,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 def test_engines_serve_two_runs_and_leave_on_ctrl_c(
     launch: Callable[..., Launched], tiny: Path, tmp_path: Path
 ) -> None:
-    """Whole runs, one after the other, on engines that outlive them; nobody listens but on loopback; the key stays secret."""
+    """Whole runs, one after the other, on vLLM that outlives them; nobody listens but on loopback; the key stays secret."""
     sockets: dict[str, set[tuple[int, str, int]]] = {"engines": set(), "run": set()}
     exposed: dict[tuple[int, str, int], str] = {}
     knows_key: dict[str, bool] = {}  # by command line
@@ -57,13 +57,13 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
         exposed.update({socket: family[socket[0]] for socket in outside_loopback(found)})
         knows_key.update({line: key in environment(pid) for pid, line in launched.family().items()})
 
-    engines = launch("engines", *settings(tiny, tmp_path / "shared"))
+    engines = launch("engines", *settings(tiny, tmp_path / "shared", rollout__backend="vllm"))
     engines.wait_for(lambda: "engine-0 ready" in engines.output, "the engine is ready", RUN_TIMEOUT_S)
     attach = next(line for line in engines.output.splitlines() if "rollout.attach=" in line).split()[-2:]
     key = (tmp_path / "shared-engines" / "api_key").read_text().strip()
     for number in (1, 2):
         directory = tmp_path / f"run{number}"
-        run = launch("run", *settings(tiny, directory), *attach)
+        run = launch("run", *settings(tiny, directory, rollout__backend="vllm"), *attach)
         while run.popen.poll() is None:
             look("run", run)
             look("engines", engines)
@@ -97,13 +97,21 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
 
 
 @pytest.mark.parametrize(
-    ("victim", "started", "number", "code", "said"),
+    ("backend", "victim", "started", "number", "code", "said"),
     [
-        ("launcher", "EngineCore", signal.SIGKILL, -signal.SIGKILL, None),
-        ("launcher", "trainer.main", signal.SIGTERM, 128 + signal.SIGTERM, "SIGTERM: stopping"),
-        ("EngineCore", "EngineCore", signal.SIGKILL, 1, "failed: engine-0 ended"),
-        ("trainer.main", "trainer.main", signal.SIGKILL, 1, "failed: trainer-0 ended: killed by SIGKILL"),
+        ("vllm", "launcher", "EngineCore", signal.SIGKILL, -signal.SIGKILL, None),
+        ("transformers", "launcher", "trainer.main", signal.SIGTERM, 128 + signal.SIGTERM, "SIGTERM: stopping"),
+        ("vllm", "EngineCore", "EngineCore", signal.SIGKILL, 1, "failed: engine-0 ended"),
         (
+            "transformers",
+            "trainer.main",
+            "trainer.main",
+            signal.SIGKILL,
+            1,
+            "failed: trainer-0 ended: killed by SIGKILL",
+        ),
+        (
+            "transformers",
             "coordinator.main",
             "coordinator.main",
             signal.SIGKILL,
@@ -116,6 +124,7 @@ def test_an_end_while_starting_leaves_nothing(
     launch: Callable[..., Launched],
     tiny: Path,
     tmp_path: Path,
+    backend: str,
     victim: str,
     started: str,
     number: signal.Signals,
@@ -123,7 +132,7 @@ def test_an_end_while_starting_leaves_nothing(
     said: str | None,
 ) -> None:
     """EngineCore, which vLLM starts in its own session, is the one that is easily left behind."""
-    run = launch("run", *settings(tiny, tmp_path / "run"))
+    run = launch("run", *settings(tiny, tmp_path / "run", rollout__backend=backend))
     run.wait_for(lambda: find(run, started) is not None, f"{started} has started", RUN_TIMEOUT_S)
     pid = run.popen.pid if victim == "launcher" else find(run, victim)
     began = time.monotonic()

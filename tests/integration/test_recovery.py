@@ -1,18 +1,21 @@
 """Invariant I6: whatever is killed, and whenever, the run ends with the weights of the run that was not killed, bit for bit.
 
 A run is killed over and over: every kind of process in a publish, while engines generate, and while trainers finish the
-iteration. It goes on by itself; where the launcher is killed, it is continued with checkpoint.resume=auto.
+iteration. It goes on by itself; where the launcher is killed, it is continued with checkpoint.resume=auto. Nightly every
+kind is killed at every moment; otherwise every kind at some and something at every moment.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +26,7 @@ from safetensors.torch import load_file
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.messages import DATA_POSITION
 from pa_npu.publish.messages import LATE_DECISION, MANIFEST, READY, VERDICT
-from tests.helpers.launched import Launched, settings
+from tests.helpers.launched import ENGINE_SERVERS, Launched, settings
 
 pytestmark = [
     pytest.mark.integration,
@@ -35,9 +38,12 @@ ITERATIONS = 6
 TIMEOUT_S = 300.0
 # An engine that is killed in training is back with the next publish: in this order a kind takes two iterations.
 MOMENTS = ("publish", "generation", "training")
-ENGINE = ("api_server", "VLLM::Worker", "VLLM::EngineCore")  # HTTP server, process with the model, scheduler
+VLLM = (ENGINE_SERVERS["vllm"], "VLLM::Worker", "VLLM::EngineCore")  # HTTP server, process with the model, scheduler
+TRANSFORMERS = ENGINE_SERVERS["transformers"]
 WORKERS = ("trainer-0", "trainer-1", "coordinator", "keeper of trainer-0")
 AGAIN = "starting coordinator and trainers again"
+# Kinds and moments, in this order; a later kind in a later iteration, so that there are checkpoints to go on from.
+Kills = Iterable[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ class Watched:
     def _find(self, kind: str) -> Iterator[int]:
         keeper = kind.startswith("keeper of ")
         name = kind.removeprefix("keeper of ")
-        patterns = {"coordinator": "coordinator.main", "reward worker": "rewards.worker", "engine-0": "api_server"}
+        patterns = {"coordinator": "coordinator.main", "reward worker": "rewards.worker", "engine-0": VLLM[0]}
         pattern = "trainer.main" if name.startswith("trainer-") else patterns.get(name, name)
         for pid, line in self.run.family().items():
             if (
@@ -153,13 +159,15 @@ def rank(pid: int) -> str:
     return next((entry[5:].decode() for entry in environment if entry.startswith(b"RANK=")), "")
 
 
-def keys(tiny: Path, directory: Path, **others: object) -> list[str]:
+def keys(tiny: Path, directory: Path, backend: str, **others: object) -> list[str]:
     chosen = {
+        "rollout.backend": backend,
         "schedule.iterations": ITERATIONS,
         "schedule.prompts_per_iteration": 8,
         "schedule.order": "prompt",
         "rollout.responses_per_prompt": 4,
-        "rollout.max_response_tokens": 64,  # a second or two of generation, which a busy machine does not miss
+        # a second or two of generation, which a busy machine does not miss
+        "rollout.max_response_tokens": {"vllm": 64, "transformers": 24}[backend],
         "rollout.ignore_eos": "true",
         "rollout.window": 8,
         "rollout.restarts": 20,
@@ -189,68 +197,118 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
 
 
 @pytest.fixture(scope="module")
-def undisturbed(launch: Callable[..., Launched], tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    directory = tmp_path_factory.mktemp("undisturbed") / "run"
-    run = launch(*keys(tiny, directory))
-    run.popen.wait(TIMEOUT_S)
-    assert run.popen.returncode == 0, run.output
-    return Result.of(directory)
+def undisturbed(
+    launch: Callable[..., Launched], tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Result]:
+    """What the run with engines of this kind leaves behind if nobody kills anything."""
+
+    @functools.cache
+    def result(backend: str) -> Result:
+        directory = tmp_path_factory.mktemp("undisturbed") / "run"
+        run = launch(*keys(tiny, directory, backend))
+        run.popen.wait(TIMEOUT_S)
+        assert run.popen.returncode == 0, run.output
+        return Result.of(directory)
+
+    return result
 
 
-def kill_all(watched: Watched, kinds: tuple[str, ...], number: int = signal.SIGKILL) -> None:
-    """Each kind at each moment; a later kind in a later iteration, so that there are checkpoints to go on from."""
-    for at_least, kind in enumerate(kinds):
-        for moment in MOMENTS:
-            version = watched.wait_for(moment, at_least)
-            attempt, progress = watched.attempt, watched.progress()
-            watched.kill(kind, number)
-            print(f"killed {kind} in {moment} of version {version}")
-            watched.wait_for_recovery(kind, attempt, progress)
+def each(kinds: Iterable[str]) -> Kills:
+    """Every kind at every moment."""
+    return itertools.product(kinds, MOMENTS)
 
 
+def kill_all(watched: Watched, kills: Kills, number: int = signal.SIGKILL) -> None:
+    kinds: list[str] = []
+    for kind, moment in kills:
+        if kind not in kinds:
+            kinds.append(kind)
+        version = watched.wait_for(moment, kinds.index(kind))
+        attempt, progress = watched.attempt, watched.progress()
+        watched.kill(kind, number)
+        print(f"killed {kind} in {moment} of version {version}")
+        watched.wait_for_recovery(kind, attempt, progress)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kills"),
+    [
+        pytest.param("transformers", tuple(each([TRANSFORMERS])), id="transformers"),
+        pytest.param("vllm", ((VLLM[2], "publish"), (VLLM[1], "generation")), id="vllm"),
+        pytest.param("vllm", tuple(each(VLLM)), id="vllm-all", marks=pytest.mark.nightly),
+    ],
+)
 def test_engines_that_are_killed_whenever_change_nothing(
-    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, undisturbed: Result
+    backend: str,
+    kills: Kills,
+    launch: Callable[..., Launched],
+    tiny: Path,
+    tmp_path: Path,
+    undisturbed: Callable[[str], Result],
 ) -> None:
     """Each comes back with the weights of the iteration; coordinator and trainers go on all the time."""
     directory = tmp_path / "run"
-    watched = Watched(launch(*keys(tiny, directory)))
+    watched = Watched(launch(*keys(tiny, directory, backend)))
     watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
-    kill_all(watched, ENGINE)
+    kill_all(watched, kills)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN not in watched.run.output, watched.run.output
-    Result.of(directory).assert_equal(undisturbed)
+    Result.of(directory).assert_equal(undisturbed(backend))
 
 
+@pytest.mark.parametrize(
+    ("backend", "kills"),
+    [
+        pytest.param(
+            "transformers",
+            (
+                *each(["reward worker"]),
+                ("trainer-0", "publish"),
+                ("trainer-1", "training"),
+                ("coordinator", "publish"),
+                ("coordinator", "generation"),
+                ("keeper of trainer-0", "generation"),
+            ),
+            id="transformers",
+        ),
+        pytest.param("vllm", tuple(each(["reward worker", *WORKERS])), id="vllm-all", marks=pytest.mark.nightly),
+    ],
+)
 def test_trainers_coordinator_reward_workers_and_launcher_that_are_killed_whenever_change_nothing(
-    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, undisturbed: Result
+    backend: str,
+    kills: Kills,
+    launch: Callable[..., Launched],
+    tiny: Path,
+    tmp_path: Path,
+    undisturbed: Callable[[str], Result],
 ) -> None:
     directory = tmp_path / "run"
-    watched = Watched(launch(*keys(tiny, directory)))
+    watched = Watched(launch(*keys(tiny, directory, backend)))
     watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
-    kill_all(watched, ("reward worker", *WORKERS))
+    kill_all(watched, kills)
     assert "the run continues from" in watched.run.output, watched.run.output
     watched.wait_for("training", ITERATIONS - 1)
     watched.run.popen.kill()
     watched.run.popen.wait(30)
     watched.run.assert_nothing_survives()
 
-    last = launch(*keys(tiny, directory, checkpoint__resume="auto"))
+    last = launch(*keys(tiny, directory, backend, checkpoint__resume="auto"))
     last.popen.wait(TIMEOUT_S)
     assert last.popen.returncode == 0, last.output
     assert "the run continues from" in last.output
-    Result.of(directory).assert_equal(undisturbed)
+    Result.of(directory).assert_equal(undisturbed(backend))
 
 
 @pytest.mark.nightly
 def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
-    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, undisturbed: Result
+    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, undisturbed: Callable[[str], Result]
 ) -> None:
     directory = tmp_path / "run"
     others = {"rollout.probe_every_s": 1.0, "rollout.probe_timeout_s": 15.0, "publish.timeout_s": 60.0}
-    watched = Watched(launch(*keys(tiny, directory, **others)))
+    watched = Watched(launch(*keys(tiny, directory, "vllm", **others)))
     watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
-    kill_all(watched, ("keeper of engine-0",))
-    kill_all(watched, ("VLLM::EngineCore", "VLLM::Worker"), signal.SIGSTOP)
+    kill_all(watched, each(["keeper of engine-0"]))
+    kill_all(watched, each(["VLLM::EngineCore", "VLLM::Worker"]), signal.SIGSTOP)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0, watched.run.output
-    Result.of(directory).assert_equal(undisturbed)
+    Result.of(directory).assert_equal(undisturbed("vllm"))

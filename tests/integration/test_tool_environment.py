@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.launched import Launched, find, settings
+from tests.helpers.launched import ENGINE_SERVERS, Launched, find, settings
 from tools import make_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -36,7 +36,6 @@ def launch(asking: Path, directory: Path, **others: object) -> Launched:
         directory / "run",
         environment__name="tools",
         environment__max_turns=3,
-        rollout__backend="transformers",
         rollout__responses_per_prompt=4,
         rollout__max_response_tokens=40,
         rollout__probe_every_s=1,
@@ -67,7 +66,7 @@ def test_periodic_with_a_killed_engine_equals_synchronous_with_several_turns(ask
     run = launch(asking, disturbed, schedule__stream=True)
     log = disturbed / "run" / "logs" / "coordinator.log"
     run.wait_for(lambda: log.is_file() and "weight version 1 on 1 engines" in log.read_text(), "iteration 1", TIMEOUT_S)
-    engine = find(run, "pa_npu.engines.transformers")
+    engine = find(run, ENGINE_SERVERS["transformers"])
     assert engine is not None
     os.kill(engine, signal.SIGKILL)
     weights, again = outcome(run, disturbed)

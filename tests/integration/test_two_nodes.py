@@ -1,4 +1,4 @@
-"""Two raylets on two loopback addresses as two nodes of a Ray cluster, with real engines and trainers.
+"""Two raylets on two loopback addresses as two nodes of a Ray cluster, with real engines and trainers (vLLM's nightly).
 
 A run over both equals the run on one machine bit for bit, also when one of the raylets is killed in the middle.
 """
@@ -146,7 +146,11 @@ def test_an_engine_that_comes_and_goes_with_its_node_serves_meanwhile_and_ends_n
     launch: Callable[..., Launched], cluster: Raylets, tmp_path: Path
 ) -> None:
     third = "127.0.0.4"
-    keys: dict[str, object] = {"rollout__engines": "1..2", "placement__trainer_devices": "[1,3]"}
+    keys: dict[str, object] = {
+        "rollout__backend": "vllm",
+        "rollout__engines": "1..2",
+        "placement__trainer_devices": "[1,3]",
+    }
     launched = launch(**keys, schedule__iterations=2000, checkpoint__every=0)
     launched.wait_for(lambda: "iteration    2/2000" in launched.output, "two iterations have ended", RUN_TIMEOUT_S)
     cluster.add(third, 1)
