@@ -34,8 +34,19 @@ EXTRAS = {
     "cuda": ["torch>=2.11", "vllm>=0.20"],
     # the trainers' environment; the engines need another torch (2.10 with vllm-ascend 0.23) and hence one of their own,
     # named in rollout.python
-    "npu": ["torch==2.7.1", "torch_npu==2.7.1", "pyyaml", "decorator", "attrs"],
+    "npu": [
+        "torch==2.7.1",
+        "torch_npu>=2.7.1.post8,<2.7.2",  # Extension 26.1.0, for CANN 9.1; 2.7.1 itself is 7.2.0, for CANN 8.3
+        "pyyaml",
+        "decorator",
+        "attrs",
+        "scipy",  # MindSpeed imports it
+    ],
+    # several nodes (placement.cluster=ray), the same release on all of them; tested with 2.60, and 3 may change what is used of
+    # it: placement groups, threaded actors, the setting that leaves an actor's child processes alone
+    "ray": ["ray>=2.50,<3"],
     "dev": [
+        "ray>=2.50,<3",  # tests of several nodes, as two raylets on this machine
         "pytest>=8",
         "pytest-asyncio>=0.24",  # tests of the coordinator
         "pytest-timeout>=2.3",  # a test that hangs fails, and the others still run

@@ -2,7 +2,7 @@
 # GRPO of a 7B model (or of any recipe in configs/) on Ascend NPUs, on CUDA GPUs, or its structure on two CPU cores.
 #
 #   bash launch/run_grpo_7b.sh [--device npu|cuda|cpu] [--config OVERLAY.yaml ...]
-#                              [--nnodes N --node-rank R --master-addr A] [--dry-run] [key=value ...]
+#                              [--dry-run] [key=value ...]
 #
 # RECIPE             the configuration, configs/grpo_qwen2.5_7b.yaml unless set
 # PA_NPU_MODEL       HF directory of the model       (or model.path=DIR; else as the recipe says)
@@ -10,6 +10,7 @@
 # PA_NPU_TEST        held-out prompts                (or data.test=FILE)
 # PA_NPU_VENV        environment of trainers, coordinator and launcher, .venv unless set
 # PA_NPU_ENGINE_PYTHON  interpreter of the engines' own environment (or rollout.python=PYTHON)
+# Several nodes: launch/slurm.sh, launch/kuberay.yaml and docs/multi_node.md.
 # Nothing is downloaded on npu and cuda. On cpu, missing packages are installed into .venv as for run_grpo_tiny.sh (not with
 # PA_NPU_INSTALL=0), and a tiny model is made in .cache/tiny unless PA_NPU_MODEL names one.
 set -euo pipefail
@@ -20,14 +21,11 @@ device=npu dry_run=''
 configs=() overrides=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --device | --config | --nnodes | --node-rank | --master-addr)
+    --device | --config)
       [ $# -ge 2 ] || fail "$1: needs a value; see the head of launch/run_grpo_7b.sh"
       case $1 in
         --device) device=$2 ;;
         --config) configs+=(--config "$2") ;;
-        --nnodes) overrides+=("placement.nnodes=$2") ;;
-        --node-rank) overrides+=("placement.node_rank=$2") ;;
-        --master-addr) overrides+=("placement.master_addr=$2") ;;
       esac
       shift
       ;;

@@ -9,7 +9,7 @@ class PaNpuError(Exception):
     """Base of every error this package raises on purpose. Its message is one printable line, whatever is quoted in it."""
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(message if message.isprintable() else "".join(map(_printable, message)))
+        super().__init__(printable(message))
 
 
 class UserError(PaNpuError):
@@ -36,8 +36,11 @@ class InvariantViolation(PaNpuError):
     """One of the invariants I1 to I6 of the architecture does not hold; the run must not continue."""
 
 
-def _printable(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode()
+def printable(text: str) -> str:
+    """The text with escapes for line ends, control characters and all else that a console or page would obey."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 FAILED = 1

@@ -4,7 +4,7 @@
 The real producer, pool, estimates and assignment, between engines and trainers that only take time:
 
   virtual    engines and trainers in virtual time, where nothing else costs anything: the same numbers on every machine
-  --real     stand-in engines (pa_npu.engines.stand_in) as processes, HTTP, wall time; trainers are timers
+  --real     stand-in engines (tools/stand_in.py) as processes, HTTP, wall time; trainers are timers
 
     python tools/bench_balance.py [--markdown FILE]          # about two minutes
     python tools/bench_balance.py --real [--markdown FILE]
@@ -48,20 +48,24 @@ from pa_npu.config.schema import Config
 from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt, PromptStream
 from pa_npu.dispatch.assignment import Assignment
-from pa_npu.dispatch.window import FixedWindow
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
-from pa_npu.engines.stand_in import HeavyTail, Speed
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import IterationTimes, Rules
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Group
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.timeline import Timeline
+
+# a script sees its own directory only
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.stand_in import HeavyTail, Speed
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_SEED = 0
@@ -275,7 +279,11 @@ def configuration(case: Case, dispatch: str, stream: bool) -> Config:
             "run": {"seed": RUN_SEED},
             "model": {"path": "none"},
             "data": {"train": "none"},
-            "rollout": {"responses_per_prompt": GROUP, "max_response_tokens": case.max_tokens},
+            "rollout": {
+                "responses_per_prompt": GROUP,
+                "max_response_tokens": case.max_tokens,
+                "window": case.places * GROUP,
+            },
             "trainer": {"devices": case.replicas},
             "schedule": {"prompts_per_iteration": case.groups, "dispatch": dispatch, "stream": stream},
             "telemetry": {"samples_per_iteration": 0},
@@ -294,10 +302,12 @@ async def run_iterations(
     loop = asyncio.get_running_loop()
     results = []
     async with EnginePool(engines) as pool:
-        window, sampling = FixedWindow(case.places * GROUP), Sampling(case.max_tokens, 1.0)
+        controller, sampling = ScheduleController(Rules.of(config), work), Sampling(case.max_tokens, 1.0)
         timeline = Timeline(None, "")
         environment = SingleTurn(EnvironmentContext(None, case.max_tokens))
-        producer = Producer(config, pool, environment, Rewards(), shelf, window, sampling, timeline, work, store_thread)
+        producer = Producer(
+            config, pool, environment, Rewards(), shelf, controller, sampling, timeline, work, store_thread
+        )
         for iteration in range(case.epochs * case.iterations_per_epoch):
             prompts = prompt_stream.take(case.groups)
             lengths = [case.group_lengths(prompt, iteration, index) for index, prompt in enumerate(prompts)]
@@ -312,7 +322,7 @@ async def run_iterations(
             end_s = await training - start_s
             if generate_s < bound_s * 0.999:
                 raise SystemExit(f"iteration {iteration}: generated in {generate_s} s, below the bound of {bound_s} s")
-            producer.note_training(train_s * (1 + numbers["replica_imbalance"]))
+            controller.end_iteration(IterationTimes(end_s, border_s=0.0, train_s=train_s, step_s=0.0))
             results.append(
                 Iteration(bound_s, train_s, generate_s, end_s, numbers["tail_waste"], numbers["replica_imbalance"])
             )
@@ -473,7 +483,7 @@ def stand_ins(case: Case) -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
         urls = []
         for _ in range(case.engines):
-            command = [sys.executable, "-m", "pa_npu.engines.stand_in", "--step-s", str(case.speed.step_s)]
+            command = [sys.executable, str(ROOT / "tools/stand_in.py"), "--step-s", str(case.speed.step_s)]
             command += ["--stride", str(case.speed.stride), "--median-tokens", str(case.lengths.median_tokens)]
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)

@@ -3,7 +3,7 @@
 
 The coordinator's real path runs in this process, pinned to one core: admission, HTTP client, JSON decoding and checks, a
 reward stub, advantages, the group's bytes, the put into the c10d store. Around it, on the other cores, run what it talks
-to: stand-in engines (pa_npu.engines.stand_in, faster than any row needs), the store's host, and a consumer that takes the
+to: stand-in engines (tools/stand_in.py, faster than any row needs), the store's host, and a consumer that takes the
 groups out as trainers do.
 
     python tools/bench_control_path.py [--seconds 8] [--rows 8x128,16x512] [--engines 2] [--profile] [--markdown FILE]
@@ -46,7 +46,6 @@ from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.coordinator.episode import reward_input
 from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.window import FixedWindow
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
@@ -55,6 +54,8 @@ from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import Rules
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
@@ -174,7 +175,7 @@ def surroundings(engines: int, responses: int, length: int) -> Iterator[tuple[li
         options += ["--max-num-seqs", str(GROUPS_IN_FLIGHT * responses)]
         urls = []
         for _ in range(engines):
-            line = start(stack, "-m", "pa_npu.engines.stand_in", *options)
+            line = start(stack, str(Path(__file__).with_name("stand_in.py")), *options)
             urls.append(line.split()[-1])
         port = int(start(stack, __file__, "--as-store").split()[-1])
         start(stack, __file__, "--as-consumer", str(port))
@@ -207,7 +208,11 @@ def measure(
         {
             "model": {"path": "none"},
             "data": {"train": "none"},
-            "rollout": {"responses_per_prompt": responses, "max_response_tokens": length},
+            "rollout": {
+                "responses_per_prompt": responses,
+                "max_response_tokens": length,
+                "window": GROUPS_IN_FLIGHT * responses,
+            },
             "schedule": {"prompts_per_iteration": GROUPS_PER_ITERATION},
             "telemetry": {"samples_per_iteration": 0},
         }
@@ -245,13 +250,22 @@ async def produce_for(
 ) -> tuple[int, float, float]:
     """(groups, wall seconds, CPU seconds) of whole iterations, after one that warms everything up."""
     buffer = StoreRolloutBuffer(channel, "run", readers=1)
-    window = FixedWindow(GROUPS_IN_FLIGHT * config.rollout.responses_per_prompt)
     with ThreadPoolExecutor(1) as store_thread:
         async with EnginePool([VllmEngine(url, VOCABULARY) for url in urls]) as pool:
             timeline = Timeline(None, "")
             work = GroupWork(SHAPE, config)
+            controller = ScheduleController(Rules.of(config), work)
             producer = Producer(
-                config, pool, environment(config), StubRewards(), buffer, window, sampling, timeline, work, store_thread
+                config,
+                pool,
+                environment(config),
+                StubRewards(),
+                buffer,
+                controller,
+                sampling,
+                timeline,
+                work,
+                store_thread,
             )
             prompts = [prompt] * GROUPS_PER_ITERATION
             await producer.produce(0, prompts)
@@ -287,7 +301,7 @@ async def time_parts(
     """A body, and the CPU microseconds of decoding, building, encoding and putting its group."""
     async with VllmEngine(url, VOCABULARY) as engine:
         request = wire.encode_request(prompt.tokens, responses, 0, sampling)
-        body = await engine._request("POST", "/v1/completions", request, STARTUP_S)
+        body, _ = await engine._request("POST", "/v1/completions", request, STARTUP_S)
 
     total = np.arange(responses, dtype=np.float32) % 2
 

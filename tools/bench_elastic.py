@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """TPSPD of a run that gains an engine and loses it again, without stopping: the real coordinator, the real way to join.
 
-Engines are stand-ins (pa_npu.engines.stand_in): they sleep as long as a decode step is set to take, so that two of them generate
+Engines are stand-ins (tools/stand_in.py): they sleep as long as a decode step is set to take, so that two of them generate
 twice as much as one even on a small machine, and nothing but the control path is measured. The second one is added by
-`python -m pa_npu.engines.vllm.command --join` and removed by SIGTERM to it, in the middle of an iteration. This program plays the
+`python -m pa_npu.launcher.join --join` and removed by SIGTERM to it, in the middle of an iteration. This program plays the
 trainers: it takes groups out of the rollout buffer as replicas do, sleeps as long as training them is set to take, and never
 slower than generation: the run is bound by its engines.
 
@@ -45,14 +45,17 @@ from pa_npu.control.messages import (
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.software import TRAINERS_RUN_ON, TrainersRunOn
-from pa_npu.engines.stand_in import write_interpreter
-from pa_npu.engines.vllm.guard import KEY_VARIABLE
+from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.process.readiness import host_store
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, VERDICT, StageManifest, TrainersReady
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
+
+# a script sees its own directory only
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.stand_in import write_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
@@ -138,18 +141,18 @@ class Job:
         )
         TRAINERS_RUN_ON.put(self._channel, played)
         with_key = {KEY_VARIABLE: self._key}
-        engine = self._start("engine", ["pa_npu.engines.stand_in", *self._speed], with_key)
+        engine = self._start("engine", [str(ROOT / "tools/stand_in.py"), *self._speed], with_key)
         roster.announce(wait_for_line(engine, "stand-in engine ready").split()[-1])
         with_store = with_key | {"PA_NPU_STORE": f"{HOST}:{self._server.port}"}
         self._coordinator = self._start(
-            "coordinator", ["pa_npu.coordinator.main", "--config", str(run_dir / "config.yaml")], with_store
+            "coordinator", ["-m", "pa_npu.coordinator.main", "--config", str(run_dir / "config.yaml")], with_store
         )
 
     def join(self) -> Started:
         """Start the command that adds an engine."""
         python = write_interpreter(self._directory / "python", *self._speed)
         address = f"{HOST}:{self._server.port}"
-        return self._start("join", ["pa_npu.engines.vllm.command", "--join", address, "--python", str(python)], {})
+        return self._start("join", ["-m", "pa_npu.launcher.join", "--join", address, "--python", str(python)], {})
 
     def publish(self) -> None:
         """Play the trainers' part in the next publish."""
@@ -184,11 +187,12 @@ class Job:
     def records(self) -> list[dict[str, Any]]:
         return list(read_records(self.config.run.dir))
 
-    def _start(self, name: str, module: Sequence[str], env: dict[str, str]) -> Started:
+    def _start(self, name: str, command: Sequence[str], env: dict[str, str]) -> Started:
+        """Start a Python child. command: -m and a module, or a file, with arguments."""
         log = self._directory / f"{name}.out"
         with log.open("wb") as file:
             popen = subprocess.Popen(
-                [sys.executable, "-m", *module], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=self._env | env
+                [sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=self._env | env
             )
         self._stack.callback(popen.wait, 10)
         self._stack.callback(popen.kill)
@@ -313,7 +317,7 @@ def markdown(rows: Sequence[Row]) -> str:
     bound = 2 * before.devices / after.devices
     return f"""# An engine joins, and leaves again
 
-`python tools/bench_elastic.py`: the real coordinator and the real `python -m pa_npu.engines.vllm.command --join`, between stand-in
+`python tools/bench_elastic.py`: the real coordinator and the real `python -m pa_npu.launcher.join --join`, between stand-in
 engines of a fixed speed ({step_ms:.1f} ms per decode step of {WINDOW} sequences) and a process that plays {TRAINERS} trainer
 devices, which need {GROUPS // TRAINERS * TRAIN_GROUP_S:.1f} s per iteration. {GROUPS} groups of {RESPONSES} responses of
 {LENGTH} tokens per iteration, {WINDOW} sequences in flight per engine. Medians. {processor()},

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compare the estimate of a trainer's memory (pa_npu.planning.derive) with what the allocator measures over two iterations.
+"""Compare the estimate of a trainer's memory (pa_npu.planning.memory) with what the allocator measures over two iterations.
 
 One process, TP1, random Qwen2. Every case runs in a process of its own, with its allocations recorded by torch's profiler:
 the peak of forward and backward, with the optimizer's state in place. The reduction of gradients afterwards is left out:
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.derive import trainer_memory
+from pa_npu.planning.memory import trainer_memory
 from pa_npu.samples.microbatch import build_microbatches
 
 CASES = (

@@ -4,43 +4,88 @@ from __future__ import annotations
 
 import hashlib
 import json
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from pa_npu.config.keys import all_keys
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 
 # Enough of a weight file's ends to tell two models apart without reading all of it.
 _SAMPLE_BYTES = 2**20
 
-# Other values than the checkpoint's: refused, because it could not be loaded or would mean something else.
+
+class Change(Enum):
+    """What another value of a key means for a run that continues."""
+
+    SILENT = "nothing that is computed depends on it: it is free, also in a run that begins again, and not worth a word"
+    SAME_RUN = "the run goes on in its directory, and a line names the former value"
+    NEW_RUN = "it would be another run: only in another directory, from this one's checkpoint"
+    NEVER = "the checkpoint could not be loaded, or would mean something else"
+
+
+# Every key of the configuration. A dictionary (rollout.env) stands for all that is in it.
+CHANGES: dict[str, Change] = {
+    key: change
+    for change, sections in {
+        Change.SILENT: {
+            "run": "dir device restarts restart_window_s",
+            "rollout": "key_file request_timeout_s startup_timeout_s probe_every_s probe_timeout_s restarts restart_window_s",
+            "reward": "workers",
+            "trainer": "wait_timeout_s startup_timeout_s",
+            "publish": "bucket_mib timeout_s",
+            "checkpoint": "every load resume asynchronous timeout_s keep_last keep_best export_hf",
+            "telemetry": "samples_per_iteration tensorboard timeline warmup_iterations profile_iterations profile_ranks",
+            "placement": "cluster ray_address nnodes devices_per_node join_timeout_s node_timeout_s host store_port engine_port "
+            "engine_devices trainer_devices pin_cores",
+        },
+        Change.SAME_RUN: {
+            "run": "deterministic",
+            "model": "path head_chunk_tokens",
+            "data": "test",
+            "rollout": "backend engines max_engines attach tensor_parallel python window max_num_batched_tokens max_num_seqs "
+            "memory_fraction kv_cache_gib graph_mode prefix_caching batch_invariant expandable_segments extra_args env",
+            "environment": "timeout_s",
+            "reward": "timeout_s max_failing_share",
+            "trainer": "devices tensor_parallel pipeline_parallel sequence_parallel recompute",
+            "microbatch": "responses max_tokens pad_to_multiple_of",
+            "attention": "shared_prompt implementation",
+            "schedule": "iterations stream dispatch dynamic_sampling_limit evaluate_every",
+            "publish": "probe_tokens probe_tolerance false_stop_rate noise_margin",
+        },
+        Change.NEW_RUN: {
+            "model": "frozen_dtype",
+            "data": "train chat_template system_prompt instruction max_prompt_tokens overlong_prompt shuffle",
+            "rollout": "responses_per_prompt max_response_tokens temperature top_p top_k ignore_eos",
+            "environment": "name max_turns options",
+            "reward": "functions",
+            "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in reference_refresh_every "
+            "importance_sampling importance_cap entropy_coef delta dual_clip aggregation",
+            "optimizer": "learning_rate min_learning_rate warmup_iterations decay weight_decay beta1 beta2 epsilon clip_grad",
+            "schedule": "max_staleness updates_per_iteration prompts_per_iteration order dynamic_sampling",
+        },
+        Change.NEVER: {
+            "run": "seed",
+            "model": "dtype",
+            "trainer": "backend distributed_optimizer",
+        },
+    }.items()
+    for section, names in sections.items()
+    for key in (f"{section}.{name}" for name in names.split())
+}
 REFUSED = {
     "run.seed": "the data order and every sampling seed depend on it",
     "model.dtype": "the weights are saved in it",
+    "trainer.backend": "the weights are saved in its form",
     "trainer.distributed_optimizer": "the optimizer's state is saved in its form",
 }
-# Of no consequence for what is computed; not worth a word.
-_SILENT = ("run.dir", "run.device", "checkpoint.", "telemetry.", "placement.")
-# A run continues in its own directory with other values of these and stays the same run.
-_SAME_RUN = (
-    *_SILENT,
-    "model.path",
-    "model.head_chunk_tokens",
-    "data.test",
-    *(f"reward.{key}" for key in ("timeout_s", "workers", "max_failing_share")),
-    *(
-        f"rollout.{key}"
-        for key in ("engines", "attach", "key_file", "tensor_parallel", "python", "window", "env", "extra_args")
-    ),
-    *(f"rollout.{key}" for key in ("max_num_", "memory_fraction", "kv_cache_gib")),
-    *(f"rollout.{key}" for key in ("graph_mode", "prefix_caching", "expandable_segments")),
-    *(f"rollout.{key}" for key in ("request_timeout_s", "startup_timeout_s")),
-    "trainer.",
-    "microbatch.",
-    "attention.",
-    "publish.",
-    *(f"schedule.{key}" for key in ("iterations", "evaluate_every")),
-)
+
+
+def change_of(key: str) -> Change:
+    """Of a key, or of one below a key whose value is a dictionary. A key that this version does not have means nothing to it."""
+    section, _, rest = key.partition(".")
+    return CHANGES.get(f"{section}.{rest.partition('.')[0]}", Change.SILENT)
 
 
 def config_tree(config: Config) -> dict[str, Any]:
@@ -67,15 +112,20 @@ def model_fingerprint(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The keys, as section.key, whose values differ between two resolved configurations."""
-    first, second = _flat(one), _flat(other)
-    return sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
+def differences(saved: dict[str, Any], config: Config) -> list[str]:
+    """The keys, as section.key, that have other values in `config` than in the resolved configuration `saved`.
+
+    A key that the version which saved it did not have counts with its default.
+    """
+    defaults = {key.name: key.default for key in all_keys() if not key.required}
+    before, now = defaults | _flat(saved), _flat(config_tree(config))
+    return sorted(key for key in now.keys() | _flat(saved).keys() if _plain(before.get(key)) != now.get(key))
 
 
-def changes_the_run(keys: list[str]) -> list[str]:
-    """Those of `keys` that would make a continued run another one."""
-    return [key for key in keys if not key.startswith(_SAME_RUN) or key in REFUSED]
+def changes_the_run(keys: list[str], *, continues: bool) -> list[str]:
+    """Those of `keys` with which this would be another run. continues: from a checkpoint of its own, rather than from the start."""
+    same = (Change.SILENT, Change.SAME_RUN) if continues else (Change.SILENT,)
+    return [key for key in keys if change_of(key) not in same]
 
 
 def check_continuation(saved: dict[str, Any], config: Config, what: str) -> str | None:
@@ -84,9 +134,9 @@ def check_continuation(saved: dict[str, Any], config: Config, what: str) -> str 
     Returns a line that names the other keys with new values, if any. `what` names the checkpoint.
     """
     before = _flat(saved)
-    changed = [key for key in differences(saved, config_tree(config)) if not key.startswith(_SILENT)]
+    changed = [key for key in differences(saved, config) if change_of(key) is not Change.SILENT]
     for key in changed:
-        if key in REFUSED:
+        if change_of(key) is Change.NEVER:
             raise ConfigError(
                 f"{key}: {what} was written with {_shown(before.get(key))}, and {REFUSED[key]}; restore the value, or start "
                 f"from an HF export of the checkpoint (launcher export) as model.path"
@@ -103,6 +153,11 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         flat |= _flat(value, f"{prefix}.{name}" if prefix else str(name))
     return flat
+
+
+def _plain(value: Any) -> Any:
+    """A default as JSON has it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _shown(value: Any) -> str:

@@ -12,16 +12,14 @@ if TYPE_CHECKING:
     from pa_npu.config.load import dump_config as dump_config
     from pa_npu.config.load import load_config as load_config
     from pa_npu.config.schema import Config as Config
-    from pa_npu.families.spec import ModelSpec as ModelSpec
 
 _HOMES = {
     "Config": "pa_npu.config.schema",
-    "ModelSpec": "pa_npu.families.spec",
     "dump_config": "pa_npu.config.load",
     "load_config": "pa_npu.config.load",
 }
 
-__all__ = ["Config", "ModelSpec", "dump_config", "load_config"]
+__all__ = ["Config", "dump_config", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

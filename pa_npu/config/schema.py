@@ -17,6 +17,7 @@ from pa_npu.config.sections import (
     ADVANTAGES,
     LOSSES,
     REWARDS,
+    SLOWEST_TOKEN_S,
     AlgorithmConfig,
     AttentionConfig,
     CheckpointConfig,
@@ -90,14 +91,37 @@ class Config(Section):
         return self.model.dtype if self.model.frozen_dtype == "same" else self.model.frozen_dtype
 
     @property
+    def request_limit_s(self) -> float:
+        """The longest that a group is waited for on an engine that works."""
+        return self.rollout.request_timeout_s + SLOWEST_TOKEN_S * self.rollout.max_response_tokens
+
+    @property
     def engine_wait_s(self) -> float:
         """Deadline of the wait for room on an engine: what is in flight ends by then, and what died has been replaced."""
-        return self.rollout.request_timeout_s + self.rollout.startup_timeout_s + self.publish.timeout_s
+        return self.request_limit_s + self.rollout.startup_timeout_s + self.publish.timeout_s
 
     @property
     def border_timeout_s(self) -> float:
         """Deadline of an iteration border: a publish that fails, an engine that starts, and a publish that succeeds."""
         return self.rollout.startup_timeout_s + 2 * self.publish.timeout_s
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Deadline of a trainer's collective: later than our own waits, so that the first error names what was awaited.
+
+        A stage that waits for rollouts makes its neighbours wait in a collective, and a leader that publishes its TP peers.
+        """
+        return self.trainer.wait_timeout_s + COLLECTIVE_MARGIN_S
+
+    @property
+    def publish_collective_timeout_s(self) -> float:
+        """How long a broadcast of a publish may take on either end before a device ends it by itself."""
+        return self.publish.timeout_s + COLLECTIVE_MARGIN_S
+
+    @property
+    def publish_peer_timeout_s(self) -> float:
+        """The longest that a leader's TP peers wait for it in a publish: it joins, then sends."""
+        return 2 * self.publish.timeout_s
 
     @property
     def microbatches_per_group(self) -> int:
@@ -142,8 +166,29 @@ _LEAST_TEMPERATURE = 0.01  # what vLLM raises smaller ones to, but for 0
 _LONGEST_WAIT_S = 10_000_000  # four months; the clocks of some libraries overflow above
 
 
+# How much later a backend's own timeout comes than the wait that it stands behind.
+COLLECTIVE_MARGIN_S = 120.0
+
+
+def _broken_deadlines(c: Config) -> Iterator[str]:
+    """What waits for something ends after what it waits for: otherwise the error names the wrong party."""
+    wait_s = c.trainer.wait_timeout_s
+    if wait_s < c.rollout.request_timeout_s:
+        yield (
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than rollout.request_timeout_s = {c.rollout.request_timeout_s:g} s, "
+            f"so that trainers would give up on a group that still has time; set it to at least that"
+        )
+    if c.collective_timeout_s < c.publish_peer_timeout_s + COLLECTIVE_MARGIN_S:
+        yield (
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than twice publish.timeout_s = {c.publish.timeout_s:g} s, for which "
+            f"the tensor-parallel peers of a rank that joins engines and sends to them may wait in a collective; set it to at "
+            f"least {c.publish_peer_timeout_s:g}, or lower publish.timeout_s"
+        )
+
+
 def _broken_rules(c: Config) -> Iterator[str]:
     yield from broken_texts(c)
+    yield from _broken_deadlines(c)
     for section, values in c:
         for key, value in values:
             if key.endswith("_s") and value is not None and value > _LONGEST_WAIT_S:
@@ -266,11 +311,17 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"rollout.window: {r.window} sequences cannot hold one group of rollout.responses_per_prompt = "
             f"{r.responses_per_prompt}; set it to at least {r.responses_per_prompt} or to auto"
         )
-    if c.data.max_prompt_tokens > r.max_num_batched_tokens:
+    longest = c.data.max_prompt_tokens + r.max_response_tokens
+    if longest > r.max_num_batched_tokens:
         yield (
-            f"data.max_prompt_tokens: {c.data.max_prompt_tokens} exceeds rollout.max_num_batched_tokens = "
-            f"{r.max_num_batched_tokens}, so a prompt would be prefilled in chunks, which seeded sampling does not allow; "
-            f"raise rollout.max_num_batched_tokens"
+            f"rollout.max_num_batched_tokens: {r.max_num_batched_tokens} is less than data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {c.data.max_prompt_tokens} + {r.max_response_tokens}, so that a sequence would be "
+            f"prefilled in chunks, which seeded sampling does not allow; raise it to at least {longest}"
+        )
+    if r.max_num_seqs > r.max_num_batched_tokens:
+        yield (
+            f"rollout.max_num_seqs: {r.max_num_seqs} exceeds rollout.max_num_batched_tokens = {r.max_num_batched_tokens}; "
+            f"lower it, a step has one token per sequence at least"
         )
     if s.stream and c.algorithm.advantage == "batch-std":
         yield (
@@ -283,15 +334,17 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"optimizer.min_learning_rate: {c.optimizer.min_learning_rate} exceeds optimizer.learning_rate = "
             f"{c.optimizer.learning_rate}; lower it"
         )
-    if c.placement.node_rank >= c.placement.nnodes:
+    if c.placement.nnodes > 1 and c.placement.cluster == "local":
         yield (
-            f"placement.node_rank: {c.placement.node_rank} with placement.nnodes = {c.placement.nnodes}; nodes are numbered from "
-            f"0, set it below nnodes"
+            f"placement.nnodes: {c.placement.nnodes} with placement.cluster=local, which is this machine alone; set "
+            f"placement.cluster=ray, or nnodes to 1"
         )
-    if c.placement.node_rank and c.placement.master_addr is None:
+    if r.max_engines is not None and r.max_engines < r.engines:
+        yield f"rollout.max_engines: {r.max_engines} is below rollout.engines = {r.engines}; raise it, or remove the key"
+    if (r.max_engines or r.engines) > r.engines and (c.placement.cluster == "local" or r.attach):
         yield (
-            f"placement.master_addr: needed on node {c.placement.node_rank}, which must find the head; set it to the address of "
-            f"node 0"
+            f"rollout.max_engines: {r.max_engines}: more than rollout.engines = {r.engines} come with nodes of a Ray cluster only, "
+            f"and not beside rollout.attach; set placement.cluster=ray, or one number of engines"
         )
     if c.placement.nnodes > 1 and c.placement.devices_per_node is None and c.num_devices % c.placement.nnodes:
         yield (
@@ -311,9 +364,9 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"placement.engine_port: {first} and the ports of {r.engines} engines run past 65535; set it to at most "
             f"{65536 - r.engines}, or 0 for free ones"
         )
-    if first and not r.attach and first <= c.placement.rendezvous_port <= last:
+    if first and not r.attach and first <= c.placement.store_port <= last:
         yield (
-            f"placement.engine_port: the engines take ports {first} to {last}, among them {c.placement.rendezvous_port} of "
+            f"placement.engine_port: the engines take ports {first} to {last}, among them {c.placement.store_port} of "
             f"the store (placement.store_port); choose another"
         )
     for key, devices, wanted in (

@@ -5,9 +5,10 @@ Unknown keys are refused. Rules between keys are in `pa_npu.config.schema`.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pa_npu.config.presets import PresetName
 
@@ -30,7 +31,11 @@ class RunConfig(Section):
     restarts: int = Field(
         3,
         ge=0,
-        description="How often coordinator and trainers are started again, from the newest checkpoint, when one of them ends.",
+        description="How often coordinator and trainers are started again, from the newest checkpoint, when one of them ends; "
+        "counted within restart_window_s, and as long as no newer checkpoint has been written.",
+    )
+    restart_window_s: float = Field(
+        3600.0, gt=0, description="Starts longer ago than this no longer count towards run.restarts."
     )
     deterministic: bool = Field(True, description="Use deterministic kernels where the platform has a choice.")
 
@@ -69,8 +74,28 @@ class DataConfig(Section):
     shuffle: bool = Field(True, description="Shuffle the training prompts anew in every epoch, seeded by run.seed.")
 
 
+SLOWEST_TOKEN_S = 0.25
+"""An engine that takes longer per token of a response than this, on top of its deadline, is not worth waiting for."""
+
+
 class RolloutConfig(Section):
-    engines: int = Field(1, ge=1, le=2**14, description="Number of engines (vLLM servers).")
+    backend: str = Field(
+        "vllm",
+        min_length=1,
+        description="Kind of engine: vllm; transformers (slow, exact, for debugging); or module:NAME, an EngineKind of your own.",
+    )
+    engines: int = Field(
+        1,
+        ge=1,
+        le=2**14,
+        description="Number of engines (servers). MIN..MAX starts MIN, and up to MAX where a cluster's nodes have free "
+        "devices (placement.cluster=ray); it is short for engines=MIN and max_engines=MAX.",
+    )
+    max_engines: int | None = Field(
+        None,
+        ge=1,
+        description="Engines that the run grows to as nodes with free devices appear; none stays at engines.",
+    )
     attach: tuple[str, ...] = Field(
         (),
         description="URLs of running engines (see `pa_npu.launcher engines`) to use instead of starting any; they must serve "
@@ -93,7 +118,9 @@ class RolloutConfig(Section):
     top_k: int = Field(-1, description="Top-k sampling; only -1 (off), which the trainer can match exactly.")
     ignore_eos: bool = Field(False, description="Always generate max_response_tokens (benchmarks with fixed work).")
     window: Literal["auto"] | int = Field(
-        "auto", description="Sequences in flight per engine; auto finds the smallest that loses no throughput."
+        "auto",
+        description="Sequences in flight per engine; auto chooses them for each iteration, with turns and order of dispatch, by "
+        "simulating it with what was learned of engines, trainers and lengths.",
     )
     max_num_batched_tokens: int = Field(
         32768, ge=1, description="vLLM's token budget per step; no prompt may be chunked."
@@ -103,7 +130,11 @@ class RolloutConfig(Section):
         0.85, gt=0.0, le=1.0, description="Share of device memory an engine may take (npu, cuda)."
     )
     kv_cache_gib: float = Field(1.0, gt=0.0, le=1e6, description="KV cache of an engine in GiB (cpu).")
-    graph_mode: bool = Field(False, description="Let engines compile and capture graphs; false computes eagerly.")
+    graph_mode: bool | None = Field(
+        None,
+        description="Let engines compile and capture graphs; false computes eagerly; none goes by the engine: graphs of "
+        "decode steps with vllm-ascend 0.23, else eagerly.",
+    )
     prefix_caching: bool = Field(
         True, description="Keep prompts' keys and values for the other responses of their group."
     )
@@ -113,7 +144,12 @@ class RolloutConfig(Section):
     expandable_segments: bool | None = Field(
         None, description="Allocator of engines that grows its segments (npu, cuda); none leaves it to the engine."
     )
-    request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one group's generation.")
+    request_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Deadline of one group's generation. An engine that works is given 0.25 s more per token of "
+        "rollout.max_response_tokens; one that does not is replaced.",
+    )
     startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for an engine to become ready.")
     probe_every_s: float = Field(
         30.0, gt=0, description="Time between two probes of a serving engine: a token that it must generate."
@@ -121,9 +157,29 @@ class RolloutConfig(Section):
     probe_timeout_s: float = Field(
         60.0, gt=0, description="Deadline of a probe; an engine that does not answer is taken for hung and replaced."
     )
-    restarts: int = Field(3, ge=0, description="How often each engine that ends or hangs is started again.")
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="How often each engine that ends or hangs is started again within restart_window_s; beyond that the run goes "
+        "on without it where others serve.",
+    )
+    restart_window_s: float = Field(
+        3600.0, gt=0, description="Starts longer ago than this no longer count towards rollout.restarts."
+    )
     extra_args: tuple[str, ...] = Field((), description="Further arguments for the vLLM server.")
     env: dict[str, str] = Field(default_factory=dict, description="Further environment variables for the engines.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def split_range(cls, section: Any) -> Any:
+        """engines=MIN..MAX as the two keys that it is short for."""
+        if not isinstance(section, dict) or not isinstance(section.get("engines"), str):
+            return section
+        if not (found := re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", section["engines"])):
+            return section
+        if section.get("max_engines") is not None:
+            raise ValueError(f"engines: {section['engines']} names the maximum; remove max_engines")
+        return {**section, "engines": int(found[1]), "max_engines": int(found[2])}
 
 
 class EnvironmentConfig(Section):
@@ -309,7 +365,7 @@ class ScheduleConfig(Section):
     dispatch: Literal["auto", "longest-first", "in-order"] = Field(
         "auto",
         description="Order in which prompts go to engines, by the length that earlier responses let expect; it changes no sample. "
-        "auto is longest-first, but while groups stream in-order where trainers are the bottleneck or order=prompt.",
+        "auto takes the order that lets the iteration end first, in a simulation of it.",
     )
     dynamic_sampling: bool = Field(
         False,
@@ -381,35 +437,34 @@ class TelemetryConfig(Section):
 
 
 LOOPBACK = "127.0.0.1"
-STORE_PORT = 29500  # torchrun's
 
 
 class PlacementConfig(Section):
-    nnodes: int = Field(1, ge=1, description="Number of nodes; every node starts one launcher with the same keys.")
-    node_rank: int = Field(0, ge=0, description="Which of the nodes this launcher is on; 0 is the head.")
-    master_addr: str | None = Field(
-        None,
-        min_length=1,
-        description="Address of the head node, the same on all nodes; needed where there are several.",
+    cluster: Literal["local", "ray"] = Field(
+        "local", description="What runs engines and trainers: this machine, or the nodes of a Ray cluster."
     )
+    ray_address: str = Field(
+        "auto", min_length=1, description="The Ray cluster, HOST:PORT; auto is the one that this machine belongs to."
+    )
+    nnodes: int = Field(1, ge=1, description="Number of nodes; several need placement.cluster=ray.")
     devices_per_node: int | None = Field(
         None, ge=1, description="Devices (cpu: cores) of each node that the run uses; none divides them evenly."
     )
     join_timeout_s: float = Field(
-        600.0, gt=0, description="Deadline of nodes to join the run at its start, and to come back when they were lost."
+        600.0,
+        gt=0,
+        description="Deadline of the cluster to give the run its nodes at the start, and to replace nodes that were lost.",
     )
     node_timeout_s: float = Field(
-        60.0, ge=4, description="A node that gives no sign of life for this long is lost; half of it, for the head."
+        60.0, ge=4, description="A node whose processes are not heard of for this long is lost, if Ray has not said so."
     )
     host: str | None = Field(
         None,
         min_length=1,
-        description="Address of this node that store, engines and trainers listen on; none is loopback on one node, and the "
-        "address that reaches master_addr on several.",
+        description="Address of this machine that the store listens on, and with cluster=local engines and trainers too; none is "
+        "loopback, and on a Ray cluster the address that this node has there. Other nodes use theirs.",
     )
-    store_port: int = Field(
-        0, ge=0, le=65535, description="Port of the c10d store; 0 is a free one on one node, and 29500 on several."
-    )
+    store_port: int = Field(0, ge=0, le=65535, description="Port of the c10d store; 0 is a free one.")
     engine_port: int = Field(
         0, ge=0, le=65535, description="Port of the first engine, the others follow; 0 takes free ones."
     )
@@ -425,10 +480,5 @@ class PlacementConfig(Section):
 
     @property
     def address(self) -> str:
-        """placement.host, resolved; on several nodes the launcher has put it there."""
+        """placement.host, resolved; on a cluster the launcher has put it there."""
         return self.host or LOOPBACK
-
-    @property
-    def rendezvous_port(self) -> int:
-        """placement.store_port, resolved: several nodes must know it beforehand."""
-        return self.store_port or (STORE_PORT if self.nnodes > 1 else 0)

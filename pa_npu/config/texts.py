@@ -48,7 +48,7 @@ def broken_texts(c: Config) -> Iterator[str]:
             yield f"rollout.attach: {_shown(url)} {problem}; write http://HOST:PORT"
     if len(set(c.rollout.attach)) < len(c.rollout.attach):
         yield "rollout.attach: an engine is listed twice; list each once"
-    for key, host in (("placement.host", c.placement.host), ("placement.master_addr", c.placement.master_addr)):
+    for key, host in (("placement.host", c.placement.host), ("placement.ray_address", c.placement.ray_address)):
         if host is not None and (len(host) > 253 or not host.isprintable() or " " in host):
             yield f"{key}: {_shown(host)} is no address or name of a machine; give one of at most 253 characters"
 

@@ -97,10 +97,10 @@ class Roster:
         """True; raises StoreError when the run has ended, and its store with it."""
         return CONFIG.exists(self._channel)
 
-    def renew(self, index: int, generation: int) -> None:
-        """The engine has been started again."""
+    def renew(self, index: int, generation: int, url: str) -> None:
+        """The engine has been started again, on another node perhaps."""
         start = START.get(self._channel, index=index)
-        START.put(self._channel, replace(start, generation=generation), index=index)
+        START.put(self._channel, replace(start, generation=generation, url=url), index=index)
         CHANGES.add(self._channel)
 
     def changed(self) -> bool:

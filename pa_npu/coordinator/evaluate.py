@@ -47,7 +47,11 @@ async def evaluate(
 
     async def answer(number: int, prompt: Prompt, lease: Lease) -> None:
         with pool.session(
-            lease, lambda: max_in_flight, deadline_s=request_timeout_s, again_deadline_s=engine_wait_s
+            lease,
+            lambda _: max_in_flight,
+            deadline_s=request_timeout_s,
+            again_deadline_s=engine_wait_s,
+            what=f"held-out prompt {number} at version {version}",
         ) as session:
             samples = await run_episode(environment, prompt, 1, session, 0, greedy, version)
         result = await score(rewards, prompt, samples)
@@ -55,6 +59,6 @@ async def evaluate(
 
     async with TaskScope() as scope:
         for number, prompt in enumerate(prompts):
-            lease = await pool.admit(1, len(prompt.tokens) + greedy.max_tokens, lambda: max_in_flight, engine_wait_s)
+            lease = await pool.admit(1, len(prompt.tokens) + greedy.max_tokens, lambda _: max_in_flight, engine_wait_s)
             scope.start(answer(number, prompt, lease), f"evaluate {number}")
     return Evaluation(version, sum(correct) / len(correct), len(correct), time.perf_counter() - start_s)

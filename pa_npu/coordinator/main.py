@@ -46,17 +46,18 @@ from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.production import Production
 from pa_npu.coordinator.record import RunRecords, iteration_record
 from pa_npu.data.prompts import Prompt, PromptStream, load_prompts
-from pa_npu.dispatch.window import make_window
 from pa_npu.dispatch.work import GroupWork
+from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool, EngineUse
 from pa_npu.engines.protocol import Sampling
-from pa_npu.engines.vllm.client import VllmEngine
-from pa_npu.engines.vllm.guard import KEY_VARIABLE
+from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.protocol import Environment
 from pa_npu.environments.registry import make_environment
 from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import IterationTimes, Rules
 from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, StageManifest
 from pa_npu.rewards.pool import RewardPool
@@ -88,15 +89,16 @@ async def run(config: Config) -> None:
     store = _store_address()
     key = os.environ.pop(KEY_VARIABLE, None)  # reward functions are users' code, and inherit the environment
     first = first_version(config)
+    kind = engine_kind(config.rollout.backend)
     async with AsyncExitStack() as stack:
         tokenizer = load_tokenizer(config)
         train, test = load_prompt_sets(config, tokenizer)
         environment = make_environment(config, tokenizer)
         channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX))
-        pool = await stack.enter_async_context(EnginePool())
+        pool = await stack.enter_async_context(EnginePool((), config.rollout.probe_timeout_s))
         fleet = await stack.enter_async_context(
-            Fleet(config.rollout, pool, roster, lambda url: VllmEngine(url, spec.vocab_size, key))
+            Fleet(config.rollout, pool, roster, lambda url: kind.client(url, spec.vocab_size, key))
         )
         rewards = await stack.enter_async_context(RewardPool(config.reward))
         timeline = stack.enter_context(
@@ -105,18 +107,14 @@ async def run(config: Config) -> None:
         records = stack.enter_context(RunRecords(config, first))
         store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
         sampling = training_sampling(config, spec)
-        window = make_window(
-            config.rollout.window,
-            config.rollout.responses_per_prompt,
-            config.rollout.max_num_seqs,
-            config.schedule.prompts_per_iteration * config.rollout.responses_per_prompt,
-            max(1, fleet.size),
-        )
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         buffer = StoreRolloutBuffer(buffer_channel, _BUFFER, readers=1)
         work = GroupWork(spec, config)
-        producer = Producer(config, pool, environment, rewards, buffer, window, sampling, timeline, work, store_thread)
+        controller = ScheduleController(Rules.of(config), work)
+        producer = Producer(
+            config, pool, environment, rewards, buffer, controller, sampling, timeline, work, store_thread
+        )
         await fleet.wait_all_ready()
         backend = platform.get(config.run.device).comm_backend
         manifests = [await wait_manifests(config, channel, topic) for topic in (MANIFEST, LATE_MANIFEST)]
@@ -124,7 +122,18 @@ async def run(config: Config) -> None:
         records.write_runs_on(RunsOn(trainers, fleet.run_on()))
         publish = CoordinatorPublish(config, fleet, pool, channel, Connection(store, backend, *manifests), sampling)
         coordinator = Coordinator(
-            config, channel, fleet, pool, environment, rewards, producer, publish, records, timeline, sampling
+            config,
+            channel,
+            fleet,
+            pool,
+            environment,
+            rewards,
+            producer,
+            controller,
+            publish,
+            records,
+            timeline,
+            sampling,
         )
         await coordinator.run(train, test, first)
 
@@ -141,6 +150,7 @@ class Coordinator:
         environment: Environment,
         rewards: Rewards,
         producer: Producer,
+        controller: ScheduleController,
         publish: CoordinatorPublish,
         records: RunRecords,
         timeline: Timeline,
@@ -153,6 +163,7 @@ class Coordinator:
         self._environment = environment
         self._rewards = rewards
         self._producer = producer
+        self._controller = controller
         self._publish = publish
         self._records = records
         self._timeline = timeline
@@ -173,7 +184,6 @@ class Coordinator:
             if current is not None:
                 report = REPORT.get(self._channel, iteration=current.production.iteration)
                 self._write(current, report, border)
-                self._producer.note_training(report.training.train_s)
             evaluation = await self._evaluate(version, test) if test and self._evaluation_due(version) else None
             if version == last:
                 return
@@ -226,12 +236,24 @@ class Coordinator:
         return record
 
     def _write(self, iteration: _Iteration, report: IterationReport, end: _Border) -> None:
+        """The iteration's record; what it took is learned from, too."""
+        iteration_s = end.done_s - iteration.start.done_s
+        evaluation_s = iteration.evaluation["seconds"] if iteration.evaluation else 0.0
+        prediction = self._controller.end_iteration(
+            IterationTimes(
+                iteration_s=iteration_s - evaluation_s,
+                border_s=end.publish_s,
+                train_s=report.training.train_s,
+                step_s=report.training.step_s,
+            )
+        )
         record = iteration_record(
             self._config,
             iteration.production,
             report,
+            prediction,
             border_wait_s=end.border_wait_s,
-            iteration_s=end.done_s - iteration.start.done_s,
+            iteration_s=iteration_s,
             publish_s=end.publish_s,
             evaluation=iteration.evaluation,
             use_before=iteration.start.use,

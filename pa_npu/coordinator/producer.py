@@ -1,11 +1,11 @@
 """The producer: one iteration's dispatch, from prompts to groups in the rollout buffer.
 
-    prompts, longest first ──admit──> environment on an engine ──samples──> rewards ──> advantages ──> replica, slot ──> buffer
+    prompts, by schedule ──admit──> environment on an engine ──samples──> rewards ──> advantages ──> replica, slot ──> buffer
                     (window per engine)            (each group on its own, as soon as the one before its arrow is done)
 
-Groups are admitted whole, each to one engine, by falling expected length or in order (schedule.dispatch); they
-finish, and are delivered, in any order. The order of dispatch is a permutation of the iteration's indices, and what a group
-samples follows from its index, so it changes times and, with order=completion, slots, but no sample. With
+Groups are admitted whole, each to one engine, in the order, at the times and with the windows of the iteration's schedule, which
+the controller chooses at its border (pa_npu/planning/iteration_model); they finish, and are delivered, in any order. What a group
+samples follows from its index, so a schedule changes times and, with order=completion, slots, but no sample. With
 schedule.stream=false groups are held until the batch is complete, then delivered by the same code. Nothing here waits for
 trainers, so the producer cannot stall them.
 """
@@ -13,6 +13,7 @@ trainers, so the producer cannot stall them.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
@@ -22,24 +23,24 @@ from pa_npu.algorithm.advantages import batch_advantages, group_advantages
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.episode import Rewards, run_episode, score
+from pa_npu.coordinator.pacing import Pace
 from pa_npu.coordinator.production import Production
 from pa_npu.coordinator.tail import TailMeter
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import Assignment
-from pa_npu.dispatch.lengths import ResponseLengths, longest_first
+from pa_npu.dispatch.lengths import ResponseLengths
 from pa_npu.dispatch.selection import Selection
-from pa_npu.dispatch.window import GroupTiming, WindowController
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Environment
+from pa_npu.planning.iteration_model.cluster import GroupTiming
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook
 from pa_npu.rewards.types import RewardResult
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Group, Sample
 from pa_npu.telemetry.timeline import Timeline, now
-
-# Generation in order takes about so much longer than longest first (docs/results/balance.md, 4 and 8 waves).
-_IN_ORDER_TAKES = 1.25
 
 
 class Producer:
@@ -56,7 +57,7 @@ class Producer:
         environment: Environment,
         rewards: Rewards,
         buffer: RolloutBuffer,
-        window: WindowController,
+        controller: ScheduleController,
         sampling: Sampling,
         timeline: Timeline,
         work: Callable[[int, Sequence[int]], float],
@@ -67,14 +68,12 @@ class Producer:
         self._environment = environment
         self._rewards = rewards
         self._buffer = buffer
-        self._window = window
+        self._controller = controller
         self._sampling = sampling
         self._timeline = timeline
         self._work = work
         self._store_thread = store_thread
         self._lengths = ResponseLengths(sampling.max_tokens)
-        self._generate_s, self._by_length = 0.0, False  # of the last iteration, and whether it was dispatched by length
-        self._trainers_behind = False
 
     async def produce(
         self, iteration: int, prompts: Sequence[Prompt], another: Callable[[], Prompt] | None = None
@@ -84,8 +83,6 @@ class Producer:
         another: gives a further prompt; needed with schedule.dynamic_sampling, when groups are replaced.
         """
         config = self._config
-        self._by_length = self._goes_by_length(iteration)
-        order = self._dispatch_order(prompts)
         selection = Selection(config)
         assignment = Assignment(
             config.schedule.order,
@@ -100,7 +97,8 @@ class Producer:
         scored: dict[int, tuple[Prompt, list[Sample], RewardResult]] = {}
         seen: dict[int, tuple[Prompt, list[int]]] = {}
         num_sequences = config.rollout.responses_per_prompt
-        self._window.begin_iteration(max(1, len(self._pool.engines)))
+        schedule = self._controller.begin_iteration(self._outlook(iteration, prompts))
+        pace = Pace(schedule, len(self._pool.engines))
 
         def work(samples: Sequence[Sample]) -> float:
             prompt = min(sample.prompt_length for sample in samples)
@@ -119,10 +117,11 @@ class Producer:
             production.put(number, samples, replica=slot[0])
 
         async def complete(index: int, prompt: Prompt, lease: Lease) -> None:
-            samples, result = await self._generate_and_score(iteration, index, prompt, lease, tail)
+            lease, samples, result = await self._generate_and_score(iteration, index, prompt, lease, tail, pace)
             scored[index] = prompt, samples, result
             seen[index] = prompt, [sample.num_trained for sample in samples]
             production.judge(result)
+            trained = result.is_informative or not config.schedule.dynamic_sampling
             for released, number in selection.judge(index, result.is_informative):
                 production.add(number, *scored[released])
                 _, samples, result = scored[released]
@@ -131,17 +130,18 @@ class Producer:
                     await put(released, number, self._advantages(result), slot)
                 else:
                     held.append((released, number))
+            self._controller.observe(_timing(index, prompt, lease, seen[index][1], trained))
 
         async with TaskScope() as scope:
             while (number := await self._next_number(selection, tail)) is not None:
                 # replacements come as they are needed, after the prompts that the iteration began with
-                index = order[number] if number < len(order) else number
+                index = schedule.order[number] if number < len(schedule.order) else number
                 prompt = prompts[index] if another is None or index < len(prompts) else another()
                 tokens = num_sequences * (len(prompt.tokens) + round(self._lengths.mean(prompt)))
+                await pace.turn()
                 # every group in flight ends by its own deadline, and an engine that is gone is replaced by its own
-                lease = await self._pool.admit(
-                    num_sequences, tokens, lambda: self._window.sequences, config.engine_wait_s
-                )
+                lease = await self._pool.admit(num_sequences, tokens, pace.window, config.engine_wait_s)
+                pace.dispatched()
                 tail.dispatched()
                 scope.start(complete(index, prompt, lease), f"group {index} of iteration {iteration}")
         works = [work(scored[index][1]) for index, _ in held]
@@ -150,34 +150,17 @@ class Producer:
         for (index, number), values, slot in zip(held, advantages, slots, strict=True):
             await put(index, number, values, slot)
         assignment.finish()
-        production.end(self._window.sequences, tail.tail_waste, assignment.imbalance)
-        self._generate_s = production.numbers()["generate_s"]
-        self._window.end_iteration()
+        production.end(schedule.largest_window, tail.tail_waste, assignment.imbalance)
         self._lengths.observe([seen[index] for index in sorted(seen)])
         return production
 
-    def note_training(self, train_s: float) -> None:
-        """What training the last iteration took, without waiting for groups."""
-        in_order_s = self._generate_s * (_IN_ORDER_TAKES if self._by_length else 1.0)
-        self._trainers_behind = train_s > in_order_s
-
-    def _goes_by_length(self, iteration: int) -> bool:
-        """schedule.dispatch, resolved. While groups stream, trainers begin with the first group to be complete:
-
-        longest-first is later with it, which costs more than it gains where trainers are behind the engines anyway, and slots
-        that are taken in turn (order=prompt) would be waited for one by one.
-        """
-        schedule = self._config.schedule
-        if schedule.dispatch != "auto":
-            return schedule.dispatch == "longest-first"
-        return not self._config.streams(iteration) or (schedule.order == "completion" and not self._trainers_behind)
-
-    def _dispatch_order(self, prompts: Sequence[Prompt]) -> list[int]:
-        """A permutation of the indices of `prompts`."""
-        if not self._by_length:
-            return list(range(len(prompts)))
-        shares = self._config.schedule.updates_per_iteration
-        return longest_first([self._lengths.longest(prompt) for prompt in prompts], shares)
+    def _outlook(self, iteration: int, prompts: Sequence[Prompt]) -> IterationOutlook:
+        groups = [
+            GroupOutlook(len(prompt.tokens), self._lengths.longest(prompt), self._lengths.mean(prompt))
+            for prompt in prompts
+        ]
+        names = tuple(engine.name for engine in self._pool.engines)
+        return IterationOutlook(groups, names, self._config.streams(iteration))
 
     def _expected_work(self, prompts: Sequence[Prompt]) -> float | None:
         """Of training all groups of an iteration; None before any length was seen."""
@@ -194,29 +177,32 @@ class Producer:
         return await selection.next_index()
 
     async def _generate_and_score(
-        self, iteration: int, index: int, prompt: Prompt, lease: Lease, tail: TailMeter
-    ) -> tuple[list[Sample], RewardResult]:
+        self, iteration: int, index: int, prompt: Prompt, lease: Lease, tail: TailMeter, pace: Pace
+    ) -> tuple[Lease, list[Sample], RewardResult]:
+        """The lease is the one under which the group ended, closed."""
         start_s = now()
         rollout, seed = self._config.rollout, group_seed(self._config.run.seed, iteration, index)
         with self._pool.session(
             lease,
-            lambda: self._window.sequences,
+            pace.window,
             deadline_s=rollout.request_timeout_s,
             again_deadline_s=self._config.engine_wait_s,
+            what=f"group {index} of iteration {iteration}",
         ) as session:
             samples = await run_episode(
                 self._environment, prompt, rollout.responses_per_prompt, session, seed, self._sampling, iteration
             )
         tail.received()
-        lease, lengths = session.lease, [sample.num_trained for sample in samples]
+        pace.completed()
+        lease = session.lease
+        lengths = [sample.num_trained for sample in samples]
         self._timeline.complete(
             f"group {index}", start_s, now(), f"engine {lease.engine.name}", iteration=iteration, tokens=sum(lengths)
         )
-        self._window.observe(GroupTiming(lease.in_flight_mean, lease.duration_s, max(lengths)))
         start_s = now()
         result = await score(self._rewards, prompt, samples)
         self._timeline.complete(f"reward {index}", start_s, now(), "rewards", iteration=iteration)
-        return samples, result
+        return lease, samples, result
 
     def _advantages(self, result: RewardResult) -> np.ndarray:
         kind = self._config.algorithm.advantage
@@ -233,3 +219,12 @@ class Producer:
 
     async def _put(self, group: Group, replica: int, slot: int) -> None:
         await asyncio.get_running_loop().run_in_executor(self._store_thread, self._buffer.put, group, replica, slot)
+
+
+def _timing(index: int, prompt: Prompt, lease: Lease, lengths: Sequence[int], trained: bool) -> GroupTiming:
+    """Of a group that has just been delivered, or is held; its lease is closed."""
+    end_s = lease.start_s + lease.duration_s
+    delivered_s = time.perf_counter() - end_s
+    return GroupTiming(
+        index, lease.engine.name, lease.start_s, end_s, len(prompt.tokens), tuple(lengths), delivered_s, trained
+    )

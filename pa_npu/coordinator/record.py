@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,8 +13,10 @@ from pa_npu.control.messages import IterationReport
 from pa_npu.control.software import RunsOn
 from pa_npu.coordinator.production import Production
 from pa_npu.engines.pool import EngineUse
+from pa_npu.planning.iteration_model.messages import Prediction
 from pa_npu.telemetry.metrics import MetricsWriter, drop_records
 from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
+from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, say
 from pa_npu.telemetry.tpspd import Work, throughput
 
 SAMPLES = "samples.jsonl"
@@ -35,7 +36,7 @@ class RunRecords:
         run_dir = Path(config.run.dir)
         self._metrics = MetricsWriter(run_dir, config.telemetry.tensorboard, first_iteration)
         drop_records(run_dir / SAMPLES, "iteration", first_iteration)
-        self._samples = (run_dir / SAMPLES).open("a", encoding="utf-8", buffering=1)
+        self._samples = RecordFile(run_dir / SAMPLES)
 
     def __enter__(self) -> RunRecords:
         return self
@@ -46,32 +47,30 @@ class RunRecords:
 
     def write_runs_on(self, found: RunsOn) -> None:
         """What this attempt of the run runs with, and its lines on the console."""
-        text = json.dumps(asdict(found), indent=1, ensure_ascii=False)
-        (Path(self._config.run.dir) / RUNS_ON).write_text(text + "\n", encoding="utf-8")
+        file = Path(self._config.run.dir) / RUNS_ON
+        attempt(file, lambda: file.write_text(json_line(asdict(found)) + "\n", encoding="utf-8"))
         for line in found.lines():
-            print(PREFIX + line, flush=True)
+            say(PREFIX + line)
 
     def write_iteration(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
         """One finished iteration, and its line on the console."""
         self._metrics.write(record)
         for sample in samples:
-            self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
+            self._samples.write(json_line(sample))
         self._seconds.append(record["iteration_s"])
         if record.get("checkpoint_failed") is not None:
-            print(
+            say(
                 f"| checkpoint of version {record['checkpoint_failed']} could not be written: see logs/trainer-0.log; the run "
-                f"goes on",
-                flush=True,
+                f"goes on"
             )
         total = self._config.schedule.iterations
-        print(progress_line(record, total, remaining_s(self._seconds, total - self._first)), flush=True)
+        say(progress_line(record, total, remaining_s(self._seconds, total - self._first)))
 
     def write_evaluation(self, record: Mapping[str, Any]) -> None:
         self._metrics.write_evaluation(record)
-        print(
+        say(
             f"| evaluation of version {record['version']}: accuracy {record['accuracy']:.3f} on {record['questions']} "
-            f"questions, {record['seconds']:.1f} s",
-            flush=True,
+            f"questions, {record['seconds']:.1f} s"
         )
 
 
@@ -79,6 +78,7 @@ def iteration_record(
     config: Config,
     production: Production,
     report: IterationReport,
+    prediction: Prediction,
     *,
     border_wait_s: float,
     iteration_s: float,
@@ -90,9 +90,9 @@ def iteration_record(
 ) -> dict[str, Any]:
     """The record of one iteration.
 
-    iteration_s: from one completed publish to the next. publish_s, border_wait_s: the publish that ends the iteration, and what
-    the trainers waited for it. evaluation: the one at its beginning, if any. use_before, use_after: the engines' counters at both
-    ends. devices: engines' and trainers', all.
+    prediction: of the schedule controller, for iteration_s without the evaluation. iteration_s: from one completed publish to the
+    next. publish_s, border_wait_s: the publish that ends the iteration, and what the trainers waited for it. evaluation: the one at
+    its beginning, if any. use_before, use_after: the engines' counters at both ends. devices: engines' and trainers', all.
     """
     numbers = production.numbers()
     tokens_computed = report.training.tokens_computed
@@ -109,6 +109,9 @@ def iteration_record(
         **numbers,
         "iteration_s": iteration_s,
         "publish_s": publish_s,
+        "schedule": prediction.schedule,
+        "predicted_s": prediction.predicted_s,
+        "prediction_error": prediction.error,
         "evaluation_s": evaluation["seconds"] if evaluation else None,
         "eval_accuracy": evaluation["accuracy"] if evaluation else None,
         "trainer_idle": min(1.0, (report.training.wait_s + border_wait_s) / iteration_s),

@@ -1,8 +1,7 @@
-"""How long the responses to a prompt will be, learned from the run's own groups, and the order to dispatch prompts in.
+"""How long the responses to a prompt will be, learned from the run's own groups.
 
-A group holds its room on an engine until its longest response ends, so groups are ordered by that: longest processing time
-first, Graham 1969 (SIAM J. Appl. Math. 17): no list of jobs on m equal machines ends later than 4/3 - 1/(3m) of the best one
-when the jobs come by falling length. Engines are told the mean length: what a group will put on them.
+A group holds its room on an engine until its longest response ends, so groups are ordered by that (order.py). Engines are told the
+mean length: what a group will put on them.
 
 An estimate is a baseline for all prompts times a ratio of the prompt's own:
 
@@ -88,16 +87,3 @@ class ResponseLengths:
         slope = (self._xy / self._weight - mean_x * mean_y) / spread
         # prompts far from the others' lengths are not extrapolated to nothing, nor beyond the limit
         return np.clip(mean_y + slope * (len(prompt.tokens) - mean_x), 0.25 * mean_y, 4.0 * mean_y)
-
-
-def longest_first(expected: Sequence[float], shares: int = 1) -> list[int]:
-    """Indices by falling expected length, equal ones in order, within each of `shares` equal parts of the sequence.
-
-    Groups that share an optimizer step should not be those of one length, so each step's share is ordered by itself.
-    """
-    size = len(expected) // shares
-    return [
-        index
-        for start in range(0, size * shares, size)
-        for index in sorted(range(start, start + size), key=lambda index: -expected[index])
-    ]

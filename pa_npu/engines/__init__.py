@@ -1,4 +1,11 @@
-"""Rollout engines: the protocol, the pool, who belongs to it, and one folder per kind of engine.
+"""Rollout engines, from the coordinator's side and inside their own processes.
 
-Empty of imports: the engine process imports `pa_npu.engines.vllm.worker` where only torch and vllm are installed.
+    protocol     what an engine is to everyone else, and the data that crosses it
+    registry     the kinds of engines by rollout.backend: vllm/, transformers/, or one of your own
+    pool         gives every group an engine, and another one where that is gone
+    patience     tells an engine that is slow from one that hangs
+    membership   which engines belong to the run, and which of them serve
+    http_client  what clients of HTTP engines share; http_server: what their servers must do; answers: what no answer may be
+
+Empty of imports: the process of a vLLM engine imports this package where only torch and vllm are installed.
 """

@@ -1,12 +1,14 @@
-"""The fleet: which engines there are, which serve, and how one that died, hung or joins gets to serve.
+"""The fleet: which engines belong to the run, which of them serve, and how an engine comes to serve or stops serving.
 
     starting ──answers──> ready ──next publish, or late delivery──> serving ──wants to leave──> leaving ──nothing in flight──> left
         ^                                                              │
         └───started again──────── gone <──request or probe fails───────┘
 
-An engine that serves is probed by generating a token: its health page stays green when its worker hangs. What is gone is
-replaced by the launcher, if it is the launcher's, and is given the iteration's weights before it serves (I1). An engine that
-joins serves from the next publish on; it may want to leave in any state.
+Engines appear in the roster, which the launcher and engines that join write. The fleet makes a client for each start of each
+engine, and lets the pool give it requests once it holds the iteration's weights (I1). While it serves, it is probed by
+generating a token, because its health page stays green when its worker hangs. When it is gone, the launcher is asked for a
+replacement, if the engine was started by the launcher; else it has left. An engine that joins serves from the next publish on.
+It may want to leave in any state.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pa_npu.control.software import EngineRunsOn
 from pa_npu.control.tasks import cancel, gather
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineCapabilities, EngineError, EngineGone, RolloutEngine
-from pa_npu.errors import DeadlineExceeded, PaNpuError
+from pa_npu.errors import ConfigError, DeadlineExceeded, PaNpuError
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,10 @@ DeliverLate = Callable[[RolloutEngine, int], Awaitable[bool]]
 
 @dataclass(eq=False)
 class Member:
-    """One start of one engine, with a client of its own, so that what an earlier start still answers is not taken for its."""
+    """One start of one engine, with its own client, so that a late answer of an earlier start is not mistaken for its answer.
+
+    index: in the roster. generation: counts its starts. restarts: whether the launcher starts it again when it is gone.
+    """
 
     index: int
     generation: int
@@ -56,7 +61,10 @@ class Member:
 
 
 class Fleet:
-    """Owns the membership of `pool`. Use it with `async with`, inside the event loop."""
+    """Owns the membership of `pool`. Use it with `async with`, inside the event loop.
+
+    make_engine: the client of the engine at a URL.
+    """
 
     def __init__(
         self, config: RolloutConfig, pool: EnginePool, roster: Roster, make_engine: Callable[[str], RolloutEngine]
@@ -90,7 +98,7 @@ class Fleet:
         return len(self._members)
 
     async def wait_all_ready(self) -> None:
-        """At the start of a run: until every engine answers."""
+        """At the start of a run: wait until every engine answers."""
         deadline = time.monotonic() + self._config.startup_timeout_s
         while late := [member.name for member in self._members.values() if member.state not in ("ready", "serving")]:
             await self._wait_change(deadline, f"engines {', '.join(late)} to become ready")
@@ -101,7 +109,7 @@ class Fleet:
         return tuple(EngineRunsOn(name, found.kind, found.version) for name, found in ready if found is not None)
 
     async def members(self) -> list[Member]:
-        """Those that can take part in a publish, in the order of the roster; waits until there is one."""
+        """The members that can take part in a publish, in the order of the roster; waits until there is one."""
         deadline = time.monotonic() + self._config.startup_timeout_s
         while not (ready := [m for _, m in sorted(self._members.items()) if m.state in ("ready", "serving")]):
             await self._wait_change(deadline, "an engine that can take weights")
@@ -109,7 +117,7 @@ class Fleet:
 
     @asynccontextmanager
     async def border(self) -> AsyncIterator[None]:
-        """Between two iterations: no late deliveries, and no probes, which an engine that loads weights would not answer."""
+        """The time between two iterations, without late deliveries and probes: an engine that loads weights answers no probe."""
         await self._look_for_joiners()
         async with self._border:
             self._version = None
@@ -119,7 +127,7 @@ class Fleet:
             yield
 
     async def _look_for_joiners(self) -> None:
-        """An engine that joined before a publish has begun takes part in it: it answers already, so greeting it is quick."""
+        """Let engines that joined before a publish take part in it: they answer already, so that this waits briefly."""
         if self._roster.changed():
             self._update()
         new = {
@@ -132,14 +140,14 @@ class Fleet:
             await asyncio.wait(new, timeout=_GREETING_S)
 
     def serve(self, members: Sequence[Member], version: int) -> None:
-        """These hold `version`, and its iteration begins."""
+        """These members hold `version`, whose iteration begins."""
         for member in members:
             if member.state in ("ready", "serving"):
                 self._serves(member)
         self._version = version
 
     async def check(self, members: Sequence[Member]) -> None:
-        """After a publish that failed: which of them are still there, by a call that each worker must answer."""
+        """After a publish that failed: report the members as lost whose workers do not all answer."""
 
         async def ask(member: Member) -> None:
             try:
@@ -150,29 +158,32 @@ class Fleet:
         await gather([ask(member) for member in members])
 
     async def lost(self, engine: RolloutEngine, reason: str) -> None:
-        """The engine is gone: end what it has in flight, and have it replaced. Further reports of the same start do nothing."""
+        """The engine is gone: end its requests and have it replaced. Further reports of the same start do nothing."""
         member = next((m for m in self._members.values() if m.engine is engine), None)
         if member is None or member.state == "gone":
             return
+        is_replaced = member.restarts and member.state != "leaving"
         member.state = "gone"
         logger.warning("engine %s is lost: %s", member.name, reason)
         self._pool.suspend(engine)
         await cancel(member.tasks)
         await engine.close()
-        if member.restarts:
+        if is_replaced:
             self._roster.ask_replacement(member.index, member.generation, reason)
         else:
-            await self._remove(member)
+            await self._remove(member, reason)
         self._changed.set()
 
-    async def _remove(self, member: Member) -> None:
+    async def _remove(self, member: Member, reason: str) -> None:
         self._roster.confirm_left(member.index)
         del self._members[member.index]
         await cancel(member.tasks)
         await self._pool.remove(member.engine)
         self._changed.set()
         if not self._members:
-            self._pool.fail(EngineGone(f"no engine is left: {member.name} was the last, and nothing starts it again"))
+            self._pool.fail(
+                EngineGone(f"no engine is left, and nothing starts one again; the last, {member.name}: {reason}")
+            )
 
     async def _wait_change(self, deadline: float, what: str) -> None:
         if self._failure is not None:
@@ -195,7 +206,7 @@ class Fleet:
             for member in list(self._members.values()):
                 if member.state == "leaving" and self._is_free(member):
                     logger.info("engine %s has left", member.name)
-                    await self._remove(member)
+                    await self._remove(member, "it has left")
                 elif self._is_probe_due(member):
                     member.probed_s = time.monotonic()
                     self._start(member, partial(self._probe, member), "probe")
@@ -207,7 +218,7 @@ class Fleet:
                 self._roster.confirm_left(entry.index)
             elif member is None or entry.generation > member.generation:
                 self._welcome(entry, member)
-            elif entry.leaving and member.state in ("starting", "ready", "serving"):
+            elif entry.leaving and member.state != "leaving":
                 logger.info("engine %s leaves: it finishes what it has in flight", member.name)
                 member.state = "leaving"
                 self._pool.suspend(member.engine)
@@ -228,6 +239,7 @@ class Fleet:
     async def _bring_up(self, member: Member, *, is_replacement: bool) -> None:
         try:
             member.capabilities = await member.engine.wait_ready(deadline_s=self._config.startup_timeout_s)
+            self._check_capabilities(member, member.capabilities)
             if member.state != "starting":  # it leaves already
                 return
             member.state = "ready"
@@ -243,8 +255,20 @@ class Fleet:
         except (EngineError, DeadlineExceeded) as error:
             await self.lost(member.engine, str(error))
 
+    def _check_capabilities(self, member: Member, found: EngineCapabilities) -> None:
+        """Raises ConfigError where the engine is not what the run needs, as one that was started elsewhere may be."""
+        if found.num_workers not in (None, self._config.tensor_parallel):
+            raise ConfigError(
+                f"engine {member.name} has {found.num_workers} workers, but rollout.tensor_parallel = "
+                f"{self._config.tensor_parallel}; start it with the same, or change the key"
+            )
+        if not found.loads_weights:
+            raise ConfigError(
+                f"engine {member.name} cannot load weights, so that it would never be on-policy; use another"
+            )
+
     def _is_free(self, member: Member) -> bool:
-        """Nothing is in flight on it, and no publish has it as a member."""
+        """Whether the member may go: nothing is in flight on it, and no publish counts on it."""
         return not self._pool.in_flight(member.engine) and not self._border.locked()
 
     def _serves(self, member: Member) -> None:
@@ -269,7 +293,7 @@ class Fleet:
         task.add_done_callback(member.tasks.discard)
 
     async def _or_fail(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Nobody waits for these tasks; what they do not expect, the loss of the store for example, ends the run."""
+        """Run `work`, for which nobody waits: what it does not expect, the loss of the store for example, ends the run."""
         try:
             await work()
         except PaNpuError as error:

@@ -1,8 +1,9 @@
 """EnginePool: chooses an engine for every group, bounds what is in flight, and counts what each engine did.
 
-Admission is asked for in dispatch order by one task (the producer, or the evaluation), and returns a lease on the engine with the
-fewest in-flight tokens among those with room in their window. A group's session sends its requests under the lease and closes it.
-What an engine lost while it had it is admitted again, before anything new. Which engines serve is the fleet's business (fleet.py).
+Admission is asked for in dispatch order by one task (the producer, or the evaluation), and returns a lease on the engine with
+the fewest in-flight tokens for its window among those with room (pa_npu/dispatch/schedule.py). A group's session sends its
+requests under the lease and closes it. What an engine lost while it had it is admitted again, before anything new. Which engines
+serve is the fleet's business (membership.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.control.tasks import gather
-from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
+from pa_npu.dispatch.schedule import engine_with_room
+from pa_npu.engines.patience import generate_patiently
+from pa_npu.engines.protocol import EngineError, EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 
 T = TypeVar("T")
@@ -64,11 +67,9 @@ class Lease:
         self._pool = pool
         self._use = use
         use.advance(sequences, tokens)
-        self._start = (use.updated_s, use.sequence_seconds)
+        self.start_s = use.updated_s
         self._closed = False
         self.duration_s = 0.0
-        self.in_flight_mean = 0.0
-        """Sequences in flight on this engine, averaged over the lease."""
 
     def close(self, response_tokens: int = 0) -> None:
         """Give the room back; response_tokens were received. Further calls do nothing."""
@@ -79,11 +80,7 @@ class Lease:
         use.advance(-self.sequences, -self.tokens)
         use.requests += 1
         use.tokens += response_tokens
-        start_s, start_integral = self._start
-        self.duration_s = use.updated_s - start_s
-        self.in_flight_mean = (
-            (use.sequence_seconds - start_integral) / self.duration_s if self.duration_s else self.sequences
-        )
+        self.duration_s = use.updated_s - self.start_s
         self._pool._room.set()
 
     def __enter__(self) -> Lease:
@@ -101,7 +98,13 @@ class GroupSession:
     """
 
     def __init__(
-        self, pool: EnginePool, lease: Lease, window: Callable[[], int], deadline_s: float, again_deadline_s: float
+        self,
+        pool: EnginePool,
+        lease: Lease,
+        window: Callable[[str], int],
+        deadline_s: float,
+        again_deadline_s: float,
+        what: str,
     ) -> None:
         self.lease = lease
         """The one that the group has, or had last."""
@@ -109,6 +112,7 @@ class GroupSession:
         self._window = window
         self._deadline_s = deadline_s
         self._again_deadline_s = again_deadline_s
+        self._what = what
         self._moving = asyncio.Lock()
         self._tokens = 0
 
@@ -125,9 +129,18 @@ class GroupSession:
         for sends in count(1):
             engine = self.lease.engine
             try:
-                generations = await engine.generate(prompt_tokens, n, seed, sampling, deadline_s=self._deadline_s)
-            except (EngineGone, DeadlineExceeded) as error:
-                if sends == _MAX_SENDS or not await self._move_from(engine, str(error)):
+                generations = await generate_patiently(
+                    *(engine, prompt_tokens, n, seed, sampling),
+                    deadline_s=self._deadline_s,
+                    probe_timeout_s=self._pool.probe_timeout_s,
+                    what=self._what,
+                )
+            except EngineGone as error:
+                if sends == _MAX_SENDS:
+                    raise EngineError(
+                        f"{self._what}: {sends} engines were lost while they generated it, the last: {error}"
+                    ) from None
+                if not await self._move_from(engine, str(error)):
                     raise
             else:
                 self._tokens += sum(len(generation.tokens) for generation in generations)
@@ -149,9 +162,13 @@ class GroupSession:
 
 
 class EnginePool:
-    """Several engines as one. Owns the clients: close it, or use `async with`."""
+    """Several engines as one. Owns the clients: close it, or use `async with`.
 
-    def __init__(self, engines: Sequence[RolloutEngine] = ()) -> None:
+    probe_timeout_s: for an engine that has not answered by a request's deadline to show that it works.
+    """
+
+    def __init__(self, engines: Sequence[RolloutEngine] = (), probe_timeout_s: float = 60.0) -> None:
+        self.probe_timeout_s = probe_timeout_s
         self._engines = {engine.name: engine for engine in engines}
         self._uses = {engine.name: EngineUse() for engine in engines}
         if len(self._uses) != len(engines):
@@ -216,12 +233,12 @@ class EnginePool:
         return self._uses[engine.name].in_flight_sequences
 
     async def admit(
-        self, sequences: int, tokens: int, window: Callable[[], int], deadline_s: float, *, again: bool = False
+        self, sequences: int, tokens: int, window: Callable[[str], int], deadline_s: float, *, again: bool = False
     ) -> Lease:
         """Wait until an engine has room for `sequences` more, of about `tokens` together, and take it.
 
-        window: the largest number of sequences in flight per engine, asked anew whenever room appears; an idle engine
-        takes anything, so that a group larger than the window still runs. Call it from one task only, in dispatch order; with
+        window: the most sequences in flight on an engine, by its name, asked anew whenever room appears; an idle engine takes
+        anything, so that a group larger than the window still runs. Call it from one task only, in dispatch order; with
         `again`, for what an engine has lost, from anywhere.
         """
         start_s = time.monotonic()
@@ -230,7 +247,7 @@ class EnginePool:
             while True:
                 if self._failure is not None:
                     raise self._failure
-                engine = self._with_room(sequences, window()) if again or not self._again else None
+                engine = self._with_room(sequences, window) if again or not self._again else None
                 if engine is not None:
                     return Lease(self, engine, self._uses[engine.name], sequences, tokens)
                 self._room.clear()
@@ -240,7 +257,7 @@ class EnginePool:
                 except asyncio.TimeoutError:
                     raise DeadlineExceeded(
                         f"no room for {sequences} sequences on any of {len(self.engines)} engines within {deadline_s:g} s "
-                        f"({self.num_in_flight} in flight, window {window()}); the engines answer nothing, see their logs"
+                        f"({self.num_in_flight} in flight, {self._windows(window)}); the engines answer nothing, see their logs"
                     ) from None
         finally:
             self._again -= again
@@ -248,19 +265,28 @@ class EnginePool:
                 self._room.set()  # for those that had to wait for this one
 
     def session(
-        self, lease: Lease, window: Callable[[], int], *, deadline_s: float, again_deadline_s: float
+        self,
+        lease: Lease,
+        window: Callable[[str], int],
+        *,
+        deadline_s: float,
+        again_deadline_s: float,
+        what: str = "a group",
     ) -> GroupSession:
-        """What a group asks under a lease. deadline_s: of a request; again_deadline_s: of the wait for another engine."""
-        return GroupSession(self, lease, window, deadline_s, again_deadline_s)
+        """What a group asks under a lease. deadline_s: of a request, after which the engine must show that it works.
 
-    def _with_room(self, sequences: int, window: int) -> RolloutEngine | None:
-        uses = self._uses
-        free = [
-            engine
-            for engine in self.engines
-            if uses[engine.name].in_flight_sequences + sequences <= window or not uses[engine.name].in_flight_sequences
-        ]
-        return min(free, key=lambda engine: uses[engine.name].in_flight_tokens, default=None)
+        again_deadline_s: of the wait for another engine. what: the group, for messages.
+        """
+        return GroupSession(self, lease, window, deadline_s, again_deadline_s, what)
+
+    def _with_room(self, sequences: int, window: Callable[[str], int]) -> RolloutEngine | None:
+        loads = {engine.name: self._uses[engine.name] for engine in self.engines}
+        name = engine_with_room(loads, sequences, window)
+        return None if name is None else self._engines[name]
+
+    def _windows(self, window: Callable[[str], int]) -> str:
+        sizes = sorted({window(engine.name) for engine in self.engines})
+        return f"window {' to '.join(str(size) for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]))}"
 
     @property
     def num_in_flight(self) -> int:

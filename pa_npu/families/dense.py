@@ -87,6 +87,8 @@ class DenseDecoder:
     """Where config.json does not say; None means as many as heads. An explicit null always means that."""
     default_head_dim: int | None = None
     """Where config.json does not say; None means hidden_size / heads."""
+    heads_divide_hidden = False
+    """Whether transformers, and with it the engines, refuses other numbers of heads even where head_dim is given."""
 
     # config.json
 
@@ -113,7 +115,9 @@ class DenseDecoder:
         hidden_size, num_heads = count(raw, "hidden_size"), count(raw, "num_attention_heads")
         kv_default = num_heads if "num_key_value_heads" in raw else self.default_kv_heads or num_heads
         num_kv_heads = count(raw, "num_key_value_heads", kv_default)
-        head_dim = count(raw, "head_dim", self.default_head_dim or max(1, hidden_size // num_heads))
+        if hidden_size % num_heads and (self.heads_divide_hidden or not (raw.get("head_dim") or self.default_head_dim)):
+            raise ValueError(f"num_attention_heads: {num_heads} does not divide hidden_size = {hidden_size}")
+        head_dim = count(raw, "head_dim", self.default_head_dim or hidden_size // num_heads)
         if count(raw, "num_hidden_layers") > _MOST_LAYERS:
             raise ValueError(f"num_hidden_layers: {raw['num_hidden_layers']} is more than {_MOST_LAYERS}")
         if num_heads % num_kv_heads:

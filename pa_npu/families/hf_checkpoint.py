@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -12,9 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pa_npu.errors import DataError
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from pa_npu.families.model_directory import weight_files
 
 
 class HfCheckpoint:
@@ -22,7 +19,7 @@ class HfCheckpoint:
 
     def __init__(self, path: str | Path) -> None:
         self._directory = Path(path)
-        self._file_of = _weight_map(self._directory)
+        self._file_of = weight_files(self._directory)
         self._open_files: dict[str, Any] = {}
         self._stack = ExitStack()
 
@@ -80,32 +77,3 @@ class HfCheckpoint:
                 f"model.path: {self._directory / file}: cannot read tensor {name} ({error}); restore the file from its "
                 "source"
             ) from error
-
-
-def _weight_map(directory: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
-    index = directory / INDEX_FILE
-    if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"model.path: {index} is not a safetensors index ({error!r}); restore it from its source"
-            ) from None
-        absent = sorted({file for file in weight_map.values() if not (directory / file).is_file()})
-        if absent:
-            raise DataError(f"model.path: {directory} lacks {absent[0]}, which its index names; complete the download")
-        return dict(weight_map)
-    single = directory / SINGLE_FILE
-    if not single.is_file():
-        raise DataError(
-            f"model.path: {directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; give an HF model directory with "
-            "safetensors weights"
-        )
-    try:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), SINGLE_FILE)
-    except (SafetensorError, OSError) as error:
-        raise DataError(
-            f"model.path: {single} is not a safetensors file ({error}); restore it from its source"
-        ) from error

@@ -7,3 +7,4 @@ from pa_npu.families.dense import DenseDecoder
 
 class Llama(DenseDecoder):
     model_type, architecture = "llama", "LlamaForCausalLM"
+    heads_divide_hidden = True

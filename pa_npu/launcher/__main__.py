@@ -1,4 +1,4 @@
-"""`python -m pa_npu.launcher`."""
+"""What `python -m pa_npu.launcher` runs: the command line."""
 
 from __future__ import annotations
 

@@ -14,27 +14,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pa_npu import platform as platforms
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.config.schema import Config
-from pa_npu.engines.vllm.arguments import check_extra_arguments
-from pa_npu.engines.vllm.versions import engine_version, environment
+from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
+from pa_npu.families.model_directory import check_end_tokens, check_plain_files, check_tokenizer, check_weights
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.engine_key import engine_key
+from pa_npu.launcher.machine_limits import check_limits
 from pa_npu.launcher.placement import (
     Placement,
     available_cores,
     place,
+    place_extra_engine,
     place_nodes,
     port_problem,
     settle_on_node,
     visible_devices,
 )
-from pa_npu.launcher.process.readiness import served_model
 from pa_npu.launcher.resume import check_checkpoint
 from pa_npu.launcher.run_directory import check_run_directory
 from pa_npu.launcher.versions import trainer_problems
-from pa_npu.planning.fit import shortages
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.preflight import check_model
+from pa_npu.planning.model_rules import check_model
+from pa_npu.planning.shortages import shortages
 from pa_npu.platform.base import Platform
 from pa_npu.platform.busy import busy_devices
 
@@ -48,7 +49,7 @@ T = TypeVar("T")
 class Findings:
     """What the checks found out. notes: what a dry run forgives, because it depends on this machine alone.
 
-    placement: of this node; placements: of all.
+    placement: of this machine, where the run is on it alone; placements: of all nodes.
     device_bytes: memory of a device, None where unknown. own_memory: whether devices have any; else (cpu) it is the host's.
     """
 
@@ -86,7 +87,7 @@ def check_surroundings(
     device_memory_gib: the memory to plan with, instead of that of the devices here.
     """
     findings = Findings(platform=platform)
-    if config.placement.nnodes > 1:
+    if config.placement.cluster == "ray":
         findings.placements = place_nodes(config)
     _find_memory(findings, config, device_memory_gib)
 
@@ -104,11 +105,9 @@ def check_surroundings(
     if platform is None:
         reason = platforms.missing(config.run.device)
         findings.notes.append(f"run.device: {config.run.device} cannot be used: {reason}")
-    else:
-        findings.placement = local(lambda: _place_here(config, platform, findings.placements))
-        if findings.placement:
-            findings.placements = findings.placements or [findings.placement]
-            findings.placements[config.placement.node_rank] = findings.placement
+    elif config.placement.cluster == "local":
+        findings.placement = local(lambda: place(config, _num_devices(platform), available_cores()))
+        findings.placements = [findings.placement] if findings.placement else []
     findings.spec = local(lambda: check_model_files(config), config.model.path)
     if findings.spec is None:
         findings.spec = _planned_model(config, findings)
@@ -117,6 +116,8 @@ def check_surroundings(
     tokenizer = load_tokenizer(config.model.path) if has_model else None
     sample: Prompt | None = None
     if tokenizer is not None:
+        if findings.spec is not None:
+            check_tokenizer(findings.spec, tokenizer)
         for key, path in (("train", config.data.train), ("test", config.data.test)):
             if path is not None:
                 prompts = local(lambda key=key: check_dataset(key, tokenizer, config), path)  # type: ignore[misc]
@@ -124,9 +125,12 @@ def check_surroundings(
                 sample = sample or (prompts[0] if prompts else None)
     check_rewards(config, sample)
     check_algorithm(config.algorithm)
+    engine_kind(config.rollout.backend).check_keys(config)
     local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
+    here = findings.placement or Placement((), (), (), ())
+    local(lambda: check_limits(config, 1 + len(here.engines) + len(here.ranks)))
     changed = local(lambda: check_checkpoint(config))
     findings.notes += [changed] if changed else []
     check_run_directory(config)
@@ -136,17 +140,14 @@ def check_surroundings(
     return findings
 
 
-def _place_here(config: Config, platform: Platform, placements: Sequence[Placement]) -> Placement:
-    """placements: of several nodes, else empty."""
-    if not placements:
-        return place(config, _num_devices(platform), available_cores())
-    own = placements[config.placement.node_rank]
-    return settle_on_node(config, own, _num_devices(platform), available_cores())
+def check_share(config: Config, platform: Platform, node: int, extra_engine: int | None = None) -> Placement:
+    """The checks of devices, memory and engines on a cluster's node; returns what of the run it gets.
 
-
-def check_share(config: Config, platform: Platform) -> Placement:
-    """The checks of devices, memory and engines that a node other than the head needs; returns what of the run it gets."""
-    share = _place_here(config, platform, place_nodes(config))
+    extra_engine: the index of the only thing that it gets, where the node came later.
+    """
+    share = place_nodes(config)[node] if extra_engine is None else place_extra_engine(config, extra_engine)
+    share = settle_on_node(config, share, _num_devices(platform), available_cores())
+    check_limits(config, len(share.engines) + len(share.ranks))
     findings = Findings(spec=ModelSpec.read(config.model.path), platform=platform)
     _find_memory(findings, config, None)
     check_memory(config, findings)
@@ -196,10 +197,8 @@ def check_engines(config: Config, platform: Platform) -> tuple[ModelSpec, Placem
     """The checks that engines without a run need."""
     if config.rollout.attach:
         raise ConfigError("rollout.attach: these engines are to be started, not attached; remove the key")
-    if config.placement.nnodes > 1:
-        raise ConfigError(
-            "placement.nnodes: engines are started on this node only; set it to 1, here and on other nodes"
-        )
+    if config.placement.cluster != "local":
+        raise ConfigError("placement.cluster: engines alone are started on this machine only; set it to local")
     spec = check_model_files(config)
     check_engine_interpreter(config)
     check_ports(config, range(config.rollout.engines))
@@ -207,24 +206,12 @@ def check_engines(config: Config, platform: Platform) -> tuple[ModelSpec, Placem
 
 
 def check_model_files(config: Config) -> ModelSpec:
-    """The model can be read, is supported, divides as configured, and its weight files are complete."""
+    """The model can be read, is supported, divides as configured, and its files say the same."""
     spec = ModelSpec.read(config.model.path)
     check_model(config, spec)
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(Path(config.model.path).glob("*.safetensors"))
-    if not files:
-        raise DataError(
-            f"model.path: {config.model.path} has no *.safetensors file; save the model with "
-            f"save_pretrained(..., safe_serialization=True)"
-        )
-    for file in files:
-        try:
-            with safe_open(file, framework="np"):
-                pass
-        except (SafetensorError, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"model.path: {file} is damaged or incomplete ({reason}); copy it again") from None
+    check_plain_files(spec.path)
+    check_weights(spec)
+    check_end_tokens(spec)
     return spec
 
 
@@ -232,7 +219,7 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises anything from OSError to bare Exception here
         reason = " ".join(str(error).split())[:200]
         raise DataError(
@@ -272,7 +259,7 @@ def check_attached(config: Config) -> None:
     key = engine_key(config)
     for url in config.rollout.attach:
         try:
-            model = served_model(url, key)
+            model = engine_kind(config.rollout.backend).served_model(url, key)
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(
                 f"rollout.attach: {url} does not answer as an engine ({error}); start it with "
@@ -286,8 +273,7 @@ def check_attached(config: Config) -> None:
 
 def check_engine_interpreter(config: Config) -> None:
     """The engines' interpreter has an engine of a supported version that can do what is configured."""
-    environment(config, engine_version(config))
-    check_extra_arguments(config)
+    engine_kind(config.rollout.backend).check(config)
 
 
 def device_notes(platform: Platform, placement: Placement) -> list[str]:
@@ -305,8 +291,8 @@ def device_notes(platform: Platform, placement: Placement) -> list[str]:
     ]
 
 
-def check_ports(config: Config, engines: Sequence[int]) -> None:
-    """The address and the fixed ports of this node, which has these engines of the run."""
+def check_ports(config: Config, engines: Sequence[int], *, has_store: bool = True) -> None:
+    """The address and the fixed ports of this machine, which has these engines of the run. has_store: it hosts the store."""
     placement = config.placement
     problem = port_problem(placement.address, 0)
     if problem:
@@ -314,8 +300,8 @@ def check_ports(config: Config, engines: Sequence[int]) -> None:
             f"placement.host: cannot listen on {placement.address} ({problem}); use an address of this machine"
         )
     wanted = []
-    if placement.rendezvous_port and placement.node_rank == 0:
-        wanted.append(("store_port", placement.rendezvous_port))
+    if placement.store_port and has_store:
+        wanted.append(("store_port", placement.store_port))
     if placement.engine_port and not config.rollout.attach:
         wanted += [("engine_port", placement.engine_port + index) for index in engines]
     for key, port in wanted:
@@ -323,7 +309,7 @@ def check_ports(config: Config, engines: Sequence[int]) -> None:
         if problem:
             raise ConfigError(
                 f"placement.{key}: port {port} of {placement.address} cannot be used ({problem}); "
-                f"choose another" + (", or 0 for a free one" if placement.nnodes == 1 else "")
+                f"choose another, or 0 for a free one"
             )
 
 

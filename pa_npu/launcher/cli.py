@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +10,8 @@ from pathlib import Path
 from pa_npu.config.help import keys_help
 from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.schema import Config
-from pa_npu.errors import PaNpuError, UserError
+from pa_npu.errors import BAD_INPUT, FAILED, PaNpuError, UserError
 
-BAD_INPUT = 2
 _INTERRUPTED = 130
 _MOST_MEMORY_GIB = 1_000_000
 
@@ -29,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except PaNpuError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     except KeyboardInterrupt:
         print("interrupted before anything started", file=sys.stderr)
         return _INTERRUPTED
@@ -93,8 +91,6 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.device_memory_gib is not None and not options.dry_run:
         raise UserError("command line: --device-memory-gib is for planning; add --dry-run, or remove it")
     memory_gib = _memory_gib(options.device_memory_gib)
-    if given.placement.node_rank and not options.dry_run:
-        return _agent(given)
     config = resolve_resume(given, lambda line: print(line, file=sys.stderr))
     if options.dry_run:
         return _dry_run(config, memory_gib)
@@ -118,18 +114,6 @@ def _memory_gib(text: str | None) -> float | None:
     return memory_gib
 
 
-def _agent(config: Config) -> int:
-    variable = "TORCH_CPP_LOG_LEVEL"
-    users = os.environ.get(variable)
-    # read at torch's import: a store that goes away is said in one line of ours, not by a C++ stack
-    os.environ.setdefault(variable, "ERROR")
-    from pa_npu.launcher.node_agent import run_agent
-
-    if users is None:
-        del os.environ[variable]  # not for the processes of this node
-    return run_agent(config)
-
-
 def _engines(options: argparse.Namespace, rest: Sequence[str]) -> int:
     config = _config(options, rest)
     from pa_npu.launcher.run import run_engines
@@ -151,7 +135,7 @@ def _dry_run(config: Config, device_memory_gib: float | None) -> int:
     """Print what a run would be. What this machine merely lacks becomes a note, so that a cluster's run can be planned."""
     from pa_npu.launcher.checks import check_surroundings, resolve_device
     from pa_npu.launcher.placement import placement_lines
-    from pa_npu.planning.describe import derived_lines
+    from pa_npu.planning.plan_text import derived_lines
 
     config, platform = resolve_device(config, forgive=True)
     findings = check_surroundings(config, platform, forgive=True, device_memory_gib=device_memory_gib)

@@ -14,11 +14,11 @@ from pa_npu import __version__
 from pa_npu import platform as platforms
 from pa_npu.backends.megatron.patches import PATCHES
 from pa_npu.config.schema import Config
-from pa_npu.engines.vllm.versions import installed, select
+from pa_npu.engines.registry import DEFAULT_BACKEND, engine_kind
 from pa_npu.errors import PaNpuError, UserError
 from pa_npu.launcher.checks import check_surroundings, resolve_device
 from pa_npu.launcher.placement import available_cores, port_problem
-from pa_npu.launcher.versions import trainer_problems
+from pa_npu.launcher.versions import nearest_stack, trainer_problems
 from pa_npu.platform.busy import busy_devices
 
 _GIB = 2**30
@@ -46,6 +46,7 @@ _DEPENDENCIES = (
     Dependency("math_verify", ("math-verify",), "math rewards by symbolic comparison (else numeric)", needed=False),
     Dependency("pyarrow", ("pyarrow",), "parquet datasets", needed=False),
     Dependency("tensorboard", ("tensorboard",), "telemetry.tensorboard", needed=False),
+    Dependency("ray", ("ray",), "several nodes (placement.cluster=ray)", needed=False),
 )
 
 
@@ -60,14 +61,17 @@ def doctor(config: Config | None) -> int:
         print(f"  {name:<14} {value}")
     print("\npackages")
     problems = [problem for dependency in _DEPENDENCIES if (problem := _report(dependency))]
-    engine, engine_problem = _engine(config)
-    print(f"  {'vllm':<14} {engine}")
+    backend = config.rollout.backend if config else DEFAULT_BACKEND
+    engine, engine_problem = engine_kind(backend).describe(config)
+    print(f"  {backend:<14} {engine}")
     problems += [engine_problem] if engine_problem else []
     print("\nversions against the supported matrix (trainers)")
     for kind in platforms.KINDS:
         if platforms.missing(kind) is None:
             deviations = trainer_problems(kind)
-            print(f"  {kind:<14} {'; '.join(deviations) or 'as supported'}")
+            print(
+                f"  {kind:<14} {nearest_stack(kind).name}: {nearest_stack(kind).name}: {'; '.join(deviations) or 'as supported'}"
+            )
             for index, users in busy_devices(kind).items():
                 print(f"  {kind} {index} in use: {users}")
     print("\nchanges to torch and megatron in the trainers' processes")
@@ -129,19 +133,6 @@ def _version(dependency: Dependency) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return "installed (version unknown)"
-
-
-def _engine(config: Config | None) -> tuple[str, str | None]:
-    """vLLM's version in the engines' interpreter with its row in the table, and what is missing."""
-    python = config.rollout.python if config else None
-    interpreter = python or sys.executable
-    try:
-        found = installed(python)
-        row = select(found, config.run.device if config else "auto", interpreter)
-    except UserError as error:
-        return f"none that is supported in {interpreter}", str(error)
-    names = ", ".join(f"{name} {version}" for name, version in found.items())
-    return f"{names} ({row.name}, for {row.device}; {interpreter})", None
 
 
 def _ascendc() -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pa_npu.config.schema import Config
-from pa_npu.engines.vllm.guard import KEY_VARIABLE
+from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.errors import ConfigError, UserError
 
 KEY_FILE = "api_key"
@@ -48,7 +48,7 @@ def key_file(directory: Path, key: str) -> Iterator[Path]:
 
 
 def run_key(config: Config) -> str:
-    """On another node than the head: the run's key from the shared run directory, or the user's own.
+    """On a cluster's node: the run's key from the shared run directory, or the user's own.
 
     Raises UserError when there is neither.
     """
@@ -58,8 +58,8 @@ def run_key(config: Config) -> str:
     users = os.environ.get(KEY_VARIABLE, "")
     if not users:
         raise UserError(
-            f"{KEY_VARIABLE}: the engines' key cannot be read from {file}; run all launchers as the same user, or give them "
-            f"the same {KEY_VARIABLE}"
+            f"{KEY_VARIABLE}: the engines' key cannot be read from {file}; start the cluster as the user who starts the run, or "
+            f"with {KEY_VARIABLE} in its nodes' environment"
         )
     return checked_key(users, KEY_VARIABLE)
 

@@ -1,6 +1,6 @@
 """Add an engine to a running job, keep it until it is asked to leave, and let it finish what it has in flight then.
 
-    python -m pa_npu.engines.vllm.command --join HOST:PORT      (the address that the run's launcher prints)
+    python -m pa_npu.launcher.join --join HOST:PORT      (the address that the run's launcher prints)
 
 checks     the run's configuration comes from its store; model, interpreter, devices, port and API key are checked here
 starting   the server loads the model; a signal ends it at once
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m pa_npu.engines.vllm.command",
+        "python -m pa_npu.launcher.join",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -88,7 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="4,5",
         help="devices to use, rollout.tensor_parallel of them; on cpu the cores to pin to (default: none)",
     )
-    parser.add_argument("--python", metavar="INTERPRETER", help="that has vLLM; default: rollout.python of the run")
+    parser.add_argument(
+        "--python", metavar="INTERPRETER", help="that has the engine; default: rollout.python of the run"
+    )
     parser.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="default: RUN/logs where it is on this machine, else pa_npu-engines"
     )
@@ -222,7 +224,7 @@ class JoinedEngine:
 
     def _leave(self, index: int) -> int:
         began = time.monotonic()
-        deadline_s = self.config.rollout.request_timeout_s + self.config.publish.timeout_s
+        deadline_s = self.config.request_limit_s + self.config.publish.timeout_s
         number = self.signals.received[0]
         self.console.say(
             f"{signal.Signals(number).name}: leaving after what is in flight, within {deadline_s:g} s (once more: at once)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import urllib.error
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,17 +11,17 @@ from pathlib import Path
 from pa_npu import platform as platforms
 from pa_npu.config.schema import Config
 from pa_npu.control.roster import Roster
-from pa_npu.engines.vllm.guard import KEY_VARIABLE
+from pa_npu.engines.http_client import KeyRefused
+from pa_npu.engines.http_server import KEY_VARIABLE
+from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.checks import check_engine_interpreter, check_model_files, device_notes
 from pa_npu.launcher.engine_key import KEY_FILE, checked_key, read_key
 from pa_npu.launcher.placement import Placement, available_cores, free_ports, port_problem
-from pa_npu.launcher.process.readiness import served_model
 from pa_npu.platform.base import Platform
 
 _CONNECT_TIMEOUT_S = 10.0
-_UNAUTHORISED = 401
 _ENGINES_TO_ASK = 3
 _LOGS = "pa_npu-engines"
 
@@ -126,13 +125,12 @@ def engine_key_here(config: Config, roster: Roster, key_file: Path | None, run_n
     key, where = _find_key(config, key_file, run_name)
     for entry in roster.entries()[:_ENGINES_TO_ASK]:
         try:
-            served_model(entry.url, key)
-        except urllib.error.HTTPError as error:
-            if error.code == _UNAUTHORISED:
-                raise UserError(
-                    f"{where}: the engine {entry.url} of {run_name} refuses this API key; give a copy of the run's "
-                    f"api_key with --key-file"
-                ) from None
+            engine_kind(config.rollout.backend).served_model(entry.url, key)
+        except KeyRefused:
+            raise UserError(
+                f"{where}: the engine {entry.url} of {run_name} refuses this API key; give a copy of the run's "
+                f"api_key with --key-file"
+            ) from None
         except (OSError, ValueError, LookupError, TypeError):
             continue  # it is starting, or has gone: another one may answer
         break

@@ -132,6 +132,11 @@ def place_nodes(config: Config) -> list[Placement]:
     return placements
 
 
+def place_extra_engine(config: Config, index: int) -> Placement:
+    """Engine `index` by itself, on the first of whatever devices it is given."""
+    return Placement((tuple(range(config.rollout.tensor_parallel)),), (), ((),), (), engines=(index,))
+
+
 def _units(
     section: str, size: int, count: int, given: Sequence[int] | None, free: list[list[int]]
 ) -> list[tuple[int, ...]]:

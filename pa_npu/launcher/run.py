@@ -1,11 +1,11 @@
-"""One run from start to end: store, nodes, process tree, readiness, supervision, stop, summary.
+"""One run from start to end: store, cluster, process tree, readiness, supervision, stop, summary.
 
-nodes     where there are several: the launchers of the others have joined and found nothing wrong (node_head.py)
+nodes     on a cluster: it has given the run its nodes, and nothing is wrong with them (cluster/)
 engines, coordinator and trainer ranks start together (their imports take half a minute)
 ready     all engines answer, all pipeline stages have announced their weights
 running   the coordinator's progress lines are relayed
 done      coordinator and trainers have ended with 0; engines are stopped, the summary is printed
-lost      an engine, or coordinator and trainers from the newest checkpoint, are started again (recovery.py)
+lost      an engine, or coordinator and trainers from the newest checkpoint, are started again (process/recovery.py)
 failed    that does not help: the name, end and last log lines of a process are printed, everything is stopped
 """
 
@@ -24,51 +24,51 @@ from typing import Any
 import torch.distributed as dist
 
 from pa_npu import __version__
-from pa_npu.checkpoints.provenance import config_tree
+from pa_npu.checkpoints import directories
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.errors import ConfigError, DataError
-from pa_npu.launcher.addresses import resolve_address
 from pa_npu.launcher.checks import Findings, check_engines, check_surroundings, resolve_device
+from pa_npu.launcher.cluster.local import LocalCluster
+from pa_npu.launcher.cluster.protocol import Cluster
+from pa_npu.launcher.cluster.ray_cluster import ray_cluster
+from pa_npu.launcher.cluster.ray_connection import RayConnection, connected
 from pa_npu.launcher.engine_key import engine_key, key_file
-from pa_npu.launcher.node import TOKEN_FILE, inspect_node, leave_token
-from pa_npu.launcher.node_agent import all_versions
-from pa_npu.launcher.node_head import NodeTree
-from pa_npu.launcher.node_messages import PREFIX as NODES_PREFIX
-from pa_npu.launcher.node_messages import Invitation, Joining
 from pa_npu.launcher.placement import engine_ports, placement_lines
-from pa_npu.launcher.process.commands import (
-    Role,
-    Startable,
-    Store,
-    coordinator_command,
-    engine_command,
-    engine_url,
-    trainer_command,
-)
+from pa_npu.launcher.process.commands import Startable, Store, coordinator_command, engine_command, engine_url
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 from pa_npu.launcher.process.readiness import Awaited, engine_answers, host_store, trainers_announced
 from pa_npu.launcher.process.recovery import Attempt, Recovery
 from pa_npu.launcher.process.supervisor import StopSignals, Supervisor, stop_signals
-from pa_npu.launcher.resume import resolve_resume
+from pa_npu.launcher.resume import checkpoints_directory, resolve_resume
 from pa_npu.launcher.run_directory import begin_attempt, own_run_directory
 from pa_npu.platform.base import Platform
 from pa_npu.publish.transport import Abandonment
 from pa_npu.telemetry.progress import format_duration
+from pa_npu.telemetry.record_file import attempt
 from pa_npu.telemetry.summary import summarise
-from pa_npu.telemetry.timeline import Timeline, merge
+from pa_npu.telemetry.timeline import MERGED, Timeline, merge
 
 
 def run(config: Config) -> int:
     """Check everything, run, and return the exit code. Raises UserError before anything starts."""
-    start_s = time.monotonic()
     config, platform = resolve_device(config)
-    config = resolve_address(config)
+    assert platform
+    if config.placement.cluster == "local":
+        return _run(config, platform, None)
+    with connected(config.placement.ray_address) as connection:
+        host = config.placement.host or connection.address
+        return _run(_listening_on(config, host), platform, connection)
+
+
+def _run(config: Config, platform: Platform, connection: RayConnection | None) -> int:
+    """connection: to the Ray cluster that engines and trainers run on; None where that is this machine alone."""
+    start_s = time.monotonic()
     findings = check_surroundings(config, platform)
-    assert platform and findings.spec and findings.placement
+    assert findings.spec
     key = engine_key(config)
     with own_run_directory(config) as run_dir, Console(run_dir / "logs" / "launcher.log") as console:
         nodes = config.placement.nnodes
@@ -87,48 +87,58 @@ def run(config: Config) -> int:
             stop_signals() as signals,
             ProcessTree(run_dir / "logs", GRACE_S, signals.insisted) as local,
         ):
-            if nodes == 1:
-                server = _host_store(config)  # lives as long as this name
-                plan = Plan(config, findings, platform, server.port, key, console)
-                code = supervise(plan, local, timeline, signals)
-            else:
-                with several_nodes(config, findings, platform, local, console, signals) as (server, tree):
-                    plan = Plan(config, findings, platform, server.port, key, console, tree)
-                    code = plan.gather(signals) or supervise(plan, tree, timeline, signals)
-                    tree.finish(code, "it is done" if code == 0 else f"exit code {code}")
+            server = _host_store(config)  # lives as long as this name
+            store = Store(config.placement.address, server.port)
+            with _open_cluster(config, findings, platform, connection, local, store, key, console, signals) as cluster:
+                if cluster is None:
+                    code = 128 + signals.received[0]
+                else:
+                    plan = Plan(config, platform, cluster, store, key, console)
+                    code = supervise(plan, timeline, signals)
         finish(config, run_dir, console, code, time.monotonic() - start_s)
         return code
 
 
-def supervise(plan: Plan, tree: ProcessTree | NodeTree, timeline: Timeline, signals: StopSignals) -> int:
+@contextmanager
+def _open_cluster(
+    config: Config,
+    findings: Findings,
+    platform: Platform,
+    connection: RayConnection | None,
+    local: ProcessTree,
+    store: Store,
+    key: str,
+    console: Console,
+    signals: StopSignals,
+) -> Iterator[Cluster | None]:
+    """Where engines and trainers run; None when a signal came before all nodes were there."""
+    if connection is None:
+        assert findings.spec and findings.placement
+        yield LocalCluster(config, findings.spec, platform, findings.placement, local, store, key)
+        return
+    with ray_cluster(config, platform, connection, local, store, console, signals) as cluster:
+        yield cluster
+
+
+def _listening_on(config: Config, host: str) -> Config:
+    return config.model_copy(update={"placement": config.placement.model_copy(update={"host": host})})
+
+
+def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     """Start everything and see it through."""
-    config, console = plan.config, plan.console
-    engines, urls = plan.engines()
+    config, console, cluster = plan.config, plan.console, plan.cluster
+    engines = [] if config.rollout.attach else list(cluster.engines())
+    urls = [cluster.engine_url(engine) for engine in engines] or list(config.rollout.attach)
     roster = announce(config, plan.store, urls)
-    console.say(f"engines can join with: python -m pa_npu.engines.vllm.command --join {plan.store.address}")
-    recovery = Recovery(config, tree, console, roster, plan.attempt_again)
-    supervisor = Supervisor(tree, console, timeline, signals, recovery)
+    console.say(f"engines can join with: python -m pa_npu.launcher.join --join {plan.store.address}")
+    recovery = Recovery(
+        config, cluster.processes, console, roster, plan.attempt_again, cluster.engine_url, plan.newest_checkpoint
+    )
+    for engine in cluster.extra_engines():
+        recovery.expect(engine)
+    supervisor = Supervisor(cluster.processes, console, timeline, signals, recovery)
     first = plan.attempt(config, 0)
     return supervisor.run(engines, first.commands, [*await_engines(config, urls), *first.awaited])
-
-
-@contextmanager
-def several_nodes(
-    config: Config, findings: Findings, platform: Platform, local: ProcessTree, console: Console, signals: StopSignals
-) -> Iterator[tuple[dist.TCPStore, NodeTree]]:
-    """The run's store, and the processes of all nodes, which are told of the run's end when the context is left."""
-    assert findings.placement
-    token, address = leave_token(config), config.placement.address
-    own = Joining(inspect_node(config, platform, findings.placement, 0, token), address, all_versions(), [])
-    server = _host_store(config)
-    channel = StoreChannel(connect(address, server.port, config.trainer.startup_timeout_s), NODES_PREFIX)
-    log_dir = Path(config.run.dir) / "logs"
-    try:
-        with NodeTree(config.placement, findings.placements, local, log_dir, channel, own, console, signals) as tree:
-            tree.invite(Invitation(config_tree(config), own.versions, token))
-            yield server, tree
-    finally:
-        (Path(config.run.dir) / TOKEN_FILE).unlink(missing_ok=True)
 
 
 def run_engines(config: Config) -> int:
@@ -157,56 +167,22 @@ def run_engines(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to start engines, and coordinator and trainers as often as it takes. nodes: where there are several."""
+    """How to start coordinator and trainers, as often as it takes."""
 
     config: Config
-    findings: Findings
     platform: Platform
-    store_port: int
+    cluster: Cluster
+    store: Store
     key: str
     console: Console
-    nodes: NodeTree | None = None
-
-    @property
-    def store(self) -> Store:
-        return Store(self.config.placement.address, self.store_port)
-
-    def gather(self, signals: StopSignals) -> int:
-        """Wait for the other nodes; 0, or the exit code when a signal came first. Raises PaNpuError when one cannot join."""
-        assert self.nodes
-        return 0 if self.nodes.gather() else 128 + signals.received[0]
-
-    def engines(self) -> tuple[list[Startable], list[str]]:
-        """The engines to start, none where running ones are attached, and the URLs of all."""
-        config, spec, here = self.config, self.findings.spec, self.findings.placement
-        assert spec and here
-        if config.rollout.attach:
-            return [], list(config.rollout.attach)
-        ports = dict(zip(here.engines, engine_ports(config, here.engines), strict=True))
-        commands: list[Startable] = []
-        urls = []
-        for index, node in self._nodes_of([share.engines for share in self.findings.placements]):
-            if node == 0:
-                commands.append(engine_command(config, spec, self.platform, here, index, ports[index], self.key))
-                urls.append(engine_url(config.placement.address, ports[index]))
-                continue
-            assert self.nodes
-            commands.append(Role(node, "engine", index))
-            urls.append(self.nodes.engine_url(index))
-        return commands, urls
 
     def attempt(self, config: Config, number: int) -> Attempt:
         """The commands of an attempt that has `config` in the run directory."""
-        store, trainer, here = replace(self.store, attempt=number), config.trainer, self.findings.placement
-        assert here
+        store, trainer = replace(self.store, attempt=number), config.trainer
         channel = StoreChannel(connect(store.host, store.port, trainer.startup_timeout_s), store.prefix)
         announced = partial(trainers_announced, channel, trainer.pipeline_parallel)
-        commands: list[Startable] = [coordinator_command(config, self.platform, store, self.key)]
-        for rank, node in self._nodes_of([share.ranks for share in self.findings.placements]):
-            if node == 0:
-                commands.append(trainer_command(config, self.platform, here, store, rank))
-            else:
-                commands.append(Role(node, "trainer", rank, number))
+        coordinator = coordinator_command(config, self.platform, store, self.key)
+        commands: list[Startable] = [coordinator, *self.cluster.trainers(number)]
         return Attempt(commands, [Awaited("trainers", announced, trainer.startup_timeout_s, "trainer", "trainer-0")])
 
     def attempt_again(self, number: int) -> Attempt:
@@ -214,15 +190,13 @@ class Plan:
         # an engine may still wait for trainers that are gone
         last = attempt_prefix(number - 1).rstrip("/")
         Abandonment(self.store.host, self.store.port, last).declare("coordinator and trainers were started again")
-        if self.nodes:
-            self.nodes.await_lost()
+        self.cluster.await_nodes()
         config = resolve_resume(self.config, self.console.complain, restart=True)
         begin_attempt(config, self.console.complain)
         return self.attempt(config, number)
 
-    def _nodes_of(self, numbers: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-        """(engine or rank, its node) in order. numbers: of each node."""
-        return sorted((number, node) for node, here in enumerate(numbers) for number in here)
+    def newest_checkpoint(self) -> Path | None:
+        return directories.newest(checkpoints_directory(self.config), lambda line: None)
 
 
 def announce(config: Config, store: Store, urls: Sequence[str]) -> Roster:
@@ -255,7 +229,7 @@ def await_engines(config: Config, urls: Sequence[str]) -> list[Awaited]:
 
 
 def _host_store(config: Config) -> dist.TCPStore:
-    host, port = config.placement.address, config.placement.rendezvous_port
+    host, port = config.placement.address, config.placement.store_port
     try:
         return host_store(host, port)
     except OSError as error:
@@ -266,9 +240,9 @@ def _host_store(config: Config) -> dist.TCPStore:
 
 
 def finish(config: Config, run_dir: Path, console: Console, code: int, seconds: float) -> None:
-    """Merge the timeline; after a run that went well, print its summary."""
+    """Merge the timeline; after a run that went well, print its summary. What cannot be written changes no exit code."""
     if config.telemetry.timeline:
-        merge(run_dir)
+        attempt(run_dir / MERGED, lambda: merge(run_dir))
     if code:
         console.complain(f"logs: {run_dir / 'logs'}")
         return

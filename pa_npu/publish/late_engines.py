@@ -15,7 +15,8 @@ groups and streams. Where it does not (NCCL, HCCL; pa_npu.publish.collectives), 
     step. Ranks of other replicas go on, and wait at the next gradient reduction at the latest.
   - Pipeline stages take one step after another, first stage first, which is also the order in which an engine joins and reads.
     While one has stopped the others train on, so that whatever was sent to it or by it before its border is still taken, and its
-    device comes to rest. Everything before border m of a stage depends on nothing behind border m of any stage (1F1B), hence no deadlock.
+    device comes to rest. Everything before border m of a stage depends on nothing behind border m of any stage (1F1B), hence no
+    deadlock.
   - A stage other than the first that waits for a microbatch waits in a receive from its neighbour, which is no border. With
     pipeline stages a delivery therefore needs rollouts that still arrive. Where they do not, as when the only engine died, the stop
     ends at its deadline, the delivery is broken off, and the run goes on from its checkpoint when the trainers' wait ends.

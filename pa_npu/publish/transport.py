@@ -166,7 +166,10 @@ def join_group(
         store = dist.PrefixStore(
             name, dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         )
-        _wait_for_members(store, rank, size, deadline, describe)
+        rules = collectives.rules(backend)
+        if problem := rules.check():
+            raise WeightSyncError(f"{describe}: {problem}")
+        _wait_for_members(store, rank, size, rules.terms(), deadline, describe)
         group = _make_group(store, name, rank, size, backend, timeout, device, deadline, describe)
     except (RuntimeError, ValueError) as error:
         raise WeightSyncError(
@@ -256,10 +259,14 @@ def _device_index(device: torch.device) -> int | None:
     return device.index if device.index is not None else torch.accelerator.current_device_index()
 
 
-def _wait_for_members(store: dist.Store, rank: int, size: int, deadline: Deadline, describe: str) -> None:
-    """Meet in the store first: the backends' own waits cannot tell who is missing, and take long on the first to come."""
-    store.set(f"member/{rank}", "1")
-    missing = [member for member in range(size) if member != rank]
+def _wait_for_members(store: dist.Store, rank: int, size: int, terms: str, deadline: Deadline, describe: str) -> None:
+    """Meet in the store first: the backends' own waits cannot tell who is missing, and take long on the first to come.
+
+    terms: what must be equal on all members (Gloo.terms).
+    """
+    store.set(f"member/{rank}", terms)
+    members = [member for member in range(size) if member != rank]
+    missing = members
     while missing := [member for member in missing if not store.check([f"member/{member}"])]:
         if deadline.remaining_s <= 0:
             raise DeadlineExceeded(
@@ -269,6 +276,14 @@ def _wait_for_members(store: dist.Store, rank: int, size: int, deadline: Deadlin
         if reason := deadline.given_up():
             raise WeightSyncError(f"{describe}: given up: {reason}")
         time.sleep(min(_LONGEST_JOIN_POLL_S, _SHORTEST_POLL_S + deadline.elapsed_s * 0.1))
+    if not terms:
+        return
+    for member in members:
+        if (others := store.get(f"member/{member}").decode()) != terms:
+            raise WeightSyncError(
+                f"{describe}: rank {member} has {others or 'none of it'}, this process {terms}; set it alike in the environments "
+                f"of engines and trainers"
+            )
 
 
 def epoch_name(name: str, epoch: int) -> str:

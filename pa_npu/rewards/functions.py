@@ -76,11 +76,6 @@ def overlong_reward(max_tokens: int, buffer_tokens: int) -> Function:
     DAPO, arXiv 2503.14476, eq. 13, with L_max = max_tokens and L_cache = buffer_tokens. A response that was cut at
     rollout.max_response_tokens has that many tokens.
     """
-    if not 1 <= buffer_tokens <= max_tokens:
-        raise DataError(
-            f"reward.functions: overlong needs 1 <= buffer_tokens <= max_tokens, not {buffer_tokens} and {max_tokens}; "
-            f"correct them"
-        )
     first = max_tokens - buffer_tokens
     return lambda group: [max(-1.0, min(0.0, (first - length) / buffer_tokens)) for length in group.response_tokens]
 

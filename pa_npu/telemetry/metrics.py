@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from pa_npu.errors import DataError
+from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, lost_records, note_lost
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
@@ -26,31 +29,36 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path | str, tensorboard: bool, first_iteration: int = 0) -> None:
         self.run_dir = Path(run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         drop_records(self.run_dir / METRICS, "iteration", first_iteration)
         # The evaluation of version v comes before iteration v; the checkpoint that is resumed holds version v.
         drop_records(self.run_dir / EVALUATIONS, "version", first_iteration)
-        self._metrics: TextIO = (self.run_dir / METRICS).open("a", encoding="utf-8", buffering=1)
-        self._evaluations: TextIO = (self.run_dir / EVALUATIONS).open("a", encoding="utf-8", buffering=1)
-        self._board = _open_board(self.run_dir / TENSORBOARD, first_iteration) if tensorboard else None
+        self._metrics = RecordFile(self.run_dir / METRICS)
+        self._evaluations = RecordFile(self.run_dir / EVALUATIONS)
+        self._board_path = self.run_dir / TENSORBOARD
+        self._board = (
+            attempt(self._board_path, lambda: _open_board(self._board_path, first_iteration)) if tensorboard else None
+        )
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """One iteration. Numbers that are not finite become null and are named under `non_finite`."""
-        clean = _json_ready(record)
-        self._metrics.write(json.dumps(clean, allow_nan=False) + "\n")
+        """One iteration. Numbers that are not finite become null and are named under `non_finite`.
+
+        What cannot be written is lost, said once in the log, and counted under `records_lost` of what can be written again.
+        """
+        lost = lost_records()
+        clean = _json_ready({**record, "records_lost": lost} if lost else record)
+        self._metrics.write(json_line(clean))
         self._plot(clean, int(record["iteration"]), "")
 
     def write_evaluation(self, record: Mapping[str, Any]) -> None:
         """One evaluation: {version, accuracy, questions, seconds, time}; version v is before iteration v."""
         clean = _json_ready(record)
-        self._evaluations.write(json.dumps(clean, allow_nan=False) + "\n")
+        self._evaluations.write(json_line(clean))
         self._plot({"accuracy": clean["accuracy"]}, int(record["version"]), "evaluation/")
 
     def close(self) -> None:
         self._metrics.close()
         self._evaluations.close()
-        if self._board is not None:
-            self._board.close()
+        self._with_board(lambda board: board.close())
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -59,11 +67,22 @@ class MetricsWriter:
         self.close()
 
     def _plot(self, record: Mapping[str, Any], step: int, prefix: str) -> None:
+        def plot(board: Any) -> None:
+            for name, value in _scalars(record, prefix):
+                board.add_scalar(name, value, step)
+            board.flush()
+
+        self._with_board(plot)
+
+    def _with_board(self, action: Callable[[Any], None]) -> None:
+        """Its writer has a thread of its own, whose failure it raises as anything later on; then it is given up."""
         if self._board is None:
             return
-        for name, value in _scalars(record, prefix):
-            self._board.add_scalar(name, value, step)
-        self._board.flush()
+        try:
+            action(self._board)
+        except Exception as error:
+            note_lost(self._board_path, error)
+            self._board = None
 
 
 def read_records(run_dir: Path | str) -> list[dict[str, Any]]:
@@ -116,8 +135,26 @@ def drop_records(path: Path, key: str, first: int) -> None:
         if _has_index(record, key) and record[key] < first:
             kept.append(line + "\n")
     shortened = path.with_name(f"{path.name}.tmp")
-    shortened.write_text("".join(kept), encoding="utf-8")
-    shortened.replace(path)
+    try:
+        shortened.write_text("".join(kept), encoding="utf-8")
+        shortened.replace(path)
+    except OSError as error:
+        note_lost(shortened, error)
+        with contextlib.suppress(OSError):
+            shortened.unlink(missing_ok=True)
+        _cut_after(path, kept)
+
+
+def _cut_after(path: Path, kept: Sequence[str]) -> None:
+    """Where there is no room for a second file: cut the file behind the records that are kept and stand first in it."""
+    end = 0
+    with contextlib.suppress(OSError):
+        with path.open("rb") as file:
+            for line, wanted in zip(file, kept, strict=False):
+                if line.decode("utf-8", "replace") != wanted:
+                    break
+                end += len(line)
+        os.truncate(path, end)
 
 
 def _has_index(record: Any, key: str) -> bool:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from pa_npu.telemetry.record_file import RecordFile
 
 _WALL_ANCHOR_S = time.time() - time.perf_counter()
 DIRECTORY = "timeline"
@@ -37,14 +38,8 @@ class Timeline:
 
     def __init__(self, path: Path | str | None, process_name: str) -> None:
         self.process_name = process_name
-        self._lock = threading.Lock()
-        self._file: TextIO | None = None
-        if path is None:
-            return
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Line buffering: an event costs a write of a few microseconds and survives SIGKILL.
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        # Without a buffer: an event costs a write of a few microseconds and survives SIGKILL.
+        self._file = RecordFile(Path(path)) if path is not None else None
         self._write({"process": process_name, "pid": os.getpid(), "start": now()})
 
     @classmethod
@@ -76,10 +71,8 @@ class Timeline:
         self._write({"name": name, "lane": lane, "start": now(), **({"args": args} if args else {})})
 
     def close(self) -> None:
-        with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> Timeline:
         return self
@@ -90,10 +83,7 @@ class Timeline:
     def _write(self, event: dict[str, Any]) -> None:
         if self._file is None:
             return
-        line = json.dumps(event, default=str, separators=(",", ":")) + "\n"
-        with self._lock:
-            if self._file is not None:
-                self._file.write(line)
+        self._file.write(json.dumps(event, default=str, separators=(",", ":")))
 
 
 def merge(run_dir: Path | str) -> Path:

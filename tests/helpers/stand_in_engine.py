@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pa_npu.engines.stand_in import Speed, StandInEngine, serving
+from tools.stand_in import Speed, StandInEngine, serving
 
 API_KEY = "key-of-the-stand-ins"
 

@@ -3,8 +3,8 @@
     python -m tests.helpers.weights_rank JOB.json      with RANK set
 
 JOB.json: {"trainer": section, "models": [directory of version 0, ...], "store": [host, port], "workers": engine workers,
-"bucket_mib": float, "export": directory or null}. Through the store: `manifest/STAGE` is set by each stage's leader; a
-version is published once `go/VERSION` is there.
+"bucket_mib": float, "export": directory or null}. Through the store: `manifest/STAGE` is set by each stage's leader,
+`digests/VERSION/STAGE` too; a version is published once `go/VERSION` is there.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ def main(job_file: str) -> None:
             if not job["workers"]:
                 continue
             store.wait([f"go/{version}"], TIMEOUT)
-            print(f"rank {rank}: {publisher.publish(version)}", flush=True)
+            stats = publisher.publish(version)
+            print(f"rank {rank}: {stats}", flush=True)
+            if ranks.is_stage_leader:
+                store.set(f"digests/{version}/{ranks.pipeline_rank}", stats.digests)
     if job.get("export"):
         export_hf(stage, ModelSpec.read(str(models[-1])), job["export"], max_file_bytes=job["max_file_bytes"])
     shutdown_parallel()

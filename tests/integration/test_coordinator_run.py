@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pa_npu.engines.stand_in import Speed
 from pa_npu.publish.messages import (
     BROKEN,
     LATE_ANSWER,
@@ -24,6 +23,7 @@ from pa_npu.samples.types import Group
 from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, WAIT_S, Run
 from tests.helpers.groups import prompt_tokens
 from tests.helpers.stand_in_engine import stand_in_engines
+from tools.stand_in import Speed
 
 pytestmark = pytest.mark.integration
 
@@ -74,7 +74,7 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
         host, port, rank_offset, world_size, stages, backend, _ = served.engine.calls[0][1]
         assert (host, port) == ("127.0.0.1", run.server.port) and (rank_offset, world_size) == (1 + number, 3)
         assert stages == [{"name": "publish-0", "manifest": {}}] and backend == "gloo"
-        assert served.engine.version == 2
+        assert served.engine.identity.version == 2
 
     records = run.lines("metrics.jsonl")
     assert [(record["iteration"], record["version"]) for record in records] == [(0, 0), (1, 1)]
@@ -156,7 +156,7 @@ def test_the_only_engines_successor_gets_the_iterations_weights_before_it_serves
         engines[0].stop()
         successor = engines[0].start_again(Speed(stride=4))
         try:
-            run.roster.renew(0, 1)
+            run.roster.renew(0, 1, run.roster.entries()[0].url)
             assert run.message(LATE_REQUEST, number=0) == LateRequest(version=0, workers=1)
             assert not successor.engine.requests, "it holds no weights yet"
             LATE_ANSWER.put(run.channel, LateAnswer(True), number=0, rank=0)

@@ -10,13 +10,13 @@ import pytest
 
 from pa_npu.checkpoints.directories import META_FILE, CheckpointMeta, directory_name
 from pa_npu.control.messages import DATA_POSITION
-from pa_npu.engines.stand_in import Speed
 from pa_npu.samples.types import Group
 from pa_npu.samples.wire import to_bytes
 from tests.helpers.coordinator_run import WAIT_S
 from tests.helpers.groups import prompt_tokens
 from tests.helpers.stand_in_engine import stand_in_engines
 from tests.integration.test_coordinator_run import GROUPS, RESPONSES, Run
+from tools.stand_in import Speed
 
 pytestmark = pytest.mark.integration
 ITERATIONS, RESUMED_AT = 4, 2

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from pa_npu.engines.stand_in import Speed, write_interpreter
 from pa_npu.launcher.process.keeper import descendants
 from tests.helpers.coordinator_run import GROUPS, ROOT, WAIT_S, Run
 from tests.helpers.launched import command_line, running
 from tests.helpers.stand_in_engine import API_KEY, stand_in_engines
+from tools.stand_in import Speed, write_interpreter
 
 pytestmark = [
     pytest.mark.integration,
@@ -27,7 +27,7 @@ ITERATIONS = 6
 
 
 class Joiner:
-    """`python -m pa_npu.engines.vllm.command --join`, with its output in a file."""
+    """`python -m pa_npu.launcher.join --join`, with its output in a file."""
 
     def __init__(self, run: Run, directory: Path, number: int, *options: str) -> None:
         interpreter = write_interpreter(directory / f"python-{number}", "--step-s", "0.02", "--vocab-size", "100")
@@ -36,7 +36,7 @@ class Joiner:
         argv = [
             sys.executable,
             "-m",
-            "pa_npu.engines.vllm.command",
+            "pa_npu.launcher.join",
             "--join",
             address,
             "--python",
@@ -69,7 +69,7 @@ class Joiner:
 
     def server(self) -> int:
         """The process of the stand-in, whose parent is the keeper."""
-        (pid,) = [pid for pid, line in self.seen.items() if "pa_npu.engines.stand_in" in line and "keeper" not in line]
+        (pid,) = [pid for pid, line in self.seen.items() if "stand_in.py" in line and "keeper" not in line]
         return pid
 
     def end(self) -> int:

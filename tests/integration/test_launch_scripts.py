@@ -52,10 +52,9 @@ def test_the_recipe_script_runs_two_iterations_on_cpu(tiny: Path, tmp_path: Path
     [
         (["--device", "tpu"], "--device: tpu is not npu, cuda or cpu"),
         (["--frobnicate"], "--frobnicate: unknown option"),
-        (["--nnodes"], "--nnodes: needs a value"),
+        (["--config"], "--config: needs a value"),
         (["oops"], "oops: neither an option nor key=value"),
-        (["--dry-run", "--nnodes", "4", "--node-rank", "4"], "placement.node_rank: 4 with placement.nnodes = 4"),
-        (["--dry-run", "--nnodes", "4", "--node-rank", "1"], "placement.master_addr: needed on node 1"),
+        (["--dry-run", "placement.nnodes=4"], "placement.nnodes: 4 with placement.cluster=local"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
@@ -75,41 +74,51 @@ def test_environment_variables_name_model_and_data_and_the_command_line_wins() -
     assert "path: models/Qwen3-8B" in done.stdout and "train: /elsewhere/train.jsonl" in done.stdout
 
 
-def test_slurm_starts_one_launcher_per_node_with_the_three_numbers(tmp_path: Path) -> None:
-    """With stand-ins for scontrol and srun, the latter as node 1 of 4; the command that comes out passes a dry run."""
-    for name, body in (("scontrol", 'printf "node-a\\nnode-b\\n"'), ("srun", 'shift 5; exec "$@"')):
+def test_slurm_starts_a_ray_cluster_and_the_launcher_on_its_head(tmp_path: Path) -> None:
+    """With stand-ins for scontrol and srun; the launcher's command passes a dry run."""
+    log = tmp_path / "srun.log"
+    srun = f"""
+    echo "$*" >>{log}
+    case "$*" in
+      *"hostname --ip-address") echo "127.0.0.1 10.0.0.1" ;;
+      *ray_node.sh*) ;;
+      *) while [ "$1" != bash ]; do shift; done; while [ "$2" != "$ROOT/launch/run_grpo_7b.sh" ]; do shift; done; exec "$@" ;;
+    esac"""
+    for name, body in (("scontrol", 'printf "node-a\\nnode-b\\n"'), ("srun", srun)):
         file = tmp_path / name
         file.write_text(f"#!/bin/bash\n{body}\n")
         file.chmod(0o755)
     done = run(
         *("bash", "launch/slurm.sh", "--device", "npu", "--config", "configs/clusters/7b_4_nodes.yaml", "--dry-run"),
         PATH=f"{tmp_path}:{os.environ['PATH']}",
+        ROOT=str(ROOT),
         SLURM_JOB_NODELIST="node-[a-d]",
         SLURM_JOB_NUM_NODES="4",
-        SLURM_NODEID="1",
         SLURM_SUBMIT_DIR=str(ROOT),
     )
     assert done.returncode == 0, done.stderr
-    for line in ("nnodes: 4", "node_rank: 1", "master_addr: node-a", "on 4 nodes of 8"):
+    for line in ("nnodes: 4", "cluster: ray", "ray_address: 10.0.0.1:6379", "on 4 nodes of 8"):
         assert line in done.stdout, done.stdout
-
-
-def test_volcano_starts_one_launcher_per_pod_with_the_three_numbers() -> None:
-    job = yaml.safe_load((ROOT / "launch" / "volcano.yaml").read_text())
-    (task,) = job["spec"]["tasks"]
-    (container,) = task["template"]["spec"]["containers"]
-    assert job["spec"]["minAvailable"] == task["replicas"] == 4
-    (script,) = container["args"]
-    assert "exec bash launch/run_grpo_7b.sh" in script
-    variables = {entry["name"]: entry["value"] for entry in container["env"]} | {"PA_NPU_VENV": sys.prefix}
-    done = run(
-        *("bash", "-c", f"{script} --dry-run run.dir=runs/volcano"),
-        **variables,
-        VC_TASK_INDEX="2",
-        VC_NODE_HOSTS="pa-npu-node-0.pa-npu,pa-npu-node-1.pa-npu",
+    started = log.read_text()
+    assert f"--nodelist node-a bash {ROOT}/launch/ray_node.sh --device npu head 10.0.0.1:6379" in started
+    assert (
+        f"--nodes 3 --ntasks 3 --exclude node-a bash {ROOT}/launch/ray_node.sh --device npu worker 10.0.0.1:6379"
+        in started
     )
+
+
+def test_kuberay_gives_every_pod_the_same_and_its_entrypoint_passes_a_dry_run() -> None:
+    job = yaml.safe_load((ROOT / "launch" / "kuberay.yaml").read_text())
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    assert job["kind"] == "RayJob" and workers["replicas"] == 3
+    assert workers["template"] == cluster["headGroupSpec"]["template"], "the head is a node of the run too"
+    (container,) = workers["template"]["spec"]["containers"]
+    entrypoint = job["spec"]["entrypoint"].replace("/workspace/pa_npu", str(ROOT))
+    variables = {entry["name"]: entry["value"] for entry in container["env"]} | {"PA_NPU_VENV": sys.prefix}
+    done = run("bash", "-c", f"{entrypoint} --dry-run run.dir=runs/kuberay", **variables)
     assert done.returncode == 0, done.stderr
-    for line in ("nnodes: 4", "node_rank: 2", "master_addr: pa-npu-node-0.pa-npu", "/shared/models/Qwen2.5-7B"):
+    for line in ("nnodes: 4", "cluster: ray", "/shared/models/Qwen2.5-7B"):
         assert line in done.stdout, done.stdout
 
 

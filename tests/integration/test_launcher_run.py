@@ -23,7 +23,7 @@ pytestmark = [
 RUN_TIMEOUT_S = 400.0
 PARTS = {
     "api_server": True,
-    "rollout.coordinator": True,
+    "coordinator.main": True,
     "trainer.main": False,
     "rewards.worker": False,
 }  # know the key
@@ -104,8 +104,8 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
         ("EngineCore", "EngineCore", signal.SIGKILL, 1, "failed: engine-0 ended"),
         ("trainer.main", "trainer.main", signal.SIGKILL, 1, "failed: trainer-0 ended: killed by SIGKILL"),
         (
-            "rollout.coordinator",
-            "rollout.coordinator",
+            "coordinator.main",
+            "coordinator.main",
             signal.SIGKILL,
             1,
             "failed: coordinator ended: killed by SIGKILL",

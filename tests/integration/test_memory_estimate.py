@@ -1,4 +1,4 @@
-"""The memory that preflight counts for a trainer is what the allocator measures."""
+"""The memory that the planner counts for a trainer is what the allocator measures."""
 
 from __future__ import annotations
 

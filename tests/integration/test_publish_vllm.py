@@ -187,11 +187,16 @@ def test_engine_follows_the_trainers_weights(family: str, tied: bool, trainer: d
             assert engine.rpc("pa_connect", "127.0.0.1", store.port, 1, 2, announced, "gloo", 60.0)["rank"] == 1
             assert engine.rpc("pa_version") == {"version": None}
 
+            digests_before: list[list[str]] = []
             for version, model in enumerate(models[1:]):
                 receiving = pool.submit(engine.rpc, "pa_receive", version)
                 store.set(f"go/{version}", b"")
                 received = receiving.result(90)
                 assert received["version"] == version and received["bytes"] > 100_000
+                sent = [store.get(f"digests/{version}/{stage}").decode() for stage in range(stages)]
+                assert received["digests"] == sent and all(len(digests.split()) > 1 for digests in sent)
+                assert sent not in digests_before, "another version's weights"
+                digests_before.append(sent)
                 assert engine.rpc("pa_version") == {"version": version}
                 assert disagreement(engine, model) > 1e-3, "the prefix cache holds the old weights' keys and values"
                 engine.call("/reset_prefix_cache")

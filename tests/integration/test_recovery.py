@@ -127,7 +127,7 @@ class Watched:
     def _find(self, kind: str) -> Iterator[int]:
         keeper = kind.startswith("keeper of ")
         name = kind.removeprefix("keeper of ")
-        patterns = {"coordinator": "rollout.coordinator", "reward worker": "rewards.worker", "engine-0": "api_server"}
+        patterns = {"coordinator": "coordinator.main", "reward worker": "rewards.worker", "engine-0": "api_server"}
         pattern = "trainer.main" if name.startswith("trainer-") else patterns.get(name, name)
         for pid, line in self.run.family().items():
             if (

@@ -1,23 +1,24 @@
-"""Two launchers on two loopback addresses as two nodes: a whole run, a node that dies, a node that must not take part."""
+"""Two raylets on two loopback addresses as two nodes of a Ray cluster, with real engines and trainers.
+
+A run over both equals the run on one machine bit for bit, also when one of the raylets is killed in the middle.
+"""
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from pa_npu.launcher.placement import free_ports
-from tests.helpers.launched import Launched, find, settings
+from tests.helpers.launched import Launched, environment, running, settings
+from tests.helpers.raylets import HEAD, OTHER, Raylets, raylets
 from tests.helpers.sockets import listening
 
+pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(
@@ -26,146 +27,141 @@ pytestmark = [
 ]
 
 RUN_TIMEOUT_S = 400.0
-HEAD, OTHER = "127.0.0.1", "127.0.0.2"
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+ITERATIONS = 16
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+COMMON: dict[str, object] = {
+    "trainer__devices": 2,
+    "schedule__iterations": ITERATIONS,
+    "schedule__order": "prompt",
+    "checkpoint__every": 1,
+    "rollout__ignore_eos": "true",
+    "reward__functions": '[{name: format, pattern: "[0-4]"}]',
+    "data__test": "null",
+    "placement__pin_cores": "false",
+}
+# trainer-0 on one node, engine-0 and trainer-1 on the other
+ON_TWO_NODES: dict[str, object] = {
+    "placement__cluster": "ray",
+    "placement__nnodes": 2,
+    "placement__devices_per_node": 2,
+    "placement__engine_devices": "[2]",
+    "placement__trainer_devices": "[0,3]",
+    "placement__join_timeout_s": 120,
+}
 
 
-class Nodes:
-    """Head and agent: trainer-0 on the head, engine-0 and trainer-1 on the other node."""
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Raylets]:
+    with raylets({"PYTHONPATH": str(Path(__file__).parents[2])}) as two:
+        yield two
 
-    def __init__(self, tiny: Path, directory: Path) -> None:
-        self._tiny = tiny
-        self._directory = directory
-        self._launched: list[Launched] = []
-        self._other: list[str] = []
 
-    def start(self, *others: str, run_dir: str = "run", **keys: object) -> tuple[Launched, Launched]:
-        """others: for the other node only."""
-        (port,) = free_ports(HEAD, 1)
-        nodes = {
-            "trainer__devices": 2,
-            "placement__nnodes": 2,
-            "placement__devices_per_node": 2,
-            "placement__engine_devices": "[2]",
-            "placement__trainer_devices": "[0,3]",
-            "placement__pin_cores": "false",
-            "placement__master_addr": HEAD,
-            "placement__store_port": port,
-        }
-        arguments = settings(self._tiny, self._directory / run_dir, **(nodes | keys))
-        self._other = [*arguments, "placement.node_rank=1", f"placement.host={OTHER}", *others]
-        return self._launch(arguments), self.start_other()
-
-    def start_other(self) -> Launched:
-        """Once more: the node comes back."""
-        return self._launch(self._other)
-
-    def close(self) -> None:
-        for item in self._launched:
-            item.close()
-
-    def _launch(self, arguments: list[str]) -> Launched:
-        directory = self._directory / f"launcher-{len(self._launched)}"
-        directory.mkdir()
-        self._launched.append(Launched(directory, "run", *arguments))
-        return self._launched[-1]
+@pytest.fixture(scope="module")
+def on_one(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of the same run on this machine alone."""
+    directory = tmp_path_factory.mktemp("one")
+    launched = Launched(directory, "run", *settings(tiny, directory / "run", **COMMON))
+    assert launched.popen.wait(RUN_TIMEOUT_S) == 0, launched.output
+    return directory / "run"
 
 
 @pytest.fixture
-def nodes(tiny: Path, tmp_path: Path) -> Iterator[Nodes]:
-    started = Nodes(tiny, tmp_path)
-    yield started
-    started.close()
+def launch(cluster: Raylets, tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Start the run on the cluster, with other keys if any are given."""
+    launched: list[Launched] = []
+
+    def start(**others: object) -> Launched:
+        keys = {**COMMON, **ON_TWO_NODES, "placement__ray_address": cluster.address, **others}
+        launched.append(Launched(tmp_path, "run", *settings(tiny, tmp_path / "run", **keys)))
+        return launched[-1]
+
+    yield start
+    for item in launched:
+        item.close()
 
 
-def trainer_environment(launched: Launched) -> dict[str, str]:
-    pid = find(launched, "trainer.main")
-    text = Path(f"/proc/{pid}/environ").read_text() if pid else ""
-    pairs = dict(entry.partition("=")[::2] for entry in text.split("\0"))
-    return {name: pairs[name] for name in RANK_VARIABLES if name in pairs}
+@pytest.fixture
+def launched(launch: Callable[..., Launched]) -> Launched:
+    return launch()
 
 
-def test_two_nodes_run_together_and_both_end_well(nodes: Nodes, tmp_path: Path) -> None:
-    head, other = nodes.start()
-    sockets: set[tuple[int, str, int]] = set()
-    ranks: dict[str, dict[str, str]] = {}
-    while head.popen.poll() is None:
-        for name, node in (("head", head), ("other", other)):
-            sockets |= listening([*node.family(), node.popen.pid])
-            ranks[name] = trainer_environment(node) or ranks.get(name, {})
-        with suppress(subprocess.TimeoutExpired):
-            head.popen.wait(0.5)
-    assert head.popen.returncode == 0, head.output + other.output
-    assert other.popen.wait(20) == 0, other.output
-    head.assert_nothing_survives()
-    other.assert_nothing_survives()
-
-    run = tmp_path / "run"
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [record["iteration"] for record in records] == [0, 1]
-    assert list((run / "hf").glob("*.safetensors"))
-    names = {"launcher", "launcher-node1", "coordinator", "engine-0", "trainer-0", "trainer-1"}
-    assert {file.stem for file in (run / "logs").glob("*.log")} == names
-    assert "node 1: engine-0 on device 0, trainer-1 on device 1" in head.output
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": HEAD}
-    assert ranks == {
-        "head": {"RANK": "0", "GROUP_RANK": "0", **shared},
-        "other": {"RANK": "1", "GROUP_RANK": "1", **shared},
-    }
-    addresses = {address for _, address, _ in sockets}
-    assert {HEAD, OTHER} <= addresses and all(address.startswith("127.") for address in addresses), addresses
+def processes_of(run_dir: Path) -> dict[int, str]:
+    """Every process that was started for a run, with its environment: those on nodes are no descendants of the launcher."""
+    found = {int(path.name): environment(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    return {pid: text for pid, text in found.items() if f"PA_NPU_RUN_DIR={run_dir}\n" in text}
 
 
-def test_a_node_whose_launcher_is_killed_is_named_and_leaves_nothing(nodes: Nodes) -> None:
-    head, other = nodes.start(placement__node_timeout_s=4)
-    for node in (head, other):
-        node.wait_for(lambda node=node: find(node, "trainer.main") is not None, "a rank has started", RUN_TIMEOUT_S)
-    head.family()
-    other.popen.kill()
-    assert head.popen.wait(60) == 1, head.output
-    assert f"node 1 ({OTHER}) is lost: its launcher gave no sign of life" in head.output
-    assert re.search(rf"failed: (engine-0|trainer-1) ended: lost with node 1 \({re.escape(OTHER)}\)", head.output)
-    head.assert_nothing_survives()
-    other.assert_nothing_survives()
-
-
-@pytest.mark.nightly
-def test_a_node_that_is_lost_in_the_middle_and_comes_back_changes_nothing(nodes: Nodes, tmp_path: Path) -> None:
-    keys: dict[str, object] = {
-        "schedule__iterations": 30,
-        "schedule__order": "prompt",
-        "checkpoint__every": 1,
-        "rollout__ignore_eos": "true",
-        "reward__functions": '[{name: format, pattern: "[0-4]"}]',
-        "data__test": "null",
-        "placement__node_timeout_s": 4,
-    }
-    weights = []
-    for run_dir in ("undisturbed", "run"):
-        head, other = nodes.start(run_dir=run_dir, **keys)
-        if run_dir == "run":
-            head.wait_for(
-                lambda head=head: "iteration  2/30" in head.output, "two iterations have ended", RUN_TIMEOUT_S
-            )
-            other.family()
-            other.popen.kill()
-            other.assert_nothing_survives()
-            head.wait_for(lambda head=head: "is lost" in head.output, "the loss is noticed", RUN_TIMEOUT_S)
-            other = nodes.start_other()
-        assert head.popen.wait(RUN_TIMEOUT_S) == 0, head.output + other.output
-        assert other.popen.wait(20) == 0, other.output
-        weights.append(load_file(tmp_path / run_dir / "hf" / "model.safetensors"))
-    assert f"node 1 ({OTHER}) is back" in head.output and "the run continues from" in head.output
-    undisturbed, disturbed = weights
-    changed = [name for name, weight in undisturbed.items() if not torch.equal(weight, disturbed[name])]
+def assert_same_weights(one: Path, other: Path) -> None:
+    weights = [load_file(run / "hf" / "model.safetensors") for run in (one, other)]
+    changed = [name for name, weight in weights[0].items() if not torch.equal(weight, weights[1][name])]
     assert not changed, f"tensors that differ: {changed}"
 
 
-def test_a_node_with_another_configuration_is_refused_in_one_line(nodes: Nodes) -> None:
-    head, other = nodes.start("optimizer.learning_rate=0.5")
-    assert head.popen.wait(RUN_TIMEOUT_S) == 2 and other.popen.wait(20) == 2, head.output + other.output
-    line = "configuration differs from the head's in optimizer.learning_rate; start every node with the same recipe"
-    (said,) = [text for text in other.output.splitlines() if text.startswith("error: ")]
-    assert said.startswith(f"error: {line}")
-    (said,) = [text for text in head.output.splitlines() if text.startswith("error: ")]
-    assert said.startswith("error: node 1 (") and line in said
+def test_a_run_over_two_nodes_equals_the_run_on_one_bit_for_bit(
+    launched: Launched, on_one: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    launched.wait_for(
+        lambda: f"iteration  2/{ITERATIONS}" in launched.output, "two iterations have ended", RUN_TIMEOUT_S
+    )
+    seen = processes_of(run)
+    addresses = {address for _, address, _ in listening(list(seen))}
+    assert launched.popen.wait(RUN_TIMEOUT_S) == 0, launched.output
+
+    launched.assert_nothing_survives()
+    assert not [pid for pid in seen if running(pid)]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["iteration"] for record in records] == list(range(ITERATIONS))
+    assert_same_weights(on_one, run)
+    names = {"launcher", "coordinator", "engine-0", "trainer-0", "trainer-1"}
+    assert {file.stem for file in (run / "logs").glob("*.log")} == names
+    assert "node 1: engine-0 on device 0, trainer-1 on device 1" in launched.output
+
+    ranks = {dict(line.partition("=")[::2] for line in text.splitlines()).get("RANK"): text for text in seen.values()}
+    for rank in ("0", "1"):
+        values = dict(line.partition("=")[::2] for line in ranks[rank].splitlines())
+        assert [values[name] for name in RANK_VARIABLES] == [rank, "0", rank, "2", "1"]
+        assert not [name for name in values if name.startswith("RAY_")] and values["MASTER_ADDR"] == HEAD
+    assert {HEAD, OTHER} & addresses and all(address.startswith("127.") for address in addresses), addresses
+
+
+def test_a_raylet_that_is_killed_in_the_middle_changes_nothing(
+    launched: Launched, cluster: Raylets, on_one: Path, tmp_path: Path
+) -> None:
+    launched.wait_for(
+        lambda: f"iteration  2/{ITERATIONS}" in launched.output, "two iterations have ended", RUN_TIMEOUT_S
+    )
+    seen = processes_of(tmp_path / "run")
+    cluster.kill(OTHER)
+    cluster.add(OTHER, 2)
+    assert launched.popen.wait(RUN_TIMEOUT_S) == 0, launched.output
+    assert f"({OTHER}) is lost" in launched.output and f"({OTHER}) is back" in launched.output
+    assert "the run continues from" in launched.output
+    assert_same_weights(on_one, tmp_path / "run")
+    assert not [pid for pid in seen if running(pid)]
+
+
+@pytest.mark.nightly
+def test_an_engine_that_comes_and_goes_with_its_node_serves_meanwhile_and_ends_nothing(
+    launch: Callable[..., Launched], cluster: Raylets, tmp_path: Path
+) -> None:
+    third = "127.0.0.4"
+    keys: dict[str, object] = {"rollout__engines": "1..2", "placement__trainer_devices": "[1,3]"}
+    launched = launch(**keys, schedule__iterations=2000, checkpoint__every=0)
+    launched.wait_for(lambda: "iteration    2/2000" in launched.output, "two iterations have ended", RUN_TIMEOUT_S)
+    cluster.add(third, 1)
+    log = tmp_path / "run" / "logs" / "coordinator.log"
+
+    def served() -> int:
+        """Engines that generated something for the newest iteration."""
+        *_, newest = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        return sum(1 for use in json.loads(newest)["engines"].values() if use["tokens"])
+
+    launched.wait_for(lambda: f"engine-1: starting at http://{third}:" in launched.output, "engine-1 starts", 120)
+    launched.wait_for(lambda: served() == 2, f"two engines serve; see {log}", RUN_TIMEOUT_S)
+    cluster.kill(third)
+    launched.wait_for(lambda: "engine-1: lost with node 2" in launched.output, "it is missed", 60)
+    launched.wait_for(lambda: served() == 1, "one engine serves again", 120)
+    launched.popen.terminate()
+    assert launched.popen.wait(60) == 143, launched.output
+    launched.assert_nothing_survives()

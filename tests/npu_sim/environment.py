@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.npu_sim import cann_stub, torchair_stub
+from tests.npu_sim import cann_stub, torchair_stub, triton_stub
 
 cann_stub.load(Path(os.environ["PA_NPU_SIM_STUBS"]))
 
@@ -16,3 +16,4 @@ import torch_npu  # noqa: E402, F401 - after the libraries that it links against
 
 if "PA_NPU_SIM_MINDSPEED" in os.environ:
     torchair_stub.install()
+    triton_stub.install()

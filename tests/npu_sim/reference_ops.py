@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+SoftmaxLayout = Literal["honoured", "ignored", "refused"]
 STATS_WIDTH = 8
 MASK_SIZE = 2048
 MAX_SEQUENCES = 1024
@@ -15,12 +16,13 @@ MAX_SEQUENCES = 1024
 class FusionAttention:
     """npu_fusion_attention and its gradient in TND.
 
-    knows_softmax_layout: CANN 8.3 and later honour softmax_layout="TND". Before, and by default, the memory of the
+    softmax_layout: what becomes of softmax_layout="TND". CANN with aclnnFlashAttentionVarLenScoreV4 (8.3 and later) has it
+    "honoured"; torch_npu over an older one "refused"; an operator may also have it "ignored". Without it the memory of the
     statistics is [heads, length, 8] per sequence, whatever their shape says.
     """
 
-    def __init__(self, knows_softmax_layout: bool) -> None:
-        self.knows_softmax_layout = knows_softmax_layout
+    def __init__(self, softmax_layout: SoftmaxLayout) -> None:
+        self.softmax_layout = softmax_layout
 
     def references(self) -> dict[str, Any]:
         return {"npu::npu_fusion_attention": self.forward, "npu::npu_fusion_attention_grad": self.backward}
@@ -28,6 +30,7 @@ class FusionAttention:
     def forward(self, given: dict[str, Any]) -> tuple[Any, ...]:
         q, k, v = given["query"], given["key"], given["value"]
         _check(given)
+        self._check_softmax_layout(given)
         heads = given["head_num"]
         out = torch.zeros(q.shape, dtype=torch.float64)
         maximum = torch.zeros(q.shape[0], heads, STATS_WIDTH)
@@ -48,6 +51,7 @@ class FusionAttention:
     def backward(self, given: dict[str, Any]) -> tuple[Any, ...]:
         q, k, v, grad, out = (given[name] for name in ("query", "key", "value", "dy", "attention_in"))
         _check(given)
+        self._check_softmax_layout(given)
         assert grad.is_contiguous() and out.shape == grad.shape == q.shape
         maximum, total = given["softmax_max"], given["softmax_sum"]
         assert maximum.shape == total.shape == (q.shape[0], given["head_num"], STATS_WIDTH)
@@ -71,7 +75,14 @@ class FusionAttention:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), torch.empty(0), torch.empty(0)
 
     def _is_ntd(self, given: dict[str, Any]) -> bool:
-        return not (self.knows_softmax_layout and given.get("softmax_layout", "") == "TND")
+        return not (self.softmax_layout == "honoured" and given.get("softmax_layout", "") == "TND")
+
+    def _check_softmax_layout(self, given: dict[str, Any]) -> None:
+        if given.get("softmax_layout", "") == "":
+            return
+        if self.softmax_layout == "refused":
+            raise RuntimeError("The param softmax_layout is not supported")
+        assert given["query"].dtype != torch.float32, "fp32 has deterministic templates in the default layout only"
 
 
 def tnd_to_ntd(stats: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -191,9 +202,9 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-second, first), -1)
 
 
-def all_references(knows_softmax_layout: bool = True) -> dict[str, Any]:
+def all_references(softmax_layout: SoftmaxLayout = "honoured") -> dict[str, Any]:
     """Every reference, by operator name."""
-    return FusionAttention(knows_softmax_layout).references() | {
+    return FusionAttention(softmax_layout).references() | {
         "npu::npu_rms_norm": rms_norm,
         "npu::npu_rms_norm_backward": rms_norm_backward,
         "npu::npu_rotary_mul": rotary,

@@ -3,8 +3,9 @@
     python -m tests.npu_sim.train_rank JOB.json RANK
 
 JOB.json: {"layouts": {name: {"config": file, "port": port of the layout's store}}, "out": directory, "engine_workers": n}.
-With engine workers it publishes at the end, to whoever reads `manifest` in the layout's store. In `out` each layout leaves
-NAME/hf, the policy after the last step, and NAME/rankN.pt: log-probs of every group, reports and what ran on the device.
+A rank leaves out the layouts that have no such rank. With engine workers it publishes at the end, to whoever reads
+`manifest/STAGE` in the layout's store. In `out` each layout leaves NAME/hf, the policy after the last
+step, and NAME/rankN.pt: log-probs of every group, reports and what ran on the device.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def main(job_file: str, rank: int) -> None:
     platform = platforms.get(device)
     prepare(platform.name)
     for name, (config, port) in layouts.items():
+        if rank >= config.trainer.devices:
+            continue
         directory = Path(job["out"]) / name
         directory.mkdir(parents=True, exist_ok=True)
         with sim:
@@ -113,7 +116,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
             device=device,
         ) as publisher:
             if ranks.is_stage_leader:
-                store.set("manifest", json.dumps(publisher.manifest().to_json()))
+                store.set(f"manifest/{ranks.pipeline_rank}", json.dumps(publisher.manifest().to_json()))
             publisher.connect(PublishMembers(EPOCH, engine_workers), 60)
             publisher.publish(ITERATIONS)
     shutdown_parallel()

@@ -147,13 +147,13 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"model\.safetensors is not a safetensors file"):
+    with pytest.raises(DataError, match=r"model\.safetensors is damaged or incomplete"):
         Stage().load(spec, 0)
     file.unlink()
     with pytest.raises(DataError, match=r"has neither model.safetensors nor"):
         Stage().load(spec, 0)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(DataError, match="is not a safetensors index"):
+    with pytest.raises(DataError, match="is not a JSON object"):
         Stage().load(spec, 0)
 
 

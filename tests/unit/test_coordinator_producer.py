@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,12 +16,14 @@ from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.production import Production
 from pa_npu.coordinator.tail import TailMeter
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.window import FixedWindow, WindowController
+from pa_npu.dispatch.schedule import Schedule
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.errors import UserError
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import IterationOutlook, Rules
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Group
@@ -142,18 +145,23 @@ def make_producer(
     rewards: ScriptedRewards,
     shelf: Shelf,
     store_thread: ThreadPoolExecutor,
-    window: WindowController | int = 64,
+    window: ScheduleController | int = 64,
 ) -> Producer:
+    def work(prompt: int, responses: Sequence[int]) -> float:
+        return prompt + sum(responses)
+
+    if isinstance(window, int):
+        window = ScheduleController(replace(Rules.of(config), window=window), work)
     return Producer(
         config,
         EnginePool(engines),  # type: ignore[arg-type]
         SingleTurn(EnvironmentContext(None, config.rollout.max_response_tokens)),
         rewards,
         shelf,  # type: ignore[arg-type]
-        FixedWindow(window) if isinstance(window, int) else window,
+        window,
         Sampling(config.rollout.max_response_tokens, 1.0),
         Timeline(None, ""),
-        lambda prompt, responses: prompt + sum(responses),
+        work,
         store_thread,
     )
 
@@ -166,13 +174,13 @@ async def produce(
     return await producer.produce(5, prompts()), shelf
 
 
-async def test_the_window_is_told_how_many_engines_serve_each_iteration(store_thread):
-    class Told(FixedWindow):
-        def begin_iteration(self, num_engines: int) -> None:
-            raise RuntimeError(f"{num_engines} engines")  # ends the production here
+async def test_the_controller_is_told_which_engines_serve_each_iteration(store_thread):
+    class Told:
+        def begin_iteration(self, outlook: IterationOutlook) -> Schedule:
+            raise RuntimeError(f"{len(outlook.engines)} engines")  # ends the production here
 
     engines = [ScriptedEngine(name, []) for name in "ab"]
-    producer = make_producer(config(), engines[:1], ScriptedRewards(), Shelf(), store_thread, Told(64))
+    producer = make_producer(config(), engines[:1], ScriptedRewards(), Shelf(), store_thread, Told())
     with pytest.raises(RuntimeError, match="1 engines"):
         await producer.produce(0, prompts())
     producer._pool.add(engines[1])  # type: ignore[arg-type]
@@ -362,7 +370,7 @@ BY_LENGTH = [6, 3, 1, 7, 4, 0, 5, 2]
 
 
 async def two_iterations(
-    chosen: Config, store_thread: ThreadPoolExecutor, engines: int = 1, train_s: float = 0.0
+    chosen: Config, store_thread: ThreadPoolExecutor, engines: int = 1
 ) -> tuple[list[tuple[str, int, int, int]], Shelf]:
     """Requests and groups of the second iteration, which knows the lengths of the first; one group in flight per engine."""
     asked: list[tuple[str, int, int, int]] = []
@@ -373,7 +381,6 @@ async def two_iterations(
     assert [index for _, index, _, _ in asked] == list(range(GROUPS)), "nothing is known at first"
     asked.clear()
     shelf.groups.clear()
-    producer.note_training(train_s)
     await producer.produce(1, prompts())
     return asked, shelf
 
@@ -392,17 +399,6 @@ async def two_iterations(
 )
 async def test_prompts_are_dispatched_by_what_their_earlier_responses_were(store_thread, schedule, expected):
     asked, _ = await two_iterations(config(schedule=schedule), store_thread)
-    assert [index for _, index, _, _ in asked] == expected
-
-
-@pytest.mark.parametrize(
-    "schedule, expected",
-    [({}, list(range(GROUPS))), ({"stream": False}, BY_LENGTH), ({"dispatch": "longest-first"}, BY_LENGTH)],
-)
-async def test_streams_to_trainers_that_are_the_bottleneck_are_in_order_unless_told_otherwise(
-    store_thread, schedule, expected
-):
-    asked, _ = await two_iterations(config(schedule=schedule), store_thread, train_s=1000.0)
     assert [index for _, index, _, _ in asked] == expected
 
 
@@ -461,7 +457,7 @@ async def test_tail_waste_is_the_idle_share_after_the_last_dispatch(store_thread
         meter = TailMeter(pool)
         leases = []
         for end_s in ends[:2]:
-            leases.append((end_s, await pool.admit(4, 10, lambda: 8, 1)))
+            leases.append((end_s, await pool.admit(4, 10, lambda _: 8, 1)))
             meter.dispatched()
         waiting = ends[2:]
         while leases:
@@ -471,7 +467,7 @@ async def test_tail_waste_is_the_idle_share_after_the_last_dispatch(store_thread
             lease.close()
             meter.received()
             if waiting:
-                leases.append((waiting.pop(0), await pool.admit(4, 10, lambda: 8, 1)))
+                leases.append((waiting.pop(0), await pool.admit(4, 10, lambda _: 8, 1)))
                 meter.dispatched()
                 if not waiting:
                     meter.nothing_left()

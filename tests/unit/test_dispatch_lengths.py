@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.lengths import ResponseLengths, longest_first
+from pa_npu.dispatch.lengths import ResponseLengths
+from pa_npu.dispatch.order import longest_first
 
 
 def prompt(number: int, length: int = 10) -> Prompt:

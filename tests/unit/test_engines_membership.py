@@ -14,7 +14,8 @@ from pa_npu.control.channel import StoreChannel
 from pa_npu.control.roster import Roster
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
-from pa_npu.errors import PaNpuError
+from pa_npu.engines.protocol import EngineCapabilities, EngineGone
+from pa_npu.errors import ConfigError, PaNpuError
 
 
 class SlowToStart:
@@ -24,9 +25,11 @@ class SlowToStart:
         self.name = name
         self.answers = asyncio.Event()
         self.closed = False
+        self.capabilities = EngineCapabilities("vllm")
 
-    async def wait_ready(self, *, deadline_s: float) -> None:
+    async def wait_ready(self, *, deadline_s: float) -> EngineCapabilities:
         await asyncio.wait_for(self.answers.wait(), deadline_s)
+        return self.capabilities
 
     async def close(self) -> None:
         self.closed = True
@@ -66,8 +69,8 @@ async def test_an_engine_that_leaves_finishes_what_it_has_in_flight_first():
     async with job.fleet:
         await job.serving("a")
         index = await job.serving("b")
-        lease = await job.pool.admit(1, 1, lambda: 8, 1.0)
-        other = await job.pool.admit(1, 1, lambda: 8, 1.0)
+        lease = await job.pool.admit(1, 1, lambda _: 8, 1.0)
+        other = await job.pool.admit(1, 1, lambda _: 8, 1.0)
         leaving = next(held for held in (lease, other) if held.engine.name == "b")
         job.roster.ask_leave(index)
         await job.until(lambda: len(job.pool.engines) == 1, "nothing more is admitted to it")
@@ -150,9 +153,9 @@ async def test_a_fleet_that_ends_while_it_removes_an_engine_ends():
     stopping = asyncio.Event()
 
     class SlowToStop(SlowToStart):
-        async def wait_ready(self, *, deadline_s: float) -> None:
+        async def wait_ready(self, *, deadline_s: float) -> EngineCapabilities:
             try:
-                await super().wait_ready(deadline_s=deadline_s)
+                return await super().wait_ready(deadline_s=deadline_s)
             finally:
                 stopping.set()
                 await asyncio.sleep(0.2)
@@ -170,7 +173,7 @@ async def test_an_engine_that_answers_what_nobody_expects_ends_the_run_at_once()
     """Nobody waits for the tasks of the fleet: without a word from them, engines would be waited for until a deadline."""
 
     class Odd(SlowToStart):
-        async def wait_ready(self, *, deadline_s: float) -> None:
+        async def wait_ready(self, *, deadline_s: float) -> EngineCapabilities:
             raise KeyError("version")
 
     job = Job()
@@ -178,6 +181,37 @@ async def test_an_engine_that_answers_what_nobody_expects_ends_the_run_at_once()
     async with job.fleet:
         job.roster.announce("a", restarts=False)
         with pytest.raises(PaNpuError, match="the watch over the engines failed: KeyError"):
-            await asyncio.wait_for(job.pool.admit(1, 1, lambda: 8, 60.0), 10)
+            await asyncio.wait_for(job.pool.admit(1, 1, lambda _: 8, 60.0), 10)
         with pytest.raises(PaNpuError, match="the watch over the engines failed: KeyError"):
             await asyncio.wait_for(job.fleet.wait_all_ready(), 10)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "problem"),
+    [
+        (EngineCapabilities("vllm", num_workers=2), "has 2 workers, but rollout.tensor_parallel = 1"),
+        (EngineCapabilities("vllm", loads_weights=False), "cannot load weights"),
+    ],
+)
+async def test_an_engine_that_is_not_what_the_run_needs_ends_it_before_a_publish_waits_for_its_workers(
+    capabilities, problem
+):
+    job = Job()
+    job.engines["a"] = SlowToStart("a")
+    job.engines["a"].capabilities = capabilities
+    job.engines["a"].answers.set()
+    async with job.fleet:
+        job.roster.announce("a", restarts=False)
+        await job.until(lambda: job.fleet.size == 1, "the fleet sees it")
+        with pytest.raises(ConfigError, match=problem):
+            await asyncio.wait_for(job.fleet.wait_all_ready(), 10)
+
+
+async def test_the_end_of_the_last_engine_says_what_happened_to_it():
+    """An attached engine, which nothing starts again: the reason is in the line that ends the run."""
+    job = Job()
+    async with job.fleet:
+        await job.serving("a")
+        await job.fleet.lost(job.engines["a"], "engine a: it was started again")  # type: ignore[arg-type]
+        with pytest.raises(EngineGone, match=r"no engine is left, .* the last, a: engine a: it was started again"):
+            await job.pool.admit(1, 1, lambda: 8, 1.0)

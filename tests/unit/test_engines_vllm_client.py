@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from pa_npu.engines.http_server import VERSION_HEADER
 from pa_npu.engines.protocol import EngineError, Sampling, WeightGroups
-from pa_npu.engines.stand_in import Speed, StandInEngine, serving
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.errors import DeadlineExceeded
+from tools.stand_in import Speed, StandInEngine, serving
 
 PROMPT = np.array([5, 6, 7], np.int32)
 SAMPLING = Sampling(max_tokens=12, temperature=1.0, stop_token_ids=(2,))
@@ -48,13 +49,13 @@ async def test_worker_calls_reach_the_engine_and_never_carry_a_timeout():
 
     async def collective_rpc(request: web.Request) -> web.Response:
         bodies.append(await request.json())
-        return web.json_response({"results": [{"version": 3}, {"version": None}]})
+        return web.json_response({"results": [{"version": 3}, {"version": 3}]}, headers={VERSION_HEADER: "3"})
 
     groups = WeightGroups(("10.0.0.1", 29400), 3, 5, [{"name": "stage", "manifest": "{}"}], "hccl", 60.0)
     async with server({"/collective_rpc": collective_rpc}) as url, VllmEngine(url, 10) as client:
         await client.join_weight_groups(groups, deadline_s=5)
-        assert (await client.load_weights(3, deadline_s=5)).versions == (3, None)
-        assert (await client.loaded_weights(deadline_s=5)).versions == (3, None)
+        assert (await client.load_weights(3, deadline_s=5)).versions == (3, 3)
+        assert (await client.loaded_weights(deadline_s=5)).versions == (3, 3)
     stages = [{"name": "stage", "manifest": "{}"}]
     assert bodies == [
         {"method": "pa_connect", "args": ["10.0.0.1", 29400, 3, 5, stages, "hccl", 60.0]},
@@ -82,7 +83,7 @@ async def test_api_key_from_the_environment_is_sent(monkeypatch):
         return web.Response()
 
     async with server({"/health": health}) as url, VllmEngine(url, 10) as client:
-        await client.wait_ready(deadline_s=5)
+        await client.check_health(deadline_s=5)
     assert seen == ["Bearer secret"]
 
 

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from pa_npu.engines.answers import checked_generation
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.engines.vllm.codec import decode_response, encode_request
 from pa_npu.samples.seeds import group_seed
@@ -102,11 +103,8 @@ def test_wrong_number_of_responses_is_refused():
 
 
 def test_not_a_number_is_refused_in_the_last_line_of_defence():
-    from pa_npu.engines.vllm.codec import _Choice, _LogProbs, _logprobs
-
-    nan = _Choice(0, "", [1, 2], "stop", _LogProbs([-0.5, math.nan]))
     with pytest.raises(EngineError, match="log-prob nan"):
-        _logprobs(nan, 2, "engine http://e: response 0")
+        checked_generation(0, [1, 2], [-0.5, math.nan], "", "stop", SAMPLING, 100, "http://e")
 
 
 def test_group_seeds_are_31_bit_distinct_and_stable():

@@ -64,9 +64,13 @@ class Device:
     """A platform whose devices have memory of their own."""
 
     visible_devices_env = "X_VISIBLE_DEVICES"
+    comm_backend = "nccl"
 
     def environment(self, role: str) -> dict[str, str]:
         return {"FROM_PLATFORM": role}
+
+    def deadline_environment(self, longest_s: float) -> dict[str, str]:
+        return {"LONGEST_COLLECTIVE_S": str(longest_s)}
 
 
 def option(argv: tuple[str, ...], name: str) -> str:
@@ -130,13 +134,7 @@ def test_engine_can_import_this_package_but_no_site_packages_of_ours(monkeypatch
 @pytest.mark.parametrize(
     ("rollout", "spec", "message"),
     [
-        ({"max_response_tokens": 2000}, {}, "100 \\+ 2000 exceeds the model's 2048 positions"),
-        (
-            {"max_num_batched_tokens": 120, "max_num_seqs": 64},
-            {},
-            "raise rollout.max_num_batched_tokens to at least 128",
-        ),
-        ({"max_num_batched_tokens": 200, "max_num_seqs": 201}, {}, "rollout.max_num_seqs: 201 exceeds"),
+        ({"max_response_tokens": 2000}, {}, "100 \\+ 2000 exceeds the 2048 positions of"),
         ({}, {"head_dim": 16}, "head_dim 16 is not one that vLLM's CPU attention supports"),
     ],
 )

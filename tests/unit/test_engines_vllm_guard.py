@@ -15,25 +15,27 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.engines.protocol import EngineError, LoadedWeights
-from pa_npu.engines.stand_in import Speed, StandInEngine, serving
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.engines.vllm.guard import EngineGuard
+from pa_npu.engines.vllm.kind import served_model
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.engine_key import engine_key, key_file
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process import commands
-from pa_npu.launcher.process.readiness import engine_answers, served_model
+from pa_npu.launcher.process.readiness import engine_answers
 from pa_npu.platform import get
 from tests.unit.test_engines_vllm_command import SPEC
+from tools.stand_in import Speed, StandInEngine, serving
 
 KEY = "0123456789abcdef"
+INSIDE = {"type": "inside"}
 
 
 async def answer(scope: dict[str, Any], monkeypatch: pytest.MonkeyPatch, key: str = KEY) -> list[Any]:
-    """What a guarded application sends; it says "inside" itself when it is reached."""
+    """What a guarded application sends; it says so itself when it is reached."""
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
-        await send("inside")
+        await send(INSIDE)
 
     async def receive() -> Any:
         raise AssertionError("the guard reads no bodies")
@@ -60,8 +62,8 @@ async def test_every_path_but_health_is_refused_without_the_key(monkeypatch, met
     assert start["status"] == 401
     assert json.loads(body["body"]) and body["body"].count(b"\n") == 1 and KEY.encode() not in body["body"]
     bearer = [(b"Authorization", b"bearer " + KEY.encode())]
-    assert await answer({"method": method, "path": path, "headers": bearer}, monkeypatch) == ["inside"]
-    assert await answer({"method": method, "path": "/health"}, monkeypatch) == ["inside"]
+    assert await answer({"method": method, "path": path, "headers": bearer}, monkeypatch) == [INSIDE]
+    assert await answer({"method": method, "path": "/health"}, monkeypatch) == [INSIDE]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ async def test_websockets_are_closed_and_events_of_the_server_pass(monkeypatch):
     assert await answer({"type": "websocket", "path": "/health"}, monkeypatch) == [
         {"type": "websocket.close", "code": 1008}
     ]
-    assert await answer({"type": "lifespan"}, monkeypatch) == ["inside"]
+    assert await answer({"type": "lifespan"}, monkeypatch) == [INSIDE]
 
 
 async def test_a_guard_that_was_given_no_key_refuses_everything(monkeypatch):
@@ -116,7 +118,7 @@ async def test_stand_in_engine_asks_for_the_key_on_every_path_but_health():
             with pytest.raises(EngineError, match=r"pa_version on its workers answered 401: .*API key"):
                 await client.loaded_weights(deadline_s=5)
         async with VllmEngine(url, 100, api_key=KEY) as client:
-            assert await client.loaded_weights(deadline_s=5) == LoadedWeights((-1,))
+            assert await client.loaded_weights(deadline_s=5) == LoadedWeights((None,))
 
 
 def config(**rollout: object) -> Config:

@@ -12,11 +12,20 @@ from types import SimpleNamespace
 import pytest
 
 from pa_npu.config.schema import Config
+from pa_npu.engines import interpreter
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling, WeightGroups
 from pa_npu.engines.vllm import command as engine
-from pa_npu.engines.vllm import versions
-from pa_npu.engines.vllm.versions import VERSIONS, engine_version, environment, installed, select
+from pa_npu.engines.vllm import kind, versions
+from pa_npu.engines.vllm.versions import (
+    VERSIONS,
+    cann_problem,
+    engine_version,
+    environment,
+    graph_arguments,
+    installed,
+    select,
+)
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.placement import place
 from pa_npu.launcher.process import commands
@@ -90,7 +99,7 @@ def test_the_interpreter_is_asked_once_and_without_importing_vllm(tmp_path: Path
         f'#!/bin/sh\necho x >> {starts}\nPYTHONPATH={tmp_path / "packages"} exec {sys.executable} -S "$@"\n'
     )
     python.chmod(0o755)
-    installed.cache_clear()
+    interpreter.distributions.cache_clear()
     chosen = config({"python": str(python)}, run={"device": "npu"})
     assert [engine_version(chosen).name for _ in range(3)] == ["vllm-ascend 0.23"] * 3
     assert starts.read_text() == "x\n"
@@ -98,7 +107,7 @@ def test_the_interpreter_is_asked_once_and_without_importing_vllm(tmp_path: Path
     hanging = tmp_path / "hanging"
     hanging.write_text("#!/bin/sh\nexec sleep 100\n")
     hanging.chmod(0o755)
-    monkeypatch.setattr(versions, "_INTERPRETER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(interpreter, "_TIMEOUT_S", 0.2)
     for wrong, reason in (
         (str(hanging), "does not run"),
         ("/bin/echo", "does not run"),
@@ -147,12 +156,43 @@ def test_command_of_every_row(monkeypatch, row):
     flags = {"graph_mode": True, "prefix_caching": False, "batch_invariant": True}
     plain = engine.server_command(config(), SPEC, 0, 1, row)
     other = engine.server_command(config(flags), SPEC, 0, 1, row)
-    assert "--enforce-eager" in plain.argv and "--enforce-eager" not in other.argv
+    assert "--enforce-eager" not in other.argv
     assert "--enable-prefix-caching" in plain.argv and "--no-enable-prefix-caching" not in plain.argv
     assert "--no-enable-prefix-caching" in other.argv and "--enable-prefix-caching" not in other.argv
     assert option(plain.argv, "--middleware") and option(plain.argv, "--logprobs-mode") == "processed_logprobs"
     assert row.batch_invariant_env.items() <= other.env.items()
     assert "--enable-scale-out" not in plain.argv
+
+
+def test_whether_graphs_are_captured_goes_by_the_row_unless_the_user_says_so():
+    full_decode = ("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}')
+    eager = ("--enforce-eager",)
+    old, new = ASCEND
+    by_default = {row.name: graph_arguments(config(), row) for row in VERSIONS}
+    assert by_default.pop(new.name) == full_decode and set(by_default.values()) == {eager}
+    for row, graphs in ((old, full_decode), (new, full_decode), (CUDA, ()), (CPU, ())):
+        assert graph_arguments(config({"graph_mode": True}), row) == graphs
+        assert graph_arguments(config({"graph_mode": False}), row) == eager
+    assert graph_arguments(config({"batch_invariant": True}), new) == eager
+    assert graph_arguments(config({"batch_invariant": True, "graph_mode": True}), new) == full_decode
+
+
+def test_engine_for_another_cann_than_the_trainers_is_refused(tmp_path, monkeypatch):
+    """vllm-ascend 0.18 has torch_npu 2.9 for CANN 8.5; trainers of torch_npu 26.1.0 have 9.1."""
+    old, new = ASCEND
+    assert (
+        cann_problem(old, "8.5.1") is None and cann_problem(new, "9.1.0") is None and cann_problem(new, "9.0.1") is None
+    )
+    assert cann_problem(old, None) is None and cann_problem(CUDA, "9.1.0") is None
+    home = tmp_path / "cann"
+    home.mkdir()
+    (home / "ascend_toolkit_install.info").write_text("package_name=Ascend-cann-toolkit\nversion=9.1.0\n")
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(home))
+    monkeypatch.setattr(kind, "engine_version", lambda config: old)
+    with pytest.raises(
+        UserError, match=r"^rollout.python: vllm-ascend 0.18 is built for CANN 8.5, and the trainers have 9.1.0"
+    ):
+        kind.check(config())
 
 
 class RecordingEngine:

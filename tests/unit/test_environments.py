@@ -91,8 +91,8 @@ async def episode(environment: Environment, engine: Any, num_samples: int, most:
             pool.serve(successor)  # type: ignore[arg-type]
 
         pool.on_lost(replace)
-        lease: Lease = await pool.admit(num_samples, 100, lambda: 64, 1.0)
-        with pool.session(lease, lambda: 64, deadline_s=1.0, again_deadline_s=1.0) as session:
+        lease: Lease = await pool.admit(num_samples, 100, lambda _: 64, 1.0)
+        with pool.session(lease, lambda _: 64, deadline_s=1.0, again_deadline_s=1.0) as session:
             return await run_episode(environment, PROMPT, num_samples, session, SEED, Sampling(most, 1.0), version=0)
 
 

@@ -18,7 +18,7 @@ from pa_npu.errors import DataError
 from pa_npu.families import registry
 from pa_npu.families.llama import Llama
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.derive import trainer_memory
+from pa_npu.planning.memory import trainer_memory
 from tests.helpers.megatron import loaded_stage, model_config, single_process
 from tests.helpers.models import FAMILIES, make_model
 from tests.helpers.renamed_llama import RenamedLlama
@@ -131,6 +131,9 @@ def test_other_families_are_refused_by_name_in_one_line(raw: dict[str, Any], say
         ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_bias": True}, "attention_bias"),
         ({"num_key_value_heads": 5}, "num_key_value_heads: 5 does not divide num_attention_heads = 32"),
+        ({"hidden_size": 66}, "num_attention_heads: 32 does not divide hidden_size = 66"),
+        ({"hidden_size": 66, "head_dim": 16}, "num_attention_heads: 32 does not divide hidden_size = 66"),
+        ({"model_type": "qwen2", "hidden_size": 66}, "num_attention_heads: 32 does not divide hidden_size = 66"),
         ({"head_dim": 7}, "head_dim: 7 is odd"),
         ({"num_hidden_layers": 2**30}, "is more than 4096"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers: 2.0 is not a count"),
@@ -143,6 +146,11 @@ def test_what_would_change_the_model_silently_is_one_line(changes: dict[str, Any
     with pytest.raises(DataError) as caught:
         parse(**changes)
     assert says in str(caught.value) and str(caught.value).startswith("model.path: m") and "\n" not in str(caught.value)
+
+
+def test_a_stated_head_size_may_differ_from_hidden_size_over_heads() -> None:
+    assert parse(model_type="qwen3", hidden_size=66).head_dim == 128
+    assert parse(model_type="qwen2", hidden_size=66, head_dim=16).head_dim == 16
 
 
 def test_config_json_is_read_with_bounds(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pa_npu.config import Config, ModelSpec, dump_config, load_config
+from pa_npu.config import Config, dump_config, load_config
 from pa_npu.config.keys import all_keys
 from pa_npu.errors import ConfigError, DataError
-from pa_npu.planning.describe import derived_lines
+from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.plan_text import derived_lines
 from tests.helpers.mutations import BYTES, VALUES, changed_bytes, changed_tree, json_near, to_json
 
 CONFIGS = Path(__file__).parents[2] / "configs"

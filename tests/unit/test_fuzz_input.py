@@ -25,8 +25,9 @@ from pa_npu.data.records import LONGEST_ROW_BYTES, read_records
 from pa_npu.data.time_limit import TimeLimitReached, time_limit
 from pa_npu.engines.vllm import arguments
 from pa_npu.engines.vllm.arguments import check_extra_arguments
+from pa_npu.engines.vllm.kind import served_model
 from pa_npu.errors import ConfigError, DataError
-from pa_npu.launcher.process.readiness import engine_answers, served_model
+from pa_npu.launcher.process.readiness import engine_answers
 
 SMALL = ["model.path=m", "data.train=t"]
 
@@ -278,7 +279,7 @@ def test_an_engine_that_answers_is_understood() -> None:
 def test_a_hostile_peer_at_rollout_attach_costs_little_time(
     monkeypatch: pytest.MonkeyPatch, answer: bytes, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("pa_npu.launcher.process.readiness._MODELS_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("pa_npu.engines.http_client._GET_TIMEOUT_S", 1.0)
     start_s = time.monotonic()
     with server(answer, **options) as url:
         with contextlib.suppress(OSError, ValueError):

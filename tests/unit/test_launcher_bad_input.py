@@ -129,7 +129,9 @@ def test_a_bad_model_is_named(capsys: pytest.CaptureFixture[str], base: list[str
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "model.safetensors is damaged or incomplete" in refused(capsys, *base, f"model.path={model}")
     (model / "model.safetensors").unlink()
-    assert "has no *.safetensors file" in refused(capsys, *base, f"model.path={model}")
+    assert "has neither model.safetensors nor model.safetensors.index.json" in refused(
+        capsys, *base, f"model.path={model}"
+    )
     (model / "model.safetensors").write_bytes(weights)
     (model / "tokenizer.json").write_text("{")
     assert "its tokenizer cannot be loaded" in refused(capsys, *base, f"model.path={model}")

@@ -98,6 +98,8 @@ def test_a_mistake_in_a_file_is_one_line_with_its_place(base: str, line: str, nu
         ("rollout", "is not of the form section.key=value"),
         ("run.dir=[", "command line: run.dir:1: not valid YAML"),
         ("algorithm.advantage=batch-std", "set schedule.stream=false"),
+        ("rollout.max_num_batched_tokens=767", "512 + 256, so that a sequence would be prefilled in chunks"),
+        ("rollout.max_num_seqs=40000", "rollout.max_num_seqs: 40000 exceeds rollout.max_num_batched_tokens = 32768"),
         ("rollout.temperature=0.005", "rollout.temperature: 0.005: engines sample at 0.01 instead"),
         ("algorithm.delta=1.1", "algorithm.delta: 1.1 is not above 1 + algorithm.clip_high = 1.2"),
         ("algorithm.dual_clip=1", "algorithm.dual_clip: 1 is out of range; use number | null > 1"),

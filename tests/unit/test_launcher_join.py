@@ -20,13 +20,14 @@ from safetensors.numpy import save_file
 from pa_npu.config import Config
 from pa_npu.control.channel import StoreChannel, StoreError, connect
 from pa_npu.control.roster import PREFIX, Roster
-from pa_npu.engines.stand_in import write_interpreter
 from pa_npu.errors import DeadlineExceeded, UserError
+from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher import join, joining_checks
 from pa_npu.launcher.join import JoinedEngine, within
 from pa_npu.launcher.joining_checks import Choices, check_site
 from pa_npu.launcher.process.supervisor import StopSignals
 from pa_npu.launcher.run import _for_joining
+from tools.stand_in import write_interpreter
 
 KEY = "key-of-the-run"
 MODEL = {
@@ -47,7 +48,8 @@ def config(tmp_path: Path) -> Config:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL))
-    save_file({"model.norm.weight": np.ones(64, np.float32)}, model / "model.safetensors")
+    shapes = ModelSpec.read(str(model)).hf_tensors()
+    save_file({name: np.ones(shape, np.float32) for name, shape in shapes.items()}, model / "model.safetensors")
     (tmp_path / "run").mkdir()
     return Config.model_validate(
         {
@@ -295,7 +297,11 @@ def test_a_second_signal_does_not_wait(life):
 
 
 def test_a_coordinator_that_never_lets_it_go_is_waited_for_until_the_deadline(life, config):
-    rollout = config.rollout.model_copy(update={"request_timeout_s": -config.publish.timeout_s})
+    rollout = config.rollout.model_copy(
+        update={
+            "request_timeout_s": config.rollout.request_timeout_s - config.request_limit_s - config.publish.timeout_s
+        }
+    )
     life.engine.config = config.model_copy(update={"rollout": rollout})
     assert life.run(life.signal) == 1
     assert life.said("rollout.request_timeout_s + publish.timeout_s")

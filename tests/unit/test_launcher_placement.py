@@ -15,9 +15,10 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.checks import check_ports
 from pa_npu.launcher.placement import engine_ports, place, port_problem, visible_devices
 from pa_npu.launcher.run_directory import check_run_directory, own_run_directory
-from pa_npu.planning.derive import engine_memory, trainer_memory, work
-from pa_npu.planning.describe import derived_lines
-from pa_npu.planning.preflight import check_model
+from pa_npu.planning.amounts import work
+from pa_npu.planning.memory import engine_memory, trainer_memory
+from pa_npu.planning.model_rules import check_model
+from pa_npu.planning.plan_text import derived_lines
 
 
 def make_config(**sections: dict[str, Any]) -> Config:
@@ -241,7 +242,7 @@ def test_the_derived_arithmetic_can_be_printed_for_every_device(own_memory: bool
         ({"trainer": {"devices": 7, "tensor_parallel": 7}}, r"7 does not divide the 4 key/value heads .* \[1, 2, 4\]"),
         ({"trainer": {"devices": 3, "pipeline_parallel": 3}}, r"pipeline_parallel: 3 does not divide the 28 layers"),
         ({"rollout": {"tensor_parallel": 3}}, r"rollout.tensor_parallel: 3 does not divide the 28 attention heads"),
-        ({"rollout": {"max_response_tokens": 32768}}, r"exceeds the 32768 positions"),
+        ({"rollout": {"max_response_tokens": 32768, "max_num_batched_tokens": 65536}}, r"exceeds the 32768 positions"),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused(sections: Any, expected: str) -> None:

@@ -11,11 +11,10 @@ import pytest
 from pa_npu import platform as platforms
 from pa_npu.config import Config
 from pa_npu.errors import ConfigError, UserError
-from pa_npu.launcher import addresses
-from pa_npu.launcher.addresses import interface_of, is_loopback, resolve_address
+from pa_npu.launcher.addresses import interface_of, is_loopback
+from pa_npu.launcher.cluster.host_actor import NodeCommands
+from pa_npu.launcher.cluster.ray_cluster import wanted_nodes
 from pa_npu.launcher.engine_key import run_key
-from pa_npu.launcher.node_agent import Builder
-from pa_npu.launcher.node_messages import NodeError
 from pa_npu.launcher.placement import Placement, engine_ports, place_nodes, placement_lines, settle_on_node
 from pa_npu.launcher.process.commands import Role, Store, trainer_command
 
@@ -31,7 +30,7 @@ def shares(nnodes: int, engines: int, engine_tp: int, devices: int, tp: int, **p
             rollout={"engines": engines, "tensor_parallel": engine_tp},
             trainer={"devices": devices, "tensor_parallel": tp},
             schedule={"prompts_per_iteration": devices},
-            placement={"nnodes": nnodes, **placement},
+            placement={"cluster": "ray", "nnodes": nnodes, **placement},
         )
     )
 
@@ -102,7 +101,9 @@ def test_uneven_use_of_nodes_needs_their_size() -> None:
 
 
 def test_a_node_with_fewer_devices_is_refused_and_cores_are_pinned_where_there_are_enough() -> None:
-    config = make_config(trainer={"devices": 3}, placement={"nnodes": 2}, schedule={"prompts_per_iteration": 3})
+    config = make_config(
+        trainer={"devices": 3}, placement={"cluster": "ray", "nnodes": 2}, schedule={"prompts_per_iteration": 3}
+    )
     first, second = place_nodes(config)
     with pytest.raises(
         ConfigError, match=r"placement.devices_per_node: the run uses 2 devices of each node, but 1 are"
@@ -123,10 +124,10 @@ def trainer_environment(nnodes: int, rank: int) -> dict[str, str]:
         rollout={"engines": 4},
         trainer={"devices": 4},
         schedule={"prompts_per_iteration": 4},
-        placement={"nnodes": nnodes, "node_rank": nnodes - 1, "host": "127.0.0.1", "master_addr": "10.0.0.1"},
+        placement={"cluster": "ray", "nnodes": nnodes, "host": "127.0.0.1"},
     )
     share = place_nodes(config)[-1]
-    return trainer_command(config, platforms.get("cpu"), share, Store("10.0.0.1", 29500, 2), rank).env
+    return trainer_command(config, platforms.get("cpu"), share, Store("10.0.0.1", 29500, 2), rank, nnodes - 1).env
 
 
 def test_ranks_know_their_place_on_their_node_and_in_the_run() -> None:
@@ -134,27 +135,6 @@ def test_ranks_know_their_place_on_their_node_and_in_the_run() -> None:
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert [env[name] for name in names] == ["3", "1", "3", "4", "2", "10.0.0.1", "29500"]
     assert env["PA_NPU_STORE"] == "10.0.0.1:29500" and env["PA_NPU_ATTEMPT"] == "2"
-
-
-def test_one_node_stays_on_loopback_and_several_on_the_address_towards_the_head() -> None:
-    assert resolve_address(make_config()).placement.address == "127.0.0.1"
-    nodes = {"nnodes": 2, "devices_per_node": 1, "master_addr": "127.0.0.1"}
-    for rank in (0, 1):
-        assert resolve_address(make_config(placement=nodes | {"node_rank": rank})).placement.address == "127.0.0.1"
-    chosen = make_config(placement=nodes | {"node_rank": 1, "host": "10.1.2.3"})
-    assert resolve_address(chosen) is chosen
-    assert make_config(placement=nodes).placement.rendezvous_port == 29500
-    assert make_config().placement.rendezvous_port == 0
-
-
-def test_a_head_without_an_address_that_others_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"placement.master_addr: needed where there are several nodes"):
-        resolve_address(make_config(placement={"nnodes": 2, "devices_per_node": 1}))
-    # Debian's /etc/hosts
-    monkeypatch.setattr(addresses, "_resolve", lambda host: "127.0.1.1")
-    named = make_config(placement={"nnodes": 2, "devices_per_node": 1, "master_addr": "node-a"})
-    with pytest.raises(ConfigError, match=r"node-a is 127.0.1.1 here, which other nodes cannot reach"):
-        resolve_address(named)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for the addresses of interfaces")
@@ -171,19 +151,35 @@ def test_the_interface_of_an_address_is_found() -> None:
     assert is_loopback("localhost") and not is_loopback("node-a")
 
 
-def test_an_agent_builds_its_own_roles_only(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_builds_the_roles_of_its_node_only_and_without_rays_variables(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_JOB_ID", "1")
     config = make_config(
         run={"dir": str(tmp_path)},
         trainer={"devices": 3},
         schedule={"prompts_per_iteration": 3},
-        placement={"nnodes": 2, "node_rank": 1, "master_addr": "127.0.0.1", "host": "127.0.0.1"},
+        placement={"cluster": "ray", "nnodes": 2, "host": "127.0.0.1"},
     )
-    builder = Builder(config, platforms.get("cpu"), place_nodes(config)[1], Store("127.0.0.1", 29500), [])
-    command = builder(Role(1, "trainer", 2, 5))
+    build = NodeCommands(config, platforms.get("cpu"), place_nodes(config)[1], Store("127.0.0.1", 29500), 1, [])
+    command = build(Role(1, "trainer", 2, 5))
     assert command.argv[1:3] == ("-m", "pa_npu.trainer.main") and command.env["PA_NPU_ATTEMPT"] == "5"
+    assert "RAY_JOB_ID" not in command.env and command.env["GROUP_RANK"] == "1"
     for role in (Role(1, "trainer", 0), Role(1, "engine", 0)):
-        with pytest.raises(NodeError, match=f"{role.name} is not of node 1"):
-            builder(role)
+        with pytest.raises(UserError, match=f"{role.name} is not of node 1"):
+            build(role)
+
+
+def test_a_node_reserves_its_devices_up_to_the_highest_and_extra_engines_theirs() -> None:
+    config = make_config(
+        rollout={"engines": "2..3", "tensor_parallel": 2},
+        trainer={"devices": 3},
+        schedule={"prompts_per_iteration": 3},
+        placement={"cluster": "ray", "nnodes": 2, "devices_per_node": 4},
+    )
+    nodes = wanted_nodes(config, platforms.get("cpu"))
+    assert [node.resources for node in nodes] == [{"CPU": 4.0}, {"CPU": 3.0}, {"CPU": 2.0}]
+    assert [node.extra for node in nodes] == [None, None, 2] and nodes[2].share.engines == (2,)
 
 
 def test_the_engines_key_comes_from_the_shared_directory(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from pa_npu.config import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.roster import PREFIX, Roster
-from pa_npu.launcher.process.commands import Command
+from pa_npu.launcher.process.commands import Command, Startable
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import ProcessTree
 from pa_npu.launcher.process.recovery import Attempt, Recovery
+from pa_npu.launcher.process.restart_budget import RestartBudget
 from pa_npu.launcher.process.supervisor import Supervisor, stop_signals
 from pa_npu.telemetry.timeline import Timeline
 
@@ -36,10 +37,24 @@ def counted(file: Path, *codes: str) -> str:
     )
 
 
+def url_of(engine: Startable) -> str:
+    return f"http://127.0.0.1:{engine.name[-1]}"
+
+
 class Supervised:
     """A run of fake commands. attempts: numbers of the attempts that were prepared."""
 
-    def __init__(self, directory: Path, engine: str, worker: str, *, run_restarts: int = 2, engine_restarts: int = 2):
+    def __init__(
+        self,
+        directory: Path,
+        engine: str,
+        worker: str,
+        *others: str,
+        run_restarts: int = 2,
+        engine_restarts: int = 2,
+        window_s: float = 3600.0,
+    ):
+        """others: further engines."""
         self.directory = directory
         self.attempts: list[int] = []
         config = Config.model_validate(
@@ -47,23 +62,27 @@ class Supervised:
                 "model": {"path": "m"},
                 "data": {"train": "t"},
                 "run": {"restarts": run_restarts},
-                "rollout": {"restarts": engine_restarts},
+                "rollout": {"restarts": engine_restarts, "restart_window_s": window_s},
             }
         )
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         client = dist.TCPStore("127.0.0.1", self.server.port, is_master=False, wait_for_workers=False)
         self.roster = Roster(StoreChannel(client, PREFIX))
-        self.roster.announce("http://127.0.0.1:1")
+        engines = [self._command(f"engine-{index}", code) for index, code in enumerate([engine, *others])]
+        for command in engines:
+            self.roster.announce(url_of(command))
         logs = directory / "logs"
         with (
             Console(logs / "launcher.log") as console,
             stop_signals() as signals,
             ProcessTree(logs, 1.0, signals.insisted) as tree,
         ):
-            recovery = Recovery(config, tree, console, self.roster, lambda number: self._attempt(worker, number))
+            recovery = Recovery(
+                config, tree, console, self.roster, lambda number: self._attempt(worker, number), url_of
+            )
             supervisor = Supervisor(tree, console, Timeline(None, "launcher"), signals, recovery)
             first = self._attempt(worker, 0)
-            self.code = supervisor.run([self._command("engine-0", engine)], first.commands, first.awaited)
+            self.code = supervisor.run(engines, first.commands, first.awaited)
         self.said = (logs / "launcher.log").read_text()
 
     def _attempt(self, worker: str, number: int) -> Attempt:
@@ -113,7 +132,7 @@ def test_an_engine_that_ends_is_started_again_and_announced(tmp_path: Path) -> N
 def test_an_engine_that_ends_too_often_ends_the_run(tmp_path: Path) -> None:
     run = Supervised(tmp_path, counted(tmp_path / "engine", "raise SystemExit(7)"), SERVES, engine_restarts=1)
     assert run.code == 1
-    assert "engine-0 ended 2 times (rollout.restarts), at last: exit code 7" in run.said
+    assert "engine-0 ended 2 times within 3600 s (rollout.restarts), at last: exit code 7" in run.said
 
 
 def test_a_hung_engine_is_killed_and_replaced_when_the_coordinator_asks(tmp_path: Path) -> None:
@@ -134,3 +153,55 @@ def test_a_hung_engine_is_killed_and_replaced_when_the_coordinator_asks(tmp_path
         run = Supervised(tmp_path, counted(done, hangs, SERVES), worker)
     assert run.code == 0, run.said
     assert run.generation == 1 and "it did not generate a token when probed; started again" in run.said
+
+
+def test_an_engine_that_keeps_dying_is_left_out_while_another_serves_and_tried_again_later(tmp_path: Path) -> None:
+    """The test is the coordinator that lets it go, and sees it come back at a place of its own."""
+    starts = tmp_path / "engine"
+    starts.write_text("")
+    engine = counted(starts, *["raise SystemExit(7)"] * 3, SERVES)
+    worker = f"import time, pathlib\nwhile pathlib.Path({str(starts)!r}).read_text() != 'xxxx': time.sleep(0.02)"
+    ask_leave = Roster.ask_leave
+
+    def let_go(self: Roster, index: int) -> None:
+        ask_leave(self, index)
+        self.confirm_left(index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Roster, "ask_leave", let_go)
+        run = Supervised(tmp_path, engine, worker, SERVES, engine_restarts=1, window_s=1.0)
+    assert run.code == 0, run.said
+    assert "engine-0 ended 2 times within 1 s (rollout.restarts), at last: exit code 7; the others serve" in run.said
+    assert "engine-0: starting at http://127.0.0.1:0" in run.said
+    assert run.attempts == [0], "the run itself did not start again"
+    assert 0 not in {entry.index for entry in run.roster.entries()}, "engine-0 left place 0"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_restarts_are_a_rate() -> None:
+    clock = Clock()
+    budget = RestartBudget(2, 60.0, clock=clock)
+    assert [budget.allows() and budget.spend() for _ in range(3)] == [1, 2, False]
+    clock.now = 59.0
+    assert not budget.allows()
+    clock.now = 60.0
+    assert budget.allows() and budget.spend() == 1
+
+
+def test_restarts_that_led_to_no_newer_checkpoint_count_for_ever() -> None:
+    clock, checkpoint = Clock(), [3]
+    budget = RestartBudget(2, 60.0, lambda: checkpoint[0], clock)
+    for _ in range(2):
+        budget.spend()
+        clock.now += 1000.0
+    assert not budget.allows(), "it fails at the same place again and again"
+    checkpoint[0] = 4
+    assert budget.allows() and budget.spent() == 0
+    assert not RestartBudget(0, 60.0).allows()

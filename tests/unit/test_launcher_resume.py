@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 
 from pa_npu.checkpoints import directories as store
-from pa_npu.checkpoints.provenance import check_continuation, config_digest, config_tree, model_fingerprint
+from pa_npu.checkpoints.provenance import (
+    CHANGES,
+    REFUSED,
+    Change,
+    change_of,
+    check_continuation,
+    config_digest,
+    config_tree,
+    differences,
+    model_fingerprint,
+)
+from pa_npu.config.keys import all_keys
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.main import first_version
@@ -198,3 +209,40 @@ def test_a_checkpoint_that_failed_is_said_on_the_console(
         assert "checkpoint" not in capsys.readouterr().out
         records.write_iteration({**make_record(1), "checkpoint_failed": 2}, [])
     assert "| checkpoint of version 2 could not be written: see logs/trainer-0.log" in capsys.readouterr().out
+
+
+def test_every_key_of_the_configuration_is_decided() -> None:
+    keys = {key.name for key in all_keys()}
+    assert set(CHANGES) == keys, f"decide {sorted(keys ^ set(CHANGES))} in pa_npu/checkpoints/provenance.py"
+    assert {key for key, change in CHANGES.items() if change is Change.NEVER} == set(REFUSED), "each with its reason"
+    assert change_of("rollout.env.NAME") is CHANGES["rollout.env"]
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_run_that_ended_for_want_of_restarts_or_patience_goes_on_with_more(
+    has_checkpoint: bool, model: Path, tmp_path: Path
+) -> None:
+    config = make_config(model, tmp_path, checkpoint=AUTO)
+    with own_run_directory(config):
+        if has_checkpoint:
+            write(config, 2)
+    more = {
+        "rollout": {"restarts": 9, "restart_window_s": 60, "probe_every_s": 90, "probe_timeout_s": 600},
+        "run": {"restarts": 9},
+    }
+    again = resolve_resume(make_config(model, tmp_path, checkpoint=AUTO, **more), print)
+    assert check_checkpoint(again) is None
+    check_run_directory(again)
+    other = resolve_resume(make_config(model, tmp_path, checkpoint=AUTO, optimizer={"learning_rate": 1.0}), print)
+    with pytest.raises(ConfigError, match=r"another configuration \(different: optimizer.learning_rate\)"):
+        check_run_directory(other)
+
+
+def test_keys_that_an_earlier_version_did_not_have_count_with_their_defaults(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, tmp_path)
+    saved = config_tree(config)
+    saved["placement"]["gone"] = 1
+    del saved["optimizer"]["beta1"], saved["telemetry"]["profile_ranks"], saved["run"]["restart_window_s"]
+    assert differences(saved, config) == ["placement.gone"] and check_continuation(saved, config, "C") is None
+    changed = make_config(model, tmp_path, optimizer={"beta1": 0.5})
+    assert differences(saved, changed) == ["optimizer.beta1", "placement.gone"]

@@ -1,9 +1,11 @@
-"""Late engines: weights are held while they are sent, never sent once they change, and a failed delivery harms nobody."""
+"""Late engines: weights are held while they are sent, never sent once they change; a failed delivery harms nobody but itself."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,78 +14,239 @@ import torch.distributed as dist
 from pa_npu import platform as platforms
 from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.publish.late_engines import LateEngines, VersionGate
+from pa_npu.publish.late_engines import LateEngines, Place
+from pa_npu.publish.messages import (
+    LATE_ANSWER,
+    LATE_BROKEN,
+    LATE_DECISION,
+    LATE_REQUEST,
+    LATE_SENT,
+    LateDecision,
+    LateRequest,
+    PublishMembers,
+    SentWeights,
+)
 from pa_npu.publish.publisher import PublishStats
 from pa_npu.publish.transport import WeightSyncError
+from pa_npu.publish.version_gate import VersionGate
 
 WAIT_S = 20.0
+ALONE = Place(rank=1, stage=0, peers=(1,))
 
 
-def test_only_the_version_that_is_in_place_can_be_held() -> None:
-    gate = VersionGate(1.0)
-    assert not gate.hold(3), "nothing is published yet"
-    gate.open(3)
-    assert not gate.hold(2)
-    assert gate.hold(3)
-    gate.release()
-    gate.close()
-    assert not gate.hold(3), "the optimizer has begun"
-
-
-def test_a_change_waits_for_the_reader_and_not_for_ever() -> None:
-    gate = VersionGate(0.2)
-    gate.open(1)
-    assert gate.hold(1)
-    with pytest.raises(DeadlineExceeded, match=r"version 1 is still being sent to a late engine after 0\.2 s"):
-        gate.close()
-    release = threading.Timer(0.05, gate.release)
-    release.start()
-    gate.close()
-    release.join()
-    assert not gate.hold(1)
+def make_channel() -> StoreChannel:
+    return StoreChannel(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
 
 
 class Publisher:
-    """Notes what it is asked; may fail."""
+    """Notes what it is asked; publishing does `work`."""
 
-    def __init__(self, gate: VersionGate, fails: bool) -> None:
+    def __init__(self, work: Callable[[], None] = lambda: None) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self._gate, self._fails = gate, fails
+        self._work = work
 
-    def connect(self, epoch: int, workers: int) -> None:
-        self.calls.append(("connect", epoch, workers))
+    def connect(self, members: PublishMembers) -> None:
+        self.calls.append(("connect", members.epoch, members.workers))
 
     def publish(self, version: int) -> PublishStats:
-        with pytest.raises(DeadlineExceeded):
-            VersionGate.close(self._gate)  # held as long as this takes
         self.calls.append(("publish", version))
-        if self._fails:
-            raise WeightSyncError("the engine died again")
-        return PublishStats()
+        self._work()
+        return PublishStats(digests="ab")
 
     def close(self) -> None:
         self.calls.append(("close",))
 
 
+def ask(channel: StoreChannel, number: int, version: int, go: bool, rank: int = 1) -> bool:
+    """The coordinator's part for one rank; returns its answer."""
+    LATE_REQUEST.put(channel, LateRequest(version, 2), number=number)
+    held = LATE_ANSWER.wait(channel, WAIT_S, number=number, rank=rank).held
+    LATE_DECISION.put(channel, LateDecision(go), number=number)
+    return held
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_late_engine_is_sent_the_version_when_all_ranks_hold_it(fails: bool) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    channel, gate = StoreChannel(store), VersionGate(0.05)
-    publisher = Publisher(gate, fails)
+    channel, gate = make_channel(), VersionGate(0.05)
+
+    def work() -> None:
+        with pytest.raises(DeadlineExceeded):
+            gate.close()  # held as long as this takes
+        if fails:
+            raise WeightSyncError("the engine died again")
+
+    publisher = Publisher(work)
     gate.open(4)
-    with LateEngines(publisher, channel, gate, platforms.get("cpu"), rank=1, timeout_s=WAIT_S):  # type: ignore[arg-type]
-        channel.put_json("late/0", {"version": 4, "workers": 2})
-        assert channel.wait_json("late/0/answer/1", WAIT_S, "an answer") is True
-        channel.put_json("late/0/go", False)  # another rank has gone on
+    with LateEngines(publisher, channel, gate, platforms.get("cpu"), ALONE, WAIT_S):  # type: ignore[arg-type]
+        assert ask(channel, 0, version=4, go=False), "held here, but another rank has gone on"
+        assert ask(channel, 1, version=4, go=True)
+        assert not ask(channel, 2, version=3, go=False)
+    wait_until(lambda: gate.hold(4), "the weights stay held")
+    assert publisher.calls == [("connect", 1, 2), ("publish", 4), ("close",)], (
+        "the first was called off, the third is outdated"
+    )
+    assert LATE_BROKEN.exists(channel, number=1) == fails
+    assert LATE_SENT.exists(channel, number=1, stage=0) != fails
+    if not fails:
+        assert LATE_SENT.get(channel, number=1, stage=0) == SentWeights(4, "ab")
 
-        channel.put_json("late/1", {"version": 4, "workers": 2})
-        assert channel.wait_json("late/1/answer/1", WAIT_S, "an answer") is True
-        channel.put_json("late/1/go", True)
 
-        channel.put_json("late/2", {"version": 3, "workers": 2})
-        assert channel.wait_json("late/2/answer/1", WAIT_S, "an answer") is False
-        channel.put_json("late/2/go", False)
-    deadline = time.monotonic() + WAIT_S
-    while not gate.hold(4):
-        assert time.monotonic() < deadline, "the weights stay held"
-    assert publisher.calls[:2] == [("connect", 1, 2), ("publish", 4)], "the first was called off, the third is outdated"
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("nonsense"), WeightSyncError("gone")])
+def test_whatever_breaks_a_delivery_is_told_and_the_next_engine_is_served(error: Exception) -> None:
+    """torch raises RuntimeError; a thread that it ended would let all later engines wait in vain."""
+    channel, gate = make_channel(), VersionGate(WAIT_S)
+    outcomes = iter([error, None])
+
+    def work() -> None:
+        if (outcome := next(outcomes)) is not None:
+            raise outcome
+
+    gate.open(0)
+    with LateEngines(Publisher(work), channel, gate, platforms.get("cpu"), ALONE, WAIT_S):  # type: ignore[arg-type]
+        assert ask(channel, 0, version=0, go=True)
+        broken = LATE_BROKEN.wait(channel, WAIT_S, number=0)
+        assert str(error) in broken.reason and type(error).__name__ in broken.reason and "rank 1" in broken.reason
+        assert ask(channel, 1, version=0, go=True)
+        LATE_SENT.wait(channel, WAIT_S, number=1, stage=0)
+
+
+class Device:
+    """A device with one of the backends that cannot run two groups' collectives at the same time: fails where they overlap."""
+
+    comm_backend = "nccl"
+
+    def __init__(self) -> None:
+        self.training = False
+        self.sent_during: list[str] = []
+        self._lock = threading.Lock()
+
+    def synchronize(self) -> None:
+        assert not self.training
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def microbatch(self) -> Iterator[None]:
+        with self._lock:
+            self.training = True
+        yield
+        with self._lock:
+            self.training = False
+
+    def send(self) -> None:
+        for _ in range(20):
+            with self._lock:
+                assert not self.training, "a collective of training runs beside the delivery"
+            time.sleep(0.001)
+
+
+class Trainer:
+    """A rank that trains microbatches whose collectives need all `peers`, as tensor parallelism does."""
+
+    def __init__(
+        self, rank: int, stage: int, peers: tuple[int, ...], channel: StoreChannel, everyone: threading.Barrier
+    ) -> None:
+        self.gate, self.device = VersionGate(WAIT_S), Device()
+        self.gate.open(0)
+        self.borders = 0
+        self.publisher = Publisher(self.device.send)
+        self.late = LateEngines(self.publisher, channel, self.gate, self.device, Place(rank, stage, peers), WAIT_S)  # type: ignore[arg-type]
+        self._everyone = everyone
+        self.end = threading.Event()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._train, name=f"rank {rank}")
+
+    def _train(self) -> None:
+        try:
+            while True:
+                with self.gate.border():
+                    pass
+                self.borders += 1
+                with self.device.microbatch():
+                    self._everyone.wait(WAIT_S)  # the collective
+                    ends = self.end.is_set()
+                    self._everyone.wait(WAIT_S)  # all ranks agree on the last microbatch
+                if ends:
+                    return
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self) -> Trainer:
+        self.late.__enter__()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(WAIT_S)
+        self.late.__exit__(None, None, None)
+        assert not self._thread.is_alive() and self.error is None, self.error
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_deliveries_take_turns_with_training_on_all_ranks_and_training_goes_on(stages: int) -> None:
+    """Two tensor-parallel ranks per stage, which would deadlock if they stopped at different borders; five deliveries."""
+    channel = make_channel()
+    ends = threading.Event()
+    trainers = []
+    for stage in range(stages):
+        everyone = threading.Barrier(2)
+        peers = (2 * stage, 2 * stage + 1)
+        trainers += [Trainer(rank, stage, peers, channel, everyone) for rank in peers]
+    for trainer in trainers:
+        trainer.end = ends
+    started = [trainer.__enter__() for trainer in trainers]
+    for number in range(5):
+        LATE_REQUEST.put(channel, LateRequest(0, 2), number=number)
+        for rank in range(2 * stages):
+            assert LATE_ANSWER.wait(channel, WAIT_S, number=number, rank=rank).held
+        LATE_DECISION.put(channel, LateDecision(True), number=number)
+        for stage in range(stages):
+            LATE_SENT.wait(channel, WAIT_S, number=number, stage=stage)
+        assert not LATE_BROKEN.exists(channel, number=number), LATE_BROKEN.get(channel, number=number).reason
+        before = trainers[0].borders
+        wait_until(lambda before=before: trainers[0].borders > before + 3, "training stands still")  # type: ignore[misc]
+    ends.set()
+    for trainer in started:
+        trainer.__exit__()
+    assert all(len([call for call in t.publisher.calls if call[0] == "publish"]) == 5 for t in trainers)
+
+
+def test_the_device_of_these_tests_sees_an_overlap() -> None:
+    """The control: without turns the stand-in fails."""
+    device = Device()
+    with device.microbatch(), pytest.raises(AssertionError, match="runs beside the delivery"):
+        device.send()
+
+
+def test_a_delivery_goes_on_while_training_waits_for_the_engine_that_it_is_for() -> None:
+    channel, gate, device = make_channel(), VersionGate(WAIT_S), Device()
+    gate.open(0)
+    publisher = Publisher(device.send)
+    with LateEngines(publisher, channel, gate, device, ALONE, WAIT_S), gate.border():  # type: ignore[arg-type]
+        assert ask(channel, 0, version=0, go=True)
+        LATE_SENT.wait(channel, WAIT_S, number=0, stage=0)
+
+
+def test_a_stage_that_cannot_stop_breaks_the_delivery_and_keeps_nothing() -> None:
+    """As a pipeline stage that waits for its neighbour's activations, which is no border."""
+    channel, gate, device = make_channel(), VersionGate(WAIT_S), Device()
+    gate.open(0)
+    publisher = Publisher()
+    with LateEngines(publisher, channel, gate, device, ALONE, timeout_s=0.4):  # type: ignore[arg-type]
+        with device.microbatch():
+            assert ask(channel, 0, version=0, go=True)
+            reason = LATE_BROKEN.wait(channel, WAIT_S, number=0).reason
+        assert "did not come to microbatch border 0 within 0.2 s" in reason
+        assert ("publish", 0) not in publisher.calls
+        with gate.border():
+            pass
+        gate.close()

@@ -17,10 +17,10 @@ from pa_npu.config import Config
 from pa_npu.config.keys import all_keys
 from pa_npu.config.load import load_config
 from pa_npu.errors import ConfigError
-from pa_npu.planning.derive import engine_memory, kv_bytes_per_token, trainer_memory, wanted_tokens
-from pa_npu.planning.fit import USABLE, shortages
 from pa_npu.planning.known_models import KNOWN, known_spec
-from pa_npu.planning.preflight import check_model
+from pa_npu.planning.memory import engine_memory, kv_bytes_per_token, trainer_memory, wanted_tokens
+from pa_npu.planning.model_rules import check_model
+from pa_npu.planning.shortages import USABLE, shortages
 from tests.helpers.recipes import RECIPES, ROOT, claims, dry_run, quoted
 
 GIB = 2**30

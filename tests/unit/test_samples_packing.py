@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
-from pa_npu.planning.derive import work
-from pa_npu.planning.describe import derived_lines
+from pa_npu.planning.amounts import work
+from pa_npu.planning.plan_text import derived_lines
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.types import Group

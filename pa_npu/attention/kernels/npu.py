@@ -26,9 +26,9 @@ MASK_SIZE = 2048  # the operator wants this upper triangle whatever the lengths 
 class StatsLayout:
     """How the operator lays out its statistics [rows, heads, 8].
 
-    argument: what to pass as softmax_layout, None where the operator has no such argument.
+    argument: what to pass as softmax_layout, None for the default.
     memory: "TND" as the shape says, or "NTD": [heads, length, 8] per sequence of the call, one after another though
-        the shape says otherwise. CANN before 8.3 has only that one.
+        the shape says otherwise. That is the default, and all there is before CANN 8.3.
     """
 
     argument: str | None
@@ -48,7 +48,7 @@ class NpuFusion:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float) -> Partial:
         _check(q, call)
         out, maximum, total, *_ = torch.ops.npu.npu_fusion_attention(
-            q, k, v, q.shape[1], "TND", scale=scale, **_arguments(call, q.device)
+            q, k, v, q.shape[1], "TND", scale=scale, **_arguments(call, q)
         )
         return Partial(out, (maximum, total), call)
 
@@ -63,14 +63,14 @@ class NpuFusion:
             part_maximum,
             part_total,
             cross.q_rows.spans,
-            stats_layout(running.out.device).memory,
+            stats_layout(running.out.device, running.out.dtype).memory,
             segments=running.call.q_lengths,
             part_segments=part.call.q_lengths,
         )
 
     def select(self, running: Partial, cross: CrossCall) -> Partial:
         out = cross.q_rows.take(running.out)
-        if stats_layout(out.device).memory == "TND":
+        if stats_layout(out.device, out.dtype).memory == "TND":
             return Partial(out, tuple(cross.q_rows.take(stats) for stats in running.stats), cross.call)
         heads = out.shape[1]
         index = cross.call.tensor(f"ntd_rows_{heads}", out.device, lambda: _ntd_rows(running.call, cross, heads))
@@ -92,7 +92,7 @@ class NpuFusion:
             softmax_sum=total,
             attention_in=result.out,
             scale_value=scale,
-            **_arguments(result.call, q.device),
+            **_arguments(result.call, q),
         )
         return dq, dk, dv
 
@@ -109,15 +109,15 @@ def _check(q: torch.Tensor, call: VarlenCall) -> None:
         )
 
 
-def _arguments(call: VarlenCall, device: torch.device) -> dict[str, Any]:
+def _arguments(call: VarlenCall, q: torch.Tensor) -> dict[str, Any]:
     """Keyword arguments that forward and gradient share. Without a mask the operator ignores sparse_mode."""
     arguments: dict[str, Any] = {
         "actual_seq_qlen": list(call.q_ends),
         "actual_seq_kvlen": list(call.k_ends),
-        "atten_mask": _causal_mask(device) if call.causal else None,
+        "atten_mask": _causal_mask(q.device) if call.causal else None,
         "sparse_mode": CAUSAL if call.causal else 0,
     }
-    layout = stats_layout(device)
+    layout = stats_layout(q.device, q.dtype)
     if layout.argument is not None:
         arguments["softmax_layout"] = layout.argument
     return arguments
@@ -146,30 +146,41 @@ def _ntd_places(lengths: tuple[int, ...], heads: int) -> torch.Tensor:
 
 
 @cache
-def stats_layout(device: torch.device) -> StatsLayout:
-    """What the operator on this device does, found by one tiny call whose maxima are known.
+def stats_layout(device: torch.device, dtype: torch.dtype) -> StatsLayout:
+    """What the operator on this device does for queries of `dtype`, found by one tiny call whose maxima are known.
 
-    Raises UserError if the maxima are in neither layout.
+    fp32 keeps to the default, because with another layout the operator leaves the templates that are deterministic. An
+    operator without the argument, or a CANN without the kernel behind it (aclnnFlashAttentionVarLenScoreV4), has only the
+    default. Raises UserError if the maxima are in neither layout.
     """
     known = {argument.name for argument in torch.ops.npu.npu_fusion_attention.default._schema.arguments}
-    argument = "TND" if "softmax_layout" in known else None
+    if "softmax_layout" in known and dtype != torch.float32:
+        try:
+            return StatsLayout("TND", _memory(device, dtype, {"softmax_layout": "TND"}))
+        except RuntimeError as error:
+            if "softmax_layout" not in str(error):
+                raise
+    return StatsLayout(None, _memory(device, dtype, {}))
+
+
+def _memory(device: torch.device, dtype: torch.dtype, keywords: dict[str, str]) -> str:
+    """TND or NTD. Raises UserError if it is neither, RuntimeError as torch_npu does when it takes no `keywords`."""
     lengths, heads = (2, 3), 2
     # one key per sequence and head: the maximum of row t and head n is their score, which is 1, 2, ... in TND order
     scores = torch.arange(1.0, 1 + sum(lengths) * heads).view(-1, heads)
-    q = torch.zeros(sum(lengths), heads, 16, dtype=torch.float16)
+    q = torch.zeros(sum(lengths), heads, 16)
     q[:, :, 0] = scores
-    k = torch.zeros(len(lengths), 1, 16, dtype=torch.float16)
+    k = torch.zeros(len(lengths), 1, 16)
     k[:, :, 0] = 1.0
-    q, k = q.to(device), k.to(device)
-    keywords = {} if argument is None else {"softmax_layout": argument}
+    q, k = q.to(dtype).to(device), k.to(dtype).to(device)
     _, maximum, *_ = torch.ops.npu.npu_fusion_attention(
         q, k, k, heads, "TND", scale=1.0, actual_seq_qlen=[2, 5], actual_seq_kvlen=[1, 2], **keywords
     )
     found = maximum.cpu()[..., 0].flatten()
     if torch.equal(found, scores.flatten()):
-        return StatsLayout(argument, "TND")
+        return "TND"
     if torch.equal(found[_ntd_places(lengths, heads).flatten()], scores.flatten()):
-        return StatsLayout(argument, "NTD")
+        return "NTD"
     raise UserError(
         f"attention.implementation: npu_fusion_attention returned the softmax maxima {found.tolist()} in an order "
         f"that is neither TND nor NTD; use CANN 8.3 or later, or attention.implementation=dense"

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from pa_npu.backends.megatron.layers import AttentionContext, block_spec
 from pa_npu.backends.megatron.logprob import vocab_parallel_logprobs
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.preflight import padded_vocab
+from pa_npu.planning.model_rules import padded_vocab
 from pa_npu.platform.base import FusedOps
 
 

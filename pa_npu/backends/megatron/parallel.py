@@ -21,10 +21,6 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.platform.base import Platform
 
-# A stage that waits for rollouts makes its neighbours wait in a collective. Collectives therefore end this much later
-# than our own waits, so that the first error is the one that names what was awaited.
-COLLECTIVE_MARGIN_S = 120.0
-
 
 def initialise_parallel(
     config: Config, platform: Platform, store: dist.Store, rank: int, world_size: int, local_index: int = 0
@@ -32,7 +28,7 @@ def initialise_parallel(
     """Join all trainer ranks on `store` (give it a PrefixStore of its own) and build Megatron's groups. A collective.
 
     local_index: this process's device among its visible ones.
-    Collectives fail `trainer.wait_timeout_s` plus a margin after they began.
+    Collectives fail `collective_timeout_s` after they began.
     Raises ConfigError when `world_size` is not `trainer.devices`.
     """
     trainer = config.trainer
@@ -40,7 +36,7 @@ def initialise_parallel(
         raise ConfigError(
             f"trainer.devices: {trainer.devices}, but {world_size} ranks were started; start one rank per device"
         )
-    timeout_s = trainer.wait_timeout_s + COLLECTIVE_MARGIN_S
+    timeout_s = config.collective_timeout_s
     platform.set_device(local_index)
     dist.init_process_group(
         platform.process_group_backend,

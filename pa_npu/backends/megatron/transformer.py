@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from pa_npu.backends.megatron.devices import device_of
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.preflight import check_division
+from pa_npu.planning.model_rules import check_division
 from pa_npu.platform.base import Platform
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -1,1 +1,1 @@
-"""Everything that knows vLLM: its command line, its HTTP interface, its versions, and the worker extension inside it."""
+"""The engine for training: all that knows vLLM, which is its command, its HTTP paths, its versions and what runs inside it."""

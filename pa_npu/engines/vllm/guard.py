@@ -1,25 +1,20 @@
-"""The lock on an engine's HTTP door: every path but /health wants the API key. Standard library only.
+"""The API key and the identity of a vLLM server (`--middleware pa_npu.engines.vllm.guard.EngineGuard`). Standard library only.
 
-It runs inside vLLM's API server (`--middleware pa_npu.engines.vllm.guard.EngineGuard`), in the engine's own interpreter.
-vLLM's own key covers /v1 and a few more prefixes and lets OPTIONS pass; /collective_rpc, which calls any method of the
-workers, is not among them.
+It runs inside vLLM's API server, in the engine's own interpreter. vLLM's own key covers /v1 and a few more prefixes and lets
+OPTIONS pass; /collective_rpc, which calls any method of the workers, is not among them.
 
-The key is the environment's VLLM_API_KEY and travels as `Authorization: Bearer KEY`. Without one the guard refuses everything.
+The weight version is what the workers answered to the last load. vLLM's own (set_weight_version) is not used: releases before
+0.32 do not have it, and it is in the answers of /inference/v1/generate only.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-KEY_VARIABLE = "VLLM_API_KEY"
-OPEN_PATH = "/health"
-REFUSAL = (
-    json.dumps({"error": {"message": f"send this engine's API key: Authorization: Bearer ${KEY_VARIABLE}"}}) + "\n"
-)
+from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, Identity, authorised
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -28,15 +23,8 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _POLICY_VIOLATION = 1008
-
-
-def authorised(authorization: Iterable[bytes], key: str) -> bool:
-    """Whether the one Authorization header of a request carries the key; takes the same time for every wrong key."""
-    values = list(authorization)
-    if len(values) != 1 or not key:
-        return False
-    scheme, _, sent = values[0].partition(b" ")
-    return scheme.lower() == b"bearer" and hmac.compare_digest(sent, key.encode())
+_WORKERS_PATH = "/collective_rpc"
+_LOAD = "pa_receive"
 
 
 class EngineGuard:
@@ -45,10 +33,13 @@ class EngineGuard:
     def __init__(self, app: Application) -> None:
         self._app = app
         self._key = os.environ.get(KEY_VARIABLE, "")
+        self._identity = Identity()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket") or self._may_pass(scope):
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
+        elif self._may_pass(scope):
+            await self._pass(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
         else:
@@ -67,3 +58,68 @@ class EngineGuard:
         if scope["type"] == "http" and scope["path"] == OPEN_PATH:
             return True
         return authorised((value for name, value in scope["headers"] if name.lower() == b"authorization"), self._key)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        before = self._identity.version
+
+        async def send_signed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                signature = [(name.encode(), value.encode()) for name, value in self._identity.headers(before).items()]
+                message = {**message, "headers": [*message.get("headers", ()), *signature]}
+            await send(message)
+
+        if scope["type"] == "http" and scope["path"] == _WORKERS_PATH:
+            await self._call_workers(scope, receive, send)
+        else:
+            await self._app(scope, receive, send_signed)
+
+    async def _call_workers(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A call of the workers; where it loads weights, the answer is held back until the version in it is known."""
+        asked, start, answered = b"", None, b""
+        loads = False
+
+        async def receive_and_look() -> Message:
+            nonlocal asked, loads
+            message = await receive()
+            asked += message.get("body", b"") if message["type"] == "http.request" else b""
+            if message["type"] == "http.request" and not message.get("more_body") and _method(asked) == _LOAD:
+                loads, self._identity.version = True, None
+            return message
+
+        async def hold_back(message: Message) -> None:
+            nonlocal start, answered
+            if message["type"] == "http.response.start":
+                start = message
+                return
+            if message["type"] != "http.response.body":
+                await send(message)
+                return
+            answered += message.get("body", b"")
+            if message.get("more_body"):
+                return
+            assert start is not None, "ASGI: an answer starts before its body"
+            if loads and start["status"] == 200:
+                self._identity.version = _loaded_version(answered)
+            signature = self._identity.headers(self._identity.version).items()
+            headers = [*start.get("headers", ()), *((name.encode(), value.encode()) for name, value in signature)]
+            await send({**start, "headers": headers})
+            await send({"type": "http.response.body", "body": answered})
+
+        await self._app(scope, receive_and_look, hold_back)
+
+
+def _method(request: bytes) -> Any:
+    try:
+        return json.loads(request).get("method")
+    except (ValueError, AttributeError, RecursionError):
+        return None
+
+
+def _loaded_version(answer: bytes) -> int | None:
+    """The version that all workers say they hold."""
+    try:
+        versions = {result["version"] for result in json.loads(answer)["results"]}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    (version,) = versions if len(versions) == 1 else (None,)
+    return version if type(version) is int else None

@@ -10,21 +10,15 @@ Asynchronous scheduling may stay as each decides: a publish comes when no reques
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pa_npu.config.schema import Config
+from pa_npu.engines.interpreter import distributions
 from pa_npu.errors import ConfigError, UserError
-
-_INTERPRETER_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -33,7 +27,9 @@ class EngineVersion:
 
     env: what exact training needs; the user's own environment wins. allocator_env: where expandable segments are set;
     None where engines have no memory of a device. batch_invariant_env: what makes results independent of the batch.
-    batch_invariant_dtypes: where they can be. source: what all this is known from.
+    batch_invariant_dtypes: where they can be. graph_args: what captures graphs in the way that suits training.
+    captures_graphs: whether it does so when rollout.graph_mode is not set. cann: the release that its torch_npu is built
+    for. source: what all this is known from.
     """
 
     name: str
@@ -46,6 +42,9 @@ class EngineVersion:
     allocator_env: str | None = None
     batch_invariant_env: Mapping[str, str] = field(default_factory=dict)
     batch_invariant_dtypes: tuple[str, ...] = ("fp32", "bf16")
+    graph_args: tuple[str, ...] = ()
+    captures_graphs: bool = False
+    cann: tuple[int, int] | None = None
 
     def matches(self, installed: Mapping[str, str]) -> bool:
         version = installed.get(self.distribution)
@@ -58,6 +57,9 @@ class EngineVersion:
 # Weights in the NZ format (fractal blocks) cannot be loaded in place.
 _NZ_OFF = {"VLLM_ASCEND_ENABLE_NZ": "0"}
 _BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+# One graph per number of sequences in a decode step, which is where eager dispatch costs most; prompts are computed eagerly.
+# Weights are updated in the memory that the graphs read.
+_DECODE_GRAPHS = ("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}')
 
 VERSIONS = (
     EngineVersion(
@@ -66,12 +68,15 @@ VERSIONS = (
         "vllm-ascend",
         (0, 18),
         (0, 19),
-        # with torch_npu 2.9.0. The workers set HCCL_DETERMINISTIC and LCCL_DETERMINISTIC themselves when invariant; expandable
-        # segments are on unless PYTORCH_NPU_ALLOC_CONF names them or sleep mode is on
+        # with torch_npu 2.9.0 and hence CANN 8.5, not with the trainers' 9.1. The workers set HCCL_DETERMINISTIC and
+        # LCCL_DETERMINISTIC themselves when invariant; expandable segments are on unless PYTORCH_NPU_ALLOC_CONF names them or
+        # sleep mode is on
         source="read: envs.py, platform.py, batch_invariant.py and requirements.txt of tag v0.18.0",
         env=_NZ_OFF,
         allocator_env="PYTORCH_NPU_ALLOC_CONF",
         batch_invariant_env=_BATCH_INVARIANT,
+        graph_args=_DECODE_GRAPHS,
+        cann=(8, 5),
     ),
     EngineVersion(
         "vllm-ascend 0.23",
@@ -79,11 +84,17 @@ VERSIONS = (
         "vllm-ascend",
         (0, 23),
         (0, 24),
-        # with torch_npu 2.10.0.post4. Prefers --additional-config weight_nz_mode, takes the variable where that is not given
-        source="read: ascend_config.py, worker/worker.py, platform.py and requirements.txt of tag v0.23.0",
+        # with torch_npu 2.10.0.post4. Prefers --additional-config weight_nz_mode, takes the variable where that is not given.
+        # Expandable segments as in 0.18. Batch invariance is for A2 and A3; its kernels exist only where vllm-ascend was built
+        # with the variable set, otherwise Triton's are taken, and its guide captures piecewise graphs. It has an HCCL weight
+        # transfer of its own, not used here. additional_config.rl_config is no key of this release
+        source="read: ascend_config.py, worker/worker.py, platform.py, batch_invariant.py and requirements.txt of tag v0.23.0",
         env=_NZ_OFF,
         allocator_env="PYTORCH_NPU_ALLOC_CONF",
         batch_invariant_env=_BATCH_INVARIANT,
+        graph_args=_DECODE_GRAPHS,
+        captures_graphs=True,
+        cann=(9, 1),
     ),
     EngineVersion(
         "vllm 0.20 or later",
@@ -129,49 +140,44 @@ def select(found: Mapping[str, str], device: str, python: str) -> EngineVersion:
     )
 
 
-@functools.cache
 def installed(python: str | None) -> dict[str, str]:
-    """Versions of vLLM's distributions in an interpreter (None: this one); asked once. Raises ConfigError."""
-    if python is None:
-        return _versions()
-    if shutil.which(python) is None:
-        raise ConfigError(f"rollout.python: {python} is not an executable; give the path of a Python interpreter")
-    try:
-        reply = subprocess.run(
-            [python, "-c", _PROGRAM], capture_output=True, timeout=_INTERPRETER_TIMEOUT_S, check=True
-        )
-        return dict(json.loads(reply.stdout))
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise ConfigError(f"rollout.python: {python} does not run ({error}); give a working interpreter") from None
+    """Versions of vLLM's distributions in an interpreter (None: this one). Raises ConfigError."""
+    return _versions() if python is None else distributions(python, _DISTRIBUTIONS)
 
 
 _DISTRIBUTIONS = tuple(dict.fromkeys(["vllm", *(row.distribution for row in VERSIONS)]))
-# importlib.metadata alone: importing vllm takes half a minute
-_PROGRAM = f"""
-import importlib.metadata as metadata, json
-found = {{}}
-for name in {_DISTRIBUTIONS!r}:
-    try:
-        found[name] = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        pass
-print(json.dumps(found))
-"""
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return distributions(None, _DISTRIBUTIONS)
 
 
 def _release(version: str) -> tuple[int, int] | None:
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def graph_arguments(config: Config, version: EngineVersion) -> tuple[str, ...]:
+    """How the engine computes a step: eagerly, or in graphs. The user's own arguments come later and win.
+
+    Not both full graphs and batch invariance unless asked for: on Ascend that pair is untested by its makers.
+    """
+    wanted = config.rollout.graph_mode
+    if wanted is None:
+        wanted = version.captures_graphs and not config.rollout.batch_invariant
+    return version.graph_args if wanted else ("--enforce-eager",)
+
+
+def cann_problem(version: EngineVersion, found: str | None) -> str | None:
+    """One line when the engine's torch_npu is built for another CANN than the trainers'. found: None where it is unknown."""
+    release = _release(found) if found else None
+    if version.cann is None or release is None or release[0] == version.cann[0]:
+        return None
+    wanted = ".".join(map(str, version.cann))
+    return (
+        f"{version.name} is built for CANN {wanted}, and the trainers have {found}: both ends of a publish need the same; "
+        f"install an engine for CANN {release[0]}, or CANN {wanted} with trainers for it"
+    )
 
 
 def environment(config: Config, version: EngineVersion) -> dict[str, str]:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import attempt_prefix
-from pa_npu.engines.vllm.command import server_command
-from pa_npu.engines.vllm.guard import KEY_VARIABLE
+from pa_npu.engines.http_server import KEY_VARIABLE
+from pa_npu.engines.registry import engine_kind
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.addresses import interface_of, is_loopback
 from pa_npu.launcher.placement import Placement, visible_devices
 from pa_npu.platform.base import Platform
-
-_SOCKETS = "VLLM_RPC_BASE_PATH"
-# a socket's path has 107 bytes at most: DIRECTORY/pa-xxxxxxxx/uuid
-_LONGEST_TEMPORARY_DIRECTORY = 107 - len("/pa-xxxxxxxx/") - 36
+from pa_npu.publish import collectives
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Role:
-    """A process for another node, whose launcher builds its command itself. index: engine index or trainer rank."""
+    """A process for a node of a cluster, whose host builds its command itself. index: engine index or trainer rank."""
 
     node: int
     kind: Literal["engine", "trainer"]
@@ -81,15 +77,11 @@ def engine_command(
 ) -> Command:
     """Engine `index` of the run, which `placement` has on this node."""
     local = placement.engines.index(index)
-    command = server_command(config, spec, index, port)
+    command = engine_kind(config.rollout.backend).command(config, spec, index, port)
     env = _common_env(config, platform) | {KEY_VARIABLE: key}
     env |= visible_devices(platform.visible_devices_env, placement.engine_devices[local], os.environ)
     env |= command.env
-    # vLLM leaves the sockets between its processes behind when it is killed
-    own = _SOCKETS not in env and len(tempfile.gettempdir()) <= _LONGEST_TEMPORARY_DIRECTORY
-    return Command(
-        f"engine-{index}", command.argv, env, placement.engine_cores[local], scratch_env=_SOCKETS if own else None
-    )
+    return Command(f"engine-{index}", command.argv, env, placement.engine_cores[local], scratch_env=command.scratch_env)
 
 
 def coordinator_command(config: Config, platform: Platform, store: Store, key: str) -> Command:
@@ -103,13 +95,16 @@ def coordinator_command(config: Config, platform: Platform, store: Store, key: s
     return Command("coordinator", argv, env)
 
 
-def trainer_command(config: Config, platform: Platform, placement: Placement, store: Store, rank: int) -> Command:
-    """Rank `rank`, on this node. Ranks see all trainer devices of it and take theirs by LOCAL_RANK, as torchrun has it."""
+def trainer_command(
+    config: Config, platform: Platform, placement: Placement, store: Store, rank: int, node: int = 0
+) -> Command:
+    """Rank `rank`, on node `node`. Ranks see all trainer devices of it and take theirs by LOCAL_RANK, as torchrun has it."""
     local = placement.ranks.index(rank)
     env = _common_env(config, platform) | store.env() | platform.environment("trainer")
+    env |= platform.deadline_environment(max(config.collective_timeout_s, config.publish_collective_timeout_s))
     env |= visible_devices(platform.visible_devices_env, placement.trainer_devices, os.environ)
     env |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(config.trainer.devices)}
-    env |= {"LOCAL_WORLD_SIZE": str(len(placement.ranks)), "GROUP_RANK": str(config.placement.node_rank)}
+    env |= {"LOCAL_WORLD_SIZE": str(len(placement.ranks)), "GROUP_RANK": str(node)}
     env |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
     argv = (sys.executable, "-m", "pa_npu.trainer.main", "--config", _config_file(config))
     return Command(f"trainer-{rank}", argv, env, placement.trainer_cores[local])
@@ -126,6 +121,8 @@ def _common_env(config: Config, platform: Platform) -> dict[str, str]:
         "PA_NPU_RUN_DIR": str(Path(config.run.dir).resolve()),
         "PYTHONUNBUFFERED": "1",  # log lines appear when they are written
     }
+    for name in collectives.rules(platform.comm_backend).refused:
+        env.pop(name, None)
     env.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code leaves a stack in the log
     address = config.placement.address
     interface = interface_of(address)

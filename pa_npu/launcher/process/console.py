@@ -7,13 +7,15 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from pa_npu.errors import printable
+from pa_npu.telemetry.record_file import RecordFile
+
 
 class Console:
-    """Prints lines at once; errors go to stderr. A console whose reader has gone never stops the run."""
+    """Prints lines at once; errors go to stderr. A console whose reader has gone, or a full disk, never stops the run."""
 
     def __init__(self, log: Path) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._log = log.open("a", encoding="utf-8", buffering=1)
+        self._log = RecordFile(log)
 
     def say(self, line: str) -> None:
         self._write(line, sys.stdout)
@@ -22,11 +24,12 @@ class Console:
         self._write(line, sys.stderr)
 
     def _write(self, line: str, stream: object) -> None:
-        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+        line = "\n".join(map(printable, line.split("\n")))  # what processes wrote may hold anything
+        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
         try:
             print(line, file=stream, flush=True)  # type: ignore[call-overload]
-        except BrokenPipeError:
-            pass  # `run ... | head`: the log keeps every line
+        except OSError:
+            pass  # `run ... | head`, or a file on a full disk: the log keeps every line
         except UnicodeEncodeError:
             print(line.encode("ascii", "replace").decode(), file=stream, flush=True)  # type: ignore[call-overload]
 

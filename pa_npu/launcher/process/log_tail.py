@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pa_npu.errors import printable
+
 _TAIL_BYTES = 64 * 1024
 
 
@@ -15,7 +17,7 @@ def last_lines(log: Path, count: int) -> list[str]:
             text = file.read().decode("utf-8", "replace")
     except FileNotFoundError:
         return []
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+    return [printable(line.rstrip()) for line in text.split("\n") if line.strip()][-count:]
 
 
 class MarkedLines:
@@ -37,4 +39,4 @@ class MarkedLines:
         self._position += len(data)
         *lines, self._partial = (self._partial + data).split(b"\n")
         marked = [line[len(self._mark) :] for line in lines if line.startswith(self._mark)]
-        return [line.decode("utf-8", "replace").rstrip() for line in marked]
+        return [printable(line.decode("utf-8", "replace").rstrip()) for line in marked]

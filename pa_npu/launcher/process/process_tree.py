@@ -20,6 +20,7 @@ from types import TracebackType
 
 from pa_npu.launcher.process import keeper
 from pa_npu.launcher.process.commands import Command, Startable
+from pa_npu.launcher.process.kept_command import KeptCommand
 from pa_npu.launcher.process.log_tail import last_lines
 from pa_npu.launcher.process.processes import Process as AnyProcess
 
@@ -41,22 +42,38 @@ def describe_end(code: int) -> str:
 
 @dataclass(eq=False)
 class Process:
-    """One command of the run. `name` is also its log's name."""
+    """One command of the run, under its keeper. `name` is also its log's name."""
 
     name: str
     log: Path
     popen: subprocess.Popen[bytes]
     scratch: Path | None = None
-    started_s: float = field(default_factory=time.monotonic)
+    command: KeptCommand = field(init=False)
+    adopted_code: int | None = None
+
+    def __post_init__(self) -> None:
+        self.command = KeptCommand(self.popen.pid)
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs; negative for a signal."""
-        return self.popen.poll()
+        if self.adopted_code is not None:
+            return self.adopted_code
+        code = self.popen.poll()
+        if code is None and self.command.is_left_lying():
+            self.adopted_code = self._take_over()
+            return self.adopted_code
+        return code
+
+    def _take_over(self) -> int:
+        """The end of a command whose keeper does not reap it: with the keeper gone, the command is this process's to reap."""
+        self.popen.kill()
+        self.popen.wait()
+        return self.command.reap()
 
     def describe_end(self) -> str:
         """For example "exit code 1" or "killed by SIGKILL"."""
-        return describe_end(self.popen.returncode)
+        return describe_end(self.exit_code or 0)
 
     def last_lines(self, count: int) -> list[str]:
         return last_lines(self.log, count)
@@ -109,6 +126,10 @@ class ProcessTree:
         self.processes.append(process)
         return process
 
+    def can_launch(self, command: Startable) -> bool:
+        """This machine is always there."""
+        return True
+
     def launch(self, command: Startable) -> Process:
         if not isinstance(command, Command):
             raise TypeError(f"{command.name} is for node {command.node}, not for this one")
@@ -117,7 +138,7 @@ class ProcessTree:
     def ended(self) -> list[Process]:
         """Processes that ended, those killed by a signal first: the others often only lost contact with these."""
         ended = [process for process in self.processes if process.exit_code is not None]
-        return sorted(ended, key=lambda process: process.popen.returncode >= 0)
+        return sorted(ended, key=lambda process: (process.exit_code or 0) >= 0)
 
     def stop(self, processes: Sequence[AnyProcess] | None = None) -> None:
         """SIGTERM to all at once, SIGKILL after the grace; returns when they and all their descendants are gone."""

@@ -36,6 +36,9 @@ class Processes(Protocol):
     def processes(self) -> Sequence[Process]:
         """Those that were started and not forgotten."""
 
+    def can_launch(self, command: Startable) -> bool:
+        """Whether the node that it is for is there."""
+
     def launch(self, command: Startable) -> Process:
         """Start it, with its output in LOG_DIR/<name>.log."""
 

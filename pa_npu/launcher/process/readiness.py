@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,13 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pa_npu.config.texts import path_problem
+from pa_npu.control.bounded_http import bounded_get
 from pa_npu.control.channel import StoreChannel
-from pa_npu.launcher.process.bounded_http import bounded_get
 from pa_npu.publish.messages import MANIFEST
 
 _PROBE_TIMEOUT_S = 1.0
-_MODELS_TIMEOUT_S = 10.0
 _STORE_TIMEOUT_S = 30.0
 
 
@@ -38,20 +35,6 @@ def engine_answers(url: str) -> bool:
         return bounded_get(f"{url}/health", {}, _PROBE_TIMEOUT_S)[0] == 200
     except (OSError, ValueError):
         return False
-
-
-def served_model(url: str, key: str) -> str:
-    """The model directory that a running engine was started with. Raises OSError or ValueError when it does not say."""
-    status, body = bounded_get(f"{url}/v1/models", {"Authorization": f"Bearer {key}"} if key else {}, _MODELS_TIMEOUT_S)
-    if status != 200:
-        raise OSError(f"HTTP {status}")
-    try:
-        model = json.loads(body)["data"][0]["root"]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError(f"its list of models cannot be read: {type(error).__name__}") from None
-    if not isinstance(model, str) or path_problem(model):
-        raise ValueError("its list of models names no directory")
-    return model
 
 
 def trainers_announced(channel: StoreChannel, num_stages: int) -> bool:

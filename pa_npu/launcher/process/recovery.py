@@ -2,6 +2,12 @@
 
 Engines outlive the coordinator and the trainers: they hold no state of the run but weights, which every attempt of it publishes
 anew. The coordinator notices by its own probe what hangs, and asks here for a replacement through the roster.
+
+    engine runs ──ends, hangs──> started again ──too often (rollout.restarts), or its node is lost──> left out, others serve
+         ^                                                                                                  │
+         └────────────── joins as a new one ──the budget allows it, or there is a node again────────────────┘
+
+An engine that comes only when a cluster has free devices (rollout.engines=MIN..MAX) begins as one that is left out.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from pa_npu.launcher.process.commands import Startable
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.processes import Process, Processes
 from pa_npu.launcher.process.readiness import Awaited
+from pa_npu.launcher.process.restart_budget import RestartBudget
 
 _LOOK_EVERY_S = 0.5
 _LOG_LINES = 5
@@ -38,56 +45,84 @@ class Attempt:
     awaited: Sequence[Awaited]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Engine:
+    """index: its place in the roster, and process: None while it is left out. generation: counts its starts at that place.
+
+    last_index: the place that it left, which the coordinator must have let go before the same address appears at another.
+    """
+
     command: Startable
-    index: int
-    process: Process
+    budget: RestartBudget
+    index: int | None = None
+    process: Process | None = None
     generation: int = 0
+    last_index: int | None = None
 
 
 class Recovery:
-    """Of one run. attempt: prepares the n-th attempt, from the newest checkpoint; called while no worker runs."""
+    """Of one run. attempt: prepares the n-th attempt, from the newest checkpoint; called while no worker runs.
+
+    url_of: where an engine listens. progress: changes with every checkpoint that the run writes.
+    """
 
     def __init__(
-        self, config: Config, tree: Processes, console: Console, roster: Roster, attempt: Callable[[int], Attempt]
+        self,
+        config: Config,
+        tree: Processes,
+        console: Console,
+        roster: Roster,
+        attempt: Callable[[int], Attempt],
+        url_of: Callable[[Startable], str],
+        progress: Callable[[], object] = lambda: None,
     ) -> None:
-        self._engine_restarts = config.rollout.restarts
-        self._run_restarts = config.run.restarts
+        self._config = config
+        self._run_budget = RestartBudget(config.run.restarts, config.run.restart_window_s, progress)
         self._tree = tree
         self._console = console
         self._roster = roster
         self._attempt = attempt
+        self._url_of = url_of
         self._attempts = 0
         self._engines: list[_Engine] = []
         self._looked_s = time.monotonic()
 
     def watch(self, command: Startable, index: int, process: Process) -> None:
         """This engine has been started; index: its place in the roster."""
-        self._engines.append(_Engine(command, index, process))
+        self._engines.append(_Engine(command, self._engine_budget(), index, process))
+
+    def expect(self, command: Startable) -> None:
+        """This engine is started when there is a node for it."""
+        self._engines.append(_Engine(command, self._engine_budget()))
 
     def restart_engines(self) -> None:
-        """Start again the engines that ended and those whose replacement is wanted. Raises Failure when one did so too often."""
+        """Start again what ended, what the coordinator wants replaced, and what was left out and need not be any more.
+
+        Raises Failure when none is left that could serve.
+        """
         for engine in self._engines:
-            if engine.process.exit_code is not None:
+            if engine.process is not None and engine.process.exit_code is not None:
                 self._restart(engine, engine.process.describe_end())
         if time.monotonic() - self._looked_s < _LOOK_EVERY_S:
             return
         self._looked_s = time.monotonic()
         for engine in self._engines:
-            if reason := self._roster.replacement_wanted(engine.index, engine.generation):
+            if engine.index is None:
+                self._bring_in(engine)
+            elif reason := self._roster.replacement_wanted(engine.index, engine.generation):
                 self._restart(engine, reason)
 
     def next_attempt(self, ended: Sequence[Process]) -> Attempt | None:
         """Stop coordinator and trainers and prepare another attempt, after some of them ended; None when the run must end."""
         hopeless = any(process.exit_code in (BAD_INPUT, MUST_NOT_CONTINUE) for process in ended)
-        if hopeless or self._attempts >= self._run_restarts:
+        if hopeless or not self._run_budget.allows():
             return None
+        count = self._run_budget.spend()
         self._attempts += 1
         failed = ended[0]
         self._console.complain(
             f"{failed.name} ended: {failed.describe_end()}; starting coordinator and trainers again from the newest checkpoint "
-            f"({self._attempts} of run.restarts = {self._run_restarts})"
+            f"({count} of run.restarts = {self._run_budget.limit})"
         )
         for line in failed.last_lines(_LOG_LINES):
             self._console.complain(f"    {line}")
@@ -97,17 +132,59 @@ class Recovery:
         self._tree.forget(workers)
         return self._attempt(self._attempts)
 
+    def _engine_budget(self) -> RestartBudget:
+        rollout = self._config.rollout
+        return RestartBudget(rollout.restarts, rollout.restart_window_s)
+
     def _restart(self, engine: _Engine, reason: str) -> None:
-        name = engine.command.name
-        if engine.generation >= self._engine_restarts:
-            raise Failure(
-                f"{name} ended {engine.generation + 1} times (rollout.restarts), at last: {reason}", engine.process
-            )
-        self._tree.kill_one(engine.process)
-        self._tree.forget([engine.process])
+        assert engine.process is not None and engine.index is not None
+        name, window_s = engine.command.name, engine.budget.window_s
+        if not self._tree.can_launch(engine.command):
+            if self._others_serve(engine):
+                self._leave_out(engine, f"{name}: {reason}; the run goes on without it until there is a node for it")
+            return
+        if not engine.budget.allows():
+            ends = f"ended {engine.budget.spent() + 1} times within {window_s:g} s (rollout.restarts)"
+            if not self._others_serve(engine):
+                raise Failure(f"{name} {ends}, at last: {reason}", engine.process)
+            self._leave_out(engine, f"{name} {ends}, at last: {reason}; the others serve without it for some time")
+            return
+        count = engine.budget.spend()
+        self._end(engine)
         engine.process = self._tree.launch(engine.command)
         engine.generation += 1
-        self._roster.renew(engine.index, engine.generation)
-        self._console.complain(
-            f"{name}: {reason}; started again ({engine.generation} of rollout.restarts = {self._engine_restarts})"
+        self._roster.renew(engine.index, engine.generation, self._url_of(engine.command))
+        self._console.complain(f"{name}: {reason}; started again ({count} of rollout.restarts = {engine.budget.limit})")
+
+    def _others_serve(self, engine: _Engine) -> bool:
+        """Whether another engine runs: one of the launcher's, or one that has joined."""
+        own = {other.index for other in self._engines}
+        running = any(
+            other.process is not None and other.process.exit_code is None
+            for other in self._engines
+            if other is not engine
         )
+        return running or any(entry.index not in own and not entry.leaving for entry in self._roster.entries())
+
+    def _leave_out(self, engine: _Engine, line: str) -> None:
+        assert engine.index is not None
+        self._console.complain(line)
+        self._end(engine)
+        self._roster.ask_leave(engine.index)
+        engine.last_index, engine.index, engine.process, engine.generation = engine.index, None, None, 0
+
+    def _bring_in(self, engine: _Engine) -> None:
+        """At a place of its own in the roster: the coordinator gives it weights at the next publish."""
+        if not engine.budget.allows() or not self._tree.can_launch(engine.command):
+            return
+        if engine.last_index is not None and not self._roster.has_left(engine.last_index):
+            return
+        engine.process = self._tree.launch(engine.command)
+        url = self._url_of(engine.command)
+        engine.index = self._roster.announce(url)
+        self._console.say(f"{engine.command.name}: starting at {url}; it serves from a publish on when it is ready")
+
+    def _end(self, engine: _Engine) -> None:
+        assert engine.process is not None
+        self._tree.kill_one(engine.process)
+        self._tree.forget([engine.process])

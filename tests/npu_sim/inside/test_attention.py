@@ -21,11 +21,11 @@ LAYOUTS = {
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-@pytest.fixture(params=["TND", "NTD"])
+@pytest.fixture(params=["honoured", "ignored", "refused"])
 def sim(request: pytest.FixtureRequest) -> NpuSim:
-    """A simulated NPU whose CANN honours softmax_layout="TND", or ignores it."""
+    """A simulated NPU whose CANN honours softmax_layout="TND", ignores it or has no operator that takes it."""
     npu.stats_layout.cache_clear()
-    return NpuSim(all_references(knows_softmax_layout=request.param == "TND"))
+    return NpuSim(all_references(request.param))
 
 
 def run_dense(q, k, v, grad, layout, scale=None):
@@ -53,7 +53,7 @@ def random_inputs(layout, heads, kv_heads, head_dim, dtype):
     ("dtype", "heads", "kv_heads"), [(torch.float32, 4, 2), (torch.bfloat16, 3, 1), (torch.float16, 2, 2)], ids=str
 )
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_equals_dense_in_both_stats_layouts(sim, layout, heads, kv_heads, dtype, impl):
+def test_equals_dense_in_every_stats_layout(sim, layout, heads, kv_heads, dtype, impl):
     inputs = random_inputs(layout, heads, kv_heads, 16, dtype)
     expected = run_dense(*inputs, layout=layout)
     with sim:
@@ -63,18 +63,45 @@ def test_equals_dense_in_both_stats_layouts(sim, layout, heads, kv_heads, dtype,
         assert error < BOUNDS[dtype], f"{name} differs by {error:.1e} of its largest value"
 
 
+LAYOUT_FOUND = {
+    "honoured": npu.StatsLayout("TND", "TND"),
+    "ignored": npu.StatsLayout("TND", "NTD"),
+    "refused": npu.StatsLayout(None, "NTD"),
+}
+
+
 def test_detects_the_stats_layout(sim, request):
     with sim:
-        layout = npu.stats_layout(torch.device("npu", 0))
-    assert layout == npu.StatsLayout("TND", request.node.callspec.params["sim"])
+        layout = npu.stats_layout(torch.device("npu", 0), torch.bfloat16)
+    assert layout == LAYOUT_FOUND[request.node.callspec.params["sim"]]
+
+
+def test_fp32_keeps_to_the_default_layout(sim):
+    """With another one the operator leaves the templates that are known to be deterministic."""
+    with sim:
+        layout = npu.stats_layout(torch.device("npu", 0), torch.float32)
+    assert layout == npu.StatsLayout(None, "NTD")
+
+
+def test_errors_that_have_nothing_to_do_with_the_layout_are_not_taken_for_an_older_cann(monkeypatch):
+    references = all_references()
+
+    def out_of_memory(given):
+        raise RuntimeError("NPU out of memory")
+
+    npu.stats_layout.cache_clear()
+    device = torch.device("npu", 0)
+    with NpuSim(references | {"npu::npu_fusion_attention": out_of_memory}), pytest.raises(RuntimeError, match="memory"):
+        npu.stats_layout(device, torch.bfloat16)
 
 
 def test_wrong_stats_layout_is_seen_by_the_comparison(sim, monkeypatch, request):
     """Negative control: reading the statistics in the other layout gives wrong numbers."""
-    other = {"TND": "NTD", "NTD": "TND"}[request.node.callspec.params["sim"]]
-    monkeypatch.setattr(npu, "stats_layout", lambda device: npu.StatsLayout("TND", other))
+    found = LAYOUT_FOUND[request.node.callspec.params["sim"]]
+    wrong = npu.StatsLayout(found.argument, {"TND": "NTD", "NTD": "TND"}[found.memory])
+    monkeypatch.setattr(npu, "stats_layout", lambda device, dtype: wrong)
     layout = LAYOUTS["group"]
-    inputs = random_inputs(layout, 4, 2, 16, torch.float32)
+    inputs = random_inputs(layout, 4, 2, 16, torch.float16)
     with sim:
         found = run_npu(*inputs, layout=layout, impl="merge")
     assert (found[0].double() - run_dense(*inputs, layout=layout)[0]).abs().max() > 1e-2
@@ -84,7 +111,7 @@ def test_one_call_per_depth_and_every_operator_has_a_kernel(sim):
     layout = LAYOUTS["three groups"]
     inputs = random_inputs(layout, 4, 2, 16, torch.bfloat16)
     with sim:
-        npu.stats_layout(torch.device("npu", 0))
+        npu.stats_layout(torch.device("npu", 0), torch.bfloat16)
         sim.calls.clear()
         run_npu(*inputs, layout=layout, impl="merge", scale=0.3)
     assert sim.calls["npu::npu_fusion_attention"] == 2

@@ -1,4 +1,4 @@
-"""The real trainer on two ranks of npu tensors over cpu:gloo,npu:hccl, against one rank on the CPU.
+"""The real trainer on two and four ranks of npu tensors over cpu:gloo,npu:hccl, against one rank on the CPU.
 
 The ranks are started once for all tests; this process is the engine worker that they publish to.
 """
@@ -37,6 +37,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"devices": 2, "tensor_parallel": 2, "recompute": "none"},
     "TP2+SP": {"devices": 2, "tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"},
     "DP2": {"devices": 2, "recompute": "none"},
+    "PP2": {"devices": 2, "pipeline_parallel": 2, "recompute": "none"},
+    "TP2xPP2": {
+        "devices": 4,
+        "tensor_parallel": 2,
+        "pipeline_parallel": 2,
+        "sequence_parallel": True,
+        "recompute": "full",
+    },
 }
 
 
@@ -123,18 +131,30 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Run, d
 
 
 def receive(run: Run, layout: str) -> dict[str, torch.Tensor]:
-    """Be the engine's worker: join the stage's group and read one version into npu tensors."""
+    """Be the engine's worker: join the group of every stage and read one version into npu tensors."""
     store = run.stores[layout]
+    stages = range(LAYOUTS[layout].get("pipeline_parallel", 1))
     deadline = time.monotonic() + TIME_LIMIT_S
-    while not store.check(["manifest"]):
+    while not store.check([f"manifest/{stage}" for stage in stages]):
         assert time.monotonic() < deadline and run.healthy, f"{layout}: no manifest to receive by\n{run.logs}"
         time.sleep(0.02)
-    stage = json.loads(store.get("manifest"))
-    manifest = Manifest.from_json(stage["manifest"])
+    announced = [json.loads(store.get(f"manifest/{stage}")) for stage in stages]
     with NpuSim(all_references()):
-        name = transport.epoch_name(stage["name"], EPOCH)
-        group = transport.join_group("127.0.0.1", store.port, name, 1, 2, "hccl", 30.0, f"receiver of {layout}")
-        receiver = Receiver([manifest], [group], 1, torch.device("npu", 0), 30.0)
+        groups = [
+            transport.join_group(
+                "127.0.0.1",
+                store.port,
+                transport.epoch_name(stage["name"], EPOCH),
+                1,
+                2,
+                "hccl",
+                30.0,
+                f"receiver of {layout}",
+            )
+            for stage in announced
+        ]
+        manifests = [Manifest.from_json(stage["manifest"]) for stage in announced]
+        receiver = Receiver(manifests, groups, 1, torch.device("npu", 0), 30.0)
         tensors = dict(receiver.receive(ITERATIONS))
         assert {tensor.device.type for tensor in tensors.values()} == {"npu"}
         tensors = {name: tensor.cpu() for name, tensor in tensors.items()}

@@ -44,7 +44,7 @@ def is_installed() -> bool:
     if not _has_megatron_training():
         raise UserError(
             "run.device: npu: MindSpeed is installed but needs megatron.training, which megatron-core's package lacks; put a "
-            "Megatron-LM checkout at core_v0.12.1 on PYTHONPATH, or uninstall mindspeed to run without it"
+            "Megatron-LM checkout of its core version on PYTHONPATH, or uninstall mindspeed to run without it"
         )
     return True
 
@@ -74,7 +74,8 @@ def activate() -> None:
     for path, original in originals.items():
         if _resolve(path) is not original:
             raise PaNpuError(
-                f"MindSpeed: its patch of {path} could not be undone, and it changes results; use MindSpeed for core r0.12.1"
+                f"MindSpeed: its patch of {path} could not be undone, and it changes results; use its 26.1.0_core_r0.12.1 or "
+                "core_r0.16.0"
             )
 
 

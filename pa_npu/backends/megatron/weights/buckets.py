@@ -23,7 +23,7 @@ from pa_npu.backends.megatron.weights.hf_map import (
     standard_parameters,
 )
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.preflight import check_tensor_division
+from pa_npu.planning.model_rules import check_tensor_division
 from pa_npu.publish import transport
 from pa_npu.publish.manifest import Bucket, Manifest, Segment
 

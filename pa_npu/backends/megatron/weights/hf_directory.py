@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
 from pa_npu.backends.megatron.weights.hf_map import standard_parameters
 from pa_npu.errors import PaNpuError
-from pa_npu.families.hf_checkpoint import INDEX_FILE, SINGLE_FILE
+from pa_npu.families.model_directory import INDEX_FILE, SINGLE_FILE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish import transport
 from pa_npu.publish.manifest import Assembler, Manifest

@@ -11,6 +11,8 @@ part of it, and tensor parallelism (TP) keeps it complete on each rank or cuts i
     embed_tokens, lm_head           word_embeddings, output_layer                 0 (vocabulary)
     norms                           *layernorm                                    not cut
 
+Names and shapes are the family's (`families.dense`), which states them by role; this file knows where Megatron keeps each role.
+
 So a rank can produce its shard of every HF tensor alone, and the shards of all ranks, put side by side, are the tensor.
 
 Vocabulary padding: embedding and output rows are padded to a multiple of TP (`HfTensor.local_size`), so that every rank
@@ -34,7 +36,7 @@ from pa_npu.errors import DataError
 from pa_npu.families.dense import LayerRole, OuterRole
 from pa_npu.families.hf_checkpoint import HfCheckpoint
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.preflight import check_tensor_division
+from pa_npu.planning.model_rules import check_tensor_division
 
 Part = Literal["whole", "q", "k", "v", "gate", "up"]
 

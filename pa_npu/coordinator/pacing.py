@@ -1,0 +1,48 @@
+"""Follows an iteration's schedule in real time: waits for the turn of the next group, and says what windows engines have."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+from pa_npu.dispatch.schedule import Dispatching, Schedule
+
+
+class Pace:
+    """One iteration, from its construction on. `turn` and `dispatched` are for one task; the others for any."""
+
+    def __init__(self, schedule: Schedule, num_engines: int) -> None:
+        self.schedule = schedule
+        self._dispatching = Dispatching(schedule, num_engines)
+        self._start_s = time.perf_counter()
+        self._completed = asyncio.Event()
+
+    async def turn(self) -> None:
+        """Until the next group may be dispatched, if an engine has room. Groups in flight end by their own deadlines, and with
+        none in flight the next one may go, so this wait has an end too."""
+        while True:
+            self._completed.clear()
+            wait_s = self._dispatching.ready_at() - self._now_s()
+            if wait_s <= 0:
+                return
+            try:
+                await asyncio.wait_for(self._completed.wait(), None if wait_s == math.inf else wait_s)
+            except asyncio.TimeoutError:
+                return
+
+    def dispatched(self) -> None:
+        """The next group has been given to an engine."""
+        self._dispatching.dispatched()
+
+    def completed(self) -> None:
+        """A group's last response is there."""
+        self._dispatching.completed(self._now_s())
+        self._completed.set()
+
+    def window(self, engine: str) -> int:
+        """Sequences that the engine may have in flight now."""
+        return self._dispatching.window(engine)
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._start_s

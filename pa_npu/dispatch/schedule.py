@@ -1,0 +1,133 @@
+"""An iteration's schedule: in which order its groups go out, how many at a time on each engine, and when.
+
+A schedule is decided at the border, before the first group (pa_npu/planning/iteration_model), and followed by the coordinator
+and, in virtual time, by the model that it was chosen with: both through Dispatching, which has no clock and waits for nothing.
+
+Three things keep groups from going out at once:
+
+  order     the permutation of the iteration's indices in which they go
+  windows   sequences that an engine may have in flight, which may change with the number of groups dispatched so far
+  turns     "not before so many groups are complete, and so many seconds after the last of these": with equal lengths all groups
+            that begin together end together, so they begin one after another, as fast as trainers will take them
+
+What is sampled follows from a group's index, so a schedule changes times and, with schedule.order=completion, slots, never a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Sequences in flight per engine, for groups from the from_group-th dispatched on; `others`: engines that are not named."""
+
+    sequences: Mapping[str, int]
+    others: int
+    from_group: int = 0
+
+    def of(self, engine: str) -> int:
+        return self.sequences.get(engine, self.others)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """When a group may go: delay_s after the `after`-th completion, or, with after=0, after the iteration's beginning."""
+
+    after: int
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """order: indices in order of dispatch. windows: by rising from_group, the first from 0. turns: of the first groups in order.
+
+    name: what the log and the record call it. Groups beyond `order` (replacements) follow it as they come, without turns.
+    """
+
+    name: str
+    order: tuple[int, ...]
+    windows: tuple[Windows, ...]
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def largest_window(self) -> int:
+        """The most sequences that an engine may have in flight at any time."""
+        return max(max((*windows.sequences.values(), windows.others)) for windows in self.windows)
+
+
+@dataclass
+class Dispatching:
+    """One iteration's progress against its schedule. Seconds count from the iteration's beginning.
+
+    num_engines: that serve. Where fewer groups than engines are in flight the next one goes whatever its turn: an engine that
+    stands idle is never of use, and a plan that was wrong about its speed can so not stop the iteration.
+    """
+
+    schedule: Schedule
+    num_engines: int
+    num_dispatched: int = 0
+    _completed_s: list[float] = field(default_factory=list)
+    _level: int = 0  # of the windows in force
+
+    def dispatched(self) -> None:
+        """The next group has been given to an engine."""
+        self.num_dispatched += 1
+        windows = self.schedule.windows
+        while self._level + 1 < len(windows) and windows[self._level + 1].from_group <= self.num_dispatched:
+            self._level += 1
+
+    def completed(self, at_s: float) -> None:
+        """A group's last response is there."""
+        self._completed_s.append(at_s)
+
+    def ready_at(self) -> float:
+        """When the next group may go, if an engine has room: a time, which may be past, or inf: not before another completes."""
+        if self.num_dispatched >= len(self.schedule.turns):
+            return 0.0
+        num_completed = len(self._completed_s)
+        if self.num_dispatched - num_completed < self.num_engines:
+            return 0.0
+        turn = self.schedule.turns[self.num_dispatched]
+        if num_completed < turn.after:
+            return math.inf
+        return turn.delay_s + (self._completed_s[turn.after - 1] if turn.after else 0.0)
+
+    def window(self, engine: str) -> int:
+        """Sequences that the engine may have in flight with the next group."""
+        return self.schedule.windows[self._level].of(engine)
+
+
+class Load(Protocol):
+    """What an engine has in flight: sequences, and the tokens that are expected of them."""
+
+    @property
+    def in_flight_sequences(self) -> int: ...
+
+    @property
+    def in_flight_tokens(self) -> float: ...
+
+
+def engine_with_room(loads: Mapping[str, Load], sequences: int, window: Callable[[str], int]) -> str | None:
+    """The engine for `sequences` more: among those with room the one with the fewest tokens in flight for its window.
+
+    An engine with twice the window is one that is twice as fast, so it is as full with twice the tokens. An idle engine takes
+    anything, so that a group larger than the window still runs. None: no engine has room.
+    """
+    best, least = None, math.inf
+    for name, load in loads.items():
+        limit = window(name)
+        if load.in_flight_sequences and load.in_flight_sequences + sequences > limit:
+            continue
+        fill = load.in_flight_tokens / max(1, limit)
+        if fill < least:
+            best, least = name, fill
+    return best
+
+
+def same_windows(engines: Sequence[str], sequences: int, from_group: int = 0) -> Windows:
+    """One window for all engines."""
+    return Windows(dict.fromkeys(engines, sequences), sequences, from_group)

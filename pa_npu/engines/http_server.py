@@ -1,0 +1,52 @@
+"""What every engine's HTTP server does beside its work: it asks for the API key and says who answers. Standard library only.
+
+Every path but /health wants the key, which is the environment's VLLM_API_KEY and travels as `Authorization: Bearer KEY`.
+Every answer carries two headers, so that whoever asks need not believe its own records (I1):
+
+    pa-instance         random per start: after a restart an engine has the weights of its model directory again
+    pa-weight-version   of the weights loaded last; `none` before, and while or after a load that did not succeed;
+                        `changed` where it was another one when the request came
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+from collections.abc import Iterable
+
+KEY_VARIABLE = "VLLM_API_KEY"
+OPEN_PATH = "/health"
+REFUSAL = (
+    json.dumps({"error": {"message": f"send this engine's API key: Authorization: Bearer ${KEY_VARIABLE}"}}) + "\n"
+)
+
+INSTANCE_HEADER = "pa-instance"
+VERSION_HEADER = "pa-weight-version"
+NO_VERSION = "none"
+CHANGED_VERSION = "changed"
+
+
+def authorised(authorization: Iterable[bytes], key: str) -> bool:
+    """Whether the one Authorization header of a request carries the key; takes the same time for every wrong key."""
+    values = list(authorization)
+    if len(values) != 1 or not key:
+        return False
+    scheme, _, sent = values[0].partition(b" ")
+    return scheme.lower() == b"bearer" and hmac.compare_digest(sent, key.encode())
+
+
+class Identity:
+    """Which start of an engine this is, and the weight version that it holds."""
+
+    def __init__(self) -> None:
+        self.instance = secrets.token_hex(8)
+        self.version: int | None = None
+
+    def headers(self, version_before: int | None) -> dict[str, str]:
+        """Of an answer. version_before: what `version` was when the request came."""
+        version = NO_VERSION if self.version is None else str(self.version)
+        return {
+            INSTANCE_HEADER: self.instance,
+            VERSION_HEADER: version if version_before == self.version else CHANGED_VERSION,
+        }

@@ -1,0 +1,96 @@
+"""The kinds of engines by rollout.backend, and what launcher and coordinator ask of a kind: its command, its client, its checks.
+
+A kind of your own: write a module with an EngineKind in it and set rollout.backend=module:NAME.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pa_npu
+from pa_npu.config.schema import Config
+from pa_npu.config.sections import RolloutConfig
+from pa_npu.engines.protocol import RolloutEngine
+from pa_npu.errors import ConfigError
+from pa_npu.families.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """argv[0] is the interpreter; env holds what must be set on top of the inherited environment.
+
+    scratch_env: the variable in which the server finds a directory of its own, which goes with it; None where it needs none.
+    """
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    scratch_env: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """Everything that is particular to a kind of engine. Its server must do what pa_npu.engines.http_server says.
+
+    command: how to start engine `index` on `port`. Raises ConfigError when the model and the configuration cannot go together,
+        UserError when the installed engine is not supported.
+    client: for the engine at a URL; the integer is the size of the vocabulary, the string the API key.
+    check_keys: that the configuration asks for nothing that the kind cannot do, on any machine; raises ConfigError.
+    check: that the engines' interpreter can run it as configured; raises UserError.
+    describe: what the engines' interpreter has, in words, and what is missing in one line, if anything is.
+    served_model: the model directory that the engine at a URL was started with, asked with an API key. Raises OSError,
+        ValueError, LookupError or TypeError when it does not say.
+    """
+
+    command: Callable[[Config, ModelSpec, int, int], EngineCommand]
+    client: Callable[[str, int, str | None], RolloutEngine]
+    check_keys: Callable[[Config], None]
+    check: Callable[[Config], None]
+    describe: Callable[[Config | None], tuple[str, str | None]]
+    served_model: Callable[[str, str], str]
+
+
+# Modules, because they are imported where they are used only.
+_KINDS = {"vllm": "pa_npu.engines.vllm.kind:VLLM", "transformers": "pa_npu.engines.transformers.kind:TRANSFORMERS"}
+
+DEFAULT_BACKEND = str(RolloutConfig.model_fields["backend"].default)
+
+
+def engine_kind(backend: str) -> EngineKind:
+    """The kind that rollout.backend names. Raises ConfigError when there is none."""
+    if backend not in _KINDS and ":" not in backend:
+        raise ConfigError(
+            f"rollout.backend: {backend!r} is none of {', '.join(_KINDS)} and not module:NAME; use one of these"
+        )
+    module, _, name = _KINDS.get(backend, backend).partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a user's module may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ConfigError(
+            f"rollout.backend: {backend} cannot be imported ({reason}); name an importable module:NAME"
+        ) from None
+    if not isinstance(kind, EngineKind):
+        raise ConfigError(f"rollout.backend: {backend} is no EngineKind; see pa_npu/engines/registry.py")
+    return kind
+
+
+def import_path(config: Config, python: str) -> str | None:
+    """Directory from which an engine's interpreter can import pa_npu; None when it can already.
+
+    Never a whole site-packages: its torch would shadow that of an engine with an environment of its own.
+    """
+    package = Path(pa_npu.__file__).resolve().parent
+    if package.parent.name not in ("site-packages", "dist-packages"):
+        return str(package.parent)
+    if python == sys.executable:
+        return None
+    directory = Path(config.run.dir).resolve() / "engine_path"
+    directory.mkdir(parents=True, exist_ok=True)
+    link = directory / package.name
+    if not link.is_symlink():
+        link.symlink_to(package, target_is_directory=True)
+    return str(directory)

@@ -1,0 +1,115 @@
+"""TransformersEngine: the coordinator's client of one transformers engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pa_npu.engines.answers import checked_generation, excerpt
+from pa_npu.engines.http_client import HttpEngine
+from pa_npu.engines.protocol import (
+    EngineCapabilities,
+    EngineError,
+    Generation,
+    LoadedWeights,
+    Sampling,
+    WeightGroups,
+)
+from pa_npu.engines.transformers.messages import (
+    GenerateAnswer,
+    GenerateRequest,
+    InfoAnswer,
+    JoinRequest,
+    LoadRequest,
+    WeightsAnswer,
+)
+
+T = TypeVar("T")
+
+
+class TransformersEngine(HttpEngine):
+    """RolloutEngine over the paths of pa_npu.engines.transformers.server."""
+
+    def _ask(self, prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling) -> tuple[str, bytes]:
+        stops = [] if sampling.ignore_eos else list(sampling.stop_token_ids)
+        request = GenerateRequest(
+            prompt_tokens.tolist(),
+            n,
+            seed,
+            sampling.max_tokens,
+            sampling.temperature,
+            stops,
+            sampling.ignore_eos,
+            sampling.logprobs,
+        )
+        return "/generate", msgspec.json.encode(request)
+
+    def _answer(
+        self, data: bytes, n: int, sampling: Sampling, version: int | None, instance: str | None
+    ) -> list[Generation]:
+        responses = self._decode(data, GenerateAnswer).responses
+        if len(responses) != n:
+            raise EngineError(f"engine {self.name}: {len(responses)} responses, but {n} were asked for")
+        return [
+            checked_generation(
+                number,
+                response.tokens,
+                response.logprobs,
+                response.text,
+                response.finish_reason,
+                sampling,
+                self._vocab_size,
+                self.name,
+                version,
+                instance,
+            )
+            for number, response in enumerate(responses)
+        ]
+
+    async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
+        request = JoinRequest(
+            *connection.store,
+            connection.first_rank,
+            connection.world_size,
+            [dict(stage) for stage in connection.stages],
+            connection.backend,
+            connection.timeout_s,
+        )
+        await self._request("POST", "/join", msgspec.json.encode(request), deadline_s)
+
+    async def _load(self, version: int, deadline_s: float) -> tuple[LoadedWeights, Mapping[str, str]]:
+        data, headers = await self._request("POST", "/load", msgspec.json.encode(LoadRequest(version)), deadline_s)
+        return self._loaded(data), headers
+
+    async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:
+        data, _ = await self._request("GET", "/weights", None, deadline_s)
+        return self._loaded(data)
+
+    def _loaded(self, data: bytes) -> LoadedWeights:
+        answer = self._decode(data, WeightsAnswer)
+        return LoadedWeights(tuple(answer.versions), tuple(tuple(digests) for digests in answer.digests))
+
+    async def _reset(self, deadline_s: float) -> bool:
+        return True  # it keeps no prefixes beyond a request
+
+    async def _capabilities(self, deadline_s: float) -> EngineCapabilities:
+        data, _ = await self._request("GET", "/info", None, deadline_s)
+        info = self._decode(data, InfoAnswer)
+        return EngineCapabilities(
+            "transformers",
+            info.version,
+            self._instance,
+            num_workers=1,
+            max_num_seqs=info.max_num_seqs,
+            prefix_cache=False,
+        )
+
+    def _decode(self, data: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise EngineError(f"engine {self.name}: answer is malformed ({error}): {excerpt(data)}") from None

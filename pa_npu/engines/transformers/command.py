@@ -1,0 +1,65 @@
+"""The command that starts a transformers engine, and what of the configuration it cannot do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+from pa_npu import platform
+from pa_npu.config.schema import Config
+from pa_npu.config.sections import RolloutConfig
+from pa_npu.engines.registry import EngineCommand, import_path
+from pa_npu.errors import ConfigError
+from pa_npu.families.spec import ModelSpec
+
+SERVER = "pa_npu.engines.transformers.server"
+
+
+def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> EngineCommand:
+    """How to start engine `index` (0 .. rollout.engines - 1) on `port`. Raises ConfigError.
+
+    The API key, without which it refuses every request, is the environment's VLLM_API_KEY: command lines are public on a machine.
+    """
+    check_keys(config)
+    python = config.rollout.python or sys.executable
+    total = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if total > spec.max_positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {config.data.max_prompt_tokens} + "
+            f"{config.rollout.max_response_tokens} exceeds the model's {spec.max_positions} positions; lower one of them"
+        )
+    argv = [
+        *(python, "-m", SERVER),
+        *("--model", spec.path),
+        *("--host", config.placement.address),
+        *("--port", str(port)),
+        *("--dtype", config.model.dtype),
+        *("--device", config.run.device),
+        *("--max-model-len", str(total)),
+        *("--max-num-seqs", str(config.rollout.max_num_seqs)),
+    ]
+    device = platform.get(config.run.device)
+    env = {"TOKENIZERS_PARALLELISM": "false", **device.environment("engine")}
+    if device.visible_devices_env is None:
+        env["OMP_NUM_THREADS"] = "1"  # a device is one core
+    if path := import_path(config, python):
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
+    return EngineCommand(tuple(argv), env | config.rollout.env)
+
+
+def check_keys(config: Config) -> None:
+    """Raises ConfigError for a key that would be read by nothing."""
+    for problem in _unread_keys(config.rollout):
+        raise ConfigError(f"rollout.{problem}, or take rollout.backend=vllm")
+
+
+def _unread_keys(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.tensor_parallel > 1:
+        yield f"tensor_parallel: {rollout.tensor_parallel}: the transformers engine computes on one device; set it to 1"
+    if rollout.extra_args:
+        yield f"extra_args: the transformers engine knows no {rollout.extra_args[0]}; remove the key"
+    if rollout.graph_mode:
+        yield "graph_mode: the transformers engine computes eagerly; set it to false"
+    if rollout.expandable_segments is not None:
+        yield "expandable_segments: the transformers engine leaves its allocator as it is; remove the key"

@@ -1,0 +1,86 @@
+"""One response, token by token, from a Hugging Face model: what it samples depends on weights, prompt and seed, on nothing else.
+
+Every forward pass has a batch of one: kernels choose their order of additions by shape, so that only equal shapes give equal bits.
+A prompt is prefilled once for all its responses, which start from copies of its keys and values.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a request wants: as pa_npu.engines.protocol.Sampling, with the tokens that end a response and how many fit."""
+
+    max_tokens: int
+    temperature: float
+    end_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt's keys and values, and the scores of the token after it, fp32 [vocabulary]."""
+
+    cache: Any
+    scores: torch.Tensor
+
+
+@dataclass
+class Response:
+    """A response in the making; finish_reason is None until it ends."""
+
+    wish: Wish
+    generator: torch.Generator
+    cache: Any
+    scores: torch.Tensor
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Decoder:
+    """Generates with `model`, a causal language model on `device`."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+
+    def prefill(self, prompt: Sequence[int]) -> Prefilled:
+        return Prefilled(*self._forward(prompt, None))
+
+    def begin(self, prefilled: Prefilled, seed: int, wish: Wish) -> Response:
+        generator = torch.Generator().manual_seed(seed)
+        return Response(wish, generator, copy.deepcopy(prefilled.cache), prefilled.scores)
+
+    def step(self, response: Response) -> None:
+        """One more token, with its log-prob under the distribution it was sampled from."""
+        wish = response.wish
+        if wish.temperature == 0.0:
+            logprobs = torch.log_softmax(response.scores, dim=-1)
+            token = int(logprobs.argmax())
+        else:
+            logprobs = torch.log_softmax(response.scores / wish.temperature, dim=-1)
+            token = int(torch.multinomial(logprobs.exp(), 1, generator=response.generator))
+        response.tokens.append(token)
+        response.logprobs.append(float(logprobs[token]))
+        if token in wish.end_token_ids:
+            response.finish_reason = "stop"
+        elif len(response.tokens) == wish.max_tokens:
+            response.finish_reason = "length"
+        if response.finish_reason is not None:
+            response.cache = None
+            return
+        response.cache, response.scores = self._forward([token], response.cache)
+
+    @torch.inference_mode()
+    def _forward(self, tokens: Sequence[int], cache: Any) -> tuple[Any, torch.Tensor]:
+        """Keys and values after `tokens`, and the scores of the next one on the host, whose generators all devices share."""
+        ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self._device)
+        output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return output.past_key_values, output.logits[0, -1].float().cpu()

@@ -1,0 +1,65 @@
+"""What the transformers engine and its client say to each other: one JSON object per request and answer, checked on both sides."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+
+
+class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Response i follows from seed + i."""
+
+    prompt: Annotated[list[int], msgspec.Meta(min_length=1)]
+    n: Count
+    seed: Seed
+    max_tokens: Count
+    temperature: Annotated[float, msgspec.Meta(ge=0)]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    logprobs: bool
+
+
+class GeneratedResponse(msgspec.Struct):
+    tokens: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: str
+
+
+class GenerateAnswer(msgspec.Struct):
+    responses: list[GeneratedResponse]
+
+
+class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """As pa_npu.engines.protocol.WeightGroups."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    stages: list[dict[str, Any]]
+    backend: str
+    timeout_s: float
+
+
+class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
+    version: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class WeightsAnswer(msgspec.Struct):
+    """Per worker, of which there is one."""
+
+    versions: list[int | None]
+    digests: list[list[str]]
+
+
+class InfoAnswer(msgspec.Struct):
+    """model: the directory that the engine was started with. version: of the software."""
+
+    model: str
+    version: str
+    max_num_seqs: int

@@ -1,0 +1,238 @@
+"""The engine's process: a Hugging Face model behind HTTP.
+
+    python -m pa_npu.engines.transformers.server --model DIRECTORY --host 127.0.0.1 --port 8000
+
+    GET  /health      open to all                  GET  /info        what it is
+    POST /generate    responses to a prompt        GET  /weights     the version it holds
+    POST /join        the trainers' groups         POST /load        receive and load a version; nothing may be in flight
+
+Paths but /health want the API key of the environment's VLLM_API_KEY; without one it refuses everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.metadata
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import torch
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from pa_npu import platform
+from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, Identity, authorised
+from pa_npu.engines.transformers.decoding import Decoder, Response, Wish
+from pa_npu.engines.transformers.messages import (
+    GenerateAnswer,
+    GeneratedResponse,
+    GenerateRequest,
+    InfoAnswer,
+    JoinRequest,
+    LoadRequest,
+    WeightsAnswer,
+)
+from pa_npu.engines.transformers.scheduler import Busy, Scheduler
+from pa_npu.engines.transformers.weights import WeightReceiver
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_LARGEST_REQUEST_BYTES = 2**26
+
+
+class Refused(Exception):
+    """A request that cannot be served; the message says why."""
+
+
+class Server:
+    """tokenizer: for the text of responses. limits: of a sequence, prompt and response together, and of sequences in flight."""
+
+    def __init__(
+        self,
+        path: str,
+        model: Any,
+        tokenizer: Any,
+        device: torch.device,
+        api_key: str,
+        max_model_len: int,
+        max_num_seqs: int,
+    ) -> None:
+        self._path = path
+        self._tokenizer = tokenizer
+        self._api_key = api_key
+        self._max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self._end_token_ids = _end_token_ids(model.config)
+        self._identity = Identity()
+        self._digests: tuple[str, ...] = ()
+        self._weights = WeightReceiver(model, device)
+        self._scheduler = Scheduler(Decoder(model, device), max_num_seqs)
+
+    def app(self) -> web.Application:
+        app = web.Application(
+            client_max_size=_LARGEST_REQUEST_BYTES, middlewares=[self._guard, self._sign, self._explain]
+        )
+        app.router.add_get(OPEN_PATH, self._health)
+        app.router.add_get("/info", self._info)
+        app.router.add_get("/weights", self._loaded)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/join", self._join)
+        app.router.add_post("/load", self._load)
+        return app
+
+    def close(self) -> None:
+        self._scheduler.close()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        sent = [value.encode("utf-8", "surrogateescape") for value in request.headers.getall("Authorization", [])]
+        if request.path == OPEN_PATH or authorised(sent, self._api_key):
+            return await handler(request)
+        return web.Response(status=401, text=REFUSAL, content_type="application/json")
+
+    @web.middleware
+    async def _sign(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        version = self._identity.version
+        response = await handler(request)
+        loads = request.path == "/load"
+        response.headers.update(self._identity.headers(self._identity.version if loads else version))
+        return response
+
+    @web.middleware
+    async def _explain(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """What goes wrong, in words: 4xx is the request's fault, 5xx the engine's."""
+        try:
+            return await handler(request)
+        except (Refused, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            return web.Response(status=400, text=str(error))
+        except Busy as error:
+            return web.Response(status=409, text=str(error))
+        except web.HTTPException as error:
+            return web.Response(status=error.status, text=error.text or "")
+        except Exception as error:
+            return web.Response(status=500, text=f"{type(error).__name__}: {error}")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self._scheduler.alive else 500)
+
+    async def _info(self, request: web.Request) -> web.Response:
+        version = importlib.metadata.version("transformers")
+        return _json(InfoAnswer(self._path, f"transformers {version}", self._max_num_seqs))
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        asked = msgspec.json.decode(await request.read(), type=GenerateRequest)
+        room = self._max_model_len - len(asked.prompt)
+        if room < 1:
+            raise Refused(
+                f"the prompt has {len(asked.prompt)} tokens, but the maximum context length is {self._max_model_len}"
+            )
+        if not all(0 <= token < self._vocab_size for token in asked.prompt):
+            raise Refused(f"the prompt has token ids outside of the vocabulary of {self._vocab_size}")
+        ends = frozenset() if asked.ignore_eos else self._end_token_ids | frozenset(asked.stop_token_ids)
+        wish = Wish(min(asked.max_tokens, room), asked.temperature, ends)
+        seeds = range(asked.seed, asked.seed + asked.n)
+        responses = await asyncio.wrap_future(self._scheduler.generate(asked.prompt, seeds, wish))
+        return _json(GenerateAnswer([self._answer(response, asked.logprobs) for response in responses]))
+
+    def _answer(self, response: Response, with_logprobs: bool) -> GeneratedResponse:
+        stopped = response.finish_reason == "stop"
+        text = self._tokenizer.decode(response.tokens[: -1 if stopped else None], skip_special_tokens=True)
+        logprobs = response.logprobs if with_logprobs else []
+        return GeneratedResponse(response.tokens, logprobs, text, str(response.finish_reason))
+
+    async def _loaded(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.wrap_future(self._scheduler.call(self._held)))
+
+    def _held(self) -> WeightsAnswer:
+        return WeightsAnswer([self._identity.version], [list(self._digests)] if self._digests else [])
+
+    async def _join(self, request: web.Request) -> web.Response:
+        asked = msgspec.json.decode(await request.read(), type=JoinRequest)
+        joined = self._scheduler.call(
+            lambda: self._weights.join(
+                *(asked.host, asked.port, asked.rank, asked.world_size, asked.stages, asked.backend, asked.timeout_s)
+            ),
+            alone=True,
+        )
+        await asyncio.wrap_future(joined)
+        return web.Response()
+
+    async def _load(self, request: web.Request) -> web.Response:
+        version = msgspec.json.decode(await request.read(), type=LoadRequest).version
+
+        def load() -> WeightsAnswer:
+            self._identity.version, self._digests = None, ()
+            self._digests = self._weights.load(version)
+            self._identity.version = version
+            return self._held()
+
+        return _json(await asyncio.wrap_future(self._scheduler.call(load, alone=True)))
+
+
+def _json(answer: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+
+
+def _end_token_ids(config: Any) -> frozenset[int]:
+    ids = config.get_text_config().eos_token_id
+    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
+
+
+@asynccontextmanager
+async def serving(server: Server, host: str, port: int) -> AsyncIterator[str]:
+    """Serves in the running event loop and yields the URL; port 0 takes a free one."""
+    # a request ends with its connection
+    runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        yield f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+        server.close()
+
+
+def load_server(
+    path: str, dtype: str, device: torch.device, api_key: str, max_model_len: int, max_num_seqs: int
+) -> Server:
+    """A server with the model and the tokenizer of an HF directory."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype], attn_implementation="eager")
+    model = model.to(device).eval().requires_grad_(False)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return Server(path, model, tokenizer, device, api_key, max_model_len, max_num_seqs)
+
+
+async def _serve_forever(server: Server, host: str, port: int) -> None:
+    async with serving(server, host, port) as url:
+        print(f"engine ready: {url}", flush=True)
+        await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", required=True, help="HF model directory")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one; the URL is printed")
+    parser.add_argument("--dtype", choices=_DTYPES, default="fp32")
+    parser.add_argument("--device", default="cpu", help="npu, cuda or cpu")
+    parser.add_argument("--max-model-len", type=int, required=True, help="tokens of a prompt and its response")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="responses in flight; further ones wait")
+    args = parser.parse_args()
+    device = platform.get(args.device)
+    device.set_device(0)
+    device.set_deterministic(True)
+    key = os.environ.get(KEY_VARIABLE, "")
+    server = load_server(args.model, args.dtype, device.device(0), key, args.max_model_len, args.max_num_seqs)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve_forever(server, args.host, args.port))
+
+
+if __name__ == "__main__":
+    main()

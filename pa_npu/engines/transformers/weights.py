@@ -1,0 +1,76 @@
+"""Weights from the trainers into a Hugging Face model, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pa_npu.publish.receiver import Receiver
+from pa_npu.publish.transport import WeightSyncError
+
+
+class WeightReceiver:
+    """The engine's end of publishes: the one worker of this engine."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._receiver: Receiver | None = None
+
+    def join(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        stages: list[dict[str, Any]],
+        backend: str,
+        timeout_s: float,
+    ) -> None:
+        """Join the groups of `stages` as `rank`, after leaving those of before."""
+        self.close()
+        config: Any = self._model.config
+        self._receiver = Receiver.join(
+            (host, port),
+            stages,
+            rank=rank,
+            world_size=world_size,
+            backend=backend,
+            device=self._device,
+            timeout_s=timeout_s,
+            model=config.get_text_config(),
+        )
+
+    @torch.no_grad()
+    def load(self, version: int) -> tuple[str, ...]:
+        """Receive `version` and load it; returns the digests of what each stage sent. Raises WeightSyncError.
+
+        On any error some weights may be new and others old: the model holds no version then.
+        """
+        if self._receiver is None:
+            raise WeightSyncError("this engine has no connection to the trainer; it must join the groups first")
+        parameters = dict(self._model.named_parameters())  # a head that is tied to the embedding is not among them
+        missing = set(parameters)
+        for name, tensor in self._receiver.receive(version):
+            parameter = parameters.get(name)
+            if parameter is None or parameter.shape != tensor.shape:
+                found = "no such parameter" if parameter is None else f"shape {list(parameter.shape)}"
+                raise WeightSyncError(
+                    f"weight version {version}: the trainer sent {name} with shape {list(tensor.shape)}, but the engine has "
+                    f"{found}; engine and trainer must be given the same model directory"
+                )
+            parameter.copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise WeightSyncError(
+                f"weight version {version}: the trainer sent no weights for {len(missing)} parameter(s) of the engine, the "
+                f"first is {min(missing)!r}; engine and trainer must be given the same model directory"
+            )
+        return self._receiver.digests
+
+    def close(self) -> None:
+        """Leave the groups, if any."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None

@@ -1,0 +1,50 @@
+"""What launcher and coordinator ask of vLLM engines: the row of the registry."""
+
+from __future__ import annotations
+
+import sys
+
+from pa_npu.config.schema import Config
+from pa_npu.engines.http_client import directory_in, get_json
+from pa_npu.engines.registry import EngineKind
+from pa_npu.engines.vllm.arguments import check_extra_arguments
+from pa_npu.engines.vllm.client import VllmEngine
+from pa_npu.engines.vllm.command import server_command
+from pa_npu.engines.vllm.versions import cann_problem, engine_version, environment, installed, select
+from pa_npu.errors import UserError
+from pa_npu.platform.cann import cann_version
+
+
+def check_keys(config: Config) -> None:
+    """All keys are vLLM's; what a release cannot do is found with its version."""
+
+
+def check(config: Config) -> None:
+    """The engines' interpreter has a vLLM of a supported version that can do what is configured, for the CANN here."""
+    version = engine_version(config)
+    environment(config, version)
+    problem = cann_problem(version, cann_version())
+    if problem:
+        raise UserError(f"rollout.python: {problem}")
+    check_extra_arguments(config)
+
+
+def describe(config: Config | None) -> tuple[str, str | None]:
+    """vLLM's version in the engines' interpreter with its row in the table, and what is missing."""
+    python = config.rollout.python if config else None
+    interpreter = python or sys.executable
+    try:
+        found = installed(python)
+        row = select(found, config.run.device if config else "auto", interpreter)
+    except UserError as error:
+        return f"none that is supported in {interpreter}", str(error)
+    names = ", ".join(f"{name} {version}" for name, version in found.items())
+    return f"{names} ({row.name}, for {row.device}; {interpreter})", cann_problem(row, cann_version())
+
+
+def served_model(url: str, key: str) -> str:
+    """The model directory that a running engine was started with."""
+    return directory_in(get_json(f"{url}/v1/models", key), "data", 0, "root")
+
+
+VLLM = EngineKind(server_command, VllmEngine, check_keys, check, describe, served_model)

@@ -1,0 +1,169 @@
+"""What a model directory's small files and headers tell in a second, checked before anything starts: one line per fault.
+
+    check_weights(spec)                 every tensor of the model is there once, in its shape, in a type that can be trained
+    check_end_tokens(spec)              the end tokens, of generation_config.json too, are in the vocabulary
+    check_tokenizer(spec, tokenizer)    so are all of the tokenizer's
+    check_plain_files(directory)        nothing that is going to be read is a pipe, a device or absurdly large
+
+Nothing of the weights themselves is read. All raise DataError.
+"""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+from pa_npu.errors import DataError
+from pa_npu.families.config_json import read_json_object, token_ids
+from pa_npu.families.safetensors_header import StoredTensor, read_header
+from pa_npu.families.spec import ModelSpec
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_LARGEST_INDEX_BYTES = 64 * 2**20
+# A tokenizer.json with a vocabulary of 250,000 has some 30 MiB.
+_LARGEST_SMALL_FILE_BYTES = 256 * 2**20
+_SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
+_TRAINABLE = ("F64", "F32", "F16", "BF16")
+# Old conversions store the rotary frequencies, which follow from config.json.
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+
+
+def check_plain_files(directory: str | Path) -> None:
+    for pattern in _SMALL_FILES:
+        for file in sorted(Path(directory).glob(pattern)):
+            try:
+                status = file.stat()
+            except OSError as error:
+                raise DataError(
+                    f"model.path: {file} cannot be read ({error.strerror}); complete the download"
+                ) from None
+            if not stat.S_ISREG(status.st_mode):
+                raise DataError(f"model.path: {file} is not a regular file; restore it from the model's source")
+            if status.st_size > _LARGEST_SMALL_FILE_BYTES:
+                raise DataError(
+                    f"model.path: {file} has {status.st_size} bytes, more than any file of its kind; restore it from the "
+                    f"model's source"
+                )
+
+
+def weight_files(directory: str | Path) -> dict[str, str]:
+    """Tensor name -> file name, as the index says; where there is none, the names in model.safetensors.
+
+    Raises DataError where both are missing, the index is malformed, or it names a file that is not there.
+    """
+    directory = Path(directory)
+    index, single = directory / INDEX_FILE, directory / SINGLE_FILE
+    if not index.exists():
+        if not single.exists():
+            raise DataError(
+                f"model.path: {directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; save the model with "
+                f"save_pretrained(..., safe_serialization=True)"
+            )
+        return dict.fromkeys(read_header(single), SINGLE_FILE)
+    weight_map = read_json_object(index, _LARGEST_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise DataError(f"model.path: {index} has no weight_map from tensors to files; restore it from its source")
+    for file in sorted(set(weight_map.values())):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise DataError(
+                f"model.path: {index} names {file!r:.100}, which is no safetensors file of this directory; restore the index "
+                f"from its source"
+            )
+        if not (directory / file).is_file():
+            raise DataError(f"model.path: {directory} lacks {file}, which its index names; complete the download")
+    return weight_map
+
+
+def check_weights(spec: ModelSpec) -> None:
+    directory = Path(spec.path)
+    named = weight_files(directory)
+    files = sorted(set(named.values()))
+    _check_other_files(directory, files)
+    stored: dict[str, StoredTensor] = {}
+    file_of: dict[str, str] = {}
+    for file in files:
+        for name, tensor in read_header(directory / file).items():
+            if name in stored:
+                raise DataError(
+                    f"model.path: tensor {name!r:.100} is in both {file_of[name]} and {file} of {directory}; remove the file that "
+                    f"does not belong to the model, and its entry in {INDEX_FILE}"
+                )
+            stored[name], file_of[name] = tensor, file
+    strays = sorted(name for name in stored.keys() | named.keys() if file_of.get(name) != named.get(name))
+    if strays:
+        where, said = file_of.get(strays[0], "no file"), named.get(strays[0], "no file")
+        raise DataError(
+            f"model.path: {directory}: tensor {strays[0]!r:.100} is in {where}, but {INDEX_FILE} says {said}; restore the index "
+            f"from its source"
+        )
+    _check_tensors(spec, stored)
+
+
+def _check_other_files(directory: Path, files: list[str]) -> None:
+    """Engines read every safetensors file of a directory without an index."""
+    if (directory / INDEX_FILE).exists():
+        return
+    others = sorted(file.name for file in directory.glob("*.safetensors") if file.name not in files)
+    if others:
+        raise DataError(
+            f"model.path: {directory} has {others[0]} beside {SINGLE_FILE} and no {INDEX_FILE}; remove it, or restore the index"
+        )
+
+
+def _check_tensors(spec: ModelSpec, stored: dict[str, StoredTensor]) -> None:
+    expected = spec.hf_tensors()
+    remedy = "use a complete checkpoint whose config.json belongs to it"
+    optional = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)} if spec.tied else {}
+    for name in sorted(stored):
+        if stored[name].dtype not in _TRAINABLE:
+            raise DataError(
+                f"model.path: {spec.path}: tensor {name!r:.100} has type {stored[name].dtype}: quantised weights cannot be "
+                f"trained; use the model in {' or '.join(_TRAINABLE[1:])}"
+            )
+    missing = sorted(expected.keys() - stored.keys())
+    if missing:
+        raise DataError(
+            f"model.path: {spec.path} lacks {len(missing)} tensor(s) of the model, the first is {missing[0]!r}; {remedy}"
+        )
+    known = expected | optional
+    extra = sorted(name for name in stored.keys() - known.keys() if not name.endswith(_IGNORED_SUFFIX))
+    if extra:
+        raise DataError(
+            f"model.path: {spec.path} has {len(extra)} tensor(s) this model does not use, the first is {extra[0]!r:.100}; {remedy}"
+        )
+    for name, shape in known.items():
+        if name in stored and stored[name].shape != shape:
+            raise DataError(
+                f"model.path: {spec.path}: tensor {name} has shape {stored[name].shape}, but config.json says {shape}; {remedy}"
+            )
+
+
+def check_end_tokens(spec: ModelSpec) -> None:
+    _in_vocabulary(spec, "config.json: eos_token_id", spec.eos_token_ids)
+    file = Path(spec.path) / "generation_config.json"
+    if file.exists():
+        try:
+            tokens = token_ids(read_json_object(file, _LARGEST_INDEX_BYTES), "eos_token_id")
+        except ValueError as error:
+            raise DataError(f"model.path: {file} has a value that cannot be used ({error}); correct it") from None
+        _in_vocabulary(spec, "generation_config.json: eos_token_id", tokens)
+
+
+def _in_vocabulary(spec: ModelSpec, what: str, tokens: tuple[int, ...]) -> None:
+    outside = [token for token in tokens if token >= spec.vocab_size]
+    if outside:
+        raise DataError(
+            f"model.path: {spec.path}/{what}: {outside[0]} is not one of the {spec.vocab_size} tokens of the vocabulary; correct it"
+        )
+
+
+def check_tokenizer(spec: ModelSpec, tokenizer: Any) -> None:
+    """tokenizer: a loaded transformers tokenizer. The vocabulary may be larger than it: models pad theirs."""
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if largest >= spec.vocab_size:
+        raise DataError(
+            f"model.path: {spec.path}: token {token!r:.60} of the tokenizer has id {largest}, but config.json says vocab_size = "
+            f"{spec.vocab_size}; use the tokenizer that belongs to the model, or resize its embeddings"
+        )

@@ -1,0 +1,203 @@
+"""What runs on each node of a Ray cluster: it checks the node, and starts, watches and stops this node's processes.
+
+    launcher ──Ray calls──> host actor ──process tree──> keeper ──> engine or trainer rank
+
+The actor is an ordinary object, which asks Ray for its address alone. It is told roles and numbers, never commands or paths, and
+builds the commands from the run's configuration itself. When its process ends, however that happens, its keepers end all it
+started. Arguments and results are plain JSON values, so that Ray pickles nothing of this package but the class's name.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pa_npu.config.load import load_tree
+from pa_npu.config.schema import Config
+from pa_npu.errors import BAD_INPUT, PaNpuError, UserError
+from pa_npu.families.spec import ModelSpec
+from pa_npu.launcher.checks import check_share, resolve_device
+from pa_npu.launcher.cluster.node_report import NodeReport, all_versions, differing_versions, inspect_node
+from pa_npu.launcher.engine_key import run_key
+from pa_npu.launcher.placement import Placement, engine_ports
+from pa_npu.launcher.process.commands import Command, Role, Store, engine_command, trainer_command
+from pa_npu.launcher.process.process_tree import GRACE_S, Process, ProcessTree
+from pa_npu.platform.base import Platform
+
+_TICK_S = 0.05
+_LOG_LINES = 20
+_CANNOT_START = 127
+# How long a look waits for news. Every look that returns is a sign of life.
+_LOOK_S = 0.5
+
+# What the launcher's environment decides on every node: it changes results or ends in hangs where nodes differ.
+FORWARDED = ("PA_NPU_", "VLLM_", "NCCL_", "HCCL_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "TOKENIZERS_", "HF_")
+_NEVER_FORWARDED = ("VLLM_API_KEY",)
+
+
+def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the nodes' processes get of the launcher's environment. No secrets: Ray shows and logs what it is given."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(FORWARDED) and name not in _NEVER_FORWARDED
+    }
+
+
+class HostActor:
+    """The processes of one node. `join` first; then `start`, `look`, `stop`, `kill` in any order, from any thread."""
+
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        self._grace_s = grace_s
+        self._lock = (
+            threading.Lock()
+        )  # of the tree's list; `look` goes without it, so that a stop does not look like a death
+        self._hurry = False
+        self._tree: ProcessTree | None = None
+        self._build: Callable[[Role], Command] | None = None
+        self._processes: dict[int, Process] = {}
+        self._ended: list[tuple[int, int, list[str]]] = []
+
+    def where(self) -> str:
+        """This node's address in the cluster."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def join(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Check this node for a run and make ready to start its processes; returns a NodeReport as JSON.
+
+        order: config (the launcher's, as a tree), node, engine (an extra engine's index, or None), address, store (host and
+        port), directory (the launcher's working directory), environment, versions, token.
+        """
+        address = str(order["address"])
+        try:
+            return self.prepare(order, address).to_json()
+        except PaNpuError as error:
+            return NodeReport(os.uname().nodename, address, versions=all_versions(), problems=[str(error)]).to_json()
+
+    def prepare(self, order: dict[str, Any], address: str) -> NodeReport:
+        """Raises PaNpuError for what makes this node unfit."""
+        if line := differing_versions(all_versions(), order["versions"]):
+            raise UserError(line)  # before anything is read that another version might read differently
+        _enter(order["directory"])
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray has put the number of CPUs there that this actor reserves
+        os.environ.update(order["environment"])
+        config, platform = resolve_device(load_tree(order["config"], "the launcher's configuration"))
+        assert platform
+        config = config.model_copy(update={"placement": config.placement.model_copy(update={"host": address})})
+        share = check_share(config, platform, int(order["node"]), order["engine"])
+        report = inspect_node(config, platform, share, int(order["node"]), str(order["token"]))
+        if report.problems:
+            return report
+        ports = [] if config.rollout.attach else engine_ports(config, share.engines)
+        store = Store(str(order["store"][0]), int(order["store"][1]))
+        commands = NodeCommands(config, platform, share, store, int(order["node"]), ports)
+        self.make_ready(Path(config.run.dir) / "logs", commands)
+        return replace(report, ports=ports)
+
+    def make_ready(self, log_dir: Path, build: Callable[[Role], Command]) -> None:
+        """From now on roles can be started. build: the command of a role."""
+        self._tree = ProcessTree(log_dir, self._grace_s, lambda: self._hurry)
+        self._build = build
+
+    def start(self, number: int, role: dict[str, Any]) -> None:
+        """Start a role; `number` is the launcher's name for this start. A failure is told as the process's end."""
+        assert self._tree and self._build
+        named = Role(**role)
+        try:
+            with self._lock:
+                self._processes[number] = self._tree.launch(self._build(named))
+        except UserError as error:
+            self._ended.append((number, BAD_INPUT, [str(error)]))
+        except (PaNpuError, OSError) as error:
+            self._ended.append((number, _CANNOT_START, [f"{named.name} cannot be started: {error}"]))
+
+    def look(self) -> list[tuple[int, int, list[str]]]:
+        """(number, exit code, last log lines) of what has ended since the last look; waits a moment for something to end."""
+        deadline = time.monotonic() + _LOOK_S
+        while not (news := self._news()) and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+        return news
+
+    def _news(self) -> list[tuple[int, int, list[str]]]:
+        for number, process in list(self._processes.items()):
+            if (code := process.exit_code) is not None:
+                del self._processes[number]
+                self._ended.append((number, code, process.last_lines(_LOG_LINES)))
+        news, self._ended = self._ended, []
+        return news
+
+    def stop(self, numbers: list[int]) -> None:
+        """Stop these gracefully at first; returns when they and all their descendants are gone."""
+        self._end(numbers, lambda tree, chosen: tree.stop(chosen))
+
+    def kill(self, numbers: list[int]) -> None:
+        """SIGKILL these and their descendants."""
+
+        def kill(tree: ProcessTree, chosen: list[Process]) -> None:
+            for process in chosen:
+                tree.kill_one(process)
+
+        self._end(numbers, kill)
+
+    def hurry(self) -> None:
+        """A stop under way, and every later one, ends its grace at once."""
+        self._hurry = True
+
+    def _end(self, numbers: list[int], how: Callable[[ProcessTree, list[Process]], None]) -> None:
+        if self._tree is None:
+            return
+        chosen = [process for number in numbers if (process := self._processes.get(number))]
+        with self._lock:
+            how(self._tree, chosen)
+            self._tree.forget([process for process in chosen if process.exit_code is not None])
+
+
+def _enter(directory: str) -> None:
+    """The launcher's working directory: paths of the configuration and the user's own modules count from it."""
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise UserError(
+            f"the launcher's working directory {directory} is not there ({error.strerror}); start the run in a directory that all "
+            f"nodes share"
+        ) from None
+
+
+class NodeCommands:
+    """The commands of the roles that a node has."""
+
+    def __init__(
+        self, config: Config, platform: Platform, share: Placement, store: Store, node: int, ports: list[int]
+    ) -> None:
+        self._config = config
+        self._platform = platform
+        self._share = share
+        self._store = store
+        self._node = node
+        self._ports = dict(zip(share.engines, ports, strict=False))
+
+    def __call__(self, role: Role) -> Command:
+        """Raises UserError for a role that this node does not have, or without the engines' key."""
+        return _without_ray(self._command(role))
+
+    def _command(self, role: Role) -> Command:
+        if role.kind == "trainer" and role.index in self._share.ranks:
+            store = Store(self._store.host, self._store.port, role.attempt)
+            return trainer_command(self._config, self._platform, self._share, store, role.index, self._node)
+        if role.kind == "engine" and role.index in self._ports:
+            spec, port = ModelSpec.read(self._config.model.path), self._ports[role.index]
+            key = run_key(self._config)
+            return engine_command(self._config, spec, self._platform, self._share, role.index, port, key)
+        raise UserError(f"{role.name} is not of node {self._node}")
+
+
+def _without_ray(command: Command) -> Command:
+    """A process that finds Ray's variables would take itself for one of its workers."""
+    return replace(command, env={name: value for name, value in command.env.items() if not name.startswith("RAY_")})

@@ -1,0 +1,120 @@
+"""What the machine must allow before a run's processes start on it: open files, processes, room for temporary files.
+
+Without these a run ends minutes later in a traceback of whichever process asks first. A limit that this process may raise by itself
+is raised, for all that it starts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from pa_npu.config.schema import Config
+from pa_npu.errors import UserError
+
+_MIB = 2**20
+# Generous: libraries, logs and caches of a process with torch and vLLM, before it opens connections.
+_FILES_OF_A_PROCESS = 512
+# Generous: torch's and gloo's pools, vLLM's worker processes, the HTTP server.
+_THREADS_OF_A_PROCESS = 128
+# Sockets, lock files and small sources that engines compile.
+_TEMPORARY_BYTES = 64 * _MIB
+_RUN_DIR_BYTES = 16 * _MIB
+
+
+def check_limits(config: Config, num_processes: int) -> None:
+    """Raises UserError with the first limit of this machine that is too low for `num_processes` of the run, and the remedy."""
+    for problem in limit_problems(config, num_processes):
+        raise UserError(problem)
+
+
+def limit_problems(config: Config, num_processes: int) -> Iterator[str]:
+    """One line per limit that is too low."""
+    yield from _open_files(config)
+    yield from _processes(num_processes)
+    yield from _temporary_directory()
+    yield from _room(_existing(Path(config.run.dir)), _RUN_DIR_BYTES, "run.dir", "choose another run.dir, or make room")
+
+
+def _open_files(config: Config) -> Iterator[str]:
+    """The coordinator has a connection per sequence in flight; a rank has several to each of its peers."""
+    try:
+        import resource
+    except ImportError:  # no such limits
+        return
+    rollout = config.rollout
+    sequences = (rollout.max_engines or rollout.engines) * rollout.max_num_seqs
+    needed = _FILES_OF_A_PROCESS + max(sequences, 4 * config.trainer.devices)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return
+    yield (
+        f"open files: a process may open {hard} here, and the run needs {needed} (rollout.max_num_seqs x engines, and peers); "
+        f"raise the limit (ulimit -n {needed}, LimitNOFILE of systemd, --ulimit nofile of a container)"
+    )
+
+
+def _processes(num_processes: int) -> Iterator[str]:
+    """By the user's limit, which does not bind root, and the control group's, which does."""
+    needed = num_processes * _THREADS_OF_A_PROCESS
+    group = Path("/sys/fs/cgroup")
+    most, now = _number(group / "pids.max"), _number(group / "pids.current")
+    if most is not None and now is not None and most - now < needed:
+        yield (
+            f"processes: {most - now} more may start in this control group (pids.max {most}), and the run needs up to {needed}, "
+            f"threads included; raise it (--pids-limit of a container, TasksMax of systemd)"
+        )
+    try:
+        import resource
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    if os.geteuid() == 0 or soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NPROC, (needed, hard))
+        return
+    yield f"processes: this user may have {hard}, and the run needs up to {needed}, threads included; raise it (ulimit -u {needed})"
+
+
+def _temporary_directory() -> Iterator[str]:
+    remedy = "make room, or name another directory in TMPDIR"
+    try:
+        directory = Path(tempfile.gettempdir())
+        with tempfile.TemporaryFile() as probe:
+            probe.write(b"x")
+    except OSError as error:
+        yield f"TMPDIR: no temporary directory can be written ({error.strerror or error}); {remedy}"
+        return
+    yield from _room(directory, _TEMPORARY_BYTES, "TMPDIR", remedy)
+
+
+def _room(directory: Path, needed: int, name: str, remedy: str) -> Iterator[str]:
+    """Bytes, and files where the file system counts them."""
+    try:
+        free, files = shutil.disk_usage(directory).free, os.statvfs(directory)
+    except OSError as error:
+        yield f"{name}: {directory} cannot be used ({error.strerror}); {remedy}"
+        return
+    if free < needed:
+        yield f"{name}: {directory} has {free / _MIB:.0f} MiB free, less than {needed / _MIB:.0f}; {remedy}"
+    elif files.f_files and files.f_favail < 1000:
+        yield f"{name}: {directory} has room for {files.f_favail} more files only; {remedy}"
+
+
+def _existing(directory: Path) -> Path:
+    return next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+
+
+def _number(file: Path) -> int | None:
+    """What a file of the control group says; None for "max", and where there is none."""
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,222 @@
+"""Chooses each iteration's schedule at its border, with what the run's own iterations have taught, and says how wrong it was.
+
+    begin_iteration   simulates the coming iteration under some candidates, with lengths drawn from what was seen, takes the best
+    observe           a group was generated
+    end_iteration     speeds, shapes of groups and the border are learned; what was predicted is compared with what was measured
+
+A candidate's score is the time until the last optimizer step, not until the last response. It must be better by 1% to replace
+the one before; where lengths vary the widest window in the usual order has 1% in advance, because wrong estimates cost least
+there. With rollout.window=N windows are given; the order, where schedule.dispatch leaves it open, and the prediction remain.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pa_npu.dispatch.order import ORDERS, OrderName, dispatch_order
+from pa_npu.dispatch.schedule import Schedule, same_windows
+from pa_npu.planning.iteration_model.candidates import (
+    SLACKS,
+    Candidate,
+    first_schedule,
+    place_levels,
+    turns_schedule,
+    window_schedule,
+)
+from pa_npu.planning.iteration_model.cluster import Cluster, GroupTiming, VirtualGroup
+from pa_npu.planning.iteration_model.learned import Learned
+from pa_npu.planning.iteration_model.messages import IterationOutlook, IterationTimes, Prediction, Rules
+from pa_npu.planning.iteration_model.simulate import simulate
+
+logger = logging.getLogger(__name__)
+
+# Draws of the lengths to come. Choosing may take 1% of an iteration, at so many sequences per second of simulation.
+_DRAWS = 12
+_SHARE_OF_ITERATION = 0.01
+_SEQUENCES_PER_S = 200_000
+# Simulations under the first draw, about; and the candidates that are simulated under the others too.
+_FIRST_RUNS = 24
+_KEPT = 6
+# Windows, the best in the usual order, with which the other orders are tried.
+_WINDOWS_WITH_ALL_ORDERS = 3
+_BETTER = 0.99
+_USUAL_VARIES, _USUAL_EQUAL = 0.99, 0.998
+
+
+@dataclass
+class _Running:
+    """The iteration that goes on."""
+
+    outlook: IterationOutlook
+    candidate: Candidate
+    schedule: Schedule
+    predicted_s: float | None = None
+    timings: list[GroupTiming] = field(default_factory=list)
+
+
+class ScheduleController:
+    """One per run. work: what training a group costs, in any unit, from its prompt's and its responses' lengths (GroupWork)."""
+
+    def __init__(self, rules: Rules, work: Callable[[int, Sequence[int]], float]) -> None:
+        self._rules = rules
+        self._learned = Learned(rules, work)
+        self._last: dict[bool, Candidate] = {}  # by streams
+        self._running: _Running | None = None
+        self._last_error: float | None = None
+
+    def begin_iteration(self, outlook: IterationOutlook) -> Schedule:
+        """The schedule of the coming iteration; an iteration that was begun and not ended is forgotten."""
+        self._running = self._choose(outlook) if self._learned.enough and outlook.engines else self._first(outlook)
+        return self._running.schedule
+
+    def observe(self, timing: GroupTiming) -> None:
+        """A group of the current iteration was generated and delivered."""
+        if self._running is not None:
+            self._running.timings.append(timing)
+
+    def end_iteration(self, times: IterationTimes) -> Prediction:
+        """The iteration that was begun last has ended so. Raises ValueError when none was begun."""
+        running, self._running = self._running, None
+        if running is None:
+            raise ValueError("end_iteration without begin_iteration")
+        self._learned.observe(running.outlook, running.timings, times)
+        self._last_error = None
+        if running.predicted_s is not None and times.iteration_s > 0:
+            self._last_error = running.predicted_s / times.iteration_s - 1.0
+        hindsight_s = self._hindsight_s(running)
+        if hindsight_s:
+            measured_s = times.iteration_s - times.border_s
+            self._learned.note_error(running.outlook.streams, running.candidate.kind, hindsight_s, measured_s)
+        return Prediction(running.schedule.name, running.predicted_s, self._last_error)
+
+    def _hindsight_s(self, running: _Running) -> float | None:
+        """The iteration simulated with the lengths that it had, and with speeds that were learned from it too: what then differs
+        from what was measured is the model's own error, not that of an expectation."""
+        groups = self._learned.seen(running.timings)
+        if not self._learned.enough or groups is None or not running.outlook.engines:
+            return None
+        cluster = self._learned.cluster(running.outlook.engines)
+        return simulate(cluster, groups, running.schedule, streams=running.outlook.streams).end_s
+
+    def _first(self, outlook: IterationOutlook) -> _Running:
+        rules, order = self._rules, self._orders(outlook.streams)[0]
+        longest = [group.longest for group in outlook.groups]
+        if rules.window == "auto":
+            most = self._most_places(outlook, varies=False)
+            schedule = first_schedule(outlook.engines, longest, rules.responses, most, order, rules.updates)
+        else:
+            schedule = self._fixed(outlook, rules.window, order)
+        return _Running(outlook, Candidate("window", 0, order), schedule)
+
+    def _choose(self, outlook: IterationOutlook) -> _Running:
+        learned, streams = self._learned, outlook.streams
+        cluster = learned.cluster(outlook.engines)
+        schedules = self._candidates(outlook, cluster)
+        usual, last = next(iter(schedules)), self._last.get(streams)
+        draws = self._draws(outlook)
+
+        def run(candidate: Candidate, some: Sequence[Sequence[VirtualGroup]]) -> list[float]:
+            return [simulate(cluster, groups, schedules[candidate], streams=streams).end_s for groups in some]
+
+        def biased(candidate: Candidate, end_s: float) -> float:
+            return learned.bias(streams, candidate.kind) * end_s
+
+        # under the first draw all windows in the usual order, then the other orders with the best of them; the best of these,
+        # and what there is, under the other draws too
+        first = {c: run(c, draws[:1]) for c in schedules if c.order == usual.order}
+        ranked = sorted(first, key=lambda c: biased(c, first[c][0]))
+        places = [c.places for c in ranked if c.kind == "window"][:_WINDOWS_WITH_ALL_ORDERS]
+        first |= {c: run(c, draws[:1]) for c in schedules if c not in first and (c.places in places or c == last)}
+        kept = sorted(first, key=lambda c: biased(c, first[c][0]))[:_KEPT]
+        kept += [c for c in (usual, last) if c is not None and c in first and c not in kept]
+        simulated = {c: _mean([*first[c], *run(c, draws[1:])]) for c in kept}
+        scores = {c: biased(c, end_s) for c, end_s in simulated.items()}
+
+        advance = _USUAL_VARIES if learned.varies else _USUAL_EQUAL
+        chosen = min(scores, key=lambda c: scores[c] * (advance if c == usual else 1.0))
+        if last is not None and last in scores and scores[chosen] > _BETTER * scores[last]:
+            chosen = last
+        if chosen != last:
+            self._explain(outlook, cluster, schedules[chosen], chosen, scores)
+        self._last[streams] = chosen
+        predicted_s = scores[chosen] + learned.border_s
+        return _Running(outlook, chosen, schedules[chosen], predicted_s)
+
+    def _draws(self, outlook: IterationOutlook) -> list[list[VirtualGroup]]:
+        if not self._learned.varies:
+            return [self._learned.expected(outlook)]
+        num_sequences = max(1, len(outlook.groups) * self._rules.responses)
+        runs = _SHARE_OF_ITERATION * self._learned.iteration_s * _SEQUENCES_PER_S / num_sequences
+        number = max(1, min(_DRAWS, 1 + int((runs - _FIRST_RUNS) / (_KEPT + 1))))
+        return [self._learned.draw(outlook, seed) for seed in range(number)]
+
+    def _candidates(self, outlook: IterationOutlook, cluster: Cluster) -> dict[Candidate, Schedule]:
+        """The usual one first: the widest window in the usual order."""
+        rules, varies = self._rules, self._learned.varies
+        orders = self._orders(outlook.streams) if varies else self._orders(outlook.streams)[:1]
+        longest = [group.longest for group in outlook.groups]
+        if rules.window != "auto":
+            places = rules.window // rules.responses
+            return {Candidate("window", places, o): self._fixed(outlook, rules.window, o) for o in orders}
+        share = math.ceil(len(outlook.groups) / len(outlook.engines))
+        most = self._most_places(outlook, varies=varies)
+        levels = place_levels(share, most)
+        candidates = [Candidate("window", places, order) for order in orders for places in levels]
+        found = {c: window_schedule(c, cluster, longest, most, rules.responses) for c in candidates}
+        if outlook.streams and rules.updates == 1 and (rules.dispatch == "auto" or not varies):
+            expected = self._learned.expected(outlook)
+            places = self._most_places(outlook, varies=False)
+            turns = [Candidate("turns", places, orders[0], slack) for slack in SLACKS]
+            found |= {c: turns_schedule(c, cluster, expected, rules.responses) for c in turns}
+        return found
+
+    def _orders(self, streams: bool) -> tuple[OrderName, ...]:
+        """What schedule.dispatch allows, the usual one first."""
+        if self._rules.dispatch != "auto":
+            return (self._rules.dispatch,)
+        usual: OrderName = "in-order" if streams and self._rules.order == "prompt" else "longest-first"
+        return (usual, *(name for name in ORDERS if name != usual))
+
+    def _most_places(self, outlook: IterationOutlook, *, varies: bool) -> int:
+        """Groups per engine of the widest window. A group holds its places until its longest response ends, so twice as many as
+        decode together keep an engine full where lengths vary; what has no place waits in the engine."""
+        share = math.ceil(len(outlook.groups) / max(1, len(outlook.engines)))
+        held = self._rules.max_num_seqs * (2 if varies else 1) // self._rules.responses
+        return max(1, min(share, held))
+
+    def _fixed(self, outlook: IterationOutlook, window: int, order: OrderName) -> Schedule:
+        indices = dispatch_order(order, [group.longest for group in outlook.groups], self._rules.updates)
+        return Schedule(f"window {window}, {order}", tuple(indices), (same_windows(outlook.engines, window),))
+
+    def _explain(
+        self,
+        outlook: IterationOutlook,
+        cluster: Cluster,
+        schedule: Schedule,
+        chosen: Candidate,
+        scores: dict[Candidate, float],
+    ) -> None:
+        others = [c for c in scores if (c.kind, c.places) != (chosen.kind, chosen.places)]
+        second = min(others, key=scores.__getitem__, default=None)
+        speeds, border_s = list(cluster.engines.values()), self._learned.border_s
+        logger.info(
+            "schedule%s: %s, at most %d sequences per engine: %.2f s predicted, of which border %.2f s%s; a decode step takes "
+            "%.2f ms and %.3f ms per sequence, trainers %.3f s a group%s",
+            "" if outlook.streams else " of synchronous iterations",
+            schedule.name,
+            schedule.largest_window,
+            scores[chosen] + border_s,
+            border_s,
+            f" ({scores[second] + border_s:.2f} s with {second.name})" if second is not None else "",
+            1000 * _mean([speed.step_s for speed in speeds]),
+            1000 * _mean([speed.sequence_s for speed in speeds]),
+            _mean([group.train_s for group in self._learned.expected(outlook)]),
+            "" if self._last_error is None else f"; the last prediction was off by {self._last_error:+.1%}",
+        )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

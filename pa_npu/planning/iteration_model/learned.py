@@ -1,0 +1,143 @@
+"""What a run's iterations teach about the next: speeds, shapes of groups, the border, and how far predictions were off."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pa_npu.planning.iteration_model.cluster import Cluster, GroupTiming, VirtualGroup
+from pa_npu.planning.iteration_model.fit import EngineFit
+from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
+
+_NEW = 0.5  # weight of the last iteration in what is learned of trainers and border
+# Lengths vary where longest responses differ by more than 2% of what was expected, or responses of a group by as much.
+_VARIES = 0.02
+# Groups whose shapes are remembered: some iterations, so that lengths which grow in training are followed.
+_SHAPES = 512
+# One iteration that something else disturbed says little about the model.
+_LARGEST_BIAS = 2.0
+_LEAST_INFORMATIVE = 0.05
+
+
+class Learned:
+    """It is no part of a checkpoint: a resumed run learns again, in one iteration.
+
+    work: what training a group costs, in any unit, from its prompt's and its responses' lengths (GroupWork).
+    """
+
+    def __init__(self, rules: Rules, work: Callable[[int, Sequence[int]], float]) -> None:
+        self._rules = rules
+        self._work = work
+        self._engines = EngineFit(rules.max_num_seqs)
+        self._seconds_per_work: float | None = None
+        self._step_s = self._delivery_s = 0.0
+        self._informative = 1.0  # share of the groups that are trained (dynamic sampling)
+        self._shapes: deque[tuple[float, ...]] = deque(maxlen=_SHAPES)  # lengths over the expected longest
+        self._bias: dict[tuple[bool, str], float] = {}  # (streams, kind of schedule) -> measured over simulated
+        self.border_s = 0.0
+        self.iteration_s = 0.0
+
+    @property
+    def enough(self) -> bool:
+        """Whether an iteration can be simulated."""
+        return self._engines.known and self._seconds_per_work is not None and bool(self._shapes)
+
+    @property
+    def varies(self) -> bool:
+        """Whether lengths differ from each other or from what was expected."""
+        longest = np.array([max(shape) for shape in self._shapes])
+        full = sum(len(shape) * max(shape) for shape in self._shapes)
+        living = sum(map(sum, self._shapes)) / max(full, 1e-12)
+        return bool(longest.std() > _VARIES * longest.mean() or living < 1.0 - _VARIES)
+
+    def observe(self, outlook: IterationOutlook, timings: Sequence[GroupTiming], times: IterationTimes) -> None:
+        """An iteration that is complete."""
+        for timing in sorted(timings, key=lambda timing: timing.index):
+            if timing.index < len(outlook.groups) and max(timing.lengths, default=0) > 0:
+                expected = max(1.0, outlook.groups[timing.index].longest)
+                self._shapes.append(tuple(length / expected for length in timing.lengths))
+        self._engines.observe(timings)
+        trained = [timing for timing in timings if timing.trained]
+        work = sum(self._work(timing.prompt_tokens, timing.lengths) for timing in trained)
+        if work > 0 and times.train_s > times.step_s:
+            seconds = (times.train_s - times.step_s) * self._rules.replicas / work
+            new = 1.0 if self._seconds_per_work is None else _NEW
+            self._seconds_per_work = _mix(self._seconds_per_work or 0.0, seconds, new)
+            self._step_s = _mix(self._step_s, times.step_s / self._rules.updates, new)
+            self.border_s = _mix(self.border_s, times.border_s, new)
+        if timings:
+            self._delivery_s = float(np.median([timing.delivered_s for timing in timings]))
+            self._informative = max(_LEAST_INFORMATIVE, len(trained) / len(timings))
+        self.iteration_s = times.iteration_s
+
+    def note_error(self, streams: bool, kind: str, simulated_s: float, measured_s: float) -> None:
+        """Both without border. Later simulations of this kind are multiplied by what this one should have been."""
+        ratio = min(max(measured_s / simulated_s, 1 / _LARGEST_BIAS), _LARGEST_BIAS)
+        self._bias[streams, kind] = _mix(self.bias(streams, kind), ratio, _NEW)
+
+    def bias(self, streams: bool, kind: str) -> float:
+        """Of a kind that was not tried yet, what others have: the model's own error, not that of the kind."""
+        others = [bias for (streamed, _), bias in self._bias.items() if streamed == streams]
+        return self._bias.get((streams, kind), sum(others) / len(others) if others else 1.0)
+
+    def cluster(self, engines: Sequence[str]) -> Cluster:
+        """Raises ValueError before anything was observed."""
+        rules = self._rules
+        return Cluster(
+            {name: self._engines.speed(name) for name in engines},
+            rules.max_num_seqs,
+            rules.replicas,
+            rules.order,
+            rules.updates,
+            self._step_s,
+            self._delivery_s,
+        )
+
+    def draw(self, outlook: IterationOutlook, number: int) -> list[VirtualGroup]:
+        """The groups to come with shapes of groups that were seen, at random (`number` seeds it); replacements behind them."""
+        rng = np.random.default_rng([17, number])
+        groups: list[VirtualGroup] = []
+        informative = 0
+        while informative < len(outlook.groups):
+            prompt = outlook.groups[len(groups) % len(outlook.groups)]
+            shape = self._shapes[int(rng.integers(len(self._shapes)))]
+            trained = self._informative >= 1.0 or bool(rng.random() < self._informative)
+            groups.append(self._group(len(groups), prompt, [prompt.longest * part for part in shape], trained))
+            informative += trained
+        return groups
+
+    def expected(self, outlook: IterationOutlook) -> list[VirtualGroup]:
+        """The groups to come as they are expected to be: one response as long as the longest, the others alike."""
+        typical = float(np.mean([max(shape) for shape in self._shapes]))
+        groups = []
+        for index, prompt in enumerate(outlook.groups):
+            longest = prompt.longest * typical
+            rest = self._rules.responses - 1
+            total = (rest + 1) * longest * min(1.0, prompt.mean / max(prompt.longest, 1e-9))
+            other = min(longest, max(1.0, (total - longest) / rest)) if rest else longest
+            groups.append(self._group(index, prompt, [longest, *[other] * rest], True))
+        return groups
+
+    def seen(self, timings: Sequence[GroupTiming]) -> list[VirtualGroup] | None:
+        """The groups of an iteration as they were; None where some are missing, or no training was seen yet."""
+        by_index = sorted(timings, key=lambda timing: timing.index)
+        if self._seconds_per_work is None or [timing.index for timing in by_index] != list(range(len(by_index))):
+            return None
+        groups = []
+        for timing in by_index:
+            prompt = GroupOutlook(timing.prompt_tokens, max(timing.lengths), sum(timing.lengths) / len(timing.lengths))
+            groups.append(self._group(timing.index, prompt, timing.lengths, timing.trained))
+        return groups
+
+    def _group(self, index: int, prompt: GroupOutlook, tokens: Sequence[float], trained: bool) -> VirtualGroup:
+        lengths = tuple(min(max(1.0, length), float(self._rules.max_tokens)) for length in tokens)
+        work = self._work(prompt.prompt_tokens, [round(length) for length in lengths])
+        in_flight = len(lengths) * (prompt.prompt_tokens + prompt.mean)
+        seconds = (self._seconds_per_work or 0.0) * work
+        return VirtualGroup(index, prompt.prompt_tokens, lengths, seconds, in_flight, trained)
+
+
+def _mix(before: float, new: float, weight: float) -> float:
+    return before + weight * (new - before)

@@ -1,0 +1,80 @@
+"""What the coordinator and the schedule controller tell each other about an iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pa_npu.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the configuration leaves to choose, and the shape of the run. responses: per prompt; max_tokens: of a response."""
+
+    window: Literal["auto"] | int
+    dispatch: Literal["auto", "longest-first", "in-order"]
+    responses: int
+    max_num_seqs: int
+    max_tokens: int
+    replicas: int
+    order: Literal["prompt", "completion"]
+    updates: int
+
+    @classmethod
+    def of(cls, config: Config) -> Rules:
+        rollout, schedule = config.rollout, config.schedule
+        return cls(
+            rollout.window,
+            schedule.dispatch,
+            rollout.responses_per_prompt,
+            rollout.max_num_seqs,
+            rollout.max_response_tokens,
+            config.data_parallel,
+            schedule.order,
+            schedule.updates_per_iteration,
+        )
+
+
+@dataclass(frozen=True)
+class GroupOutlook:
+    """A prompt to come: its tokens, and the tokens expected of a group's longest response and of its mean one."""
+
+    prompt_tokens: int
+    longest: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class IterationOutlook:
+    """groups by index; engines: names of those that serve; streams: trainers get groups as they complete."""
+
+    groups: Sequence[GroupOutlook]
+    engines: Sequence[str]
+    streams: bool = True
+
+
+@dataclass(frozen=True)
+class IterationTimes:
+    """What was measured of an iteration, in seconds.
+
+    iteration_s: from the first dispatch until the next iteration's could come, evaluation left out. border_s: of it, from the
+    trainers' being ready to publish to the end of the publish. train_s, step_s: means of the trainers' report; training without
+    waiting for groups, and, of it, the optimizer's steps.
+    """
+
+    iteration_s: float
+    border_s: float
+    train_s: float
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """schedule: the name of the one that was followed. predicted_s: what IterationTimes.iteration_s was thought to become; None
+    where nothing was known yet. error: predicted_s over what was measured, less one."""
+
+    schedule: str
+    predicted_s: float | None
+    error: float | None

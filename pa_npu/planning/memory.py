@@ -1,0 +1,180 @@
+"""Bytes that a trainer rank and an engine need on a device, by purpose, before anything runs.
+
+The figures are for choosing sizes before a run. Weights, gradients, optimizer and frozen models are exact; activations and working
+set are counts of the tensors that are alive at the peak of a backward pass. What the allocator measures on a CPU
+(docs/results/memory_cpu.md) is within 3% of the total and 15% of the counted parts. Allocator overhead, attention kernels'
+workspaces, communication buffers and the device's own context are not in them: `shortages` keeps a tenth of a device for these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pa_npu.config.schema import Config
+from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.amounts import Work, work
+from pa_npu.platform.typical import LARGEST_BUCKET_BYTES
+
+GIB = 2**30
+_BYTES = {"fp32": 4, "bf16": 2}
+_FP32 = 4
+_STATE = ("weights", "gradients", "optimizer", "frozen models")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device of a role, by purpose."""
+
+    role: str
+    parts: tuple[tuple[str, int], ...]
+
+    @property
+    def total(self) -> int:
+        return sum(size for _, size in self.parts)
+
+    @property
+    def state(self) -> int:
+        """What is held all the time and known exactly: weights, gradients, optimizer, frozen models."""
+        return sum(size for name, size in self.parts if name in _STATE)
+
+    def line(self) -> str:
+        parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in self.parts if size)
+        return f"{format_bytes(self.total)} = {parts}"
+
+
+def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
+    """The fullest rank of a replica."""
+    stages = range(config.trainer.pipeline_parallel)
+    return max((_stage_memory(config, spec, stage) for stage in stages), key=lambda memory: memory.total)
+
+
+def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
+    trainer, element = config.trainer, _BYTES[config.model.dtype]
+    weights = _stage_parameters(config, spec, stage)
+    master = 0 if config.model.dtype == "fp32" else _FP32
+    shards = config.data_parallel if trainer.distributed_optimizer else 1
+    activations, working_set = _activation_bytes(config, spec, stage)
+    return Memory(
+        "trainer",
+        (
+            ("weights", weights * element),
+            ("gradients", weights * _FP32),
+            ("optimizer", weights * (2 * _FP32 + master) // shards),
+            ("frozen models", weights * _BYTES[config.frozen_dtype] * len(config.frozen_models)),
+            ("activations", activations),
+            ("working set", working_set),
+            ("publish buckets", 2 * min(_bucket_bytes(config), weights * element)),
+        ),
+    )
+
+
+def _stage_parameters(config: Config, spec: ModelSpec, stage: int) -> int:
+    """Parameters of a pipeline stage on one rank. Norms and biases of the layers are counted as if divided by TP."""
+    tensor, pipeline = config.trainer.tensor_parallel, config.trainer.pipeline_parallel
+    vocabulary = spec.vocab_size * spec.hidden_size
+    outside = vocabulary * (1 if spec.tied else 2) + spec.hidden_size
+    layers = (spec.num_parameters - outside) // pipeline
+    embedding = stage == 0
+    head = stage == pipeline - 1 and not (spec.tied and embedding)  # a tied head on another stage is a copy
+    return (layers + vocabulary * (embedding + head)) // tensor
+
+
+def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int, int]:
+    """(kept for backward of the microbatches in flight under 1F1B, working set of the backward's largest step).
+
+    A layer keeps per token: inputs and outputs of two norms (4 hidden sizes, divided by TP only under sequence
+    parallelism); queries, keys and values before the rotation, queries and keys after it, attention's output; both halves
+    of the gated layer and their product. Attention itself keeps one log-sum-exp per head. Selective recomputation keeps
+    no rotated queries and keys; full recomputation keeps each layer's input, and one layer at a time in full.
+    """
+    trainer, element, amount = config.trainer, _BYTES[config.model.dtype], work(config)
+    tensor, tokens = trainer.tensor_parallel, amount.microbatch_tokens
+    layer = spec.definition.layer_activations(spec)
+    residual_shards = tensor if trainer.sequence_parallel else 1
+    hidden = spec.hidden_size // residual_shards
+    rotated = layer.rotated // tensor
+    feed_forward = layer.feed_forward // tensor
+    per_layer = layer.residual // residual_shards + rotated + layer.attention // tensor + feed_forward
+    layers = spec.num_layers // trainer.pipeline_parallel
+    microbatches = amount.microbatches_per_replica // config.schedule.updates_per_iteration
+    in_flight = max(1, min(trainer.pipeline_parallel - stage, microbatches))
+
+    # Backward of one layer: gradients of the gated layer's three parts and of its input and output, the gathered input.
+    layer_step = feed_forward + 2 * hidden + (spec.hidden_size if trainer.sequence_parallel else 0)
+    if trainer.recompute == "full":
+        kept = hidden * layers * in_flight
+        layer_step += per_layer
+    else:
+        kept = (per_layer - (rotated if trainer.recompute == "selective" else 0)) * layers * in_flight
+        layer_step += rotated if trainer.recompute == "selective" else 0
+    working_set = tokens * layer_step * element
+    if stage == trainer.pipeline_parallel - 1:
+        working_set = max(working_set, _head_bytes(config, spec, amount))
+    # frozen models keep no activations, but their hidden states arrive in the same buffer as the policy's
+    received = hidden * in_flight * len(config.frozen_models) * _BYTES[config.frozen_dtype] if stage else 0
+    return tokens * (kept * element + received), working_set
+
+
+def _head_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
+    """Backward of the LM head: a chunk's log-probabilities and their gradient, the head's own gradient, hidden states.
+
+    In bf16 the gradient of several chunks is summed in fp32. An entropy bonus needs one more tensor of the logits' size.
+    """
+    element, vocabulary = _BYTES[config.model.dtype], -(-spec.vocab_size // config.trainer.tensor_parallel)
+    rows = config.microbatch_responses * config.rollout.max_response_tokens
+    if config.microbatch.max_tokens is not None:
+        rows = amount.microbatch_tokens
+    chunk = min(rows, config.model.head_chunk_tokens)
+    logits = (2 + (config.algorithm.entropy_coef > 0)) * chunk * vocabulary * _FP32
+    sum_bytes = _FP32 if element < _FP32 and chunk < rows else 0
+    gradient = vocabulary * spec.hidden_size * (element + sum_bytes)
+    hidden = amount.microbatch_tokens * spec.hidden_size * element * (3 + len(config.frozen_models))
+    return logits + gradient + hidden
+
+
+def _bucket_bytes(config: Config) -> int:
+    mib = config.publish.bucket_mib
+    return LARGEST_BUCKET_BYTES if mib == "auto" else int(mib * 2**20)
+
+
+def engine_memory(config: Config, spec: ModelSpec, device_bytes: int | None) -> Memory:
+    """Weights, working set and KV cache; the cache is of its configured size on host memory (device_bytes None), else what
+    memory_fraction leaves.
+
+    Working set: what vLLM reserves for a step of rollout.max_num_batched_tokens (the gated layer and the residuals of all
+    tokens) and for sampling rollout.max_num_seqs sequences (logits in fp32, sorted or normalised copies of them).
+    """
+    rollout, element = config.rollout, _BYTES[config.model.dtype]
+    weights = spec.num_parameters * element // rollout.tensor_parallel
+    if device_bytes is None:
+        return Memory("engine", (("weights", weights), ("KV cache", int(rollout.kv_cache_gib * GIB))))
+    step = (
+        rollout.max_num_batched_tokens * (3 * spec.ffn_size // rollout.tensor_parallel + 3 * spec.hidden_size) * element
+    )
+    sampling = 3 * rollout.max_num_seqs * spec.vocab_size * _FP32
+    cache = max(0, int(device_bytes * rollout.memory_fraction) - weights - step - sampling)
+    return Memory("engine", (("weights", weights), ("working set", step + sampling), ("KV cache", cache)))
+
+
+def kv_bytes_per_token(config: Config, spec: ModelSpec) -> int:
+    """Keys and values of all layers on one device of an engine; heads are replicated where there are too few."""
+    heads = -(-spec.num_kv_heads // config.rollout.tensor_parallel)
+    return 2 * spec.num_layers * heads * spec.head_dim * _BYTES[config.model.dtype]
+
+
+def wanted_sequences(config: Config) -> int:
+    """Sequences that an engine may have in flight at once: its window or vLLM's limit, if an iteration has so many."""
+    rollout = config.rollout
+    limit = rollout.max_num_seqs if rollout.window == "auto" else min(rollout.window, rollout.max_num_seqs)
+    return min(limit, -(-work(config).sequences // rollout.engines))
+
+
+def wanted_tokens(config: Config) -> int:
+    """KV cache for `wanted_sequences` at their longest, in tokens; the prompt of a group once, by prefix caching."""
+    rollout, sequences = config.rollout, wanted_sequences(config)
+    prompts = -(-sequences // rollout.responses_per_prompt)
+    return sequences * rollout.max_response_tokens + prompts * config.data.max_prompt_tokens
+
+
+def format_bytes(count: float) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,88 @@
+"""A configuration's arithmetic as text: what `--dry-run` prints below the resolved tree, and the recipes' comments quote."""
+
+from __future__ import annotations
+
+from pa_npu.config.schema import Config
+from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.amounts import Work, work
+from pa_npu.planning.memory import (
+    Memory,
+    engine_memory,
+    format_bytes,
+    kv_bytes_per_token,
+    trainer_memory,
+    wanted_sequences,
+    wanted_tokens,
+)
+
+
+def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | None, own_memory: bool) -> list[str]:
+    """The arithmetic as text. device_bytes: memory of a device, None where unknown.
+
+    own_memory: devices have memory of their own; otherwise (cpu) all share the host's.
+    """
+    trainer, rollout, amount = config.trainer, config.rollout, work(config)
+    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    lines = [
+        f"devices               {config.num_devices} = {rollout.engines} engines x {rollout.tensor_parallel} "
+        f"+ {trainer.devices} trainer ranks{_nodes(config)}",
+        f"trainer ranks         TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.data_parallel}"
+        + (", sequence parallel" if trainer.sequence_parallel else ""),
+        f"groups per iteration  {config.schedule.prompts_per_iteration} (x {rollout.responses_per_prompt} responses = "
+        f"{amount.sequences} sequences), {config.groups_per_replica} per replica",
+        f"microbatches          {_microbatches(config, amount)}",
+        f"tokens per iteration  at most {amount.prompt_tokens + amount.response_tokens} = {amount.prompt_tokens} prompt + "
+        f"{amount.response_tokens} response; computed at most {amount.computed_tokens}",
+        f"iterations            {config.schedule.iterations}, {_schedule(config)}, order {config.schedule.order}",
+    ]
+    if spec is None:
+        return [*lines, "memory                not known: the model cannot be read here"]
+    engine_bytes = device_bytes if own_memory else None
+    trainers = trainer_memory(config, spec)
+    lines.append(f"model                 {spec.family}, {spec.num_parameters / 1e6:.1f} M parameters")
+    lines.append(f"trainer memory        {trainers.line()}")
+    if own_memory and device_bytes is None:
+        engines = Memory("engine", engine_memory(config, spec, 0).parts[:1])
+        lines.append(
+            f"engine memory         {engines.line()} + KV cache, up to {rollout.memory_fraction:.0%} of the device"
+        )
+    else:
+        engines = engine_memory(config, spec, engine_bytes)
+        capacity = dict(engines.parts)["KV cache"] // kv_bytes_per_token(config, spec)
+        lines.append(f"engine memory         {engines.line()}")
+        lines.append(
+            f"KV cache              {capacity} tokens, {capacity // longest} longest sequences; wanted {wanted_tokens(config)} "
+            f"for {wanted_sequences(config)} in flight"
+        )
+    if device_bytes is not None:
+        lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))
+    return lines
+
+
+def _nodes(config: Config) -> str:
+    nodes = config.placement.nnodes
+    return "" if nodes == 1 else f", on {nodes} nodes of {config.devices_per_node}"
+
+
+def _schedule(config: Config) -> str:
+    if config.schedule.stream == "alternate":
+        return "synchronous and periodic in turn"
+    return "periodic" if config.schedule.stream else "synchronous"
+
+
+def _microbatches(config: Config, amount: Work) -> str:
+    number, responses, tokens = amount.microbatches_per_replica, config.microbatch_responses, amount.microbatch_tokens
+    if config.microbatch.max_tokens is None:
+        return f"{number} per replica, {responses} responses and at most {tokens} tokens each"
+    return (
+        f"at most {number} per replica, {responses} responses or several times so many in at most {tokens} tokens each"
+    )
+
+
+def _device_line(config: Config, trainers: Memory, engines: Memory, device_bytes: int, own_memory: bool) -> str:
+    if own_memory:
+        share = f"trainers use {trainers.total / device_bytes:.0%}, engines {engines.total / device_bytes:.0%} of it"
+        return f"device memory         {format_bytes(device_bytes)}; {share}"
+    together = trainers.total * config.trainer.devices
+    together += engines.total * config.rollout.engines * config.rollout.tensor_parallel
+    return f"host memory           {format_bytes(device_bytes)}; all together use {together / device_bytes:.0%} of it"

@@ -1,0 +1,78 @@
+"""Every training backend keeps the protocol that the trainer knows, and is found by its name alone."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from pa_npu.backends.protocol import BackendModule, PlannedSave, TrainBackend
+from pa_npu.backends.registry import _MODULES, backend_module
+from pa_npu.config.sections import TrainerConfig
+from pa_npu.errors import ConfigError, UserError
+from tests.helpers.megatron import PLATFORM
+
+from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
+from pa_npu.backends.megatron.checkpoint.shards import PlannedShards  # isort: skip
+
+IMPLEMENTATIONS = [(TrainBackend, MegatronBackend), (PlannedSave, PlannedShards)]
+
+
+def parameters(function: object) -> list[tuple[str, object]]:
+    """Names and defaults, without self."""
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    return [(name, item.default) for name, item in signature.parameters.items() if name != "self"]
+
+
+@pytest.mark.parametrize(("protocol", "implementation"), IMPLEMENTATIONS, ids=lambda value: value.__name__)
+def test_an_implementation_has_the_protocols_members_with_their_parameters(
+    protocol: type, implementation: type
+) -> None:
+    members = {name: value for name, value in vars(protocol).items() if not name.startswith("_")}
+    assert members
+    for name, member in members.items():
+        found = inspect.getattr_static(implementation, name)
+        assert isinstance(found, property) == isinstance(member, property), name
+        if inspect.isfunction(member):
+            assert parameters(found) == parameters(member), name
+
+
+def test_every_registered_backend_is_a_value_of_its_key_and_offers_what_the_registry_promises() -> None:
+    assert set(get_args(TrainerConfig.model_fields["backend"].annotation)) == _MODULES.keys()
+    for name in _MODULES:
+        module = backend_module(name)
+        for function in ("create", "export_checkpoint"):
+            assert parameters(getattr(module, function)) == parameters(getattr(BackendModule, function)), (
+                name,
+                function,
+            )
+
+
+def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"trainer.backend: 'fsdp' is not known; set it to one of megatron"):
+        backend_module("fsdp")
+
+
+def test_a_platform_that_megatron_does_not_run_on_is_named() -> None:
+    from pa_npu.backends.megatron.devices import device_of
+
+    class Other:
+        name = "tpu"
+
+    assert device_of(PLATFORM).has_deterministic_mode is False
+    with pytest.raises(UserError, match=r"trainer.backend: megatron does not run on tpu; set run.device to one of npu"):
+        device_of(Other())
+
+
+def test_megatron_is_imported_by_creating_a_backend_only() -> None:
+    """The trainer, the registry and the list of patches are imported by processes that must not see Megatron."""
+    code = (
+        "import sys; import pa_npu.trainer.main, pa_npu.backends.megatron.patches; "
+        "from pa_npu.backends.registry import backend_module; backend_module('megatron'); "
+        "assert not [name for name in sys.modules if name.partition('.')[0] == 'megatron']"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

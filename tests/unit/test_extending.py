@@ -1,0 +1,132 @@
+"""The recipes of docs/architecture.md: each block of code there is a file, and does what its heading says when a key names it.
+
+What a recipe touches beside its own file is told in the registrations below: at most one line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pa_npu import platform as platforms
+from pa_npu.algorithm.advantages import group_advantages
+from pa_npu.algorithm.trial import check_algorithm
+from pa_npu.config.schema import Config
+from pa_npu.engines.registry import engine_kind
+from pa_npu.environments.registry import make_environment
+from pa_npu.families import registry as families
+from pa_npu.families.spec import ModelSpec
+from pa_npu.rewards.pool import RewardPool
+from pa_npu.rewards.process import check_reward_functions, sample_group
+from tests.unit.test_environments import PROMPT, TOKENIZER, Scripted, episode
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+RECIPES = dict(re.findall(r"```python file=(\S+)\n(.*?)```", ARCHITECTURE, re.DOTALL))
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Every recipe's file, importable here and in processes that are started."""
+    for name, code in RECIPES.items():
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    yield tmp_path
+    for name in RECIPES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def config(**sections: Any) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, **sections})
+
+
+def test_every_seat_has_its_recipe() -> None:
+    assert sorted(RECIPES) == [
+        *("my_advantage.py", "my_engine.py", "my_environment.py", "my_loss.py", "my_reward.py"),
+        *("toy_platform.py", "yi.py"),
+    ]
+
+
+def test_the_files_that_a_prompt_passes_exist_and_are_at_most_thirty() -> None:
+    way = ARCHITECTURE.partition("## A prompt's way")[2].partition("## Adding to it")[0]
+    found: list[str] = []
+    for row in re.findall(r"^\|[^|]*\|([^|]*)\|", way, re.MULTILINE):
+        folder = ""
+        for name in re.findall(r"`([\w/]+\.py)`", row):
+            folder = name.rpartition("/")[0] or folder
+            found.append(name if "/" in name else f"{folder}/{name}")
+    assert all((ROOT / "pa_npu" / name).is_file() for name in found), found
+    assert len(set(found)) <= 30, len(set(found))
+
+
+def test_a_loss_and_an_advantage() -> None:
+    own = config(algorithm={"loss": "my_loss:soft_clip", "advantage": "my_advantage:best_of"})
+    check_algorithm(own.algorithm)
+    assert group_advantages(np.array([0, 1, 1], np.float32), "my_advantage:best_of").tolist() == [-0.5, 0.5, 0.5]
+
+
+async def test_a_reward() -> None:
+    own = config(reward={"functions": [{"name": "my_reward:brevity"}], "workers": 1})
+    group = sample_group("What is 6*7?", "42", {}, 4)
+    check_reward_functions(own, group)
+    async with RewardPool(own.reward) as pool:
+        assert (await pool.score(group)).total.tolist() == [float(len(text) < 20) for text in group.responses]
+
+
+async def test_an_environment() -> None:
+    own = config(environment={"name": "my_environment:SecondThoughts"}, rollout={"max_response_tokens": 60})
+    samples = await episode(make_environment(own, TOKENIZER), Scripted([["#### 41", "#### 42"]]), 2)
+    for sample in samples:
+        spoken = np.flatnonzero(np.diff(sample.trained.astype(int)))
+        assert len(spoken) == 3 and sample.prompt_length == len(PROMPT.tokens), "asked, answered, asked, answered"
+        assert sample.text == "#### 41#### 42"
+
+
+def test_an_engine(tmp_path: Path) -> None:
+    own = config(rollout={"backend": "my_engine:KIND"})
+    kind = engine_kind(own.rollout.backend)
+    spec = ModelSpec.read(llama_directory(tmp_path, "llama"))
+    command = kind.command(own, spec, 0, 8000)
+    assert command.env["MY_ENGINE"] == "1" and "8000" in command.argv
+
+
+def test_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    from yi import Yi  # type: ignore[import-not-found]
+
+    families.register(Yi())  # the line of registration
+    spec = ModelSpec.read(llama_directory(tmp_path, "yi"))
+    assert (spec.family, spec.num_layers, spec.hidden_size) == ("yi", 2, 64)
+
+
+def test_a_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = platforms._Seat("toy_platform:ToyPlatform", lambda: None)  # the line of registration
+    monkeypatch.setitem(platforms._SEATS, "toy", row)
+    assert platforms.get("toy").name == "toy" and platforms.get("toy").comm_backend == "gloo"
+
+
+def llama_directory(tmp_path: Path, model_type: str) -> str:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    raw = {
+        "model_type": model_type,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 128,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1024,
+        "eos_token_id": 2,
+    }
+    (directory / "config.json").write_text(json.dumps(raw))
+    return str(directory)

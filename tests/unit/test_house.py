@@ -1,0 +1,186 @@
+"""The house keeps its order: imports point downwards, foreign names stay in their rooms, nothing goes in circles, all is named.
+
+An exception is one line in a table below with its reason; one that is needed no longer fails, so that the tables shrink.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+
+import pytest
+
+from tests.helpers.house import PACKAGE, Import, circles, imports, modules, package_imports, uses
+
+# From the top; a room imports rooms of its own layer and of those below.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("launcher",),
+    ("coordinator", "trainer"),
+    ("engines", "backends", "publish", "environments", "checkpoints"),
+    ("samples", "families", "planning", "dispatch"),
+    ("attention", "algorithm", "data", "rewards"),
+    ("control",),
+    ("telemetry", "platform"),
+    ("config",),
+    ("errors",),
+)
+LEVEL = {room: len(LAYERS) - index for index, layer in enumerate(LAYERS) for room in layer}
+# Processes that share only what lies below them.
+STRANGERS = {("coordinator", "trainer"), ("trainer", "coordinator")}
+# A package below a room that only this room may import: everything else goes through the room's protocol.
+INNER = {
+    "pa_npu.backends.megatron": "backends",
+    "pa_npu.engines.vllm": "engines",
+    "pa_npu.engines.transformers": "engines",
+}
+# What stays in which folders (paths below pa_npu).
+FOREIGN = {
+    "vllm": ("engines/vllm",),
+    "vllm_ascend": ("engines/vllm",),
+    "megatron": ("backends/megatron",),
+    "mindspeed": ("backends/megatron",),
+    "torch_npu": ("platform", "attention/kernels", "backends/megatron/patches"),
+}
+# Device modules of torch; Megatron's own code asks for torch.cuda, and so do the layers that stand in for parts of it.
+DEVICE_MODULES = {
+    "torch.cuda": ("platform", "attention/kernels", "backends/megatron"),
+    "torch.npu": ("platform", "attention/kernels"),
+}
+# (importing module, imported module or room): why it is so for now.
+UPWARDS: dict[tuple[str, str], str] = {}
+INNER_KNOWN: dict[tuple[str, str], str] = {
+    ("pa_npu.launcher.doctor", "pa_npu.backends.megatron.patches"): "prints the list of changes to torch and Megatron",
+}
+DEVICES_KNOWN: dict[tuple[str, str], str] = {}
+# What runs inside an engine's process is the engine's end of a publish, whose other end asks engines for theirs.
+CIRCLING: dict[tuple[str, str], str] = {
+    ("pa_npu.engines.vllm.worker", "pa_npu.publish.receiver"): "the engine's end of a publish",
+    ("pa_npu.engines.vllm.worker", "pa_npu.publish.transport"): "the engine's end of a publish",
+    ("pa_npu.engines.transformers.weights", "pa_npu.publish.receiver"): "the engine's end of a publish",
+    ("pa_npu.engines.transformers.weights", "pa_npu.publish.transport"): "the engine's end of a publish",
+}
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def own_imports() -> list[Import]:
+    """Of one room by another."""
+    return [
+        found
+        for found in package_imports()
+        if found.target.startswith("pa_npu.") and room(found.source) and room(found.source) != room(found.target)
+    ]
+
+
+def check(found: Iterable[tuple[str, str, str]], exceptions: dict[tuple[str, str], str]) -> None:
+    """found: (importing, imported, in words) of every breach."""
+    breaches = {(source, target): words for source, target, words in found}
+    new = [words for key, words in breaches.items() if key not in exceptions]
+    assert not new, "\n".join(new)
+    stale = exceptions.keys() - breaches.keys()
+    assert not stale, f"no exception is needed any more for {sorted(stale)}: remove it"
+    assert all(reason for reason in exceptions.values())
+
+
+def test_every_room_has_its_layer() -> None:
+    rooms = {room(module) for module in modules()} - {""}
+    assert rooms == LEVEL.keys(), "give a new room its layer, or remove one that is gone"
+
+
+def test_imports_point_downwards() -> None:
+    check(
+        (
+            (item.source, item.target, f"{item}: {room(item.target)} is above {room(item.source)}")
+            for item in own_imports()
+            if LEVEL[room(item.target)] > LEVEL[room(item.source)]
+            or (room(item.source), room(item.target)) in STRANGERS
+        ),
+        UPWARDS,
+    )
+
+
+def test_what_is_behind_a_protocol_is_imported_by_its_room_alone() -> None:
+    check(
+        (
+            (item.source, item.target, f"{item}: go through pa_npu.{owner}")
+            for item in own_imports()
+            for inner, owner in INNER.items()
+            if f"{item.target}.".startswith(f"{inner}.") and room(item.source) != owner
+        ),
+        INNER_KNOWN,
+    )
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_packages_stay_in_their_folders(name: str) -> None:
+    for item in package_imports():
+        if item.target.partition(".")[0] == name:
+            path = modules()[item.source].relative_to(PACKAGE).as_posix()
+            assert path.startswith(tuple(f"{folder}/" for folder in FOREIGN[name])), str(item)
+
+
+@pytest.mark.parametrize("name", DEVICE_MODULES)
+def test_nothing_outside_its_rooms_asks_for_a_device_module(name: str) -> None:
+    found = []
+    for module, file in modules().items():
+        path = file.relative_to(PACKAGE).as_posix()
+        if not path.startswith(tuple(f"{folder}/" for folder in DEVICE_MODULES[name])):
+            found += [
+                (module, name, f"{path}:{line} uses {name}: ask the platform") for line in uses(file.read_text(), name)
+            ]
+    check(found, {key: reason for key, reason in DEVICES_KNOWN.items() if key[1] == name})
+
+
+def test_no_module_reaches_itself_by_what_it_imports() -> None:
+    known = modules()
+    edges = [(item.source, item.target) for item in package_imports() if item.at_import and item.target in known]
+    assert not circles(edges)
+
+
+def test_no_room_reaches_itself_through_other_rooms() -> None:
+    found = own_imports()
+    edges = [item for item in found if (item.source, item.target) not in CIRCLING]
+    assert not circles((room(item.source), room(item.target)) for item in edges)
+    assert CIRCLING.keys() <= {(item.source, item.target) for item in found}, "remove what is needed no longer"
+    assert circles((room(item.source), room(item.target)) for item in found), "remove all of CIRCLING"
+
+
+def test_every_file_and_folder_says_what_it_is() -> None:
+    firsts: dict[str, str] = {}
+    for module, file in modules().items():
+        docstring = ast.get_docstring(ast.parse(file.read_text()))
+        assert docstring, f"{module} has no docstring: its first line says what a reader gains by opening it"
+        first = docstring.splitlines()[0]
+        assert len(first.split()) >= 4 and first.endswith((".", ":")), f"{module}: {first!r} says too little"
+        assert first not in firsts, f"{module} and {firsts[first]} say the same"
+        firsts[first] = module
+    folders = {file.parent for file in modules().values()}
+    assert all((folder / "__init__.py").is_file() for folder in folders)
+
+
+def test_the_search_finds_what_it_looks_for() -> None:
+    """Controls: each kind of import, each kind of breach."""
+    text = (
+        "import a.b\nfrom pa_npu import trainer\nfrom pa_npu.trainer import loop, main\nfrom pa_npu.errors import UserError\n"
+        "if TYPE_CHECKING:\n    import c\ndef f():\n    import d\n"
+    )
+    known = ("pa_npu.trainer", "pa_npu.trainer.loop", "pa_npu.errors")
+    found = list(imports("m", text, known))
+    assert [(item.target, item.at_import) for item in found] == [
+        ("a.b", True),
+        ("pa_npu.trainer", True),
+        ("pa_npu.trainer.loop", True),
+        ("pa_npu.trainer", True),
+        ("pa_npu.errors", True),
+        ("c", False),
+        ("d", False),
+    ]
+    assert circles([("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")]) == [["a", "b", "c"]]
+    assert circles([("a", "b"), ("b", "c"), ("a", "c")]) == []
+    assert uses("x = torch.cuda.is_available()\ntorch.cudart()\n'torch.cuda'", "torch.cuda") == [1]
+    with pytest.raises(AssertionError, match="a imports b"):
+        check([("a", "b", "a imports b")], {})
+    with pytest.raises(AssertionError, match="no exception is needed any more"):
+        check([], {("a", "b"): "because"})
