@@ -1,8 +1,8 @@
 """The typed configuration tree: all sections together, what follows from several keys, and the rules between keys.
 
 The keys themselves are in `pa_npu.config.sections`. Rules that involve several keys live in `Config.check_rules`; rules that need
-the model, the disk or devices live in `pa_npu.launcher.checks`. Neither imports anything heavier than pydantic, so that the tree
-loads quickly in every process.
+the model, the disk or devices live in `pa_npu.launcher.run_checks`. Neither imports anything heavier than pydantic, so that the
+tree loads quickly in every process.
 """
 
 from __future__ import annotations
@@ -172,6 +172,10 @@ COLLECTIVE_MARGIN_S = 120.0
 
 def _broken_deadlines(c: Config) -> Iterator[str]:
     """What waits for something ends after what it waits for: otherwise the error names the wrong party."""
+    for section, values in c:
+        for key, value in values:
+            if key.endswith("_s") and value is not None and value > _LONGEST_WAIT_S:
+                yield f"{section}.{key}: {value:g} s is longer than any run; set it to {_LONGEST_WAIT_S} or less"
     wait_s = c.trainer.wait_timeout_s
     if wait_s < c.rollout.request_timeout_s:
         yield (
@@ -189,10 +193,6 @@ def _broken_deadlines(c: Config) -> Iterator[str]:
 def _broken_rules(c: Config) -> Iterator[str]:
     yield from broken_texts(c)
     yield from _broken_deadlines(c)
-    for section, values in c:
-        for key, value in values:
-            if key.endswith("_s") and value is not None and value > _LONGEST_WAIT_S:
-                yield f"{section}.{key}: {value:g} s is longer than any run; set it to {_LONGEST_WAIT_S} or less"
     t, r, s = c.trainer, c.rollout, c.schedule
     shard = t.tensor_parallel * t.pipeline_parallel
     if t.devices % shard:

@@ -133,8 +133,8 @@ def _export(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _dry_run(config: Config, device_memory_gib: float | None) -> int:
     """Print what a run would be. What this machine merely lacks becomes a note, so that a cluster's run can be planned."""
-    from pa_npu.launcher.checks import check_surroundings, resolve_device
     from pa_npu.launcher.placement import placement_lines
+    from pa_npu.launcher.run_checks import check_surroundings, resolve_device
     from pa_npu.planning.plan_text import derived_lines
 
     config, platform = resolve_device(config, forgive=True)

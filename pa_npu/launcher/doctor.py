@@ -16,9 +16,9 @@ from pa_npu.backends.megatron.patches import PATCHES
 from pa_npu.config.schema import Config
 from pa_npu.engines.registry import DEFAULT_BACKEND, engine_kind
 from pa_npu.errors import PaNpuError, UserError
-from pa_npu.launcher.checks import check_surroundings, resolve_device
 from pa_npu.launcher.placement import available_cores, port_problem
-from pa_npu.launcher.versions import nearest_stack, trainer_problems
+from pa_npu.launcher.run_checks import check_surroundings, resolve_device
+from pa_npu.launcher.trainer_versions import nearest_stack, trainer_problems
 from pa_npu.platform.busy import busy_devices
 
 _GIB = 2**30

@@ -29,7 +29,7 @@ from pa_npu.control.channel import StoreChannel, StoreError, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.errors import BAD_INPUT, FAILED, DeadlineExceeded, PaNpuError, UserError
-from pa_npu.launcher.joining_checks import Choices, Site, check_site, engine_key_here, local_address
+from pa_npu.launcher.join_checks import Choices, Site, check_site, engine_key_here, local_address
 from pa_npu.launcher.process.commands import Command, engine_command, engine_url
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import Process, ProcessTree

@@ -30,7 +30,6 @@ from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.errors import ConfigError, DataError
-from pa_npu.launcher.checks import Findings, check_engines, check_surroundings, resolve_device
 from pa_npu.launcher.cluster.local import LocalCluster
 from pa_npu.launcher.cluster.protocol import Cluster
 from pa_npu.launcher.cluster.ray_cluster import ray_cluster
@@ -44,6 +43,7 @@ from pa_npu.launcher.process.readiness import Awaited, engine_answers, host_stor
 from pa_npu.launcher.process.recovery import Attempt, Recovery
 from pa_npu.launcher.process.supervisor import StopSignals, Supervisor, stop_signals
 from pa_npu.launcher.resume import checkpoints_directory, resolve_resume
+from pa_npu.launcher.run_checks import Findings, check_engines, check_surroundings, resolve_device
 from pa_npu.launcher.run_directory import begin_attempt, own_run_directory
 from pa_npu.platform.base import Platform
 from pa_npu.publish.transport import Abandonment

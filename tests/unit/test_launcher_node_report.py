@@ -11,12 +11,12 @@ from packaging.requirements import Requirement
 
 from pa_npu.config import Config
 from pa_npu.errors import UserError
-from pa_npu.launcher import checks
-from pa_npu.launcher.checks import device_notes
+from pa_npu.launcher import run_checks
 from pa_npu.launcher.cluster import node_report
 from pa_npu.launcher.cluster.node_report import NodeReport, inspect_node, leave_token, node_problem
 from pa_npu.launcher.placement import Placement
-from pa_npu.launcher.versions import installed_versions, nearest_stack, release_of, trainer_problems
+from pa_npu.launcher.run_checks import device_notes
+from pa_npu.launcher.trainer_versions import installed_versions, nearest_stack, release_of, trainer_problems
 from pa_npu.platform.busy import parse_npu_smi, parse_nvidia_smi
 
 NPU = {
@@ -117,7 +117,7 @@ def test_only_devices_of_the_run_are_reported_by_their_physical_number(monkeypat
     class Gpus:
         name, visible_devices_env = "cuda", "CUDA_VISIBLE_DEVICES"
 
-    monkeypatch.setattr(checks, "busy_devices", lambda kind: {0: "other", 6: "python (pid 1, 9 MiB)"})
+    monkeypatch.setattr(run_checks, "busy_devices", lambda kind: {0: "other", 6: "python (pid 1, 9 MiB)"})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     placement = Placement(((0,),), (2,), ((),), ((),))
     (line,) = device_notes(cast(Any, Gpus()), placement)

@@ -137,3 +137,11 @@ def test_a_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
 
 def _never() -> Awaited:
     return Awaited("engine-0", lambda: False, 60.0, "rollout", "engine-0")
+
+
+def test_a_process_that_the_machine_does_not_let_start_ends_the_run_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logs" / "trainer-0.log").mkdir(parents=True)
+    assert supervise(tmp_path, {"engine-0": SLEEP, "coordinator": SLEEP, "trainer-0": SLEEP}) == 1
+    assert "failed: trainer-0 cannot be started: Is a directory (" in capsys.readouterr().err

@@ -73,7 +73,7 @@ def test_32b_on_16_devices_needs_80_gib_and_on_64_says_how_many_devices_it_needs
 
 
 def load_and_check(*files: str) -> None:
-    from pa_npu.launcher.checks import check_surroundings
+    from pa_npu.launcher.run_checks import check_surroundings
 
     config = load_config(files, ["run.device=npu"])
     check_surroundings(config, None, forgive=True)

@@ -18,6 +18,7 @@ from pa_npu.errors import PaNpuError, printable
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.log_tail import MarkedLines, last_lines
 from pa_npu.telemetry import metrics, record_file
+from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.metrics import EVALUATIONS, METRICS, MetricsWriter, drop_records, read_records
 from pa_npu.telemetry.record_file import RecordFile, json_line, lost_records
 from pa_npu.telemetry.timeline import Timeline, merge
@@ -134,6 +135,19 @@ def test_no_record_log_line_or_console_line_holds_what_a_terminal_obeys(
     for text in (printed, (tmp_path / "launcher.log").read_text(), str(PaNpuError(HOSTILE))):
         assert text and all(part.isprintable() for part in text.split("\n")), repr(text)
     assert "\\x1b[2J" in printed
+
+
+def test_log_messages_hold_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
+    handlers, level = logging.root.handlers[:], logging.root.level
+    try:
+        setup_logging("a process")
+        logging.getLogger("x").warning("zero for %s\nand a second line", HOSTILE)
+    finally:
+        logging.basicConfig(level=level, handlers=handlers, force=True)
+        logging.captureWarnings(False)
+    printed = capsys.readouterr().out
+    assert "second line" in printed and "\\x1b[2J" in printed
+    assert all(part.isprintable() for part in printed.split("\n"))
 
 
 @given(text=st.text(st.characters(exclude_categories=()), max_size=30))

@@ -21,12 +21,12 @@ from pa_npu.config.load import load_tree
 from pa_npu.config.schema import Config
 from pa_npu.errors import BAD_INPUT, PaNpuError, UserError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.launcher.checks import check_share, resolve_device
 from pa_npu.launcher.cluster.node_report import NodeReport, all_versions, differing_versions, inspect_node
 from pa_npu.launcher.engine_key import run_key
 from pa_npu.launcher.placement import Placement, engine_ports
 from pa_npu.launcher.process.commands import Command, Role, Store, engine_command, trainer_command
 from pa_npu.launcher.process.process_tree import GRACE_S, Process, ProcessTree
+from pa_npu.launcher.run_checks import check_share, resolve_device
 from pa_npu.platform.base import Platform
 
 _TICK_S = 0.05

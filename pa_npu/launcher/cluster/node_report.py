@@ -17,9 +17,9 @@ from typing import Any
 from pa_npu import __version__
 from pa_npu.config.schema import Config
 from pa_npu.errors import PaNpuError, UserError
-from pa_npu.launcher.checks import check_ports, device_notes
 from pa_npu.launcher.placement import Placement
-from pa_npu.launcher.versions import installed_versions, trainer_problems
+from pa_npu.launcher.run_checks import check_ports, device_notes
+from pa_npu.launcher.trainer_versions import installed_versions, trainer_problems
 from pa_npu.platform.base import Platform
 
 TOKEN_FILE = ".nodes"

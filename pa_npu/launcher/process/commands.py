@@ -13,7 +13,7 @@ from pa_npu.control.channel import attempt_prefix
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.registry import engine_kind
 from pa_npu.families.spec import ModelSpec
-from pa_npu.launcher.addresses import interface_of, is_loopback
+from pa_npu.launcher.network_interface import interface_of, is_loopback
 from pa_npu.launcher.placement import Placement, visible_devices
 from pa_npu.platform.base import Platform
 from pa_npu.publish import collectives

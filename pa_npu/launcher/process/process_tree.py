@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from pa_npu.errors import PaNpuError
 from pa_npu.launcher.process import keeper
 from pa_npu.launcher.process.commands import Command, Startable
 from pa_npu.launcher.process.kept_command import KeptCommand
@@ -79,6 +80,10 @@ class Process:
         return last_lines(self.log, count)
 
 
+class StartError(PaNpuError):
+    """The machine does not allow a process to start."""
+
+
 class ProcessTree:
     """Owner of all processes of a run. Use it as a context manager: leaving it stops what still runs."""
 
@@ -104,7 +109,17 @@ class ProcessTree:
         """Start a command with stdout and stderr in LOG_DIR/<name>.log, on the given cores only, if any.
 
         scratch_env: the variable in which it finds a directory of its own, which is removed when it has ended.
+        Raises StartError where the machine does not allow it: no room for its log, too many processes.
         """
+        try:
+            return self._start(name, argv, env, cores, scratch_env)
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            raise StartError(f"{name} cannot be started: {error.strerror or error}{where}") from None
+
+    def _start(
+        self, name: str, argv: Sequence[str], env: Mapping[str, str], cores: Sequence[int], scratch_env: str | None
+    ) -> Process:
         scratch = Path(tempfile.mkdtemp(prefix="pa-")) if scratch_env else None
         if scratch_env:
             env = {**env, scratch_env: str(scratch), keeper.SCRATCH: str(scratch)}

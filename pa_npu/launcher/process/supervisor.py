@@ -16,6 +16,7 @@ from pa_npu.errors import BAD_INPUT, FAILED
 from pa_npu.launcher.process.commands import Startable
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.log_tail import MarkedLines
+from pa_npu.launcher.process.process_tree import StartError
 from pa_npu.launcher.process.processes import Process, Processes
 from pa_npu.launcher.process.readiness import Awaited
 from pa_npu.launcher.process.recovery import Attempt, Failure, Recovery
@@ -93,9 +94,9 @@ class Supervisor:
                 self._timeline.complete("run", start_s, now(), "run")
                 self._stop("the run is done")
                 return 0
-        except Failure as failure:
+        except (Failure, StartError) as error:
             if not self._signals.received:
-                return self._fail(failure)
+                return self._fail(error if isinstance(error, Failure) else Failure(str(error)))
         number = self._signals.received[0]
         self._stop(f"{signal_name(number)}: stopping (once more: at once)")
         return 128 + number

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pa_npu import platform as platforms
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.environment_trial import check_environment
 from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.model_directory import check_end_tokens, check_plain_files, check_tokenizer, check_weights
@@ -32,7 +33,7 @@ from pa_npu.launcher.placement import (
 )
 from pa_npu.launcher.resume import check_checkpoint
 from pa_npu.launcher.run_directory import check_run_directory
-from pa_npu.launcher.versions import trainer_problems
+from pa_npu.launcher.trainer_versions import trainer_problems
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.shortages import shortages
@@ -126,14 +127,16 @@ def check_surroundings(
     check_rewards(config, sample)
     check_algorithm(config.algorithm)
     engine_kind(config.rollout.backend).check_keys(config)
+    if tokenizer is not None:
+        check_environment(config, sample)
     local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
-    here = findings.placement or Placement((), (), (), ())
-    local(lambda: check_limits(config, 1 + len(here.engines) + len(here.ranks)))
     changed = local(lambda: check_checkpoint(config))
     findings.notes += [changed] if changed else []
     check_run_directory(config)
+    here = findings.placement or Placement((), (), (), ())
+    local(lambda: check_limits(config, 1 + len(here.engines) + len(here.ranks)))
     if platform is not None:
         findings.notes += [f"versions: {problem}" for problem in trainer_problems(platform.name)]
         findings.notes += device_notes(platform, findings.placement) if findings.placement else []

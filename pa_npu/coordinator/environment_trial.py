@@ -1,0 +1,121 @@
+"""An environment with code of the user's, tried on one prompt before a run: what is wrong with it is one line.
+
+python -m pa_npu.coordinator.environment_trial      {"config", "prompt"} as JSON on stdin; {"problem": null | one line} on stdout
+
+It is a process of its own, because a user's module may do anything. The policy's part is made up: every turn it writes the
+reference answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import pa_npu
+from pa_npu.config.load import load_tree
+from pa_npu.config.schema import Config
+from pa_npu.control.child_process import private_pipes
+from pa_npu.data.prompts import Prompt
+from pa_npu.engines.protocol import Generation, Sampling
+from pa_npu.errors import ConfigError, PaNpuError
+
+_TIME_LIMIT_S = 60.0  # importing transformers and a user's modules on a busy machine
+_LOGPROB = -0.5
+
+
+def check_environment(config: Config, prompt: Prompt | None) -> None:
+    """Makes the environment, and lets it make samples of the prompt where there is one. Raises ConfigError in one line."""
+    name = config.environment.name
+    if name == "single_turn":
+        return
+    given = None
+    if prompt is not None:
+        given = {
+            "prompt_id": prompt.prompt_id,
+            "tokens": prompt.tokens.tolist(),
+            "answer": prompt.answer,
+            "text": prompt.text,
+            "row": prompt.row,
+        }
+    request = {"config": config.model_dump(mode="json"), "prompt": given}
+    root = str(Path(pa_npu.__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
+    limit_s = _TIME_LIMIT_S + config.environment.timeout_s
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-m", "pa_npu.coordinator.environment_trial"],
+            input=json.dumps(request, default=str).encode(),
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"environment.name: {name} has not made samples of a made-up policy's responses within {limit_s:.0f} s; make it "
+            f"import and end sooner"
+        ) from None
+    try:
+        problem = json.loads(finished.stdout)["problem"]
+    except (ValueError, LookupError, TypeError):
+        raise ConfigError(
+            f"environment.name: {name}: the process that tried it ended with {finished.returncode}; correct what its output "
+            f"says"
+        ) from None
+    if problem is not None:
+        raise ConfigError(problem if problem.startswith("environment.") else f"environment.name: {problem}")
+
+
+class _MadeUpPolicy:
+    """Stands where engines do: writes the reference answer, in any number of responses."""
+
+    def __init__(self, tokenizer: Any, answer: str) -> None:
+        ids = tokenizer.encode(answer, add_special_tokens=False) or [0]
+        self._tokens = np.array(ids, np.int32)
+        self._text = answer
+
+    async def generate(self, tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling) -> list[Generation]:
+        written = self._tokens[: sampling.max_tokens]
+        logprobs = np.full(len(written), _LOGPROB, np.float32)
+        return [Generation(written, logprobs, self._text, "stop", version=0) for _ in range(n)]
+
+
+async def _try(config: Config, given: dict[str, Any] | None) -> None:
+    # what the launcher, which only starts this process, need not import
+    from transformers import AutoTokenizer
+
+    from pa_npu.coordinator.episode import run_episode
+    from pa_npu.environments.registry import make_environment
+
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    environment = make_environment(config, tokenizer)
+    if given is None:
+        return
+    prompt = Prompt(**{**given, "tokens": np.array(given["tokens"], np.int32)})
+    sampling = Sampling(config.rollout.max_response_tokens, config.rollout.temperature)
+    policy: Any = _MadeUpPolicy(tokenizer, prompt.answer)
+    await run_episode(environment, prompt, config.rollout.responses_per_prompt, policy, 0, sampling, 0)
+
+
+def main() -> int:
+    requests, replies = private_pipes()
+    request = json.loads(requests.read())
+    problem = None
+    try:
+        asyncio.run(_try(load_tree(request["config"], "environment"), request["prompt"]))
+    except PaNpuError as error:
+        problem = str(error)
+    replies.write(json.dumps({"problem": problem}).encode())
+    replies.flush()
+    os._exit(0)  # a user's threads must not keep the launcher waiting
+
+
+if __name__ == "__main__":
+    sys.exit(main())
