@@ -8,7 +8,7 @@ the negative control: it must differ, or the comparison shows nothing.
 
     python tools/check_equivalence.py [--iterations 4] [--work DIR] [key=value ...]
 
-Exits with 1 when a bound is broken.
+Exits with 1 when a bound is broken. With rollout.attach (see `pa_npu.launcher engines`) the runs share engines that run already.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,18 +53,18 @@ class Difference:
     relative: float
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, variants: Sequence[Variant] = VARIANTS) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default=str(ROOT / "configs" / "grpo_tiny.yaml"))
     parser.add_argument("--iterations", type=int, default=4)
     parser.add_argument("--work", type=Path, default=Path("runs/equivalence"), help="where the runs are written")
     parser.add_argument("overrides", nargs="*", help="further key=value for all runs")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
     reference = run(args, REFERENCE)
     failed = False
     print(f"{'variant':<30} {'tensors':>8} {'changed':>8} {'max rel. difference':>20}  verdict")
-    for variant in VARIANTS:
+    for variant in variants:
         difference = compare(reference, run(args, variant))
         ok, verdict = judge(variant, difference)
         failed |= not ok

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from pa_npu.algorithm.agreement import DifferenceSums, Dtype, Limits, Noise, learn_noise, limits, plausible
@@ -21,6 +22,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport
 from pa_npu.control.typed import read_fields
 from pa_npu.errors import DataError, InvariantViolation
+from pa_npu.telemetry.record_file import attempt
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +103,14 @@ class Agreement:
             self._noise.k3,
         )
         if self._writes:
-            temporary = self._file.with_name(f"{NOISE_FILE}.tmp")
-            temporary.write_text(json.dumps(asdict(self._noise), indent=1), encoding="utf-8")
-            temporary.replace(self._file)
+            # without it a resumed run learns the noise anew
+            attempt(self._file, partial(_write, self._file, self._noise))
+
+
+def _write(file: Path, noise: Noise) -> None:
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text(json.dumps(asdict(noise), indent=1), encoding="utf-8")
+    temporary.replace(file)
 
 
 def read_noise(file: Path) -> Noise:

@@ -177,7 +177,8 @@ def test_a_microbatch_trained_twice_or_left_out_inside_a_replica_ends_the_iterat
 
 
 def test_a_coordinator_that_never_says_what_it_dispatched_ends_the_wait(model: Path, tmp_path: Path) -> None:
-    config = model_config(model, run={"dir": str(tmp_path)}, trainer={"wait_timeout_s": 0.01})
+    config = model_config(model, run={"dir": str(tmp_path)})
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"wait_timeout_s": 0.01})})
     checks = IterationChecks(config, StoreChannel(dist.HashStore()), Agreement(config, writes=False), replica=0)
     with pytest.raises(DeadlineExceeded, match="the coordinator: what iteration 3 consists of"):
         checks(3, [], DifferenceSums())

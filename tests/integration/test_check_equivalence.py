@@ -1,0 +1,61 @@
+"""tools/check_equivalence.py, shortened: two iterations on one real engine; it passes what is equal and fails what is not."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.launched import Launched, settings
+from tools import check_equivalence
+from tools.check_equivalence import VARIANTS, Variant
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc"),
+]
+
+START_TIMEOUT_S = 400.0
+# Equal to the reference but for a hundredth of the learning rate: what must be bit-identical is not.
+BROKEN = Variant(
+    "broken, order=prompt", ("schedule.stream=true", "schedule.order=prompt", "optimizer.learning_rate=0.000202")
+)
+
+
+@pytest.fixture(scope="module")
+def attach(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Settings of runs on an engine that all of them share."""
+    directory = tmp_path_factory.mktemp("engines")
+    engines = Launched(directory, "engines", *settings(tiny, directory / "shared"))
+    try:
+        engines.wait_for(lambda: "engine-0 ready" in engines.output, "the engine is ready", START_TIMEOUT_S)
+        yield next(line for line in engines.output.splitlines() if "rollout.attach=" in line).split()[-2:]
+        engines.family()
+        engines.popen.send_signal(signal.SIGINT)
+        engines.popen.wait(30)
+    finally:
+        engines.close()
+
+
+def test_periodic_runs_equal_synchronous_ones_and_a_run_that_does_not_fails_the_check(
+    attach: list[str], tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [setting for setting in settings(tiny, tmp_path) if not setting.startswith(("run.dir=", "data.test="))]
+    # a reward that a random model gets now and then, so that there is something to learn
+    common += [
+        'reward.functions=[{name: format, pattern: "[0-4]"}]',
+        "checkpoint.every=0",
+        "telemetry.tensorboard=false",
+    ]
+    periodic, completion, control = VARIANTS
+    arguments = ["--iterations", "2", "--work", str(tmp_path / "work"), *common, *attach]
+    code = check_equivalence.main(arguments, (periodic, completion, control, BROKEN))
+    lines = {line.split("  ")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
+    assert lines[periodic.name].endswith("bit-identical"), lines
+    assert "below 1e-05" in lines[completion.name], lines
+    assert lines[control.name].endswith("differs, as it must"), lines
+    assert "FAILED: must be bit-identical" in lines[BROKEN.name], lines
+    assert code == 1, "a broken bound must end the tool with 1"

@@ -1,0 +1,103 @@
+"""The coordinator's numbers in metrics.jsonl against their definitions, on made-up groups, seconds and counters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pa_npu.config.schema import Config
+from pa_npu.coordinator.production import Production
+from pa_npu.coordinator.record import iteration_record
+from pa_npu.data.prompts import Prompt
+from pa_npu.engines.pool import EngineUse
+from pa_npu.planning.iteration_model.messages import Prediction
+from pa_npu.rewards.types import RewardResult
+from pa_npu.samples.types import Sample, SampleBuilder
+from tests.helpers.reports import iteration_report
+
+RESPONSES, SECONDS, DEVICES = 3, 8.0, 5
+
+
+def sample(prompt: np.ndarray, length: int, finished: bool) -> Sample:
+    builder = SampleBuilder(prompt)
+    builder.write(np.arange(length, dtype=np.int32), np.zeros(length, np.float32), 4)
+    return builder.finish(finished, "")
+
+
+def test_every_number_is_what_its_definition_gives() -> None:
+    rng = np.random.default_rng(1)
+    production = Production(4, num_samples=0)
+    lengths, prompts, totals, correct, finished = [], [], [], [], []
+    for index in range(4):
+        prompt = Prompt(prompt_id=index, text="", tokens=np.arange(3 + index, dtype=np.int32), answer="", row={})
+        sizes, ends = rng.integers(1, 9, RESPONSES), rng.random(RESPONSES) < 0.6
+        samples = [sample(prompt.tokens, int(n), bool(end)) for n, end in zip(sizes, ends, strict=True)]
+        reward, right = rng.random(RESPONSES), rng.random(RESPONSES) < 0.5
+        result = RewardResult(
+            total=reward.tolist(), correct=right.tolist(), functions={"math": (2 * reward).tolist()}, errors=[]
+        )
+        production.judge(result)
+        if index < 3:  # one that is generated and not trained
+            production.add(index, prompt, samples, result)
+            production.put(index, samples, replica=index % 2)
+            lengths.append(sizes), prompts.append(3 + index), totals.append(reward), finished.append(ends)
+        correct.append(right)
+    production.end(window=12, tail_waste=0.25, replica_imbalance=0.1)
+    length, total, end = np.array(lengths), np.array(totals), np.array(finished)
+
+    before = {"a": EngineUse(requests=5, tokens=100, busy_s=2.0), "gone": EngineUse(requests=9, busy_s=9.0)}
+    after = {"a": EngineUse(requests=8, tokens=160, busy_s=6.0), "new": EngineUse(requests=2, tokens=40, busy_s=1.0)}
+    record = iteration_record(
+        Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}),
+        production,
+        iteration_report(4, wait_s=1.5, train_s=3.0, tokens_computed=70),
+        Prediction("periodic", 7.0, -0.1),
+        border_wait_s=0.5,
+        iteration_s=SECONDS,
+        publish_s=0.75,
+        evaluation={"seconds": 1.25, "accuracy": 0.5},
+        use_before=before,
+        use_after=after,
+        devices=DEVICES,
+    )
+    tokens, prompt_tokens = int(length.sum()), RESPONSES * sum(prompts)
+    expected = {
+        "iteration": 4,
+        "version": 4,
+        "groups": 3,
+        "groups_dispatched": 4,
+        "reward_mean": total.mean(),
+        "accuracy": np.array(correct[:3]).mean(),
+        "accuracy_dispatched": np.array(correct).mean(),
+        "reward_errors": 0,
+        "response_length_mean": length.mean(),
+        "prompt_length_mean": np.mean(prompts),
+        "truncated_ratio": 1 - end.mean(),
+        "tokens_prompt": prompt_tokens,
+        "tokens_response": tokens,
+        "tokens_computed": 70,
+        "window": 12,
+        "tail_waste": 0.25,
+        "replica_imbalance": 0.1,
+        "wait_s": 1.5,
+        "border_wait_s": 0.5,
+        "trainer_idle": 2.0 / SECONDS,
+        # two engines that serve at the end: one busy for 4 s of the 8, one new and busy for 1
+        "engine_idle": 1 - (4.0 + 1.0) / (2 * SECONDS),
+        "tpspd": (tokens + prompt_tokens) / SECONDS / DEVICES,
+        "tpspd_response": tokens / SECONDS / DEVICES,
+        "tpspd_computed": 70 / SECONDS / DEVICES,
+        "publish_s": 0.75,
+        "evaluation_s": 1.25,
+        "eval_accuracy": 0.5,
+        "iteration_s": SECONDS,
+        "devices": DEVICES,
+    }
+    for name, value in expected.items():
+        assert record[name] == pytest.approx(value), name
+    assert record["rewards"] == {"math": pytest.approx(2 * total.mean())}
+    assert record["engines"] == {"a": {"requests": 3, "tokens": 60}, "new": {"requests": 2, "tokens": 40}}
+    dispatched = production.dispatched()
+    assert [(g.index, g.replica, list(g.response_tokens)) for g in dispatched.groups] == [
+        (index, index % 2, length[index].tolist()) for index in range(3)
+    ]
