@@ -102,7 +102,7 @@ class Recording(ScheduleController):
         super().__init__(Rules.of(config), lambda prompt, lengths: prompt + sum(lengths))
         self.timings: list[GroupTiming] = []
         self.schedules: list[Schedule] = []
-        self.errors: list[float] = []
+        self.errors: list[float | None] = []
         self._follow = follow
 
     def begin_iteration(self, outlook: IterationOutlook) -> Schedule:
@@ -145,7 +145,7 @@ def run(
                 end_s = max(shelves[-1].trained_s(), asyncio.get_running_loop().time())
                 ends_s.append(end_s - start_s)
                 times = IterationTimes(ends_s[-1], 0.0, GROUPS * TRAIN_S, 0.0)
-                errors.append(controller.end_iteration(times).error)
+                controller.errors.append(controller.end_iteration(times).error)
                 await asyncio.sleep(end_s - asyncio.get_running_loop().time())
 
     producer = Producer(
@@ -160,14 +160,12 @@ def run(
         lambda prompt, responses: prompt + sum(responses),
         Inline(),
     )
-    errors: list[float | None] = []
     loop = VirtualLoop()
     try:
         with mock.patch.object(time, "perf_counter", loop.time):
             loop.run_until_complete(all_iterations())
     finally:
         loop.close()
-    controller.errors = errors
     return controller, shelves, ends_s
 
 

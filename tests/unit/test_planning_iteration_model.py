@@ -97,8 +97,8 @@ def test_what_has_no_place_waits_in_the_engine():
 
 def brute_force(case_groups: list[VirtualGroup], speeds: dict[str, EngineSpeed], window: int, most: int) -> Outcome:
     """Decode step by decode step on every engine, one trainer, everything looked at again after every step of any engine."""
-    state: dict[str, dict[str, Any]] = {name: {"now": 0.0, "jobs": [], "queue": [], "prompts": 0.0} for name in speeds}
-    waiting, done, timings = list(case_groups), [], []
+    state: dict[str, Any] = {name: {"now": 0.0, "jobs": [], "prompts": 0.0} for name in speeds}
+    waiting, done = list(case_groups), []
 
     def admit(now: float) -> None:
         while waiting:
@@ -139,7 +139,6 @@ def brute_force(case_groups: list[VirtualGroup], speeds: dict[str, EngineSpeed],
             if not any(job["left"]):
                 engine["jobs"].remove(job)
                 done.append((now, job["group"]))
-                timings.append(job)
         admit(now)
     busy = 0.0
     for at, group in sorted(done, key=lambda item: item[0]):
