@@ -1,19 +1,23 @@
 #!/usr/bin/env python
-"""How close periodic asynchrony comes to its bound: sync against periodic, alternating inside each run, with fixed work.
+"""How close periodic asynchrony comes to its bound with rollout.window=auto: sync against periodic, alternating inside each run.
 
-One real vLLM engine pinned to one core, one real trainer rank to another; every response has the same length (ignore_eos). With
-Tg the seconds of generation and Tt those of training per iteration, a synchronous iteration takes Tg + Tt and a perfectly
-overlapped one max(Tg, Tt), so the speedup is bounded by (Tg + Tt) / max(Tg, Tt). Rows vary
+Real vLLM engines and one real trainer rank, each pinned to a core. With Tg the seconds of generation and Tt those of training per
+iteration, a synchronous iteration takes Tg + Tt and a perfectly overlapped one max(Tg, Tt). Rows vary
 
-  waves     sequences per iteration over the window of sequences in flight; the window is the same in all rows, so that the
-            engine's speed is too. The head bubble (no group yet) is about Tg / waves, the tail bubble (the last groups
-            still to be trained) about Tt / waves: one wave cannot overlap at all.
+  lengths   equal: every response has the same length (ignore_eos). heavy: lognormal, exp(0.6 a + 0.4 b) times the median, a of the
+            prompt and b of the response, cut at four times the mean; every prompt comes again, so that its length can be learned.
+  groups    of 8 responses in an iteration.
+  engines   one, or two, which share a core where the machine has no third.
   Tg : Tt   balanced, engine-bound (2 : 1) and trainer-bound (1 : 2). Tt is set through the prompt length, which costs the trainer
             (separate sequences) and hardly the engine (prefix cache).
 
-A run alternates iteration by iteration (schedule.stream=alternate): even ones are synchronous, odd ones periodic.
+A run alternates iteration by iteration (schedule.stream=alternate): even ones are synchronous, odd ones periodic, each with the
+schedule that the controller chooses for its kind. Tg and Tt are medians of the synchronous ones, which have the window that
+generates fastest. The table has, over max(Tg, Tt): periodic iterations without border; with --constant the best of further runs
+with constant windows; the optimum, simulated with the speeds that the run learned and with all lengths known; and how far the
+model's predictions were off.
 
-    python tools/bench_schedule.py [--iterations 12] [--rows balanced-16,...] [--json FILE] [--markdown FILE]
+    python tools/bench_schedule.py [--iterations 16] [--rows equal-16,...] [--constant 16,32,64] [--json FILE] [--markdown FILE]
     python tools/bench_schedule.py --shared-prompt        # P=512, R=64, G=8 with attention.shared_prompt on and off
 """
 
@@ -22,6 +26,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
+import os
 import random
 import signal
 import statistics
@@ -30,73 +36,93 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from pa_npu.data.prompts import Prompt
+from pa_npu.dispatch.schedule import same_windows
+from pa_npu.environments.protocol import EnvironmentContext, Generate, write
 from pa_npu.launcher.placement import free_ports
+from pa_npu.planning.iteration_model.backwards import optimum_s
+from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
+from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 RESPONSES = 8
-WARMUP = 2  # iterations, one of each kind
+MAX_NUM_SEQS = 256
+WARMUP = 6  # iterations, three of each kind: nothing is known in the first, and heavy lengths come again in the third
 MAX_PROMPT = 2048
+EPOCH = 2  # iterations after which prompts come again
+PROMPT_SIGMA, RESPONSE_SIGMA, MOST_OF_MEAN = 0.6, 0.4, 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """waves: sequences per iteration / window. ratio: Tg / Tt aimed at."""
+    """ratio: Tg / Tt aimed at."""
 
     name: str
-    waves: int
-    ratio: float
+    groups: int
+    ratio: float = 1.0
+    heavy: bool = False
+    engines: int = 1
+
+
+CASES = (
+    Case("equal-16", 16),
+    Case("equal-64", 64),
+    Case("equal-16-engine-bound", 16, 2.0),
+    Case("equal-16-trainer-bound", 16, 0.5),
+    Case("equal-64-engine-bound", 64, 2.0),
+    Case("equal-64-trainer-bound", 64, 0.5),
+    Case("heavy-16", 16, heavy=True),
+    Case("heavy-64", 64, heavy=True),
+    Case("heavy-64-engine-bound", 64, 2.0, heavy=True),
+    Case("heavy-64-trainer-bound", 64, 0.5, heavy=True),
+    Case("equal-64-two-engines", 64, engines=2),
+    Case("heavy-64-two-engines", 64, heavy=True, engines=2),
+)
 
 
 @dataclass(frozen=True)
 class Row:
+    """Medians, in seconds. generate_s, train_s: Tg, Tt. border_s: what no schedule can hide, left out of all but sync_s and
+    periodic_s. constant_s: the best constant window's; optimum_s: simulated with all lengths known. errors: of predictions."""
+
     name: str
-    waves: int
+    groups: int
     prompt_tokens: int
-    generate_s: float  # Tg, of synchronous iterations
-    train_s: float  # Tt
-    border_s: float  # publish and all else that no schedule can hide
+    generate_s: float
+    train_s: float
+    border_s: float
     sync_s: float
     periodic_s: float
+    optimum_s: float
+    errors: list[float]
+    schedule: str
+    constant_s: float | None = None
+    constant_window: int | None = None
 
     @property
-    def bound(self) -> float:
-        return (self.generate_s + self.train_s) / max(self.generate_s, self.train_s)
+    def longer_s(self) -> float:
+        return max(self.generate_s, self.train_s)
 
     @property
-    def speedup(self) -> float:
-        return self.sync_s / self.periodic_s
-
-    @property
-    def model(self) -> float:
-        """The speedup that head and tail bubbles of 1 / waves and the border leave."""
-        longer, shorter = max(self.generate_s, self.train_s), min(self.generate_s, self.train_s)
-        overlapped = longer + shorter / self.waves
-        return self.sync_s / (overlapped + self.border_s)
-
-
-CASES = (
-    Case("balanced-1", 1, 1.0),
-    Case("balanced-2", 2, 1.0),
-    Case("balanced-4", 4, 1.0),
-    Case("balanced-16", 16, 1.0),
-    Case("engine-bound-16", 16, 2.0),
-    Case("trainer-bound-16", 16, 0.5),
-)
+    def over_bound(self) -> float:
+        return (self.periodic_s - self.border_s) / self.longer_s
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=12, help="per run, the warm-up included; even")
-    parser.add_argument("--window", type=int, default=16, help="sequences in flight, a multiple of 8")
-    parser.add_argument("--response", type=int, help="tokens per response; 32, or 64 with --shared-prompt")
+    parser.add_argument("--iterations", type=int, default=16, help=f"per run, {WARMUP} of warm-up included; even")
+    parser.add_argument("--response", type=int, default=64, help="mean tokens of a response")
     parser.add_argument("--rows", default=",".join(case.name for case in CASES), help="which rows, by name")
+    parser.add_argument("--constant", default="", help="constant windows to run beside it, a run each, in sequences")
     parser.add_argument(
         "--shared-prompt", action="store_true", help="measure attention.shared_prompt on and off instead"
     )
@@ -106,13 +132,19 @@ def main() -> int:
     unknown = set(args.rows.split(",")) - {case.name for case in CASES}
     if unknown:
         parser.error(f"--rows: {', '.join(sorted(unknown))} not among {', '.join(case.name for case in CASES)}")
+    if args.iterations <= WARMUP + 1 or args.iterations % 2:
+        parser.error(f"--iterations: {args.iterations} is not an even number above {WARMUP + 1}")
 
-    args.response = args.response or (64 if args.shared_prompt else 32)
-
+    cases = [case for case in CASES if case.name in args.rows.split(",")]
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench_schedule_") as scratch:
         bench = Bench(Path(scratch), args)
-        with bench.engine():
-            rows = bench.shared_prompt_rows() if args.shared_prompt else bench.schedule_rows(args.rows.split(","))
+        for engines in sorted({1} if args.shared_prompt else {case.engines for case in cases}):
+            with bench.engines(engines):
+                if args.shared_prompt:
+                    rows += bench.shared_prompt_rows()
+                else:
+                    rows += bench.schedule_rows([case for case in cases if case.engines == engines])
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     table = render(rows, args)
@@ -122,57 +154,118 @@ def main() -> int:
     return 0
 
 
+class HeavyTailed:
+    """The environment of heavy rows: single turns whose lengths are drawn, not sampled. options: median and limit in tokens."""
+
+    def __init__(self, context: EnvironmentContext) -> None:
+        context.refuse_options("tools.bench_schedule:HeavyTailed", ("median", "limit"))
+        self._median, self._limit = float(context.options["median"]), int(context.options["limit"])
+        self._visits: dict[int, int] = {}
+
+    async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
+        visit = self._visits.get(prompt.prompt_id, 0)
+        self._visits[prompt.prompt_id] = visit + 1
+        lengths = drawn_lengths(prompt.prompt_id, visit, num_samples, self._median, self._limit)
+        pending = [generate(prompt.tokens, sample=i, max_tokens=length) for i, length in enumerate(lengths)]
+        samples = []
+        for (generation,) in await _all(pending):
+            sample = SampleBuilder(prompt.tokens)
+            write(sample, generation)
+            samples.append(sample.finish(True, generation.text))
+        return samples
+
+
+async def _all(pending: Sequence[Any]) -> list[Any]:
+    import asyncio
+
+    return list(await asyncio.gather(*pending))
+
+
+def drawn_lengths(prompt_id: int, visit: int, count: int, median: float, limit: int) -> list[int]:
+    """Of the responses to a prompt when it comes for the `visit`-th time."""
+    of_prompt = np.random.default_rng([prompt_id, 1]).standard_normal()
+    of_response = np.random.default_rng([prompt_id, visit, 2]).standard_normal(count)
+    drawn = median * np.exp(PROMPT_SIGMA * of_prompt + RESPONSE_SIGMA * of_response)
+    return [int(n) for n in np.clip(np.round(drawn), 1, limit)]
+
+
+def median_for(mean: float, limit: int) -> float:
+    """The median with which cut lengths have this mean, by bisection over a large sample."""
+    rng = np.random.default_rng(0)
+    draw = np.exp(PROMPT_SIGMA * rng.standard_normal(20000) + RESPONSE_SIGMA * rng.standard_normal(20000))
+    low, high = 1.0, 2.0 * mean
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.minimum(middle * draw, limit).mean() < mean else (low, middle)
+    return low
+
+
 class Bench:
-    """One engine for all rows; a trainer and a coordinator per run."""
+    """The same engines for all rows with as many; a trainer and a coordinator per run."""
 
     def __init__(self, scratch: Path, args: argparse.Namespace) -> None:
         self._scratch = scratch
         self._args = args
         self._runs = 0
-        self._url = f"http://127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
+        self._urls: list[str] = []
         self._model = scratch / "tiny" / "model"
         command = [sys.executable, "tools/make_tiny_model.py", "--out", str(self._model.parent), "--random"]
         subprocess.run([*command, "--hidden", "192", "--layers", "4"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
     @contextlib.contextmanager
-    def engine(self) -> Iterator[None]:
-        port = self._url.rpartition(":")[2]
-        command = self._command("engines", [f"placement.engine_port={port}", f"run.dir={self._scratch / 'engines'}"])
-        with open(self._scratch / "engines.log", "w") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    def engines(self, count: int) -> Iterator[None]:
+        first = free_ports("127.0.0.1", 1)[0]
+        ports = [first + i for i in range(count)]  # as the launcher counts
+        self._urls = [f"http://127.0.0.1:{port}" for port in ports]
+        log_path = self._scratch / f"engines{count}.log"
+        settings = [f"placement.engine_port={ports[0]}", f"run.dir={self._scratch / f'engines{count}'}"]
+        with log_path.open("w") as log:
+            process = subprocess.Popen(
+                self._command("engines", settings), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+            )
         try:
-            deadline = time.monotonic() + 300
-            while not self._healthy():
+            deadline = time.monotonic() + 300 * count
+            while not all(map(_healthy, self._urls)):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(
-                        f"bench_schedule: no engine:\n{(self._scratch / 'engines.log').read_text()[-2000:]}"
-                    )
+                    raise SystemExit(f"bench_schedule: no engine:\n{log_path.read_text()[-2000:]}")
                 time.sleep(0.5)
             yield
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(30)
 
-    def schedule_rows(self, names: list[str]) -> list[Row]:
-        rows = []
+    def schedule_rows(self, cases: list[Case]) -> list[Row]:
         measured = {prompt: self._calibrate(prompt) for prompt in (32, 256)}
-        generate_s = statistics.mean(generate for generate, _ in measured.values())
+        group_generate_s = statistics.mean(generate for generate, _ in measured.values())
         train_at = {prompt: train for prompt, (_, train) in measured.items()}
-        for case in (case for case in CASES if case.name in names):
-            prompt = self._prompt_for(generate_s / case.ratio, train_at)
-            rows.append(self._measure(case.name, case.waves, prompt, []))
+        rows = []
+        for case in cases:
+            prompt = self._prompt_for(group_generate_s / case.ratio, train_at)
+            row = self._measure(case, prompt, [])
+            for window in [int(text) for text in self._args.constant.split(",") if text]:
+                constant = self._measure(case, prompt, [f"rollout.window={window}"])
+                seconds = constant.periodic_s - constant.border_s
+                if row.constant_s is None or seconds < row.constant_s:
+                    row = replace(row, constant_s=seconds, constant_window=window)
+                # generation of the best constant window is what the bound is made of
+                row = replace(row, generate_s=min(row.generate_s, constant.generate_s))
+            rows.append(row)
+            print(f"# {row.over_bound:.3f} {row}", file=sys.stderr, flush=True)
         return rows
 
     def shared_prompt_rows(self) -> list[Row]:
         return [
-            self._measure(f"shared_prompt={flag}", 8, 512, [f"attention.shared_prompt={flag}"])
+            self._measure(Case(f"shared_prompt={flag}", 16), 512, [f"attention.shared_prompt={flag}"])
             for flag in ("false", "true")
         ]
 
     def _calibrate(self, prompt: int) -> tuple[float, float]:
-        """Tg and Tt of a synchronous iteration of 4 waves."""
-        records = self._records(4, prompt, 5, ["schedule.stream=false"])[WARMUP:]
-        return statistics.median(r["generate_s"] for r in records), statistics.median(r["train_s"] for r in records)
+        """Tg and Tt of a group in synchronous iterations of 32."""
+        records = self._records(Case("calibration", 32), prompt, 6, ["schedule.stream=false"])[2:]
+        return (
+            statistics.median(r["generate_s"] for r in records) / 32,
+            statistics.median(r["train_s"] for r in records) / 32,
+        )
 
     def _prompt_for(self, train_s: float, train_at: dict[int, float]) -> int:
         """The prompt length at which training takes train_s, by the line through two measured ones."""
@@ -180,40 +273,85 @@ class Bench:
         prompt = p0 + (train_s - t0) * (p1 - p0) / (t1 - t0)
         return int(min(max(prompt, 8), MAX_PROMPT))
 
-    def _measure(self, name: str, waves: int, prompt: int, overrides: list[str]) -> Row:
-        records = self._records(waves, prompt, self._args.iterations, ["schedule.stream=alternate", *overrides])
-        kinds = [[r for r in records[WARMUP:] if r["iteration"] % 2 == odd] for odd in (0, 1)]
-        sync, periodic = (statistics.median(r["iteration_s"] for r in kind) for kind in kinds)
-        generate_s = statistics.median(r["generate_s"] for r in kinds[0])
-        train_s = statistics.median(r["train_s"] for r in kinds[0])
-        border_s = max(0.0, sync - generate_s - train_s)
-        row = Row(name, waves, prompt, generate_s, train_s, border_s, sync, periodic)
-        print(f"# {row}", file=sys.stderr, flush=True)
-        return row
+    def _measure(self, case: Case, prompt: int, overrides: list[str]) -> Row:
+        settings = ["rollout.window=auto", "schedule.stream=alternate", *overrides]
+        every = self._records(case, prompt, self._args.iterations, settings)
+        records = every[WARMUP:]
+        sync, periodic = ([r for r in records if r["iteration"] % 2 == odd] for odd in (0, 1))
+        return Row(
+            case.name,
+            case.groups,
+            prompt,
+            statistics.median(r["generate_s"] for r in sync),
+            statistics.median(r["train_s"] for r in sync),
+            statistics.median(r["publish_s"] for r in periodic),
+            statistics.median(r["iteration_s"] for r in sync),
+            statistics.median(r["iteration_s"] for r in periodic),
+            statistics.median(self._optimum_s(case, prompt, r, every[-1]["learned"]) for r in periodic),
+            [r["prediction_error"] for r in periodic if r["prediction_error"] is not None],
+            periodic[-1]["schedule"],
+        )
 
-    def _records(self, waves: int, prompt: int, iterations: int, overrides: list[str]) -> list[dict[str, Any]]:
+    def _optimum_s(self, case: Case, prompt: int, record: dict[str, Any], learned: dict[str, float]) -> float:
+        """The iteration of a record with all lengths known; the optimizer's step is in train_s of the record and here."""
+        speed = EngineSpeed(learned["decode_step_s"], learned["decode_sequence_s"], learned["prompt_token_s"])
+        cluster = Cluster({str(n): speed for n in range(case.engines)}, MAX_NUM_SEQS, step_s=record["step_s"])
+        lengths = self._lengths(case, record["iteration"])
+        tokens = [RESPONSES * prompt + sum(group) for group in lengths]
+        train_s = (record["train_s"] - record["step_s"]) / sum(tokens)
+        groups = [
+            VirtualGroup(i, prompt, tuple(map(float, group)), train_s * count, count)
+            for i, (group, count) in enumerate(zip(lengths, tokens, strict=True))
+        ]
+        places = min(MAX_NUM_SEQS // RESPONSES, math.ceil(case.groups / case.engines))
+        return optimum_s(cluster, groups, same_windows(tuple(cluster.engines), places * RESPONSES))
+
+    def _lengths(self, case: Case, iteration: int) -> list[list[int]]:
+        """Of the groups of an iteration, by index: prompts come in order, and again after EPOCH iterations."""
+        if not case.heavy:
+            return [[self._args.response] * RESPONSES] * case.groups
+        first, visit = iteration % EPOCH * case.groups, iteration // EPOCH
+        median, limit = self._heavy()
+        return [drawn_lengths(first + i, visit, RESPONSES, median, limit) for i in range(case.groups)]
+
+    def _heavy(self) -> tuple[float, int]:
+        limit = MOST_OF_MEAN * self._args.response
+        return median_for(self._args.response, limit), limit
+
+    def _records(self, case: Case, prompt: int, iterations: int, overrides: list[str]) -> list[dict[str, Any]]:
         """The iteration records of one run."""
         self._runs += 1
-        groups = max(1, waves * self._args.window // RESPONSES)
         run_dir = self._scratch / f"run{self._runs}"
         data = self._scratch / f"prompts{self._runs}.jsonl"
-        write_prompts(data, prompt, groups * iterations, self._runs)
+        write_prompts(data, prompt, case.groups * (EPOCH if case.heavy else iterations), self._runs)
+        engines = self._scratch / f"engines{len(self._urls)}-engines"
         settings = [
             f"run.dir={run_dir}",
             f"data.train={data}",
             f"schedule.iterations={iterations}",
-            f"schedule.prompts_per_iteration={groups}",
-            f"rollout.window={self._args.window}",
-            f"rollout.attach=[{self._url}]",
-            f"rollout.key_file={self._scratch / 'engines-engines' / 'api_key'}",
+            f"schedule.prompts_per_iteration={case.groups}",
+            f"rollout.attach=[{','.join(self._urls)}]",
+            f"rollout.key_file={engines / 'api_key'}",
+            f"rollout.max_response_tokens={self._args.response}",
             *overrides,
         ]
+        if case.heavy:
+            median, limit = self._heavy()
+            settings += [
+                f"rollout.max_response_tokens={limit}",
+                "environment.name=tools.bench_schedule:HeavyTailed",
+                f"environment.options={{median: {median}, limit: {limit}}}",
+            ]
         result = subprocess.run(self._command("run", settings), cwd=ROOT, capture_output=True, text=True, check=False)
         if result.returncode:
             raise SystemExit(f"bench_schedule: a run failed:\n{(result.stdout + result.stderr)[-3000:]}")
         return read_records(run_dir)
 
     def _command(self, action: str, settings: list[str]) -> list[str]:
+        engines = len(self._urls)
+        cores = len(os.sched_getaffinity(0))
+        # the trainer has the last core to itself; engines that have no core each share the first
+        engine_cores = list(range(engines)) if cores > engines else [0] * engines
         common = {
             "run.device": "cpu",
             "model.path": self._model,
@@ -222,24 +360,27 @@ class Bench:
             "data.chat_template": "never",
             "data.shuffle": "false",
             "data.max_prompt_tokens": MAX_PROMPT,
+            "rollout.engines": engines,
             "rollout.responses_per_prompt": RESPONSES,
-            "rollout.max_response_tokens": self._args.response,
+            "rollout.max_response_tokens": MOST_OF_MEAN * self._args.response,
+            "rollout.max_num_seqs": MAX_NUM_SEQS,
             "rollout.ignore_eos": "true",
             "attention.shared_prompt": "false",
             "checkpoint.export_hf": "false",
             "telemetry.tensorboard": "false",
-            "placement.engine_devices": "[0]",
-            "placement.trainer_devices": "[1]",
+            "placement.engine_devices": str(engine_cores).replace(" ", ""),
+            "placement.trainer_devices": f"[{max(engine_cores) + 1}]",
         }
         keys = [f"{key}={value}" for key, value in common.items()]
         return [sys.executable, "-m", "pa_npu.launcher", action, *keys, *settings]
 
-    def _healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self._url}/health", timeout=1) as reply:
-                return bool(reply.status == 200)
-        except OSError:
-            return False
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=1) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
 
 
 def write_prompts(path: Path, length: int, count: int, seed: int) -> None:
@@ -254,18 +395,24 @@ def write_prompts(path: Path, length: int, count: int, seed: int) -> None:
 
 def render(rows: list[Row], args: argparse.Namespace) -> str:
     lines = [
-        f"One engine (vLLM) and one trainer rank, each pinned to one core ({processor()}); groups of {RESPONSES} responses x "
-        f"{args.response} tokens, {args.window} sequences in flight; medians of {(args.iterations - WARMUP) // 2} synchronous "
-        f"and as many periodic iterations, alternating in one run.",
+        f"vLLM engines and one trainer rank, pinned to {len(os.sched_getaffinity(0))} cores ({processor()}); groups of {RESPONSES} "
+        f"responses of {args.response} tokens on average, rollout.window=auto; medians of {(args.iterations - WARMUP) // 2} "
+        f"synchronous and as many periodic iterations, alternating in one run. Ratios are over max(Tg, Tt), border left out.",
         "",
-        "| row | waves | prompt | Tg s | Tt s | border s | sync s | periodic s | bound | measured | of bound | bubble model |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| row | groups | prompt | Tg s | Tt s | border s | sync s | periodic s | periodic | best window | optimum "
+        "| speedup | bound | model's error: median, worst |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in rows:
+        errors = [abs(error) for error in r.errors] or [math.nan]
+        constant = f"{r.constant_s / r.longer_s:.2f} ({r.constant_window})" if r.constant_s else ""
         times = (r.generate_s, r.train_s, r.border_s, r.sync_s, r.periodic_s)
-        cells = [r.name, str(r.waves), str(r.prompt_tokens), *(f"{t:.2f}" for t in times)]
-        cells += [f"{r.bound:.2f}x", f"{r.speedup:.2f}x", f"{r.speedup / r.bound:.0%}", f"{r.model:.2f}x"]
+        cells = [r.name, str(r.groups), str(r.prompt_tokens), *(f"{t:.2f}" for t in times), f"{r.over_bound:.2f}"]
+        cells += [constant, f"{r.optimum_s / r.longer_s:.2f}", f"{r.sync_s / r.periodic_s:.2f}x"]
+        cells += [f"{(r.generate_s + r.train_s) / r.longer_s:.2f}x"]
+        cells += [f"{statistics.median(errors):.1%}, {max(errors):.1%}"]
         lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "Schedules of the last periodic iterations:", "", *(f"- {r.name}: {r.schedule}" for r in rows)]
     return "\n".join(lines)
 
 

@@ -112,6 +112,7 @@ def iteration_record(
         "schedule": prediction.schedule,
         "predicted_s": prediction.predicted_s,
         "prediction_error": prediction.error,
+        "learned": dict(prediction.learned),
         "evaluation_s": evaluation["seconds"] if evaluation else None,
         "eval_accuracy": evaluation["accuracy"] if evaluation else None,
         "trainer_idle": min(1.0, (report.training.wait_s + border_wait_s) / iteration_s),

@@ -90,7 +90,9 @@ class ScheduleController:
         if hindsight_s:
             measured_s = times.iteration_s - times.border_s
             self._learned.note_error(running.outlook.streams, running.candidate.kind, hindsight_s, measured_s)
-        return Prediction(running.schedule.name, running.predicted_s, self._last_error)
+        return Prediction(
+            running.schedule.name, running.predicted_s, self._last_error, self._learned.numbers(running.outlook)
+        )
 
     def _hindsight_s(self, running: _Running) -> float | None:
         """The iteration simulated with the lengths that it had, and with speeds that were learned from it too: what then differs
@@ -140,7 +142,7 @@ class ScheduleController:
         if last is not None and last in scores and scores[chosen] > _BETTER * scores[last]:
             chosen = last
         if chosen != last:
-            self._explain(outlook, cluster, schedules[chosen], chosen, scores)
+            self._explain(outlook, schedules[chosen], chosen, scores)
         self._last[streams] = chosen
         predicted_s = scores[chosen] + learned.border_s
         return _Running(outlook, chosen, schedules[chosen], predicted_s)
@@ -194,14 +196,13 @@ class ScheduleController:
     def _explain(
         self,
         outlook: IterationOutlook,
-        cluster: Cluster,
         schedule: Schedule,
         chosen: Candidate,
         scores: dict[Candidate, float],
     ) -> None:
         others = [c for c in scores if (c.kind, c.places) != (chosen.kind, chosen.places)]
         second = min(others, key=scores.__getitem__, default=None)
-        speeds, border_s = list(cluster.engines.values()), self._learned.border_s
+        learned, border_s = self._learned.numbers(outlook), self._learned.border_s
         logger.info(
             "schedule%s: %s, at most %d sequences per engine: %.2f s predicted, of which border %.2f s%s; a decode step takes "
             "%.2f ms and %.3f ms per sequence, trainers %.3f s a group%s",
@@ -211,9 +212,9 @@ class ScheduleController:
             scores[chosen] + border_s,
             border_s,
             f" ({scores[second] + border_s:.2f} s with {second.name})" if second is not None else "",
-            1000 * _mean([speed.step_s for speed in speeds]),
-            1000 * _mean([speed.sequence_s for speed in speeds]),
-            _mean([group.train_s for group in self._learned.expected(outlook)]),
+            1000 * learned["decode_step_s"],
+            1000 * learned["decode_sequence_s"],
+            learned["train_group_s"],
             "" if self._last_error is None else f"; the last prediction was off by {self._last_error:+.1%}",
         )
 

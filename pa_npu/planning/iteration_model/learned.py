@@ -95,6 +95,18 @@ class Learned:
             self._delivery_s,
         )
 
+    def numbers(self, outlook: IterationOutlook) -> dict[str, float]:
+        """Prediction.learned."""
+        if not self.enough or not outlook.engines:
+            return {}
+        speeds = [self._engines.speed(name) for name in outlook.engines]
+        return {
+            "decode_step_s": float(np.mean([speed.step_s for speed in speeds])),
+            "decode_sequence_s": float(np.mean([speed.sequence_s for speed in speeds])),
+            "prompt_token_s": float(np.mean([speed.prompt_token_s for speed in speeds])),
+            "train_group_s": float(np.mean([group.train_s for group in self.expected(outlook)])),
+        }
+
     def draw(self, outlook: IterationOutlook, number: int) -> list[VirtualGroup]:
         """The groups to come with shapes of groups that were seen, at random (`number` seeds it); replacements behind them."""
         rng = np.random.default_rng([17, number])

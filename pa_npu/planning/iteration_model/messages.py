@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pa_npu.config.schema import Config
@@ -73,8 +73,11 @@ class IterationTimes:
 @dataclass(frozen=True)
 class Prediction:
     """schedule: the name of the one that was followed. predicted_s: what IterationTimes.iteration_s was thought to become; None
-    where nothing was known yet. error: predicted_s over what was measured, less one."""
+    where nothing was known yet. error: predicted_s over what was measured, less one. learned: numbers of the model as they are
+    now, in seconds: decode_step_s and decode_sequence_s (a decode step with n sequences takes one and n times the other),
+    prompt_token_s, means over engines; train_group_s of a group of expected lengths; empty where nothing was learned."""
 
     schedule: str
     predicted_s: float | None
     error: float | None
+    learned: Mapping[str, float] = field(default_factory=dict)
