@@ -232,6 +232,20 @@ def test_nothing_is_predicted_before_anything_is_known_and_no_engine_is_no_error
     assert prediction.predicted_s is None and prediction.error is None
 
 
+def test_an_iteration_of_which_something_is_missing_is_learned_from_as_far_as_it_goes():
+    """Groups whose engine died have no timing, and a report may have no seconds of training."""
+    controller = ScheduleController(rules_of(CPU), lambda prompt, lengths: prompt + sum(lengths))
+    groups, outlooks = CPU.work(0)
+    outlook = IterationOutlook(outlooks, CPU.names)
+    for number in range(4):
+        outcome = simulate(CPU.cluster, groups, controller.begin_iteration(outlook))
+        for timing in outcome.timings[: 16 - 4 * number]:
+            controller.observe(timing)
+        times = IterationTimes(outcome.end_s, 0.0, outcome.train_s if number != 2 else 0.0, 0.0)
+        prediction = controller.end_iteration(times)
+    assert prediction.error == pytest.approx(0.0, abs=0.1)
+
+
 def test_choosing_takes_a_hundredth_of_an_iteration_at_most():
     """By the number of simulated sequences, which is what time goes into."""
     from pa_npu.planning.iteration_model import controller as module

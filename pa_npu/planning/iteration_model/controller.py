@@ -97,7 +97,7 @@ class ScheduleController:
     def _hindsight_s(self, running: _Running) -> float | None:
         """The iteration simulated with the lengths that it had, and with speeds that were learned from it too: what then differs
         from what was measured is the model's own error, not that of an expectation."""
-        groups = self._learned.seen(running.timings)
+        groups = self._learned.seen(running.outlook, running.timings)
         if not self._learned.enough or groups is None or not running.outlook.engines:
             return None
         cluster = self._learned.cluster(running.outlook.engines)
@@ -148,7 +148,7 @@ class ScheduleController:
         return _Running(outlook, chosen, schedules[chosen], predicted_s)
 
     def _draws(self, outlook: IterationOutlook) -> list[list[VirtualGroup]]:
-        if not self._learned.varies:
+        if not self._learned.varies and not self._learned.replaces:
             return [self._learned.expected(outlook)]
         num_sequences = max(1, len(outlook.groups) * self._rules.responses)
         runs = _SHARE_OF_ITERATION * self._learned.iteration_s * _SEQUENCES_PER_S / num_sequences

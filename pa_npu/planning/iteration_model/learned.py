@@ -45,6 +45,11 @@ class Learned:
         return self._engines.known and self._seconds_per_work is not None and bool(self._shapes)
 
     @property
+    def replaces(self) -> bool:
+        """Whether groups are replaced by others, so that it is open how many an iteration takes."""
+        return self._informative < 1.0
+
+    @property
     def varies(self) -> bool:
         """Whether lengths differ from each other or from what was expected."""
         longest = np.array([max(shape) for shape in self._shapes])
@@ -132,10 +137,12 @@ class Learned:
             groups.append(self._group(index, prompt, [longest, *[other] * rest], True))
         return groups
 
-    def seen(self, timings: Sequence[GroupTiming]) -> list[VirtualGroup] | None:
+    def seen(self, outlook: IterationOutlook, timings: Sequence[GroupTiming]) -> list[VirtualGroup] | None:
         """The groups of an iteration as they were; None where some are missing, or no training was seen yet."""
         by_index = sorted(timings, key=lambda timing: timing.index)
-        if self._seconds_per_work is None or [timing.index for timing in by_index] != list(range(len(by_index))):
+        complete = [timing.index for timing in by_index] == list(range(len(by_index)))
+        num_trained = sum(timing.trained for timing in by_index)
+        if self._seconds_per_work is None or not complete or num_trained != len(outlook.groups):
             return None
         groups = []
         for timing in by_index:
