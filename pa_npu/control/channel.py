@@ -1,4 +1,4 @@
-"""StoreChannel: deadlines, JSON and large values on top of the c10d key-value store that the launcher hosts.
+"""StoreChannel: deadlines and large values on top of the c10d key-value store that the launcher hosts.
 
 A wait polls `check` instead of calling the store's own blocking `wait`: that one holds the client for its whole
 duration, ignores Python signals, and logs two warnings per expiry. The pause between polls grows with the time
@@ -9,7 +9,6 @@ next to nothing. Every operation is short, hence threads may share one channel a
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import struct
@@ -64,7 +63,7 @@ def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 class StoreChannel:
-    """Typed, chunked, deadline-bound access to one c10d store under a key prefix. Safe to share between threads."""
+    """Chunked, deadline-bound access to one c10d store under a key prefix. Safe to share between threads."""
 
     def __init__(self, store: dist.Store, prefix: str = "pa/0/") -> None:
         self._store = store
@@ -103,18 +102,6 @@ class StoreChannel:
         for pause_s in self._polls(key, timeout_s, what):
             await asyncio.sleep(pause_s)
         return self.get_bytes(key)
-
-    def put_json(self, key: str, value: Any) -> None:
-        self.put_bytes(key, json.dumps(value).encode())
-
-    def get_json(self, key: str) -> Any:
-        return json.loads(self.get_bytes(key))
-
-    def wait_json(self, key: str, timeout_s: float, what: str) -> Any:
-        return json.loads(self.wait_bytes(key, timeout_s, what))
-
-    async def wait_json_async(self, key: str, timeout_s: float, what: str) -> Any:
-        return json.loads(await self.wait_bytes_async(key, timeout_s, what))
 
     def wait(self, key: str, timeout_s: float, what: str) -> float:
         """Returns the seconds waited until key is there; raises DeadlineExceeded after timeout_s."""

@@ -7,6 +7,7 @@ that what is there is known. The collectives' timeout is shorter than the pause 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def rank_main(rank: int, port: int) -> None:
         digests.append(digest(microbatch))
         channel.add(f"taken/{number}", 1)
     microbatches.finish()
-    channel.put_json(f"result/{rank}", digests)
+    channel.put_bytes(f"result/{rank}", json.dumps(digests).encode())
     dist.destroy_process_group()
 
 
@@ -103,7 +104,9 @@ def test_tensor_parallel_ranks_pack_what_the_leader_found() -> None:
         while any(process.poll() is None for process in ranks):
             assert time.monotonic() < deadline and not any(process.poll() for process in ranks), "a rank hangs or died"
             time.sleep(0.02)
-        results = [channel.wait_json(f"result/{rank}", 1.0, f"the result of rank {rank}") for rank in range(RANKS)]
+        results = [
+            json.loads(channel.wait_bytes(f"result/{rank}", 1.0, f"the result of rank {rank}")) for rank in range(RANKS)
+        ]
     finally:
         for process in ranks:
             process.kill()

@@ -7,6 +7,7 @@ delay, so a rank that waited for rollouts inside a collective would fail.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def rank_main(rank: int, port: int) -> None:
     except DeadlineExceeded as error:
         result["deadline"] = str(error)
     result["reads"] = buffer.num_reads
-    channel.put_json(f"result/{rank}", result)
+    channel.put_bytes(f"result/{rank}", json.dumps(result).encode())
     dist.destroy_process_group()
 
 
@@ -139,7 +140,9 @@ def test_all_ranks_of_a_replica_get_the_same_microbatches_from_a_late_producer()
         while any(process.poll() is None for process in ranks):
             assert time.monotonic() < deadline and not any(process.poll() for process in ranks), "a rank hangs or died"
             time.sleep(0.05)
-        results = [channel.wait_json(f"result/{rank}", 1.0, f"the result of rank {rank}") for rank in range(RANKS)]
+        results = [
+            json.loads(channel.wait_bytes(f"result/{rank}", 1.0, f"the result of rank {rank}")) for rank in range(RANKS)
+        ]
     finally:
         for process in ranks:
             process.kill()

@@ -55,12 +55,6 @@ def test_the_store_itself_refuses_what_the_channel_cuts_up(server: Any) -> None:
         client.get("beyond")
 
 
-def test_json_keeps_its_values(channel: StoreChannel) -> None:
-    value = {"version": 3, "report": None, "probe": {"tokens": [1, 2], "logprobs": [-0.1234567890123]}, "ü": "ß\n"}
-    channel.put_json("publish/3/done", value)
-    assert channel.wait_json("publish/3/done", 1.0, "publish") == value
-
-
 def test_a_key_becomes_visible_only_with_all_its_chunks(server: dist.TCPStore, channel: StoreChannel) -> None:
     seen: list[int] = []
     stop = threading.Event()
@@ -90,7 +84,7 @@ def test_a_deadline_is_kept_and_says_what_where_and_how_long(channel: StoreChann
     message = str(caught.value)
     assert f"s for weights of version 3 loaded, from the coordinator: deadline of {timeout_s:g} s reached" in message
     assert "key pa/0/publish/3/done" in message and "127.0.0.1" in message
-    channel.put_json("publish/3/done", {})
+    channel.put_bytes("publish/3/done", b"{}")
     assert channel.wait("publish/3/done", 0.0, "the same, now there") < 0.1
 
 
@@ -102,7 +96,7 @@ def test_a_wait_ends_soon_after_the_value_arrives_and_measures_itself(
 
     def produce() -> None:
         arrived.append(time.monotonic())
-        producer.put_json("late", 1)
+        producer.put_bytes("late", b"1")
 
     timer = threading.Timer(0.3, produce)
     start = time.monotonic()
@@ -130,26 +124,26 @@ def test_a_wait_in_one_thread_blocks_no_other_user(
     slowest_s = 0.0
     for number in range(200):
         start = time.monotonic()
-        channel.put_json(f"key {number}", number)
-        assert channel.get_json(f"key {number}") == number
+        channel.put_bytes(f"key {number}", b"%d" % number)
+        assert channel.get_bytes(f"key {number}") == b"%d" % number
         slowest_s = max(slowest_s, time.monotonic() - start)
-    channel.put_json("go", 1)
+    channel.put_bytes("go", b"1")
     thread.join(20.0)
     assert not thread.is_alive()
     assert slowest_s < 5.0, f"an operation beside a waiting thread took {slowest_s:.3f} s"
 
 
 async def test_an_async_wait_leaves_the_loop_free_and_can_be_cancelled(channel: StoreChannel) -> None:
-    waiting = asyncio.create_task(channel.wait_json_async("later", 20.0, "a later value"))
-    forever = asyncio.create_task(channel.wait_json_async("never", 20.0, "nothing"))
+    waiting = asyncio.create_task(channel.wait_bytes_async("later", 20.0, "a later value"))
+    forever = asyncio.create_task(channel.wait_bytes_async("never", 20.0, "nothing"))
     await asyncio.sleep(0.02)
-    channel.put_json("later", [1, 2])
-    assert await waiting == [1, 2]
+    channel.put_bytes("later", b"[1, 2]")
+    assert await waiting == b"[1, 2]"
     forever.cancel()
     with pytest.raises(asyncio.CancelledError):
         await forever
     with pytest.raises(DeadlineExceeded, match=r"for nothing: deadline of 0\.05 s"):
-        await channel.wait_json_async("never", 0.05, "nothing")
+        await channel.wait_bytes_async("never", 0.05, "nothing")
 
 
 def test_reading_a_key_that_is_not_there_fails_at_once(channel: StoreChannel) -> None:
@@ -172,7 +166,7 @@ def test_connecting_to_nothing_ends_at_its_deadline_with_the_address() -> None:
 def test_a_store_that_ends_is_named_and_not_waited_for(channel: StoreChannel) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     orphan = StoreChannel(connect("127.0.0.1", server.port, 10.0))
-    orphan.put_json("a", 1)
+    orphan.put_bytes("a", b"1")
     port = server.port
     del server
     start = time.monotonic()

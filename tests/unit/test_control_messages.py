@@ -23,8 +23,8 @@ TOPICS = {
     f"{room.__name__}.{name}": value for room in ROOMS for name, value in vars(room).items() if isinstance(value, Topic)
 }
 
-# Where keys are still spelled by hand, until these rooms have topics of their own: the protocols of nodes, and the buffer's bytes.
-_BY_HAND = re.compile(r"launcher/node_|samples/rollout_buffer.py|control/(typed|channel).py")
+# The buffer's keys hold bytes of groups, no messages.
+_BYTES = re.compile(r"samples/rollout_buffer.py|control/(typed|channel).py")
 
 
 def example(kind: Any) -> Any:
@@ -67,11 +67,11 @@ def test_topics_stand_in_their_rooms_and_nowhere_else_and_keys_are_spelled_there
     root = Path(pa_npu.__file__).parent
     rooms = {Path(str(room.__file__)) for room in ROOMS}
     for file in sorted(root.rglob("*.py")):
-        if file in rooms or _BY_HAND.search(str(file)):
+        if file in rooms or _BYTES.search(str(file)):
             continue
         text = file.read_text()
         assert not re.search(r"\b(Topic|Counter)\(\s*f?\"", text), f"{file}: a topic outside of the rooms of messages"
-        by_hand = re.search(r"\.(put|get|wait)_(json|bytes)(_async)?\(", text)
+        by_hand = re.search(r"\.(put|get|wait)_bytes(_async)?\(", text)
         assert not by_hand, f"{file}: {by_hand and by_hand.group()} under a key that is no topic's"
 
 
