@@ -164,7 +164,7 @@ def serve_late(publisher: Any, channel: Any, backend: Any, platform: Any) -> Non
         if publisher.is_leader:
             LATE_MANIFEST.put(channel, publisher.manifest(), stage=place.stage)
         with backend.gate.border():
-            channel.wait_json(LATE_OVER, TIMEOUT_S, "the test to have received late")
+            channel.wait_bytes(LATE_OVER, TIMEOUT_S, "the test to have received late")
 
 
 if __name__ == "__main__":

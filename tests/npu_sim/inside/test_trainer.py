@@ -173,7 +173,7 @@ class EngineWorker:
             late, digests = self._read(self._join(late_manifests, 0))
         sent = [LATE_SENT.wait(self.channel, TIMEOUT_S, number=0, stage=stage).digests for stage in self.stages]
         assert sent == digests, "what arrived late is not what was sent"
-        self.channel.put_json(LATE_OVER, True)
+        self.channel.put_bytes(LATE_OVER, b"over")
         return {"after failure": after_failure, "late": late}
 
     def _wait_for(self, topic: Topic[StageManifest]) -> list[StageManifest]:
