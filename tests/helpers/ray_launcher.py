@@ -75,8 +75,8 @@ class RayLauncher:
                 "devices_per_node": 2,
                 "engine_devices": [2],
                 "trainer_devices": [0, 3],
-                "join_timeout_s": 20.0,
-                "node_timeout_s": 10.0,
+                "join_timeout_s": 60.0,
+                "node_timeout_s": 30.0,
             },
         }
         for section, keys in sections.items():
@@ -97,7 +97,7 @@ class RayLauncher:
     def output(self) -> str:
         return (self.directory / "out").read_text()
 
-    def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = 40.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}\n{self.output}"
@@ -114,7 +114,7 @@ class RayLauncher:
             file.unlink()
         return found
 
-    def code(self, timeout_s: float = 60.0) -> int:
+    def code(self, timeout_s: float = 120.0) -> int:
         assert self.popen
         try:
             return self.popen.wait(timeout_s)
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str]) -> int:
                         command(directory, "coordinator", "launcher"),
                         *cluster.trainers(number),
                     ]
-                    ready = Awaited("trainers", (directory / "ready").exists, 20.0, "trainer", "trainer-0")
+                    ready = Awaited("trainers", (directory / "ready").exists, 60.0, "trainer", "trainer-0")
                     return Attempt(commands, [ready])
 
                 roster = Roster(StoreChannel(connect(store.host, store.port, 5.0), PREFIX))
