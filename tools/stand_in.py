@@ -106,6 +106,8 @@ class StandInEngine:
         self._running: list[_Running] = []
         self._waiting: list[_Running] = []
         self._arrived = asyncio.Event()
+        self._between_steps = asyncio.Event()
+        self._between_steps.set()
         self._choices: dict[tuple[int, int, int, bool], tuple[int, bytes]] = {}
 
     def app(self) -> web.Application:
@@ -181,6 +183,7 @@ class StandInEngine:
             self.identity.version = args[0]
             result = {"version": args[0], "bytes": 0, "seconds": 0.0}
         elif method == "pa_version":
+            await self._between_steps.wait()  # as workers do: one that hangs in a step answers nothing
             result = {"version": self.identity.version}
         elif method not in ("pa_connect", "pa_close"):
             return web.json_response({"error": f"no method {method!r}"}, status=500)
@@ -220,13 +223,16 @@ class StandInEngine:
             self._admit()
             if not self._running:
                 self._arrived.clear()
+                self._between_steps.set()
                 await self._arrived.wait()
                 clock_s = loop.time()
                 continue
             num_sequences = sum(request.num_sequences for request in self._running)
             clock_s += self.speed.stride * (self.speed.step_s + self.speed.sequence_s * num_sequences)
             # Relative to an ideal clock, so that late wake-ups do not slow the engine down.
+            self._between_steps.clear()
             await asyncio.sleep(max(0.0, clock_s - loop.time()))
+            self._between_steps.set()  # whoever waits is woken, also where the next step begins at once
             for request in list(self._running):
                 request.decoded += self.speed.stride
                 if not request.num_sequences:
