@@ -11,7 +11,6 @@ gloo copies the whole gradient buffer there, which NCCL and HCCL do not.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import subprocess
@@ -30,6 +29,7 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.memory import trainer_memory
 from pa_npu.samples.microbatch import build_microbatches
+from pa_npu.samples.types import Group
 
 CASES = (
     ("fp32", "none", 0.0),
@@ -172,14 +172,21 @@ def settings(arguments: argparse.Namespace) -> argparse.Namespace:
     )
 
 
-def at_full_length(group, arguments: argparse.Namespace, vocab_size: int):  # type: ignore[no-untyped-def]
+def at_full_length(group: Group, arguments: argparse.Namespace, vocab_size: int) -> Group:
     """The estimate is for responses at their longest."""
     total = arguments.responses * arguments.response
-    return dataclasses.replace(
-        group,
+    return Group.of_responses(
+        iteration=group.iteration,
+        version=group.version_range[0],
+        index=group.index,
+        prompt_id=group.prompt_id,
+        prompt_tokens=group.tokens[: group.prompt_lengths()[0]],
         response_tokens=np.random.default_rng(1).integers(0, vocab_size, total).astype(np.int32),
         response_lengths=np.full(arguments.responses, arguments.response, np.int32),
         logprobs=np.full(total, -7.0, np.float32),
+        rewards=group.rewards,
+        advantages=group.advantages[group.offsets()[1:] - 1],
+        finished=group.finished,
     )
 
 

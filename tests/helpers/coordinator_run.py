@@ -60,7 +60,24 @@ def write_model(directory: Path) -> None:
         "eos_token_id": 2,
     }
     (directory / "config.json").write_text(json.dumps(model))
-    save_file({"model.norm.weight": np.ones(64, np.float32)}, directory / "model.safetensors")
+    weights = {"model.embed_tokens.weight": (100, 64), "model.norm.weight": (64,), "lm_head.weight": (100, 64)}
+    for layer in range(2):
+        weights |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in (
+                ("input_layernorm", (64,)),
+                ("post_attention_layernorm", (64,)),
+                ("self_attn.q_proj", (64, 64)),
+                ("self_attn.k_proj", (32, 64)),
+                ("self_attn.v_proj", (32, 64)),
+                ("self_attn.o_proj", (64, 64)),
+                ("mlp.gate_proj", (64, 64)),
+                ("mlp.up_proj", (64, 64)),
+                ("mlp.down_proj", (64, 64)),
+            )
+        }
+    tensors = {name: np.ones(shape, np.float32) for name, shape in weights.items()}
+    save_file(tensors, directory / "model.safetensors")
 
 
 class Run:
