@@ -172,12 +172,13 @@ def _has_kernel(name: str, key: str) -> bool:
 
 
 def cpu_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor over the same memory."""
+    """A CPU tensor over the same memory, which it keeps: a collective may still read it when the tensor is gone."""
     storage = tensor.untyped_storage()
     num_bytes = storage.nbytes()
     if num_bytes == 0:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    buffer = (ctypes.c_char * num_bytes).from_address(storage.data_ptr())
+    buffer: Any = (ctypes.c_char * num_bytes).from_address(storage.data_ptr())
+    buffer.owner = storage
     host = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=tensor.dtype).set_(host, tensor.storage_offset(), tensor.shape, tensor.stride())
 

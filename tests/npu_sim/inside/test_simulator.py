@@ -9,7 +9,7 @@ import torch
 
 from pa_npu.platform.npu_ops import NpuOps
 from tests.npu_sim.reference_ops import all_references, ntd_to_tnd, tnd_to_ntd
-from tests.npu_sim.simulator import NpuSim
+from tests.npu_sim.simulator import NpuSim, cpu_alias
 
 
 @pytest.fixture
@@ -46,6 +46,15 @@ def test_is_active_in_threads_that_are_started_meanwhile(sim):
         thread.start()
         thread.join(10)
     assert found[0].tolist() == [2.0, 2.0, 2.0] and sim.calls["aten::add"]
+
+
+def test_alias_keeps_the_memory():
+    with NpuSim({}):
+        x = torch.full((4096,), 3.0, device="npu")
+        alias = cpu_alias(x)
+        del x
+        others = [torch.zeros(4096, device="npu") for _ in range(4)]
+    assert alias.eq(3.0).all() and others
 
 
 def test_ntd_memory_is_heads_first_per_sequence():
