@@ -30,7 +30,7 @@ TIME_LIMIT_S = 600
 def _missing() -> str | None:
     if not (DIRECTORY / "torch_npu").is_dir():
         return f"torch_npu is not in {DIRECTORY}; run: {INSTALL}"
-    versions = [path.name.split("-")[1] for path in DIRECTORY.glob("torch_npu-*.dist-info")]
+    versions = [path.name.removesuffix(".dist-info").split("-")[1] for path in DIRECTORY.glob("torch_npu-*.dist-info")]
     if not any(Requirement(WANTED).specifier.contains(version) for version in versions):
         return f"torch_npu {versions} in {DIRECTORY} does not fit torch {RELEASE}; remove it and run: {INSTALL}"
     tools = [tool for tool in ("gcc", "nm", "readelf") if shutil.which(tool) is None]
