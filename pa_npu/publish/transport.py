@@ -129,9 +129,19 @@ def wait(
     try:
         work.wait()
     except RuntimeError as error:
+        why = f"{_reason(error)}; given up: {given_up}" if (given_up := _given_up_after(deadline)) else _reason(error)
         raise WeightSyncError(
-            f"{what}: the connection broke after {deadline.elapsed_s:.1f} s ({_reason(error)}); {remedy}"
+            f"{what}: the connection broke after {deadline.elapsed_s:.1f} s ({why}); {remedy}"
         ) from error
+
+
+def _given_up_after(deadline: Deadline) -> str | None:
+    """Whether a connection broke because the publish was given up, which is said beside it and may be seen later."""
+    time.sleep(_ABANDONED_POLL_S)
+    try:
+        return deadline.given_up()
+    except dist.DistError:  # the store has gone as well
+        return None
 
 
 def _reason(error: Exception) -> str:

@@ -120,7 +120,9 @@ class Run:
             process.wait()
 
     def weights(self, layout: str) -> dict[str, torch.Tensor]:
-        return load_file(self.directory / layout / "hf" / "model.safetensors")
+        """Of one file, or of one per pipeline stage."""
+        files = sorted((self.directory / layout / "hf").glob("*.safetensors"))
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
     def ranks(self, layout: str) -> list[dict[str, Any]]:
         return [torch.load(file, weights_only=False) for file in sorted((self.directory / layout).glob("rank*.pt"))]
