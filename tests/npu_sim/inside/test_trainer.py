@@ -163,8 +163,8 @@ class EngineWorker:
             for manifest in manifests:
                 name = manifest.of_epoch(BROKEN_EPOCH).name
                 transport.Abandonment("127.0.0.1", self.store.port, name).declare("the engine is gone")
-            broken.close()
             after_failure, _ = self._read(self._join(manifests, EPOCH))
+            broken.close()  # only now: gloo would have told the trainers that it is gone, which HCCL does not
 
             late_manifests = self._wait_for(LATE_MANIFEST)
             LATE_REQUEST.put(self.channel, LateRequest(ITERATIONS, 1), number=0)
