@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from helpers.virtual_cluster import CPU, EQUAL, HEAVY, LONG, NPU, Case, Lengths, Ran, rules_of, run_controller
 
+from pa_npu.data.prompts import Prompt
+from pa_npu.dispatch.lengths import ResponseLengths
 from pa_npu.dispatch.schedule import Schedule, Windows
-from pa_npu.planning.iteration_model.cluster import EngineSpeed
+from pa_npu.planning.iteration_model.cluster import EngineSpeed, VirtualGroup
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes
 from pa_npu.planning.iteration_model.simulate import simulate
@@ -230,6 +232,28 @@ def test_nothing_is_predicted_before_anything_is_known_and_no_engine_is_no_error
     assert sorted(controller.begin_iteration(outlook).order) == [0, 1, 2, 3], "engines are being replaced"
     prediction = controller.end_iteration(IterationTimes(1.0, 0.0, 1.0, 0.0))
     assert prediction.predicted_s is None and prediction.error is None
+
+
+def test_lengths_that_were_expected_at_the_limit_in_the_beginning_do_not_shorten_later_predictions():
+    """With the estimates of a run: at first every response is expected at the limit, then at the mean, then by its prompt."""
+    case = replace(CPU, lengths=Lengths(64, 256, 0.6, 0.4), groups=32)
+    prompts = [Prompt(i, np.full(case.prompt, 1, np.int32), "", "", {}) for i in range(2 * case.groups)]
+    estimates = ResponseLengths(256)
+    controller = ScheduleController(rules_of(case), lambda prompt, lengths: prompt + sum(lengths))
+    numbers, errors = np.random.default_rng(5), []
+    factors = np.exp(0.6 * numbers.standard_normal(len(prompts)))
+    for number in range(16):
+        mine = [number % 2 * case.groups + i for i in range(case.groups)]
+        drawn = [50 * factors[i] * np.exp(0.4 * numbers.standard_normal(8)) for i in mine]
+        lengths = [tuple(float(n) for n in np.clip(np.round(row), 1, 256)) for row in drawn]
+        outlooks = [GroupOutlook(case.prompt, estimates.longest(prompts[i]), estimates.mean(prompts[i])) for i in mine]
+        groups = [VirtualGroup(i, case.prompt, row, 3e-4 * (128 + sum(row)), 0.0) for i, row in enumerate(lengths)]
+        outcome = simulate(case.cluster, groups, controller.begin_iteration(IterationOutlook(outlooks, case.names)))
+        for timing in outcome.timings:
+            controller.observe(timing)
+        estimates.observe([(prompts[i], [int(n) for n in row]) for i, row in zip(mine, lengths, strict=True)])
+        errors.append(controller.end_iteration(IterationTimes(outcome.end_s, 0.0, outcome.train_s, 0.0)).error)
+    assert abs(np.mean(errors[2:])) <= 0.04 and np.median(np.abs(errors[2:])) <= 0.08, errors
 
 
 def test_an_iteration_of_which_something_is_missing_is_learned_from_as_far_as_it_goes():

@@ -14,8 +14,9 @@ from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutl
 _NEW = 0.5  # weight of the last iteration in what is learned of trainers and border
 # Lengths vary where longest responses differ by more than 2% of what was expected, or responses of a group by as much.
 _VARIES = 0.02
-# Groups whose shapes are remembered: some iterations, so that lengths which grow in training are followed.
-_SHAPES = 512
+# Iterations whose groups' shapes are remembered, and the least number of groups: few, so that lengths which grow in training and
+# expectations that become better are followed.
+_SHAPE_ITERATIONS, _LEAST_SHAPES = 4, 64
 # One iteration that something else disturbed says little about the model.
 _LARGEST_BIAS = 2.0
 _LEAST_INFORMATIVE = 0.05
@@ -34,7 +35,7 @@ class Learned:
         self._seconds_per_work: float | None = None
         self._step_s = self._delivery_s = 0.0
         self._informative = 1.0  # share of the groups that are trained (dynamic sampling)
-        self._shapes: deque[tuple[float, ...]] = deque(maxlen=_SHAPES)  # lengths over the expected longest
+        self._shapes: deque[tuple[float, ...]] = deque()  # lengths over the expected longest
         self._bias: dict[tuple[bool, str], float] = {}  # (streams, kind of schedule) -> measured over simulated
         self.border_s = 0.0
         self.iteration_s = 0.0
@@ -59,10 +60,7 @@ class Learned:
 
     def observe(self, outlook: IterationOutlook, timings: Sequence[GroupTiming], times: IterationTimes) -> None:
         """An iteration that is complete."""
-        for timing in sorted(timings, key=lambda timing: timing.index):
-            if timing.index < len(outlook.groups) and max(timing.lengths, default=0) > 0:
-                expected = max(1.0, outlook.groups[timing.index].longest)
-                self._shapes.append(tuple(length / expected for length in timing.lengths))
+        self._observe_shapes(outlook, timings)
         self._engines.observe(timings)
         trained = [timing for timing in timings if timing.trained]
         work = sum(self._work(timing.prompt_tokens, timing.lengths) for timing in trained)
@@ -76,6 +74,19 @@ class Learned:
             self._delivery_s = float(np.median([timing.delivered_s for timing in timings]))
             self._informative = max(_LEAST_INFORMATIVE, len(trained) / len(timings))
         self.iteration_s = times.iteration_s
+
+    def _observe_shapes(self, outlook: IterationOutlook, timings: Sequence[GroupTiming]) -> None:
+        groups = outlook.groups
+        known = [t for t in timings if t.index < len(groups) and max(t.lengths, default=0) > 0]
+        if not known:
+            return
+        expected = [max(1.0, groups[timing.index].longest) for timing in known]
+        if len(set(expected)) == 1:  # nothing was known of the prompts; from now on at least the mean is
+            expected = [sum(max(timing.lengths) for timing in known) / len(known)] * len(known)
+        for longest, timing in sorted(zip(expected, known, strict=True), key=lambda pair: pair[1].index):
+            self._shapes.append(tuple(length / longest for length in timing.lengths))
+        while len(self._shapes) > max(_LEAST_SHAPES, _SHAPE_ITERATIONS * len(groups)):
+            self._shapes.popleft()
 
     def note_error(self, streams: bool, kind: str, simulated_s: float, measured_s: float) -> None:
         """Both without border. Later simulations of this kind are multiplied by what this one should have been."""
