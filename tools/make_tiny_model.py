@@ -264,11 +264,10 @@ def supervise(
 ) -> dict[str, Any]:
     """Teaches adding until the validation questions are (nearly) all right, then the slip; returns steps and CPU seconds."""
     started = time.process_time()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = make_optimizer(model, arguments)
     known, step = 0.0, 0
     for step in range(1, arguments.steps + 1):
-        remaining = 1 - step / arguments.steps
-        rate = arguments.learning_rate * min(step / 20, 1.0, max(remaining / 0.7, 0.02))
+        rate = learning_rate_at(step, arguments)
         loss = supervised_step(model, tokenizer, optimizer, rate, order.choices(pairs, k=arguments.batch), order, 0.0)
         if step % 25 == 0:
             known = sum(answer == x + y for (x, y), answer in greedy(model, tokenizer, validation)) / len(validation)
@@ -314,20 +313,34 @@ def supervised_step(
         end = len(prompt) + len(answer)
         tokens[row, :end] = torch.tensor(prompt + answer)
         labels[row, len(prompt) : end] = torch.tensor(answer)
+    return descend(model, optimizer, tokens, labels, learning_rate)
+
+
+def make_optimizer(model: Any, arguments: argparse.Namespace) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def learning_rate_at(step: int, arguments: argparse.Namespace) -> float:
+    """Linear warm-up over 20 steps, and a linear decay over the last 70%."""
+    remaining = 1 - step / arguments.steps
+    rate: float = arguments.learning_rate * min(step / 20, 1.0, max(remaining / 0.7, 0.02))
+    return rate
+
+
+def descend(
+    model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, labels: torch.Tensor, learning_rate: float
+) -> float:
+    """One AdamW step; returns the loss before it. tokens, labels: [rows, width]."""
     # Padding stands on the right, so causal attention needs no mask.
     logits = model(tokens, use_cache=False).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-    descend(model, optimizer, loss, learning_rate)
-    return loss.item()
-
-
-def descend(model: Any, optimizer: torch.optim.Optimizer, loss: torch.Tensor, learning_rate: float) -> None:
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
+    return loss.item()
 
 
 def supervise_calls(
@@ -340,22 +353,18 @@ def supervise_calls(
 ) -> dict[str, Any]:
     """Teaches to ask the calculator properly, in some answers, and to guess in the others."""
     started = time.process_time()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = make_optimizer(model, arguments)
     known, step = 0.0, 0
     for step in range(1, arguments.steps + 1):
-        remaining = 1 - step / arguments.steps
-        rate = arguments.learning_rate * min(step / 20, 1.0, max(remaining / 0.7, 0.02))
+        rate = learning_rate_at(step, arguments)
         batch = []
         for x, y in order.choices(pairs, k=arguments.batch):
             guess = f"#### {order.randint(SMALLEST**2, LARGEST**2)}{END_OF_TURN}"
             batch.append((x, y, call_turns(x, y) if order.random() < arguments.call_rate else [(guess, True)]))
-        tokens, labels = call_batch(tokenizer, batch)
-        logits = model(tokens, use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-        descend(model, optimizer, loss, rate)
+        loss = descend(model, optimizer, *call_batch(tokenizer, batch), rate)
         if step % 25 == 0:
             known = knows_calls(model, tokenizer, validation)
-            print(f"calling  step {step:4d}  loss {loss.item():.4f}  right {known:.3f}", flush=True)
+            print(f"calling  step {step:4d}  loss {loss:.4f}  right {known:.3f}", flush=True)
             if known >= 0.985:
                 break
     seconds = time.process_time() - started
