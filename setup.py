@@ -45,7 +45,10 @@ EXTRAS = {
     # several nodes (placement.cluster=ray), the same release on all of them; tested with 2.60, and 3 may change what is used of
     # it: placement groups, threaded actors, the setting that leaves an actor's child processes alone
     "ray": ["ray>=2.50,<3"],
+    # pictures of reports and benchmarks (telemetry/plots.py): the field's plotting library; no run needs it
+    "plots": ["matplotlib>=3.8,<4"],
     "dev": [
+        "matplotlib>=3.8,<4",
         "ray>=2.50,<3",  # tests of several nodes, as two raylets on this machine
         "pytest>=8",
         "pytest-asyncio>=0.24",  # tests of the coordinator

@@ -33,7 +33,7 @@ def load_report(run_dir: Path | str, warmup_iterations: int | None = None) -> Ru
     if not run_dir.is_dir():
         raise DataError(f"{run_dir}: is not a directory; give run directories, as in runs/grpo_tiny")
     records = read_records(run_dir)
-    config = _read_config(run_dir)
+    config = read_config(run_dir)
     if warmup_iterations is None:
         warmup_iterations = config.get("telemetry", {}).get("warmup_iterations", _DEFAULT_WARMUP)
     if not isinstance(warmup_iterations, int) or warmup_iterations < 0:
@@ -135,7 +135,7 @@ def _labels(reports: Sequence[RunReport]) -> list[str]:
     return [f"{name} #{number}" if names.count(name) > 1 else name for number, name in enumerate(names, start=1)]
 
 
-def _read_config(run_dir: Path) -> dict[str, Any]:
+def read_config(run_dir: Path) -> dict[str, Any]:
     """The run's resolved configuration as plain values, not validated: a report must read runs of older versions."""
     path = run_dir / "config.yaml"
     if not path.is_file():
