@@ -1,11 +1,14 @@
-"""Installation; a wheel gets the Ascend C operators where CANN and torch_npu are found, an editable install by a command."""
+"""Dependencies with their reasons, and the build of the Ascend C operators; all other metadata is in pyproject.toml.
+
+A wheel gets the operators' libraries where CANN and torch_npu are found, an editable install by a command.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -24,7 +27,7 @@ CORE = [
     "math-verify>=0.7",  # math rewards by symbolic comparison
     "pyarrow>=14",  # parquet datasets
     "tensorboard>=2.14",  # telemetry.tensorboard
-    "rich>=13",  # tables in the terminal
+    "rich>=13,<16",  # progress in the terminal
 ]
 
 EXTRAS = {
@@ -47,8 +50,10 @@ EXTRAS = {
     "ray": ["ray>=2.50,<3"],
     # pictures of reports and benchmarks (telemetry/plots.py): the field's plotting library; no run needs it
     "plots": ["matplotlib>=3.8,<4"],
+    "docs": ["mkdocs>=1.6,<2"],  # the site of docs/
     "dev": [
         "matplotlib>=3.8,<4",
+        "build>=1.2",  # the test that builds and installs the wheel
         "ray>=2.50,<3",  # tests of several nodes, as two raylets on this machine
         "pytest>=8",
         "pytest-asyncio>=0.24",  # tests of the coordinator
@@ -78,13 +83,4 @@ class BuildWithOperators(build_py):
         build_if_possible(Path(self.build_lib).resolve())
 
 
-setup(
-    name="pa_npu",
-    version="0.1.0",
-    description="Periodic-asynchronous reinforcement-learning post-training for language models on Ascend, CUDA and CPU",
-    packages=find_packages(include=["pa_npu", "pa_npu.*", "ops", "ops.*"]),
-    python_requires=">=3.10",
-    install_requires=CORE,
-    extras_require=EXTRAS,
-    cmdclass={"build_py": BuildWithOperators},
-)
+setup(install_requires=CORE, extras_require=EXTRAS, cmdclass={"build_py": BuildWithOperators})

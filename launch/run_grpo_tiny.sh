@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The quick start: a small Qwen2 learns arithmetic with GRPO on two CPU cores, from installation to summary.
-# Usage: bash launch/run_grpo_tiny.sh [--dry-run] [key=value ...]      (python -m pa_npu.launcher run --help lists the keys)
+# Usage: bash launch/run_grpo_tiny.sh [--dry-run] [key=value ...]      (pa-npu run --help lists the keys)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 setup_environment cpu

@@ -14,8 +14,9 @@ compile() { # SOURCE TARGET PYTHON [OPTION ...]
 linux=(--excludes excluded.txt --python-platform x86_64-manylinux_2_28)
 compile cpu.in cpu.txt 3.11 "${linux[@]}"
 compile cpu-py310.in cpu-py310.txt 3.10 "${linux[@]}"
-# dev.txt is installed beside cpu.txt or cpu-py310.txt: what both of them pin is left to them
+# dev.txt and docs.txt are installed beside cpu.txt or cpu-py310.txt: what both of them pin is left to them
 beside=$(mktemp)
 trap 'rm -f "$beside"' EXIT
 comm -12 <(cut -d= -f1 cpu.txt | sort) <(cut -d= -f1 cpu-py310.txt | sort) | grep -v '^#' >"$beside"
 compile dev.in dev.txt 3.10 --universal --excludes "$beside"
+compile docs.in docs.txt 3.10 --universal --excludes "$beside"

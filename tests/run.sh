@@ -14,7 +14,7 @@ case $what in
   nightly) paths=(tests) limit_s=14400 options=(--timeout 3600) && export HYPOTHESIS_PROFILE=nightly ;;
   *) fail "tests/run.sh: $what is not unit, integration, all or nightly" ;;
 esac
-setup_environment cpu dev
+setup_environment cpu dev docs
 cd "$ROOT"
 if [[ $what == all || $what == nightly ]] && [ ! -d .venv-npu/torch_npu ]; then
   # beside the environment, not in it: with torch_npu installed, a plain `import torch` wants CANN

@@ -3,7 +3,7 @@
 
 Engines are stand-ins (tools/stand_in.py): they sleep as long as a decode step is set to take, so that two of them generate
 twice as much as one even on a small machine, and nothing but the control path is measured. The second one is added by
-`python -m pa_npu.launcher.join --join` and removed by SIGTERM to it, in the middle of an iteration. This program plays the
+`pa-npu join` and removed by SIGTERM to it, in the middle of an iteration. This program plays the
 trainers: it takes groups out of the rollout buffer as replicas do, sleeps as long as training them is set to take, and never
 slower than generation: the run is bound by its engines.
 
@@ -152,7 +152,7 @@ class Job:
         """Start the command that adds an engine."""
         python = write_interpreter(self._directory / "python", *self._speed)
         address = f"{HOST}:{self._server.port}"
-        return self._start("join", ["-m", "pa_npu.launcher.join", "--join", address, "--python", str(python)], {})
+        return self._start("join", ["-m", "pa_npu.launcher", "join", address, "--python", str(python)], {})
 
     def publish(self) -> None:
         """Play the trainers' part in the next publish."""
@@ -317,7 +317,7 @@ def markdown(rows: Sequence[Row]) -> str:
     bound = 2 * before.devices / after.devices
     return f"""# An engine joins, and leaves again
 
-`python tools/bench_elastic.py`: the real coordinator and the real `python -m pa_npu.launcher.join --join`, between stand-in
+`python tools/bench_elastic.py`: the real coordinator and the real `pa-npu join`, between stand-in
 engines of a fixed speed ({step_ms:.1f} ms per decode step of {WINDOW} sequences) and a process that plays {TRAINERS} trainer
 devices, which need {GROUPS // TRAINERS * TRAIN_GROUP_S:.1f} s per iteration. {GROUPS} groups of {RESPONSES} responses of
 {LENGTH} tokens per iteration, {WINDOW} sequences in flight per engine. Medians. {processor()},

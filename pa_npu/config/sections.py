@@ -98,13 +98,13 @@ class RolloutConfig(Section):
     )
     attach: tuple[str, ...] = Field(
         (),
-        description="URLs of running engines (see `pa_npu.launcher engines`) to use instead of starting any; they must serve "
+        description="URLs of running engines (see `pa-npu engines`) to use instead of starting any; they must serve "
         "this model.path, one for each of rollout.engines.",
     )
     key_file: str | None = Field(
         None,
         min_length=1,
-        description="File with the API key of attached engines, which `pa_npu.launcher engines` names; none means VLLM_API_KEY of "
+        description="File with the API key of attached engines, which `pa-npu engines` names; none means VLLM_API_KEY of "
         "the environment.",
     )
     tensor_parallel: int = Field(1, ge=1, le=1024, description="Devices per engine.")

@@ -25,9 +25,7 @@ def engine_key(config: Config) -> str:
     Empty where attached engines have none that is known. Raises UserError when the key cannot be read or sent.
     """
     if config.rollout.key_file:
-        return read_key(
-            config.rollout.key_file, "rollout.key_file", "give the file that `pa_npu.launcher engines` names"
-        )
+        return read_key(config.rollout.key_file, "rollout.key_file", "give the file that `pa-npu engines` names")
     users = os.environ.get(KEY_VARIABLE, "")
     if users or config.rollout.attach:
         return checked_key(users, KEY_VARIABLE)

@@ -1,6 +1,6 @@
 """Add an engine to a running job, keep it until it is asked to leave, and let it finish what it has in flight then.
 
-    python -m pa_npu.launcher.join --join HOST:PORT      (the address that the run's launcher prints)
+    pa-npu join HOST:PORT      (the address that the run's launcher prints)
 
 checks     the run's configuration comes from its store; model, interpreter, devices, port and API key are checked here
 starting   the server loads the model; a signal ends it at once
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, StoreError, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
-from pa_npu.errors import BAD_INPUT, FAILED, DeadlineExceeded, PaNpuError, UserError
+from pa_npu.errors import FAILED, DeadlineExceeded, UserError
 from pa_npu.launcher.join_checks import Choices, Site, check_site, engine_key_here, local_address
 from pa_npu.launcher.process.commands import Command, engine_command, engine_url
 from pa_npu.launcher.process.console import Console
@@ -48,29 +47,16 @@ _LOG_LINES = 20
 _INTERRUPTED = 130
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    try:
-        return join(options.join, Choices(options.host, options.port, options.devices, options.python), options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except PaNpuError as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print("interrupted before anything started", file=sys.stderr)
-        return _INTERRUPTED
+def join_with(options: argparse.Namespace) -> int:
+    """`pa-npu join` with the arguments below; returns the exit code, raises UserError before anything starts."""
+    return join(options.join, Choices(options.host, options.port, options.devices, options.python), options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m pa_npu.launcher.join",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `pa-npu join` takes."""
+    parser.add_argument(
+        "join", type=_address, metavar="HOST:PORT", help="the store of the run, which its launcher prints"
     )
-    parser.add_argument("--join", required=True, type=_address, metavar="HOST:PORT", help="the store of the run")
     parser.add_argument(
         "--key-file",
         type=Path,
@@ -94,7 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="default: RUN/logs where it is on this machine, else pa_npu-engines"
     )
-    return parser
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -139,7 +124,7 @@ def find_run(address: tuple[str, int], run_name: str) -> tuple[Roster, Config]:
         tree = within(_STORE_TIMEOUT_S, lambda: roster.wait_config(_CONNECT_TIMEOUT_S), run_name)
     except (DeadlineExceeded, StoreError) as error:
         raise UserError(
-            f"--join {address[0]}:{address[1]}: no run of pa_npu answers there ({error}); give the address that the run's "
+            f"join {address[0]}:{address[1]}: no run of pa_npu answers there ({error}); give the address that the run's "
             f"launcher prints"
         ) from None
     return roster, load_tree(tree, f"configuration of {run_name} (is its version of pa_npu another than here?)")
@@ -270,7 +255,3 @@ class _Ended(Exception):
     """The engine's life is over, and why has been said."""
 
     code: int
-
-
-if __name__ == "__main__":
-    sys.exit(main())

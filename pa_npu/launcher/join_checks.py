@@ -117,7 +117,7 @@ def local_address(host: str, port: int) -> str:
         with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S) as connection:
             return str(connection.getsockname()[0])
     except OSError as error:
-        raise UserError(f"--join: {host}:{port} is not reachable any more ({error.strerror or error})") from None
+        raise UserError(f"join: {host}:{port} is not reachable any more ({error.strerror or error})") from None
 
 
 def engine_key_here(config: Config, roster: Roster, key_file: Path | None, run_name: str) -> str:

@@ -130,7 +130,7 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     engines = [] if config.rollout.attach else list(cluster.engines())
     urls = [cluster.engine_url(engine) for engine in engines] or list(config.rollout.attach)
     roster = announce(config, plan.store, urls)
-    console.say(f"engines can join with: python -m pa_npu.launcher.join --join {plan.store.address}")
+    console.say(f"engines can join with: pa-npu join {plan.store.address}")
     recovery = Recovery(
         config, cluster.processes, console, roster, plan.attempt_again, cluster.engine_url, plan.newest_checkpoint
     )

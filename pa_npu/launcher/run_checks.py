@@ -266,7 +266,7 @@ def check_attached(config: Config) -> None:
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(
                 f"rollout.attach: {url} does not answer as an engine ({error}); start it with "
-                f"python -m pa_npu.launcher engines and use the keys that this prints, or remove rollout.attach"
+                f"pa-npu engines and use the keys that this prints, or remove rollout.attach"
             ) from None
         if Path(model).resolve() != Path(config.model.path).resolve():
             raise UserError(

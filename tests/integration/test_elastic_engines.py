@@ -27,7 +27,7 @@ ITERATIONS = 6
 
 
 class Joiner:
-    """`python -m pa_npu.launcher.join --join`, with its output in a file."""
+    """`pa-npu join`, with its output in a file."""
 
     def __init__(self, run: Run, directory: Path, number: int, *options: str) -> None:
         interpreter = write_interpreter(directory / f"python-{number}", "--step-s", "0.02", "--vocab-size", "100")
@@ -36,8 +36,8 @@ class Joiner:
         argv = [
             sys.executable,
             "-m",
-            "pa_npu.launcher.join",
-            "--join",
+            "pa_npu.launcher",
+            "join",
             address,
             "--python",
             str(interpreter),

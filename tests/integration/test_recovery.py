@@ -125,7 +125,7 @@ class Watched:
     def _channel(self) -> StoreChannel:
         attempt = self.attempt
         if attempt not in self._clients:
-            address = re.search(r"--join (\S+):(\d+)", self.run.output)
+            address = re.search(r"pa-npu join (\S+):(\d+)", self.run.output)
             assert address
             self._clients[attempt] = StoreChannel(connect(address[1], int(address[2]), 30.0), attempt_prefix(attempt))
         return self._clients[attempt]

@@ -327,10 +327,10 @@ def test_arguments_that_the_engine_does_not_know_are_refused_by_its_own_parser(
 )
 def test_any_memory_size_is_a_number_or_one_line(memory: str) -> None:
     from pa_npu.errors import UserError
-    from pa_npu.launcher.cli import _memory_gib
+    from pa_npu.launcher.subcommands.configuration import memory_gib
 
     try:
-        size = _memory_gib(memory)
+        size = memory_gib(memory)
     except UserError as error:
         assert str(error).isprintable() and "--device-memory-gib" in str(error)
         return

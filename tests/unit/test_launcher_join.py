@@ -23,6 +23,7 @@ from pa_npu.control.roster import PREFIX, Roster
 from pa_npu.errors import DeadlineExceeded, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher import join, join_checks
+from pa_npu.launcher.cli import main as launcher
 from pa_npu.launcher.join import JoinedEngine, within
 from pa_npu.launcher.join_checks import Choices, check_site
 from pa_npu.launcher.process.supervisor import StopSignals
@@ -80,7 +81,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line with which joining is refused."""
-    assert join.main(arguments) == 2
+    assert launcher(["join", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith("error: "), captured
     return captured.err
@@ -109,16 +110,16 @@ def test_where_no_run_is_one_line_says_so(store, capsys, monkeypatch):
     monkeypatch.setattr(join, "_CONNECT_TIMEOUT_S", 1.0)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        line = refusal(capsys, "--join", f"127.0.0.1:{unused.getsockname()[1]}")
+        line = refusal(capsys, f"127.0.0.1:{unused.getsockname()[1]}")
     assert "no run of pa_npu answers there" in line and "launcher prints" in line
-    line = refusal(capsys, "--join", store.address)
+    line = refusal(capsys, store.address)
     assert "no run of pa_npu answers there" in line, "a store of something else"
 
 
 def test_what_is_not_on_this_machine_is_named(store, capsys, config, tmp_path):
     tree = config.model_dump(mode="json")
     store.roster.publish_config(tree | {"model": tree["model"] | {"path": "/nowhere/Qwen"}})
-    line = refusal(capsys, "--join", store.address)
+    line = refusal(capsys, store.address)
     assert "model.path: /nowhere/Qwen" in line and "not a directory on this machine" in line
     store.roster.publish_config(tree)
     for options, wanted in (
@@ -131,12 +132,12 @@ def test_what_is_not_on_this_machine_is_named(store, capsys, config, tmp_path):
         (["--key-file", str(tmp_path / "none")], "--key-file: "),
         ([], "--key-file: the API key is neither in VLLM_API_KEY nor in "),
     ):
-        assert wanted in refusal(capsys, "--join", store.address, *options), options
+        assert wanted in refusal(capsys, store.address, *options), options
 
 
 def test_a_configuration_of_another_version_is_named_as_that(store, capsys, config):
     store.roster.publish_config(config.model_dump(mode="json") | {"fusion": {"power": 3}})
-    line = refusal(capsys, "--join", store.address)
+    line = refusal(capsys, store.address)
     assert "fusion" in line and "its version of pa_npu another" in line
 
 
@@ -154,7 +155,7 @@ def test_a_key_that_the_runs_engines_refuse_is_named_by_its_source_and_never_sho
         options = ["--key-file", str(file)] if source == "--key-file" else []
     with answering(401) as url:
         store.roster.announce(url)
-        line = refusal(capsys, "--join", store.address, *options)
+        line = refusal(capsys, store.address, *options)
     assert source in line and "refuses this API key" in line and KEY not in line
 
 

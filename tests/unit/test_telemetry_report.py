@@ -1,4 +1,4 @@
-"""tpspd_report and the final summary show the numbers of metrics.jsonl, and refuse what is no run in one line."""
+"""`pa-npu report` and the final summary show the numbers of metrics.jsonl, and refuse what is no run in one line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_run(run_dir: Path, seconds: float, iterations: int = 4, warmup: int | N
 
 
 def report(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "tpspd_report.py"), *map(str, arguments)]
+    command = [sys.executable, "-m", "pa_npu.launcher", "report", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, env={"PYTHONPATH": str(ROOT)})
 
 

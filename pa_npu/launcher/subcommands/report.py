@@ -1,22 +1,15 @@
-"""Print the throughput of finished or running runs side by side.
-
-    python tools/tpspd_report.py RUN [RUN ...] [--warmup N] [--json | --markdown]
-
-RUN is a run directory. The last row of interest, "ratio to the first run", compares TPSPD with the first RUN given.
-"""
+"""`pa-npu report`: the throughput (TPSPD) of finished or running runs side by side, compared with the first of them."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
+from collections.abc import Sequence
 
-from pa_npu.errors import UserError
-from pa_npu.telemetry import report
+from pa_npu.launcher.subcommands import configuration
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Throughput (TPSPD) of runs, side by side.")
+def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
     parser.add_argument(
         "--warmup",
@@ -27,12 +20,13 @@ def main(arguments: list[str] | None = None) -> int:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print a markdown table")
-    options = parser.parse_args(arguments)
-    try:
-        reports = [report.load_report(run, options.warmup) for run in options.runs]
-    except UserError as error:
-        print(f"tpspd_report: {error}", file=sys.stderr)
-        return 2
+
+
+def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    configuration.refuse(rest)
+    from pa_npu.telemetry import report
+
+    reports = [report.load_report(run, options.warmup) for run in options.runs]
     if options.json:
         print(json.dumps(report.as_json(reports), indent=2))
     elif options.markdown:
@@ -47,7 +41,3 @@ def _count(text: str) -> int:
     if value < 0:
         raise ValueError
     return value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,42 @@
+"""`pa-npu plan`: what a run would be, with its memory and the model of its schedule, without starting anything."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pa_npu.config.load import dump_config
+from pa_npu.launcher.subcommands import configuration
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "pa-npu plan --config YAML [--config YAML ...] [--device KIND] [--device-memory-gib GIB] [key=value ...]"
+    )
+    configuration.add_options(parser)
+    parser.add_argument("--device-memory-gib", metavar="GIB", help="memory of a device to plan with")
+
+
+def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print the resolved tree and what follows from it. What this machine merely lacks becomes a note, so that a
+    cluster's run can be planned."""
+    from pa_npu.launcher.placement import placement_lines
+    from pa_npu.launcher.resume import resolve_resume
+    from pa_npu.launcher.run_checks import check_surroundings, resolve_device
+    from pa_npu.planning.plan_text import derived_lines
+
+    given = configuration.read(options, rest)
+    memory_gib = configuration.memory_gib(options.device_memory_gib)
+    config = resolve_resume(given, lambda line: print(line, file=sys.stderr))
+    config, platform = resolve_device(config, forgive=True)
+    findings = check_surroundings(config, platform, forgive=True, device_memory_gib=memory_gib)
+    placement = placement_lines(findings.placements) if findings.placements else []
+    print(dump_config(config))
+    for line in derived_lines(config, findings.spec, findings.device_bytes, findings.own_memory):
+        print(f"# {line}")
+    for line in (*findings.counts, *placement):
+        print(f"# {line}")
+    for note in findings.notes:
+        print(f"# note: {note}")
+    return 0

@@ -1,0 +1,91 @@
+"""`pa-npu`: every sub-command of the table exists and is imported only when it is called; help and mistakes stay light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from pa_npu import __version__
+from pa_npu.launcher.cli import SUBCOMMANDS, main
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "transformers", "megatron", "vllm", "pydantic")
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_every_subcommand_has_its_module_its_help_and_its_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = import_module(f"pa_npu.launcher.subcommands.{SUBCOMMANDS[name].module}")
+    assert module.__doc__ and module.__doc__.startswith(f"`pa-npu {name}")
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: pa-npu ")
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0 and SUBCOMMANDS[name].help in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_module_of_the_folder_is_in_the_table_or_serves_those_that_are() -> None:
+    folder = ROOT / "pa_npu" / "launcher" / "subcommands"
+    with_main = {
+        file.stem
+        for file in folder.glob("*.py")
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in ast.parse(file.read_text()).body)
+    }
+    assert with_main == {entry.module for entry in SUBCOMMANDS.values()}
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("code", ["import pa_npu", "from pa_npu.launcher.cli import main; main(['--version'])"])
+def test_neither_the_package_nor_the_table_imports_anything_heavy(code: str) -> None:
+    ending = f"import sys; print('loaded', sorted(set({HEAVY}) & set(sys.modules)))"
+    code = f"try:\n    {code}\nexcept SystemExit:\n    pass\n{ending}"
+    assert run_python(code).splitlines()[-1] == "loaded []"
+    control = f"import pydantic; {ending}"
+    assert run_python(control).splitlines()[-1] == "loaded ['pydantic']"
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"pa-npu {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["report"], "the following arguments are required: RUN"),
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        ([], "the following arguments are required"),
+        (["report", "runs/none", "--frobnicate"], "error: command line: --frobnicate: unknown argument; see --help"),
+        (["plan", "--config", "none.yaml"], "none.yaml"),
+    ],
+)
+def test_a_mistake_ends_with_2_and_says_what(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(arguments)
+    except SystemExit as ended:  # argparse
+        code = int(ended.code or 0)
+    assert code == 2 and said in capsys.readouterr().err
+
+
+def test_plan_is_a_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    keys = ["--config", "configs/grpo_qwen2.5_7b.yaml", "--device", "npu", "--device-memory-gib", "64"]
+    assert main(["plan", *keys]) == 0
+    planned = capsys.readouterr().out
+    assert main(["run", *keys, "--dry-run"]) == 0
+    assert planned == capsys.readouterr().out and "trainer memory" in planned
