@@ -41,9 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
             if not chosen:
                 raise UserError("none of the runs has what --metrics names; leave it out to draw what there is")
             written = plots.save(comparison_page.draw(groups, chosen, options.axes), options.out / "comparison")
-            page = options.out / "comparison.html"
-            comparison_page.write_html(groups, page)
-            print("\nWritten: " + ", ".join(str(path) for path in [*written, page]))
+            written.append(plots.write_text(options.out / "comparison.html", comparison_page.render_html(groups)))
+            print("\nWritten: " + ", ".join(map(str, written)))
     except UserError as error:
         print(f"compare_runs: {error}", file=sys.stderr)
         return 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pa_npu.telemetry import plots
@@ -67,11 +66,11 @@ def drawable(groups: Sequence[RunGroup]) -> list[Metric]:
     return [metric for metric in METRICS if any(curve(group, metric.key, "iteration") for group in groups)]
 
 
-def write_html(groups: Sequence[RunGroup], path: Path) -> None:
-    """One page that needs nothing beside itself. OSError where it cannot be written."""
+def render_html(groups: Sequence[RunGroup]) -> str:
+    """One page that needs nothing beside itself."""
     sections = [("Differences", plots.html_table(_HEADER, table(groups)) + _paragraphs(notes(groups)))]
     sections += [(metric.title, plots.svg_fragment(draw(groups, [metric]))) for metric in drawable(groups)]
-    path.write_text(plots.html_page("Comparison of runs", sections), encoding="utf-8")
+    return plots.html_page("Comparison of runs", sections)
 
 
 def _paragraphs(lines: Sequence[str]) -> str:

@@ -81,12 +81,14 @@ def save(figure: Any, path: Path | str) -> list[Path]:
         raise UserError(f"{path}: a picture is .png or .svg; give one of them, or a name without suffix for both")
     targets = [path] if path.suffix else [path.with_name(path.name + suffix) for suffix in _FORMATS]
     for target in targets:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(_rendered(figure, target.suffix[1:]))
-        except OSError as error:
-            raise UserError(f"{target}: cannot be written ({error.strerror})") from error
+        _write(target, _rendered(figure, target.suffix[1:]))
     return targets
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Writes a page, its directory too, and returns its path. Raises UserError where the system refuses."""
+    _write(path, text.encode("utf-8"))
+    return path
 
 
 def svg_fragment(figure: Any) -> str:
@@ -127,6 +129,14 @@ th:first-child,td:first-child{text-align:left}
 {body}
 </body></html>
 """
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def _rendered(figure: Any, form: str) -> bytes:

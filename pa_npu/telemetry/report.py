@@ -22,6 +22,7 @@ _DEFAULT_WARMUP = 1
 class RunReport:
     """Throughput of one run. `device` is the configured kind (npu, cuda, cpu), None if the run has no config.yaml."""
 
+    directory: Path
     name: str
     device: str | None
     result: RunThroughput
@@ -42,7 +43,7 @@ def load_report(run_dir: Path | str, warmup_iterations: int | None = None) -> Ru
         result = run_throughput(records, warmup_iterations)
     except DataError as error:
         raise DataError(f"{run_dir}: {error}") from error
-    return RunReport(run_dir.name or str(run_dir), config.get("run", {}).get("device"), result)
+    return RunReport(run_dir, run_dir.name or str(run_dir), config.get("run", {}).get("device"), result)
 
 
 def render_text(reports: Sequence[RunReport]) -> str:
@@ -53,9 +54,9 @@ def render_text(reports: Sequence[RunReport]) -> str:
 
     table = Table(title="Throughput", box=ASCII2)
     table.add_column("")
-    for label in _labels(reports):
+    for label in labels(reports):
         table.add_column(label, justify="right", overflow="fold")
-    for title, cells in _rows(reports):
+    for title, cells in table_rows(reports):
         table.add_row(title, *cells)
     # Not a terminal: the width must fit the table, whoever reads it.
     console = Console(file=io.StringIO(), width=40 + 24 * len(reports), color_system=None)
@@ -68,15 +69,15 @@ def render_text(reports: Sequence[RunReport]) -> str:
 
 def render_markdown(reports: Sequence[RunReport]) -> str:
     """The same as a markdown table."""
-    lines = ["| |" + "".join(f" {label} |" for label in _labels(reports)), "|---|" + "---:|" * len(reports)]
-    lines += [f"| {title} |" + "".join(f" {cell} |" for cell in cells) for title, cells in _rows(reports)]
+    lines = ["| |" + "".join(f" {label} |" for label in labels(reports)), "|---|" + "---:|" * len(reports)]
+    lines += [f"| {title} |" + "".join(f" {cell} |" for cell in cells) for title, cells in table_rows(reports)]
     return "\n".join([*lines, "", *notes(reports)])
 
 
 def as_json(reports: Sequence[RunReport]) -> dict[str, Any]:
     """Plain numbers: one object per run, `ratio` to the first run."""
     runs = []
-    for label, report in zip(_labels(reports), reports, strict=True):
+    for label, report in zip(labels(reports), reports, strict=True):
         values = asdict(report.result)
         rates = values.pop("throughput")
         runs.append({"run": label, "device": report.device, **rates, **values, "ratio": _ratio(report, reports[0])})
@@ -86,7 +87,7 @@ def as_json(reports: Sequence[RunReport]) -> dict[str, Any]:
 def notes(reports: Sequence[RunReport]) -> list[str]:
     """What a reader must know beside the numbers: definition, device unit, what was dropped."""
     units = sorted({_DEVICE_UNITS.get(report.device or "", "one device of the run") for report in reports})
-    labelled = zip(_labels(reports), reports, strict=True)
+    labelled = zip(labels(reports), reports, strict=True)
     dropped = [f"{label} {report.result.dropped_iterations}" for label, report in labelled]
     return [
         f"TPSPD: trained prompt + response tokens (prompt once per sample) / seconds between publishes / all devices, "
@@ -98,7 +99,8 @@ def notes(reports: Sequence[RunReport]) -> list[str]:
     ]
 
 
-def _rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
+def table_rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
+    """(title, a cell per run) of every figure."""
     results = [report.result for report in reports]
 
     def row(title: str, values: Sequence[float | None], layout: str) -> tuple[str, list[str]]:
@@ -129,7 +131,7 @@ def _ratio(report: RunReport, first: RunReport) -> float:
     return report.result.throughput.tpspd / first.result.throughput.tpspd if first.result.throughput.tpspd else 0.0
 
 
-def _labels(reports: Sequence[RunReport]) -> list[str]:
+def labels(reports: Sequence[RunReport]) -> list[str]:
     """Directory names, numbered where two runs share one."""
     names = [report.name for report in reports]
     return [f"{name} #{number}" if names.count(name) > 1 else name for number, name in enumerate(names, start=1)]

@@ -12,6 +12,7 @@ import pytest
 from pa_npu.telemetry.metrics import MetricsWriter
 from pa_npu.telemetry.report import load_report, render_text
 from pa_npu.telemetry.summary import summarise
+from pa_npu.telemetry.throughput_page import iteration_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,3 +121,39 @@ def test_tail_waste_and_imbalance_are_shown_where_the_records_have_them(tmp_path
     cells = {line.split("|")[1].strip(): line.split("|")[2:4] for line in rows if line.count("|") >= 4}
     assert [cell.strip() for cell in cells["tail waste"]] == ["-", "12.5%"]
     assert [cell.strip() for cell in cells["replica imbalance"]] == ["-", "6.2%"]
+
+
+def test_an_iterations_seconds_are_divided_without_loss_and_overlap_is_counted_once() -> None:
+    record = {
+        "iteration_s": 10.0,
+        "generate_s": 6.0,
+        "train_s": 5.0,
+        "publish_s": 1.0,
+        "evaluation_s": None,
+        "checkpoint_s": 0.5,
+    }
+    parts = iteration_parts(record)
+    assert parts == {
+        "generate while trainers wait": 3.5,
+        "generate and train at once": 2.5,
+        "train alone": 2.5,
+        "publish and border": 1.0,
+        "evaluate": 0.0,
+        "checkpoint": 0.5,
+        "other": 0.0,
+    }
+    synchronous = iteration_parts({"iteration_s": 12.0, "generate_s": 6.0, "train_s": 5.0})
+    assert synchronous["generate and train at once"] == 0.0 and synchronous["other"] == pytest.approx(1.0)
+
+
+def test_pictures_and_a_page_of_runs_side_by_side(tmp_path: Path) -> None:
+    runs = make_run(tmp_path / "sync", 8.0), make_run(tmp_path / "periodic", 5.0)
+    done = report(*runs, "--plots", tmp_path / "out", "--html", tmp_path / "out" / "page.html")
+    assert done.returncode == 0, done.stderr
+    names = {"tpspd", "parts-sync", "parts-periodic"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *(f"{name}{suffix}" for name in names for suffix in (".png", ".svg")),
+        "page.html",
+    }
+    page = (tmp_path / "out" / "page.html").read_text()
+    assert page.count("<svg") == 3 and "<td>TPSPD</td><td>250.0</td><td>400.0</td>" in page

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pa_npu.launcher.subcommands import configuration
 
@@ -20,19 +22,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print a markdown table")
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="write pictures there: TPSPD over time, seconds by iteration"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write table and pictures as one page")
 
 
 def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     configuration.refuse(rest)
-    from pa_npu.telemetry import report
+    from pa_npu.telemetry import plots, report, throughput_page
 
     reports = [report.load_report(run, options.warmup) for run in options.runs]
+    written = throughput_page.write_plots(reports, options.plots) if options.plots else []
+    if options.html:
+        written.append(plots.write_text(options.html, throughput_page.render_html(reports)))
     if options.json:
         print(json.dumps(report.as_json(reports), indent=2))
     elif options.markdown:
         print(report.render_markdown(reports))
     else:
         print(report.render_text(reports))
+    if written:
+        print("\nWritten: " + ", ".join(map(str, written)), file=sys.stderr)
     return 0
 
 
