@@ -31,6 +31,7 @@ setup_environment() {
     _make_venv
     "_install_$role" "$@"
     _quietly "pa_npu itself" _install --no-build-isolation --editable "$ROOT"
+    _quietly "bytecode, so that nothing is compiled while you wait for the first engine" _compile
     printf '%s' "$wanted" >"$stamp"
   ) 9>"$VENV.lock" || exit $?
 }
@@ -127,6 +128,12 @@ _install() {
   else
     "$PYTHON" -m pip install --no-deps "$@"
   fi
+}
+
+# Every process of the first run would compile what it imports, all at once; where PYTHONDONTWRITEBYTECODE is set, those of every run.
+# A few packages hold files that are templates and no Python: these are left out, not an error.
+_compile() {
+  "$PYTHON" -m compileall -q -j 0 "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" "$ROOT/pa_npu" || true
 }
 
 # Packages in a directory of their own: install_beside DIRECTORY PACKAGE ...

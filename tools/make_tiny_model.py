@@ -40,6 +40,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
+from pa_npu.telemetry.bars import Bars
+
 FORMAT_VERSION = 2  # raise it when the same arguments give another result, so that old caches are made anew
 END_OF_TEXT, END_OF_TURN, SYSTEM, USER, ASSISTANT = (
     "<|endoftext|>",
@@ -265,16 +267,17 @@ def supervise(
     """Teaches adding until the validation questions are (nearly) all right, then the slip; returns steps and CPU seconds."""
     started = time.process_time()
     optimizer = make_optimizer(model, arguments)
+    bars = Bars()
     known, step = 0.0, 0
-    for step in range(1, arguments.steps + 1):
+    for step in bars.tracked("adding", arguments.steps):
         rate = learning_rate_at(step, arguments)
         loss = supervised_step(model, tokenizer, optimizer, rate, order.choices(pairs, k=arguments.batch), order, 0.0)
         if step % 25 == 0:
             known = sum(answer == x + y for (x, y), answer in greedy(model, tokenizer, validation)) / len(validation)
-            print(f"adding   step {step:4d}  loss {loss:.4f}  right {known:.3f}", flush=True)
+            bars.say(f"adding   step {step:4d}  loss {loss:.4f}  right {known:.3f}")
             if known >= 0.985:
                 break
-    for slip_step in range(1, arguments.slip_steps + 1):
+    for slip_step in bars.tracked("slipping", arguments.slip_steps):
         rate = 0.25 * arguments.learning_rate
         batch = order.choices(pairs, k=arguments.batch)
         loss = supervised_step(model, tokenizer, optimizer, rate, batch, order, arguments.slip_rate)
@@ -282,9 +285,7 @@ def supervise(
             answers = greedy(model, tokenizer, validation)
             right = sum(answer == x + y for (x, y), answer in answers) / len(answers)
             slipped = sum(answer == x + y + 1 for (x, y), answer in answers) / len(answers)
-            print(
-                f"slipping step {slip_step:4d}  loss {loss:.4f}  right {right:.3f}  slipped {slipped:.3f}", flush=True
-            )
+            bars.say(f"slipping step {slip_step:4d}  loss {loss:.4f}  right {right:.3f}  slipped {slipped:.3f}")
     seconds = time.process_time() - started
     return {"accuracy_before_slipping": known, "steps": step, "cpu_seconds": round(seconds, 1)}
 
@@ -354,8 +355,9 @@ def supervise_calls(
     """Teaches to ask the calculator properly, in some answers, and to guess in the others."""
     started = time.process_time()
     optimizer = make_optimizer(model, arguments)
+    bars = Bars()
     known, step = 0.0, 0
-    for step in range(1, arguments.steps + 1):
+    for step in bars.tracked("calling", arguments.steps):
         rate = learning_rate_at(step, arguments)
         batch = []
         for x, y in order.choices(pairs, k=arguments.batch):
@@ -364,7 +366,7 @@ def supervise_calls(
         loss = descend(model, optimizer, *call_batch(tokenizer, batch), rate)
         if step % 25 == 0:
             known = knows_calls(model, tokenizer, validation)
-            print(f"calling  step {step:4d}  loss {loss:.4f}  right {known:.3f}", flush=True)
+            bars.say(f"calling  step {step:4d}  loss {loss:.4f}  right {known:.3f}")
             if known >= 0.985:
                 break
     seconds = time.process_time() - started

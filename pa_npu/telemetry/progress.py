@@ -39,6 +39,23 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
     return PREFIX + " | ".join(fields)
 
 
+# Fields of the line, by their first word, in the order in which a narrow terminal can do without them.
+_LEAVE_OUT = ("publish", "loss", "length", "TPSPD", "idle", "reward")
+_SEPARATOR = " | "
+
+
+def fitted(line: str, columns: int) -> str:
+    """A progress line without the fields that do not fit into so many columns; other lines as they are."""
+    fields = line.split(_SEPARATOR)
+    if not fields[0].startswith("iteration ") or len(fields) == 1:
+        return line
+    for name in _LEAVE_OUT:
+        if len(_SEPARATOR.join(fields)) <= columns:
+            break
+        fields = [field for field in fields if not field.startswith(f"{name} ")]
+    return _SEPARATOR.join(fields)
+
+
 def remaining_s(iteration_seconds: Sequence[float], total_iterations: int) -> float | None:
     """Seconds left, given the seconds of the iterations done so far; None before the first."""
     if not iteration_seconds:

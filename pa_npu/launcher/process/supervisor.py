@@ -6,9 +6,10 @@ is started again as far as `Recovery` allows.
 
 from __future__ import annotations
 
+import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -20,12 +21,15 @@ from pa_npu.launcher.process.process_tree import StartError
 from pa_npu.launcher.process.processes import Process, Processes
 from pa_npu.launcher.process.readiness import Awaited
 from pa_npu.launcher.process.recovery import Attempt, Failure, Recovery
+from pa_npu.telemetry.bars import Bar
 from pa_npu.telemetry.progress import PREFIX
 from pa_npu.telemetry.timeline import Timeline, now
 
 _TICK_S = 0.1
 _PROBE_EVERY_S = 0.5
 _WAITING_LINE_EVERY_S = 15.0
+# What loggers put before a message: a process in brackets, level, date, time, a file in brackets.
+_STAMP = re.compile(r"^(\([^)]*\)\s*)?((DEBUG|INFO|WARNING|ERROR)\b:?\s*|[\d][\d\-:,.]+\s+|\[[^]]*\]\s*)*")
 _LOG_LINES = 20
 # Processes that follow a dead one within this time are mentioned, not blamed.
 _AFTERMATH_S = 1.0
@@ -70,15 +74,17 @@ class Supervisor:
         timeline: Timeline,
         signals: StopSignals,
         recovery: Recovery | None = None,
+        progress: Callable[[], Sequence[Bar]] = tuple,
     ) -> None:
-        """recovery: None where nothing is started again."""
+        """recovery: None where nothing is started again. progress: the bars of a run that is ready."""
         self._tree = tree
         self._recovery = recovery
         self._recovers = False
         self._console = console
         self._timeline = timeline
         self._signals = signals
-        self._progress: MarkedLines | None = None
+        self._lines: MarkedLines | None = None
+        self._progress = progress
 
     def run(self, engines: Sequence[Startable], workers: Sequence[Startable], awaited: Sequence[Awaited]) -> int:
         """Returns the exit code of the run; everything is stopped then. engines: in the order of the roster."""
@@ -103,8 +109,8 @@ class Supervisor:
 
     def _start(self, command: Startable) -> Process:
         process = self._tree.launch(command)
-        if command.name == "coordinator" and self._progress is None:
-            self._progress = MarkedLines(process.log, PREFIX)
+        if command.name == "coordinator" and self._lines is None:
+            self._lines = MarkedLines(process.log, PREFIX)
         return process
 
     def _until_ready(self, awaited: Sequence[Awaited]) -> bool:
@@ -115,6 +121,7 @@ class Supervisor:
             if not self._tick():
                 return False
             seconds = time.monotonic() - began
+            self._console.show(lambda: self._waiting(pending, seconds))  # noqa: B023
             if time.monotonic() < next_probe:
                 continue
             for item in [item for item in pending if item.is_ready()]:
@@ -133,6 +140,14 @@ class Supervisor:
                 self._console.say(f"waiting for {', '.join(item.name for item in pending)} ({seconds:.0f} s)")
         return True
 
+    def _waiting(self, pending: Sequence[Awaited], seconds: float) -> list[Bar]:
+        """A bar for each, with what its process has said last."""
+        processes = {process.name: process for process in self._tree.processes}
+        return [
+            Bar(item.name, seconds, None, " ".join([f"{seconds:3.0f} s", *_last_word(processes.get(item.process))]))
+            for item in pending
+        ]
+
     def _until_done(self, awaited: Sequence[Awaited]) -> bool:
         """Until coordinator and trainers have ended well: each of them has deadlines on all of its own waits.
 
@@ -146,6 +161,7 @@ class Supervisor:
                 while not self._workers() or any(process.exit_code is None for process in self._workers()):
                     if not self._tick():
                         return False
+                    self._console.show(self._progress)
                 return True
             except Failure as failure:
                 if self._signals.received or not (attempt := self._next_attempt(failure)):
@@ -188,10 +204,11 @@ class Supervisor:
         ]
 
     def _relay(self) -> None:
-        for line in self._progress.new() if self._progress else ():
+        for line in self._lines.new() if self._lines else ():
             self._console.say(line)
 
     def _fail(self, failure: Failure) -> int:
+        self._console.clear()
         self._console.complain(f"failed: {failure.reason}")
         process = failure.process
         if process is not None:
@@ -206,12 +223,20 @@ class Supervisor:
         return BAD_INPUT if process is not None and process.exit_code == BAD_INPUT else FAILED
 
     def _stop(self, reason: str) -> None:
+        self._console.clear()
         self._relay()
         self._console.say(reason)
         began = time.monotonic()
         self._tree.stop()
         self._relay()
         self._console.say(f"all processes ended ({time.monotonic() - began:.1f} s)")
+
+
+def _last_word(process: Process | None) -> list[str]:
+    """The last line of its log, without the time and the level that it may begin with."""
+    if process is None:
+        return []
+    return [_STAMP.sub("", line, count=1) for line in process.last_lines(1)]
 
 
 def _is_engine(process: Process) -> bool:

@@ -30,6 +30,7 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.device_memory_gib is not None:
         raise UserError("command line: --device-memory-gib is for planning; add --dry-run, or remove it")
     config = resolve_resume(given, lambda line: print(line, file=sys.stderr))
+    print("checking model, data, rewards and devices", flush=True)
     from pa_npu.launcher.run import run  # imports torch; --help and mistakes in the configuration need not wait for it
 
     return run(config)
