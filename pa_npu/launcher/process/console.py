@@ -40,10 +40,8 @@ class Console:
         if not self._bars.are_shown or time.monotonic() < self._next_show:
             return
         self._next_show = time.monotonic() + _SHOW_EVERY_S
-        try:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: stdout was closed
             self._bars.show(bars())
-        except (OSError, ValueError):  # ValueError: stdout was closed
-            pass
 
     def clear(self) -> None:
         """No bars any more."""
