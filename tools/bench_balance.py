@@ -317,7 +317,7 @@ async def run_iterations(
             shelf.trainers = Trainers(case, work, train_s * case.replicas / total)
             start_s = loop.time()
             training = asyncio.create_task(shelf.trainers.train())
-            numbers = (await producer.produce(iteration, prompts)).numbers()
+            numbers = (await producer.produce(iteration, prompts)).numbers
             generate_s = loop.time() - start_s
             end_s = await training - start_s
             if generate_s < bound_s * 0.999:

@@ -13,7 +13,7 @@ class TokenBatch:
 
     logprobs: torch.Tensor  # of the policy, with gradient
     entropy: torch.Tensor  # of the policy's next-token distribution, in nats
-    old_logprobs: torch.Tensor  # of the policy that the ratio is taken against, no gradient
+    old_logprobs: torch.Tensor  # of the policy that the ratio is taken against, proximal or sampling, no gradient
     reference_logprobs: torch.Tensor | None  # of the reference, no gradient; None when kl_coef is 0
     engine_logprobs: torch.Tensor  # what the engine reported when it sampled the token
     advantages: torch.Tensor
@@ -21,6 +21,9 @@ class TokenBatch:
     response_index: torch.Tensor  # int64, which response of the microbatch a token belongs to, from 0
     num_responses: int
     group_size: int  # responses of a prompt; they are consecutive, though a microbatch may hold a part of a group
+    ages: torch.Tensor | None = (
+        None  # by how many versions a token is older than what it trains; None with max_staleness=0
+    )
 
     def response_sum(self, values: torch.Tensor) -> torch.Tensor:
         """[tokens] -> [responses]."""

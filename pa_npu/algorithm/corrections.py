@@ -1,10 +1,13 @@
-"""KL estimates between policies, and truncated importance sampling between engine and trainer."""
+"""KL estimates between policies, and the weights of tokens that another policy sampled than the one that is trained."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from pa_npu.algorithm.batch import TokenBatch
+from pa_npu.config.sections import AlgorithmConfig
 
 
 def k1(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -53,15 +56,44 @@ def kl_reward_advantages(batch: TokenBatch, estimator: str, coefficient: float, 
     return batch.per_token(advantages.flatten())
 
 
-def engine_weights(batch: TokenBatch, level: str, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Truncated importance weights min(pi_old / pi_engine, cap), [tokens], and where they were truncated, [tokens] bool.
+@dataclass(frozen=True)
+class Weights:
+    """Factors of the tokens' losses, without gradient, [tokens], and where they were truncated or masked, [tokens] bool."""
 
-    level "token": of each token; "sequence": of the whole response (product over its tokens). They correct for an engine whose
-    log-probs differ from the trainer's for the same weights, and leave the KL and entropy terms alone. TIS: Yao et al., "Your
-    efficient RL framework secretly brings you off-policy RL training", 2025; truncation: Ionides, 2008.
+    values: torch.Tensor
+    cut: torch.Tensor
+
+
+def importance_weights(batch: TokenBatch, config: AlgorithmConfig) -> Weights:
+    """pi_proximal / pi_sampling of each token, or of the whole response (product over its tokens), kept within bounds.
+
+    Sampling: what the engine reported. It differs from the proximal policy by what the engine computes differently, and by the
+    updates since (staleness), so one weight corrects for both; the KL and entropy terms are left alone. With the clip's ratio
+    against the proximal policy this is decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298.
+
+    truncate    min(w, cap)                    TIS: Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+                                               training", 2025; truncation: Ionides, 2008
+    mask        w where floor <= w <= cap, else 0    with floor = 0 MIS: Liu et al., "When speed kills stability", 2025;
+                                               of tokens and with a floor IcePop: Ring-1T, arXiv 2510.18855
     """
     log_ratio = batch.old_logprobs - batch.engine_logprobs
-    if level == "sequence":
+    if config.importance_sampling == "sequence":
         log_ratio = batch.per_token(batch.response_sum(log_ratio))
     ratio = log_ratio.exp()
-    return ratio.clamp(max=cap), ratio > cap
+    if config.importance_rule == "truncate":
+        return Weights(ratio.clamp(max=config.importance_cap), ratio > config.importance_cap)
+    cut = (ratio > config.importance_cap) | (ratio < config.importance_floor)
+    return Weights(torch.where(cut, torch.zeros_like(ratio), ratio), cut)
+
+
+def age_weights(ages: torch.Tensor, exponent: float) -> torch.Tensor:
+    """(1 + age)^-exponent, [tokens]: 1 for tokens of the trained version."""
+    return (1.0 + ages).pow(-exponent)
+
+
+def effective_sample_size(weight_sum: float, square_sum: float, count: float) -> float:
+    """(sum w)^2 / (n sum w^2), between 0 and 1: how many equally weighted samples n weighted ones are worth, as a share of n.
+
+    Kong, "A note on importance sampling using standardized weights", 1992.
+    """
+    return weight_sum * weight_sum / (count * square_sum) if square_sum else 0.0

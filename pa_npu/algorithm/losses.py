@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pa_npu.algorithm.batch import TokenBatch
-from pa_npu.algorithm.corrections import KL_ESTIMATORS, engine_weights, k3, kl_reward_advantages
+from pa_npu.algorithm.corrections import KL_ESTIMATORS, age_weights, importance_weights, k3, kl_reward_advantages
 from pa_npu.algorithm.policy_losses import PolicyLoss
 from pa_npu.config.sections import AlgorithmConfig
 
@@ -20,18 +20,20 @@ class LossSums:
     metrics: dict[str, torch.Tensor]
 
 
-def metric_names(config: AlgorithmConfig) -> tuple[str, ...]:
-    """Names in LossSums.metrics: loss and policy_loss are weighted sums, the others sums over tokens."""
+def metric_names(config: AlgorithmConfig, *, stale: bool = False) -> tuple[str, ...]:
+    """Names in LossSums.metrics: loss and policy_loss are weighted sums, the others sums over tokens. stale: of those with ages."""
     names: tuple[str, ...] = ("loss", "policy_loss", "entropy", "clipped")
     if config.kl_coef:
         names += ("kl",)
     if config.importance_sampling != "none":
-        names += ("importance_weight", "importance_truncated")
-    return names
+        names += ("importance_weight", "importance_cut")
+    if config.importance_sampling != "none" or stale:
+        names += ("weight", "weight_squared")
+    return (*names, "age") if stale else names
 
 
 def loss_sums(batch: TokenBatch, config: AlgorithmConfig, policy_loss: PolicyLoss) -> LossSums:
-    """The weighted sum of w * policy loss + kl_coef * KL - entropy_coef * entropy; w: engine importance weights, if asked for."""
+    """The weighted sum of w * policy loss + kl_coef * KL - entropy_coef * entropy; w: importance and age weights, if asked for."""
     if config.kl_coef and config.kl_in == "reward":
         extra = kl_reward_advantages(batch, config.kl_estimator, config.kl_coef, config.advantage)
         batch = replace(batch, advantages=batch.advantages + extra)
@@ -41,10 +43,22 @@ def loss_sums(batch: TokenBatch, config: AlgorithmConfig, policy_loss: PolicyLos
         "entropy": batch.entropy.detach().sum(),
         "clipped": terms.clipped.float().sum(),
     }
+    weight = None
     if config.importance_sampling != "none":
-        importance, truncated = engine_weights(batch, config.importance_sampling, config.importance_cap)
-        token_loss = token_loss * importance
-        metrics |= {"importance_weight": importance.sum(), "importance_truncated": truncated.float().sum()}
+        importance = importance_weights(batch, config)
+        weight = importance.values
+        token_loss = token_loss * weight
+        metrics |= {"importance_weight": weight.sum(), "importance_cut": importance.cut.float().sum()}
+    if batch.ages is not None:
+        if weight is None:  # the ratio in the loss says how far the policy has moved from the one that sampled
+            weight = (batch.logprobs.detach() - batch.engine_logprobs).exp()
+        if config.age_exponent:
+            by_age = age_weights(batch.ages, config.age_exponent)
+            weight = weight * by_age
+            token_loss = token_loss * by_age
+        metrics["age"] = batch.ages.sum()
+    if weight is not None:
+        metrics |= {"weight": weight.sum(), "weight_squared": weight.square().sum()}
     metrics["policy_loss"] = (token_loss.detach() * batch.weights).sum()
     if batch.reference_logprobs is not None:
         kl = KL_ESTIMATORS[config.kl_estimator](batch.logprobs, batch.reference_logprobs)

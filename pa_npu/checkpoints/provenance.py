@@ -61,7 +61,8 @@ CHANGES: dict[str, Change] = {
             "environment": "name max_turns options",
             "reward": "functions",
             "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in reference_refresh_every "
-            "importance_sampling importance_cap entropy_coef delta dual_clip aggregation",
+            "ratio importance_sampling importance_rule importance_cap importance_floor age_exponent "
+            "entropy_coef delta dual_clip aggregation",
             "optimizer": "learning_rate min_learning_rate warmup_iterations decay weight_decay beta1 beta2 epsilon clip_grad",
             "schedule": "max_staleness updates_per_iteration prompts_per_iteration order dynamic_sampling",
         },

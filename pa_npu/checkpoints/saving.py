@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.checkpoints import directories as store
+from pa_npu.checkpoints.ahead import AheadIteration, write_ahead
 from pa_npu.checkpoints.provenance import config_digest, config_tree, model_fingerprint
 from pa_npu.checkpoints.writer import Forked, InPlace, WriteFailed, Writer, root_cause
 from pa_npu.config.schema import Config
@@ -84,11 +85,15 @@ class Checkpointing:
         backend: SavedState,
         data_position: Callable[[int], dict[str, Any]],
         timeline: Timeline,
+        ahead: Callable[[int], Sequence[AheadIteration]] = lambda version: (),
     ) -> None:
+        """data_position: PromptStream.state() before the iteration of a version. ahead: what was produced before it for later
+        versions; rank 0 writes it."""
         self._config = config
         self._backend = backend
         self._data_position = data_position
         self._timeline = timeline
+        self._ahead = ahead
         self._parent = Path(config.run.dir) / store.CHECKPOINTS
         self._saving: _Saving | None = None
         self.saved: int | None = None
@@ -140,17 +145,22 @@ class Checkpointing:
         if reasons := _together(prepare):
             return self._failed(version, reasons)
         directory = store.incomplete(self._parent, version)
+        ahead = self._ahead(version) if dist.get_rank() == 0 else ()
         began_s = now()
         plan = self._backend.plan_save(directory)
         writer: Writer | None = None
 
+        def write() -> None:
+            write_ahead(directory, ahead)
+            plan.write()
+
         def start() -> None:
             nonlocal writer
             if self._config.checkpoint.asynchronous:
-                writer = Forked(plan.write, self._config.checkpoint.timeout_s)
+                writer = Forked(write, self._config.checkpoint.timeout_s)
                 plan.release()
             else:
-                writer = InPlace(plan.write, self._config.checkpoint.timeout_s)
+                writer = InPlace(write, self._config.checkpoint.timeout_s)
 
         reasons = _together(start)
         if reasons or writer is None:

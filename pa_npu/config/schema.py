@@ -81,9 +81,23 @@ class Config(Section):
 
     @property
     def frozen_models(self) -> tuple[str, ...]:
-        """Models that the trainers keep beside the policy."""
-        old = ("old",) if self.schedule.updates_per_iteration > 1 else ()
+        """Models that the trainers keep beside the policy, and compute for every microbatch."""
+        old = ("old",) if self.schedule.updates_per_iteration > 1 and self.ratio == "proximal" else ()
         return (*old, "reference") if self.algorithm.kl_coef else old
+
+    @property
+    def ratio(self) -> Literal["proximal", "sampling"]:
+        """algorithm.ratio, resolved: with max_staleness, and no weights between the two, against the policy that sampled."""
+        if self.algorithm.ratio != "auto":
+            return self.algorithm.ratio
+        uncorrected = self.schedule.max_staleness and self.algorithm.importance_sampling == "none"
+        return "sampling" if uncorrected else "proximal"
+
+    @property
+    def keeps_published(self) -> bool:
+        """Whether trainers keep a copy of the published weights: with max_staleness they change while engines still need them."""
+        is_old = "old" in self.frozen_models and self.frozen_dtype == self.model.dtype
+        return self.schedule.max_staleness > 0 and not is_old
 
     @property
     def frozen_dtype(self) -> Literal["fp32", "bf16"]:
@@ -102,8 +116,12 @@ class Config(Section):
 
     @property
     def border_timeout_s(self) -> float:
-        """Deadline of an iteration border: a publish that fails, an engine that starts, and a publish that succeeds."""
-        return self.rollout.startup_timeout_s + 2 * self.publish.timeout_s
+        """Deadline of an iteration border: a publish that fails, an engine that starts, and a publish that succeeds.
+
+        With max_staleness trainers may come to it before the iteration that is produced meanwhile is complete.
+        """
+        produce_s = self.trainer.wait_timeout_s if self.schedule.max_staleness else 0.0
+        return produce_s + self.rollout.startup_timeout_s + 2 * self.publish.timeout_s
 
     @property
     def collective_timeout_s(self) -> float:
@@ -211,15 +229,17 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"schedule.updates_per_iteration: {s.updates_per_iteration} does not divide the {c.groups_per_replica} groups per "
             f"replica (schedule.prompts_per_iteration / data parallel size); set it to a divisor"
         )
-    if s.max_staleness > 0:
-        yield (
-            f"schedule.max_staleness: {s.max_staleness}: training on older weights' responses is not there yet; set it to 0, or "
-            f"remove the key"
-        )
+    yield from _broken_staleness(c)
+    uncorrected = c.algorithm.importance_sampling == "none"
     if s.updates_per_iteration > 1 and c.algorithm.loss == "reinforce":
         yield (
             f"schedule.updates_per_iteration: {s.updates_per_iteration}: algorithm.loss=reinforce has no ratio to the policy "
             f"that sampled, so that it is exact for one update only; set it to 1, or algorithm.loss=clip"
+        )
+    if c.algorithm.ratio == "sampling" and not uncorrected:
+        yield (
+            f"algorithm.ratio: sampling with algorithm.importance_sampling={c.algorithm.importance_sampling}, which counts the "
+            f"sampling policy twice; set ratio to proximal, or importance_sampling to none"
         )
     narrowest = min(c.algorithm.clip_low, c.algorithm.clip_high)
     if "old" in c.frozen_models and c.frozen_dtype != c.model.dtype and narrowest < _FROZEN_ROUNDING:
@@ -386,6 +406,39 @@ def _broken_rules(c: Config) -> Iterator[str]:
             )
 
 
+def _broken_staleness(c: Config) -> Iterator[str]:
+    """What cannot be exact, or makes no sense, with or without tokens of older weights."""
+    s, a = c.schedule, c.algorithm
+    if not s.max_staleness:
+        if a.age_exponent:
+            yield (
+                f"algorithm.age_exponent: {a.age_exponent}: with schedule.max_staleness = 0 every token has the age 0; set "
+                f"max_staleness, or remove the key"
+            )
+        return
+    ahead = f"schedule.max_staleness = {s.max_staleness}"
+    if s.max_staleness >= s.iterations:
+        yield (
+            f"schedule.max_staleness: {s.max_staleness} versions ahead in a run of schedule.iterations = {s.iterations}: the last "
+            f"iteration would be sampled by the first model; lower max_staleness"
+        )
+    if a.advantage == "batch-std":
+        yield (
+            f"algorithm.advantage: batch-std{_of_preset(c, 'advantage')} with {ahead}: it divides by the deviation of rewards that "
+            f"other weights than the trained ones have earned; set advantage to group-std, or max_staleness to 0"
+        )
+    if s.stream == "alternate":
+        yield (
+            f"schedule.stream: alternate with {ahead}: it measures streamed against synchronous iterations, and neither is what "
+            f"runs ahead; set stream to true, or max_staleness to 0"
+        )
+    if a.loss == "reinforce" and a.importance_sampling == "none":
+        yield (
+            f"algorithm.loss: reinforce{_of_preset(c, 'loss')} with {ahead}: it has no ratio to the older policy that sampled; set "
+            f"algorithm.importance_sampling to token or sequence, or algorithm.loss to clip"
+        )
+
+
 def _unknown_names(c: Config) -> Iterator[str]:
     """Values that name a function: one of ours, or module:function of the user's (imported by the checks before a run)."""
     named: list[tuple[str, str, tuple[str, ...]]] = [
@@ -403,11 +456,15 @@ def _unread_keys(a: AlgorithmConfig) -> Iterator[str]:
     """Keys that were changed and do nothing with the others as they are; a preset's own values stand for when they do."""
     preset = PRESETS[a.name].algorithm if a.name else {}
     has_ratio = a.loss != "reinforce"
+    weighs = a.importance_sampling != "none"
     two_sided = a.loss not in ("cispo", "reinforce")
     for key, is_read, remedy in (
         ("kl_in", a.kl_coef > 0, "set algorithm.kl_coef"),
         ("kl_estimator", a.kl_coef > 0, "set algorithm.kl_coef"),
-        ("importance_cap", a.importance_sampling != "none", "set algorithm.importance_sampling to token or sequence"),
+        ("importance_cap", weighs, "set algorithm.importance_sampling to token or sequence"),
+        ("importance_rule", weighs, "set algorithm.importance_sampling to token or sequence"),
+        ("importance_floor", weighs and a.importance_rule == "mask", "set algorithm.importance_rule to mask"),
+        ("ratio", has_ratio, "take an algorithm.loss with a ratio"),
         ("clip_low", has_ratio, "take an algorithm.loss with a ratio to clip"),
         ("clip_high", has_ratio, "take an algorithm.loss with a ratio to clip"),
         ("dual_clip", two_sided, "set algorithm.loss to clip or gspo"),

@@ -274,10 +274,33 @@ class AlgorithmConfig(Section):
     reference_refresh_every: int = Field(
         0, ge=0, description="Make the reference equal to the policy every n iterations; 0 keeps the first model."
     )
-    importance_sampling: Literal["none", "token", "sequence"] = Field(
-        "none", description="Truncated importance weights between the engine's and the trainer's log-probs."
+    ratio: Literal["auto", "proximal", "sampling"] = Field(
+        "auto",
+        description="The policy that the loss takes ratios against: proximal is that of the iteration's beginning, sampling what "
+        "engines reported for each token; auto is sampling with schedule.max_staleness where importance_sampling is none.",
     )
-    importance_cap: float = Field(2.0, ge=1, description="Importance weights are truncated here.")
+    importance_sampling: Literal["none", "token", "sequence"] = Field(
+        "none",
+        description="Weights of the proximal over the sampling policy, of each token or of the whole response: they correct for "
+        "what engines compute differently, and with schedule.max_staleness for older weights.",
+    )
+    importance_rule: Literal["truncate", "mask"] = Field(
+        "truncate",
+        description="What becomes of importance weights beyond importance_cap: cut to it (TIS), or the tokens left out (MIS).",
+    )
+    importance_cap: float = Field(2.0, ge=1, description="Importance weights are truncated, or masked, above this.")
+    importance_floor: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Importance weights below this are masked too (importance_rule=mask); IcePop has both.",
+    )
+    age_exponent: float = Field(
+        0.0,
+        ge=0,
+        description="a: tokens weigh (1 + age)^-a, age being how many versions their weights are behind those they train; 0 weighs "
+        "all alike.",
+    )
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"] = Field(
         "token-mean",
@@ -351,7 +374,8 @@ class ScheduleConfig(Section):
     max_staleness: int = Field(
         0,
         ge=0,
-        description="Versions by which a token's weights may be older than those it trains (I1); only 0, strictly on-policy.",
+        description="Versions that engines may be ahead of training, and so a token's weights older than those it trains (I1); 0 "
+        "is strictly on-policy.",
     )
     prompts_per_iteration: int = Field(16, ge=1, description="B, the number of groups per iteration.")
     stream: bool | Literal["alternate"] = Field(

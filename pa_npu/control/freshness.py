@@ -4,7 +4,9 @@
 
 Producing iterations and publishing versions are two activities; this policy is all that connects them, and nothing else compares
 versions. The coordinator asks it before it produces, and before new weights reach engines; trainers ask it for every microbatch.
-Iteration v trains weight version v.
+Iteration v trains weight version v. While engines hold version v, every iteration is produced that may be and has not been yet:
+with max_staleness = k iteration v + k (the first version also those before it), so that which version generates which group
+follows from the two numbers and never from timing. docs/staleness.md draws it.
 """
 
 from __future__ import annotations

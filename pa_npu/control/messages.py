@@ -20,9 +20,12 @@ class UpdateReport:
 
     loss, policy_loss: sums over the update's normaliser. kl: K3's estimate of KL(policy || reference). logprob_diff_mean,
     logprob_diff_max: |trainer - engine| log-prob; logprob_k3: K3's estimate of KL(engine || trainer). importance_*: None without
-    importance sampling. learning_rate: of the step. tokens_computed: tokens through the model, padding left out.
-    memory_peak_bytes: the largest of all ranks, since the program's start. wait_s: waiting for groups; train_s: the rest, the
-    step (step_s) included; all three means over ranks.
+    importance sampling; truncated, or masked. effective_sample_size: of the weights of importance and age, or of the ratio to the
+    sampling policy where there are none, as a share; None without either. age_mean, age_max: by how many versions tokens are older
+    than what they train; None with max_staleness=0. With older tokens logprob_* have the updates since in them.
+    learning_rate: of the step. tokens_computed: tokens through the model, padding left out. memory_peak_bytes: the largest of
+    all ranks, since the program's start. wait_s: waiting for groups; train_s: the rest, the step (step_s) included; all three means
+    over ranks.
     """
 
     loss: float
@@ -35,6 +38,9 @@ class UpdateReport:
     logprob_k3: float
     importance_weight_mean: float | None
     importance_truncated_ratio: float | None
+    effective_sample_size: float | None
+    age_mean: float | None
+    age_max: int | None
     grad_norm: float
     learning_rate: float
     tokens_response: int
@@ -47,7 +53,7 @@ class UpdateReport:
 
 
 _ADDED = frozenset({"tokens_response", "tokens_computed", "microbatches", "wait_s", "train_s", "step_s"})
-_LARGEST = frozenset({"logprob_diff_max", "memory_peak_bytes"})
+_LARGEST = frozenset({"logprob_diff_max", "memory_peak_bytes", "age_max"})
 _MEANS_OF_UPDATES = frozenset({"loss", "policy_loss", "grad_norm"})
 
 
@@ -165,4 +171,22 @@ DATA_POSITION = Topic(
     "iterations/{iteration}/data_position",
     DataPosition,
     "the coordinator to say how many prompts were taken before iteration {iteration}",
+)
+
+
+@dataclass(frozen=True)
+class ProducedAhead:
+    """Of an iteration all of whose groups are in the buffer before it is trained: numbers and samples of the coordinator's record.
+
+    For checkpoints, which keep such iterations (pa_npu.checkpoints.ahead).
+    """
+
+    numbers: dict[str, Any]
+    samples: list[Any]
+
+
+PRODUCED_AHEAD = Topic(
+    "iterations/{iteration}/produced",
+    ProducedAhead,
+    "the coordinator to produce iteration {iteration} ahead of training",
 )

@@ -10,8 +10,9 @@ Per weight version v, with keys in the store that the launcher hosts (PA_NPU_STO
     greedy evaluation of version v, where due                                      (evaluate.py)
     iteration v is produced into the rollout buffer while the trainers consume it    (producer.py)
 
-The last version is only published and evaluated. Engines may die, hang, leave and join meanwhile (fleet.py). Any other failure
-ends the process with one line; the launcher starts coordinator and trainers again from the newest checkpoint.
+With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. The last version is only published
+and evaluated. Engines may die, hang, leave and join meanwhile (fleet.py). Any other failure ends the process with one line; the
+launcher starts coordinator and trainers again from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +36,16 @@ from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.freshness import Freshness
-from pa_npu.control.messages import BORDER, DATA_POSITION, DISPATCHED, REPORT, DataPosition, IterationReport
+from pa_npu.control.messages import (
+    BORDER,
+    DATA_POSITION,
+    DISPATCHED,
+    PRODUCED_AHEAD,
+    REPORT,
+    DataPosition,
+    IterationReport,
+    ProducedAhead,
+)
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.software import TRAINERS_RUN_ON, RunsOn
@@ -43,8 +53,9 @@ from pa_npu.control.typed import Topic
 from pa_npu.coordinator.episode import Rewards
 from pa_npu.coordinator.evaluate import evaluate
 from pa_npu.coordinator.producer import Producer
-from pa_npu.coordinator.production import Production
+from pa_npu.coordinator.production import Produced
 from pa_npu.coordinator.record import RunRecords, iteration_record
+from pa_npu.coordinator.resumed import put_back, usable_ahead
 from pa_npu.data.prompts import Prompt, PromptStream, load_prompts
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.engines.http_server import KEY_VARIABLE
@@ -57,7 +68,7 @@ from pa_npu.environments.registry import make_environment
 from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import IterationTimes, Rules
+from pa_npu.planning.iteration_model.messages import IterationTimes, Prediction, Rules
 from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, StageManifest
 from pa_npu.rewards.pool import RewardPool
@@ -135,6 +146,9 @@ async def run(config: Config) -> None:
             timeline,
             sampling,
         )
+        ahead = usable_ahead(config, first)
+        for produced, state in put_back(ahead, buffer, config.data_parallel):
+            coordinator.resume(produced, state, train)
         await coordinator.run(train, test, first)
 
 
@@ -170,33 +184,62 @@ class Coordinator:
         self._sampling = sampling
         self._freshness = Freshness(config.schedule.max_staleness)
         self._published: int | None = None
+        self._produced: dict[int, Produced] = {}  # not trained yet, by iteration
+
+    def resume(self, produced: Produced, state: dict[str, Any], train: PromptStream) -> None:
+        """Take an iteration that was produced before the run was interrupted, and is in the buffer again. In order."""
+        self._put_position(produced.iteration, train)
+        train.restore(state)
+        self._take(produced, train)
 
     async def run(self, train: PromptStream, test: Sequence[Prompt], first: int) -> None:
         """From weight version `first` to the evaluation of the last one."""
         last = self._config.schedule.iterations
-        current: _Iteration | None = None
+        ahead = first + len(self._produced)  # the iteration that is produced next
         prompts: Sequence[Prompt] = ()
-        self._put_position(first, train)
+        before: _Window | None = None
+        self._put_position(ahead, train)
         for version in range(first, last + 1):
-            if version < last or not prompts:
-                prompts = train.take(self._config.schedule.prompts_per_iteration)
+            if ahead < last or not prompts:
+                prompts = self._prompts(train)
             border = await self._cross(version, prompts[0], is_first=version == first)
-            if current is not None:
-                report = REPORT.get(self._channel, iteration=current.production.iteration)
-                self._write(current, report, border)
+            if before is not None:
+                report = REPORT.get(self._channel, iteration=version - 1)
+                self._write(self._produced.pop(version - 1), report, before, border)
             evaluation = await self._evaluate(version, test) if test and self._evaluation_due(version) else None
             if version == last:
                 return
-            self._freshness.check_production(version, self._published)
-            with self._timeline.span("produce", iteration=version):
-                production = await self._producer.produce(version, prompts, lambda: train.take(1)[0])
-            DISPATCHED.put(self._channel, production.dispatched(), iteration=version)
-            self._put_position(version + 1, train)
-            current = _Iteration(production, evaluation, border)
+            until = ahead
+            while until < last and self._freshness.may_produce(until, self._published):
+                prompts = prompts if until == ahead else self._prompts(train)
+                await self._produce(until, prompts, train)
+                until += 1
+            before = _Window(evaluation, border, until - ahead)
+            ahead = until
 
-    def _put_position(self, version: int, train: PromptStream) -> None:
-        """Which prompts were taken before iteration `version`, for the trainers' checkpoint of that version."""
-        DATA_POSITION.put(self._channel, DataPosition(train.state()), iteration=version)
+    def _prompts(self, train: PromptStream) -> Sequence[Prompt]:
+        return train.take(self._config.schedule.prompts_per_iteration)
+
+    async def _produce(self, iteration: int, prompts: Sequence[Prompt], train: PromptStream) -> None:
+        """An iteration by the version that engines hold."""
+        self._freshness.check_production(iteration, self._published)
+        with self._timeline.span("produce", iteration=iteration):
+            produced = await self._producer.produce(iteration, prompts, lambda: train.take(1)[0], self._published)
+        self._take(produced, train)
+
+    def _take(self, produced: Produced, train: PromptStream) -> None:
+        """All of an iteration's groups are in the buffer: for the trainers to check (I2), and to put into checkpoints."""
+        iteration = produced.iteration
+        self._produced[iteration] = produced
+        DISPATCHED.put(self._channel, produced.dispatched, iteration=iteration)
+        if self._config.schedule.max_staleness:
+            message = ProducedAhead(produced.numbers, produced.samples)
+            PRODUCED_AHEAD.put(self._channel, message, iteration=iteration)
+        self._put_position(iteration + 1, train)
+
+    def _put_position(self, iteration: int, train: PromptStream) -> None:
+        """Which prompts were taken before an iteration, for checkpoints."""
+        DATA_POSITION.put(self._channel, DataPosition(train.state()), iteration=iteration)
 
     async def _cross(self, version: int, prompt: Prompt, *, is_first: bool) -> _Border:
         """Weight version `version` from trainers to engines."""
@@ -235,32 +278,34 @@ class Coordinator:
         self._records.write_evaluation(record)
         return record
 
-    def _write(self, iteration: _Iteration, report: IterationReport, end: _Border) -> None:
-        """The iteration's record; what it took is learned from, too."""
-        iteration_s = end.done_s - iteration.start.done_s
-        evaluation_s = iteration.evaluation["seconds"] if iteration.evaluation else 0.0
-        prediction = self._controller.end_iteration(
-            IterationTimes(
-                iteration_s=iteration_s - evaluation_s,
-                border_s=end.publish_s,
-                train_s=report.training.train_s,
-                step_s=report.training.step_s,
+    def _write(self, produced: Produced, report: IterationReport, start: _Window, end: _Border) -> None:
+        """The record of an iteration that was trained between two publishes; what was produced there is learned from, too."""
+        iteration_s = end.done_s - start.border.done_s
+        prediction = Prediction("", None, None)
+        if start.iterations_produced == 1:
+            evaluation_s = start.evaluation["seconds"] if start.evaluation else 0.0
+            prediction = self._controller.end_iteration(
+                IterationTimes(
+                    iteration_s=iteration_s - evaluation_s,
+                    border_s=end.publish_s,
+                    train_s=report.training.train_s,
+                    step_s=report.training.step_s,
+                )
             )
-        )
         record = iteration_record(
             self._config,
-            iteration.production,
+            produced,
             report,
             prediction,
             border_wait_s=end.border_wait_s,
             iteration_s=iteration_s,
             publish_s=end.publish_s,
-            evaluation=iteration.evaluation,
-            use_before=iteration.start.use,
+            evaluation=start.evaluation,
+            use_before=start.border.use,
             use_after=end.use,
-            devices=self._config.trainer.devices + iteration.start.engines * self._config.rollout.tensor_parallel,
+            devices=self._config.trainer.devices + start.border.engines * self._config.rollout.tensor_parallel,
         )
-        self._records.write_iteration(record, iteration.production.samples)
+        self._records.write_iteration(record, produced.samples)
 
 
 @dataclass(frozen=True)
@@ -275,10 +320,12 @@ class _Border:
 
 
 @dataclass(frozen=True)
-class _Iteration:
-    production: Production
+class _Window:
+    """From one publish to the next. border: the publish that began it."""
+
     evaluation: dict[str, Any] | None
-    start: _Border
+    border: _Border
+    iterations_produced: int
 
 
 async def wait_manifests(config: Config, channel: StoreChannel, topic: Topic[StageManifest]) -> list[StageManifest]:

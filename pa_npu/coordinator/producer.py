@@ -24,7 +24,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.episode import Rewards, run_episode, score
 from pa_npu.coordinator.pacing import Pace
-from pa_npu.coordinator.production import Production
+from pa_npu.coordinator.production import Produced, Production
 from pa_npu.coordinator.tail import TailMeter
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import Assignment
@@ -76,11 +76,16 @@ class Producer:
         self._lengths = ResponseLengths(sampling.max_tokens)
 
     async def produce(
-        self, iteration: int, prompts: Sequence[Prompt], another: Callable[[], Prompt] | None = None
-    ) -> Production:
+        self,
+        iteration: int,
+        prompts: Sequence[Prompt],
+        another: Callable[[], Prompt] | None = None,
+        version: int | None = None,
+    ) -> Produced:
         """All groups of `iteration`, one per prompt, into the buffer. The first failure cancels the rest and is raised.
 
-        another: gives a further prompt; needed with schedule.dynamic_sampling, when groups are replaced.
+        another: gives a further prompt; needed with schedule.dynamic_sampling, when groups are replaced. version: of the weights
+        that engines hold; None: that of the iteration.
         """
         config = self._config
         selection = Selection(config)
@@ -93,6 +98,7 @@ class Producer:
         )
         tail = TailMeter(self._pool)
         production = Production(iteration, config.telemetry.samples_per_iteration)
+        place = (iteration, iteration if version is None else version)
         held: list[tuple[int, int]] = []  # (dispatch index, number) of groups to train, by completion
         scored: dict[int, tuple[Prompt, list[Sample], RewardResult]] = {}
         seen: dict[int, tuple[Prompt, list[int]]] = {}
@@ -117,7 +123,7 @@ class Producer:
             production.put(number, samples, replica=slot[0])
 
         async def complete(index: int, prompt: Prompt, lease: Lease) -> None:
-            lease, samples, result = await self._generate_and_score(iteration, index, prompt, lease, tail, pace)
+            lease, samples, result = await self._generate_and_score(place, index, prompt, lease, tail, pace)
             scored[index] = prompt, samples, result
             seen[index] = prompt, [sample.num_trained for sample in samples]
             production.judge(result)
@@ -150,9 +156,9 @@ class Producer:
         for (index, number), values, slot in zip(held, advantages, slots, strict=True):
             await put(index, number, values, slot)
         assignment.finish()
-        production.end(schedule.largest_window, tail.tail_waste, assignment.imbalance)
+        produced = production.end(schedule.largest_window, tail.tail_waste, assignment.imbalance)
         self._lengths.observe([seen[index] for index in sorted(seen)])
-        return production
+        return produced
 
     def _outlook(self, iteration: int, prompts: Sequence[Prompt]) -> IterationOutlook:
         groups = [
@@ -160,7 +166,9 @@ class Producer:
             for prompt in prompts
         ]
         names = tuple(engine.name for engine in self._pool.engines)
-        return IterationOutlook(groups, names, self._config.streams(iteration))
+        # trainers that are behind wait for no group: what counts is when the last one is there
+        streams = self._config.streams(iteration) and not self._config.schedule.max_staleness
+        return IterationOutlook(groups, names, streams)
 
     def _expected_work(self, prompts: Sequence[Prompt]) -> float | None:
         """Of training all groups of an iteration; None before any length was seen."""
@@ -177,9 +185,10 @@ class Producer:
         return await selection.next_index()
 
     async def _generate_and_score(
-        self, iteration: int, index: int, prompt: Prompt, lease: Lease, tail: TailMeter, pace: Pace
+        self, place: tuple[int, int], index: int, prompt: Prompt, lease: Lease, tail: TailMeter, pace: Pace
     ) -> tuple[Lease, list[Sample], RewardResult]:
-        """The lease is the one under which the group ended, closed."""
+        """place: iteration, and weight version. The lease is the one under which the group ended, closed."""
+        iteration, version = place
         start_s = now()
         rollout, seed = self._config.rollout, group_seed(self._config.run.seed, iteration, index)
         with self._pool.session(
@@ -190,7 +199,7 @@ class Producer:
             what=f"group {index} of iteration {iteration}",
         ) as session:
             samples = await run_episode(
-                self._environment, prompt, rollout.responses_per_prompt, session, seed, self._sampling, iteration
+                self._environment, prompt, rollout.responses_per_prompt, session, seed, self._sampling, version
             )
         tail.received()
         pace.completed()

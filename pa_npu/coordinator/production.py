@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,20 @@ from pa_npu.rewards.types import RewardResult
 from pa_npu.samples.types import Sample
 
 
+@dataclass(frozen=True)
+class Produced:
+    """One iteration's production when it is over.
+
+    numbers: the coordinator's part of the iteration record that does not depend on wall time between publishes. samples: for
+    samples.jsonl. dispatched: what trainers compare with what they have trained (I2).
+    """
+
+    iteration: int
+    numbers: dict[str, Any]
+    samples: list[dict[str, Any]]
+    dispatched: Dispatched
+
+
 class Production:
     """Accumulates the groups of one iteration: all as they are scored (judge), and those that are trained (add).
 
@@ -22,7 +37,7 @@ class Production:
 
     def __init__(self, iteration: int, num_samples: int) -> None:
         self.iteration = iteration
-        self.samples: list[dict[str, Any]] = []
+        self._samples: list[dict[str, Any]] = []
         self._num_samples = num_samples
         self._start_s = time.perf_counter()
         self._seconds = 0.0
@@ -62,18 +77,20 @@ class Production:
             self._rewards[name] = self._rewards.get(name, 0.0) + float(sum(values))
         self._errors += len(result.errors)
         if index < self._num_samples:
-            self.samples.append(_sample(self.iteration, index, prompt, samples, result))
-            self.samples.sort(key=lambda sample: sample["index"])
+            self._samples.append(_sample(self.iteration, index, prompt, samples, result))
+            self._samples.sort(key=lambda sample: sample["index"])
 
-    def end(self, window: int, tail_waste: float, replica_imbalance: float) -> None:
+    def end(self, window: int, tail_waste: float, replica_imbalance: float) -> Produced:
         """All groups are in the buffer. window: the admission window they ended with; the others: TailMeter's, Assignment's."""
         self._seconds = time.perf_counter() - self._start_s
         self._window = window
         self._tail_waste = tail_waste
         self._replica_imbalance = replica_imbalance
+        return Produced(
+            self.iteration, self._numbers(), self._samples, Dispatched(self.iteration, tuple(self._in_buffer))
+        )
 
-    def numbers(self) -> dict[str, Any]:
-        """The coordinator's part of the iteration record that does not depend on wall time between publishes."""
+    def _numbers(self) -> dict[str, Any]:
         responses = self._responses
         return {
             "groups": self._groups,
@@ -97,10 +114,6 @@ class Production:
     def put(self, index: int, samples: Sequence[Sample], replica: int) -> None:
         """A group is in the buffer, for this replica."""
         self._in_buffer.append(DispatchedGroup(index, replica, tuple(sample.num_trained for sample in samples)))
-
-    def dispatched(self) -> Dispatched:
-        """What trainers compare with what they have trained (I2)."""
-        return Dispatched(self.iteration, tuple(self._in_buffer))
 
 
 def _sample(

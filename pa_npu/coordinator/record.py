@@ -11,7 +11,7 @@ from typing import Any
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import IterationReport
 from pa_npu.control.software import RunsOn
-from pa_npu.coordinator.production import Production
+from pa_npu.coordinator.production import Produced
 from pa_npu.engines.pool import EngineUse
 from pa_npu.planning.iteration_model.messages import Prediction
 from pa_npu.telemetry.metrics import MetricsWriter, drop_records
@@ -76,7 +76,7 @@ class RunRecords:
 
 def iteration_record(
     config: Config,
-    production: Production,
+    production: Produced,
     report: IterationReport,
     prediction: Prediction,
     *,
@@ -94,7 +94,7 @@ def iteration_record(
     next. publish_s, border_wait_s: the publish that ends the iteration, and what the trainers waited for it. evaluation: the one at
     its beginning, if any. use_before, use_after: the engines' counters at both ends. devices: engines' and trainers', all.
     """
-    numbers = production.numbers()
+    numbers = production.numbers
     tokens_computed = report.training.tokens_computed
     rates = throughput(
         Work(numbers["tokens_prompt"], numbers["tokens_response"], tokens_computed, iteration_s, devices)

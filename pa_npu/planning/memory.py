@@ -18,7 +18,7 @@ from pa_npu.platform.typical import LARGEST_BUCKET_BYTES
 GIB = 2**30
 _BYTES = {"fp32": 4, "bf16": 2}
 _FP32 = 4
-_STATE = ("weights", "gradients", "optimizer", "frozen models")
+_STATE = ("weights", "gradients", "optimizer", "frozen models", "published weights")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
             ("gradients", weights * _FP32),
             ("optimizer", weights * (2 * _FP32 + master) // shards),
             ("frozen models", weights * _BYTES[config.frozen_dtype] * len(config.frozen_models)),
+            ("published weights", weights * element * config.keeps_published),
             ("activations", activations),
             ("working set", working_set),
             ("publish buckets", 2 * min(_bucket_bytes(config), weights * element)),

@@ -30,7 +30,8 @@ class Microbatch:
     """T packed tokens of which N are targets: the trained tokens of its samples.
 
     tokens: int64 [T], padding included. rows: int64 [N], the packed row whose hidden state predicts targets: int64 [N].
-    engine_logprobs, advantages: float32 [N]. response_index: int64 [N], the sample's number in this microbatch, from 0.
+    engine_logprobs, advantages: float32 [N]. ages: float32 [N], by how many versions the weights that sampled a target are behind
+    those that the iteration trains. response_index: int64 [N], the sample's number in this microbatch, from 0.
     response_lengths: trained tokens of each sample, its response. num_sample_tokens: all tokens of all samples, shared ones once
     per sample, as TPSPD counts. versions: oldest and newest weight version of a target.
     group_indices: dispatch indices of the groups that the samples come from, each once.
@@ -43,6 +44,7 @@ class Microbatch:
     targets: torch.Tensor
     engine_logprobs: torch.Tensor
     advantages: torch.Tensor
+    ages: torch.Tensor
     response_index: torch.Tensor
     response_lengths: tuple[int, ...]
     num_sample_tokens: int
@@ -67,7 +69,7 @@ class Microbatch:
 
     def to(self, device: torch.device | str) -> Microbatch:
         """The same with its tensors on device; the layout stays on the host and caches its own per-device indices."""
-        names = ("tokens", "rows", "targets", "engine_logprobs", "advantages", "response_index")
+        names = ("tokens", "rows", "targets", "engine_logprobs", "advantages", "ages", "response_index")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
@@ -104,6 +106,9 @@ def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Mic
         targets=_joined([piece.tokens[own] for piece, own in zip(pieces, trained, strict=True)], np.int64),
         engine_logprobs=_joined([piece.logprobs[own] for piece, own in zip(pieces, trained, strict=True)], np.float32),
         advantages=_joined([piece.advantages[own] for piece, own in zip(pieces, trained, strict=True)], np.float32),
+        ages=_joined(
+            [piece.iteration - piece.versions[own] for piece, own in zip(pieces, trained, strict=True)], np.float32
+        ),
         response_index=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
         response_lengths=tuple(lengths.tolist()),
         num_sample_tokens=sum(piece.num_tokens for piece in pieces),

@@ -62,7 +62,12 @@ class Agreement:
         self._judge(what, sums, Limits(factor * bound.absolute, float("inf")))
 
     def check_trained(self, version: int, sums: DifferenceSums) -> AgreementReport:
-        """The same for all tokens of iteration `version`, from which the noise is learned where it is not known yet."""
+        """The same for all tokens of iteration `version`, from which the noise is learned where it is not known yet.
+
+        Sums over no tokens, as for an iteration that older weights sampled, judge nothing: then the probe alone does.
+        """
+        if not sums.n:
+            return AgreementReport()
         bound = self._limits(sums, self._dtype)
         if bound is None:
             return AgreementReport()

@@ -7,15 +7,18 @@ from typing import Any
 import numpy as np
 
 from pa_npu.backends.protocol import TrainBackend
+from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import BORDER, DATA_POSITION, REPORT, BorderReport, IterationReport, ProbeReport
 from pa_npu.publish.messages import Probe
 from pa_npu.publish.trainer_side import TrainerPublish
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.samples.types import Group
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
+from pa_npu.trainer.ahead import RolloutsAhead
 
 
 class Border:
@@ -35,6 +38,7 @@ class Border:
         self._rank = rank
         self._agreement = agreement
         stage = backend.ranks.pipeline_rank if backend.ranks.is_stage_leader else None
+        self._ahead = RolloutsAhead(config, channel, StoreRolloutBuffer(channel, "run", readers=1))
         self._publish = TrainerPublish(channel, backend.publish, rank, stage, config.border_timeout_s, timeline)
 
     def cross(self, version: int, report: IterationReport | None) -> ProbeReport:
@@ -52,6 +56,10 @@ class Border:
     def data_position(self, version: int) -> dict[str, Any]:
         """PromptStream.state() of the coordinator before iteration `version`: where a resumed run goes on."""
         return DATA_POSITION.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=version).state
+
+    def ahead(self, version: int) -> list[AheadIteration]:
+        """What the coordinator has produced before `version` is published, for a checkpoint of it."""
+        return self._ahead(version)
 
     def _check_probe(self, version: int, microbatches: list[Microbatch]) -> ProbeReport:
         result = self._backend.probe(microbatches)

@@ -23,7 +23,7 @@ def numbers(*reports: Any) -> dict[str, float]:
 def update_report(**fields: Any) -> UpdateReport:
     """With these fields; the others are 0, or None where they may be."""
     zeros = {name: int(name.startswith("tokens")) * 10 for name in UpdateReport.__dataclass_fields__}
-    optional = {"importance_weight_mean": None, "importance_truncated_ratio": None}
+    optional = {name: None for name, kind in UpdateReport.__annotations__.items() if "None" in kind}
     floats = {name: float(value) for name, value in zeros.items() if UpdateReport.__annotations__[name] == "float"}
     return UpdateReport(**{**zeros, **floats, **optional, **fields})
 

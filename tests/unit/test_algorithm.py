@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from pa_npu.algorithm.advantages import STD_EPSILON, batch_advantages, group_advantages
 from pa_npu.algorithm.aggregation import normaliser, token_weights
 from pa_npu.algorithm.batch import TokenBatch
-from pa_npu.algorithm.corrections import engine_weights, k1, k2, k3
+from pa_npu.algorithm.corrections import age_weights, effective_sample_size, importance_weights, k1, k2, k3
 from pa_npu.algorithm.losses import loss_sums, metric_names
 from pa_npu.algorithm.policy_losses import PolicyTerms, cispo, clip, find_policy_loss, gspo, reinforce
 from pa_npu.config.sections import AlgorithmConfig
@@ -234,24 +235,83 @@ def test_reinforce_and_clip_have_the_same_gradient_on_policy() -> None:
     torch.testing.assert_close(gradients[0], gradients[2])
 
 
+@pytest.mark.parametrize(("rule", "floor"), [("truncate", 0.0), ("mask", 0.0), ("mask", 0.6)])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_engine_importance_weights_are_truncated_ratios(level: str) -> None:
-    batch = make_batch([3, 2], seed=6)
-    batch = TokenBatch(**{**vars(batch), "engine_logprobs": batch.engine_logprobs * 1.5})
-    weights, truncated = engine_weights(batch, level, cap=1.4)
+def test_importance_weights_are_tis_mis_and_icepop_by_their_formulas(level: str, rule: str, floor: float) -> None:
+    """Token by token in plain Python: TIS min(w, C); MIS w 1[w <= C]; IcePop w 1[floor <= w <= C]."""
+    batch = make_batch([4, 3, 5, 2], seed=6)
+    batch = replace(batch, engine_logprobs=batch.engine_logprobs * 1.1)
+    config = AlgorithmConfig(
+        importance_sampling=level, importance_rule=rule, importance_cap=1.4, importance_floor=floor
+    )
+    found = importance_weights(batch, config)
     difference = (batch.old_logprobs - batch.engine_logprobs).tolist()
     if level == "sequence":
-        difference = [sum(difference[:3])] * 3 + [sum(difference[3:])] * 2
-    expected = [min(math.exp(d), 1.4) for d in difference]
-    assert weights.tolist() == pytest.approx(expected, rel=1e-12)
-    assert truncated.tolist() == [math.exp(d) > 1.4 for d in difference]
-    plain = loss_sums(batch, AlgorithmConfig(), reinforce).loss
-    config = AlgorithmConfig(importance_sampling=level, importance_cap=1.4)
-    corrected = loss_sums(batch, config, reinforce)
-    assert corrected.loss.item() == pytest.approx(
-        (weights * -batch.advantages * batch.logprobs.detach()).sum().item(), rel=1e-12
+        responses = [difference[:4], difference[4:7], difference[7:12], difference[12:]]
+        difference = [sum(response) for response in responses for _ in response]
+    expected, cut = [], []
+    for d in difference:
+        w = math.exp(d)
+        cut.append(w > 1.4 or w < floor)
+        expected.append(w if not cut[-1] else 1.4 if rule == "truncate" else 0.0)
+    assert 0 < sum(cut) < len(cut), "the case must lie on both sides of the bounds"
+    assert not floor or any(math.exp(d) < floor for d in difference)
+    assert found.values.tolist() == pytest.approx(expected, rel=1e-12)
+    assert found.cut.tolist() == cut
+    sums = loss_sums(batch, config, reinforce)
+    assert sums.loss.item() == pytest.approx(
+        sum(-w * a * p for w, a, p in zip(expected, batch.advantages.tolist(), batch.logprobs.tolist(), strict=True)),
+        rel=1e-12,
     )
-    assert corrected.loss.item() != pytest.approx(plain.item(), rel=1e-3)
+    assert sums.metrics["importance_weight"].item() == pytest.approx(sum(expected))
+    assert sums.metrics["importance_cut"].item() == sum(cut)
+    assert sums.loss.item() != pytest.approx(loss_sums(batch, AlgorithmConfig(), reinforce).loss.item(), rel=1e-3)
+
+
+def test_decoupled_ppo_is_areals_objective_token_by_token() -> None:
+    """AReaL, arXiv 2505.24298: (pi_prox / pi_behaviour) min(u A, clip(u) A) with u = pi / pi_prox; gradient by differences."""
+    batch = make_batch([6, 6], seed=11, reference=False, ratio_spread=0.4)
+    config = AlgorithmConfig(importance_sampling="token", importance_cap=5.0)
+    sums = loss_sums(batch, config, clip)
+    sums.loss.backward()
+
+    def objective(logprob: float, proximal: float, behaviour: float, advantage: float) -> float:
+        u = math.exp(logprob - proximal)
+        return min(math.exp(proximal - behaviour), 5.0) * min(u * advantage, min(max(u, 0.8), 1.2) * advantage)
+
+    columns = (batch.logprobs, batch.old_logprobs, batch.engine_logprobs, batch.advantages)
+    tokens = list(zip(*(column.tolist() for column in columns), strict=True))
+    assert sums.loss.item() == pytest.approx(-sum(objective(*token) for token in tokens), rel=1e-12)
+    step = 1e-6
+    slopes = [-(objective(p + step, *others) - objective(p - step, *others)) / (2 * step) for p, *others in tokens]
+    np.testing.assert_allclose(batch.logprobs.grad.tolist(), slopes, rtol=1e-5, atol=1e-7)
+
+
+def test_age_weights_and_what_is_said_of_ages() -> None:
+    ages = [0.0, 1.0, 3.0, 0.0, 2.0]
+    batch = replace(make_batch([3, 2], seed=2, reference=False), ages=torch.tensor(ages, dtype=torch.float64))
+    weights = [1.0, 0.5**0.5, 0.25**0.5, 1.0, (1 / 3) ** 0.5]
+    assert age_weights(batch.ages, 0.5).tolist() == pytest.approx(weights)
+    config = AlgorithmConfig(age_exponent=0.5)
+    sums = loss_sums(batch, config, clip)
+    assert set(sums.metrics) == set(metric_names(config, stale=True))
+    terms = clip(batch, config).loss.tolist()
+    assert sums.loss.item() == pytest.approx(sum(w * t for w, t in zip(weights, terms, strict=True)), rel=1e-12)
+    ratios = (batch.logprobs - batch.engine_logprobs).exp().tolist()
+    assert sums.metrics["age"].item() == sum(ages)
+    assert sums.metrics["weight"].item() == pytest.approx(sum(r * w for r, w in zip(ratios, weights, strict=True)))
+
+
+def test_effective_sample_size_is_what_equal_weights_would_be_worth() -> None:
+    def share(weights: list[float]) -> float:
+        return effective_sample_size(sum(weights), sum(w * w for w in weights), len(weights))
+
+    assert share([0.3] * 7) == pytest.approx(1.0)
+    assert share([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25), "one of four counts"
+    weights = [0.5, 2.0, 1.0]
+    variance = sum((w - 3.5 / 3) ** 2 for w in weights) / 3
+    assert share(weights) == pytest.approx(1 / (1 + variance / (3.5 / 3) ** 2)), "1 / (1 + CV^2), Kong 1992"
+    assert share([0.0, 0.0]) == 0.0
 
 
 def test_an_unknown_loss_is_refused_by_name() -> None:

@@ -13,7 +13,7 @@ import pytest
 from pa_npu.algorithm.advantages import batch_advantages, group_advantages
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.producer import Producer
-from pa_npu.coordinator.production import Production
+from pa_npu.coordinator.production import Produced
 from pa_npu.coordinator.tail import TailMeter
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.schedule import Schedule
@@ -168,7 +168,7 @@ def make_producer(
 
 async def produce(
     config: Config, engines: list[ScriptedEngine], store_thread: ThreadPoolExecutor, window: int = 64
-) -> tuple[Production, Shelf]:
+) -> tuple[Produced, Shelf]:
     shelf = Shelf()
     producer = make_producer(config, engines, ScriptedRewards(), shelf, store_thread, window)
     return await producer.produce(5, prompts()), shelf
@@ -252,7 +252,7 @@ def dynamic(**schedule: object) -> Config:
 
 async def produce_dynamic(
     chosen: Config, order: list[int], store_thread: ThreadPoolExecutor
-) -> tuple[Production, Shelf, ScriptedEngine, int]:
+) -> tuple[Produced, Shelf, ScriptedEngine, int]:
     """Rewards (index * i) % 3 make every third group uninformative, from 0. Returns also the number of further prompts."""
     shelf, engine, further = Shelf(), ScriptedEngine("a", order), iter(prompts()[4:])
     producer = make_producer(chosen, [engine], ScriptedRewards(), shelf, store_thread)
@@ -272,7 +272,7 @@ async def test_dynamic_sampling_trains_the_first_informative_groups_of_dispatch_
     }, "0 and 3 are uninformative; 4 and 5 take their places, whatever finishes first"
     assert sorted(engine.asked) == [(i, RESPONSES, group_seed(7, 5, i)) for i in range(6)]
     assert further == 2, "no prompt is taken that is not needed"
-    numbers = production.numbers()
+    numbers = production.numbers
     assert (numbers["groups"], numbers["groups_dispatched"]) == (4, 6)
     assert numbers["accuracy_dispatched"] == pytest.approx(numbers["accuracy"] * 4 / 6), (
         "the discarded ones were all wrong"
@@ -310,7 +310,7 @@ async def test_numbers_and_samples_of_an_iteration(store_thread):
     production, shelf = await produce(
         config(telemetry={"samples_per_iteration": 2}), [ScriptedEngine("a", [4, 1, 0, 2, 3, 7, 6, 5])], store_thread
     )
-    numbers = production.numbers()
+    numbers = production.numbers
     groups = list(shelf.groups.values())
     rewards = np.concatenate([group.rewards for group in groups])
     assert numbers["groups"] == GROUPS

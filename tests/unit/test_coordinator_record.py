@@ -42,14 +42,14 @@ def test_every_number_is_what_its_definition_gives() -> None:
             production.put(index, samples, replica=index % 2)
             lengths.append(sizes), prompts.append(3 + index), totals.append(reward), finished.append(ends)
         correct.append(right)
-    production.end(window=12, tail_waste=0.25, replica_imbalance=0.1)
+    produced = production.end(window=12, tail_waste=0.25, replica_imbalance=0.1)
     length, total, end = np.array(lengths), np.array(totals), np.array(finished)
 
     before = {"a": EngineUse(requests=5, tokens=100, busy_s=2.0), "gone": EngineUse(requests=9, busy_s=9.0)}
     after = {"a": EngineUse(requests=8, tokens=160, busy_s=6.0), "new": EngineUse(requests=2, tokens=40, busy_s=1.0)}
     record = iteration_record(
         Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}),
-        production,
+        produced,
         iteration_report(4, wait_s=1.5, train_s=3.0, tokens_computed=70),
         Prediction("periodic", 7.0, -0.1),
         border_wait_s=0.5,
@@ -97,7 +97,6 @@ def test_every_number_is_what_its_definition_gives() -> None:
         assert record[name] == pytest.approx(value), name
     assert record["rewards"] == {"math": pytest.approx(2 * total.mean())}
     assert record["engines"] == {"a": {"requests": 3, "tokens": 60}, "new": {"requests": 2, "tokens": 40}}
-    dispatched = production.dispatched()
-    assert [(g.index, g.replica, list(g.response_tokens)) for g in dispatched.groups] == [
+    assert [(g.index, g.replica, list(g.response_tokens)) for g in produced.dispatched.groups] == [
         (index, index % 2, length[index].tolist()) for index in range(3)
     ]

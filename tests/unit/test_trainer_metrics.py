@@ -101,6 +101,7 @@ def expected(
         "logprob_k3": k3.mean(),
         "importance_weight_mean": weight.mean(),
         "importance_truncated_ratio": (np.exp(before - engine) > CAP).mean(),
+        "effective_sample_size": weight.sum() ** 2 / (len(weight) * (weight**2).sum()),
         "tokens_response": len(new),
         # every prompt once, every response
         "tokens_computed": sum(group.prompt_lengths()[0] for group in groups) + len(new),

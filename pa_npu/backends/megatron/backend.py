@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
 from pa_npu.algorithm.aggregation import normaliser, token_weights
-from pa_npu.algorithm.agreement import difference_sums
+from pa_npu.algorithm.agreement import DifferenceSums, difference_sums
 from pa_npu.algorithm.batch import TokenBatch
 from pa_npu.algorithm.losses import loss_sums, metric_names
 from pa_npu.algorithm.policy_losses import find_policy_loss
@@ -37,7 +37,7 @@ from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
 from pa_npu.backends.megatron.weights.hf_directory import export_hf
 from pa_npu.backends.protocol import MicrobatchSource, ProbeResult, Ranks, TrainedResponse, Update
 from pa_npu.config.schema import Config
-from pa_npu.control.freshness import EXACT
+from pa_npu.control.freshness import Freshness
 from pa_npu.errors import InvariantViolation
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
@@ -74,7 +74,8 @@ class MegatronBackend:
         stage.config.no_sync_func = self._ddp.no_sync
         stage.config.finalize_model_grads_func = self._finalize_gradients
         self._policy_loss = find_policy_loss(config.algorithm.loss)
-        self._metric_names = metric_names(config.algorithm)
+        self._metric_names = metric_names(config.algorithm, stale=config.schedule.max_staleness > 0)
+        self._freshness = Freshness(config.schedule.max_staleness)
         self._gate = VersionGate(config.border_timeout_s)
         self._policy_version: int | None = None  # of the weights in the policy; unknown until the first publish
         self._reference_version = 0  # the policy's that the reference was last made equal to; 0 is the HF model
@@ -157,6 +158,8 @@ class MegatronBackend:
         self._policy_version = version
         if "old" in self._stage.frozen:
             self._stage.copy_policy_to("old")
+        if self._stage.keeps_published:
+            self._stage.copy_policy_to("published")
         refresh = self._config.algorithm.reference_refresh_every
         if refresh and version and version % refresh == 0:
             self._stage.copy_policy_to("reference")
@@ -225,24 +228,30 @@ class MegatronBackend:
             response_index=microbatch.response_index,
             num_responses=microbatch.num_samples,
             group_size=self._config.rollout.responses_per_prompt,
+            ages=microbatch.ages if self._config.schedule.max_staleness else None,
         )
         sums = loss_sums(batch, self._config.algorithm, self._policy_loss)
-        self._add_metrics(microbatch, old_logprobs, sums.metrics)
+        self._add_metrics(microbatch, output.frozen.get("old", output.logprobs), sums.metrics)
         return sums.loss
 
     def _add_metrics(self, microbatch: Microbatch, logprobs: torch.Tensor, metrics: dict[str, torch.Tensor]) -> None:
-        """logprobs: of the weight version that generated the microbatch, as the trainer computes them."""
+        """logprobs: of the iteration's weight version, as the trainer computes them."""
         difference = logprobs.detach() - microbatch.engine_logprobs
         sums = difference_sums(difference, microbatch.response_index, microbatch.num_samples)
-        self._metrics.add(metrics, sums, difference.abs().max())
+        self._metrics.add(metrics, sums, difference.abs().max(), microbatch.ages.max())
 
     def _old_logprobs(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
-        """Of the policy that generated the microbatch. With one update per iteration that is the policy itself: ratio 1."""
+        """Of the policy that ratios are taken against.
+
+        The proximal one is the policy at the iteration's beginning; with one update per iteration the policy itself: ratio 1.
+        """
+        if self._config.ratio == "sampling":
+            return microbatch.engine_logprobs
         if "old" in output.frozen:
             return output.frozen["old"]
         if self._policy_version is not None:
             what = f"a microbatch of groups {microbatch.group_indices}"
-            EXACT.check(self._policy_version, microbatch.versions, what)
+            self._freshness.check(self._policy_version, microbatch.versions, what)
         return output.logprobs.detach()
 
     def _probe_loss(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
@@ -274,4 +283,7 @@ class MegatronBackend:
             step_s=step_s,
             memory_peak_bytes=self._platform.memory_bytes()[1],
         )
-        return Update(update_report(statistics, self._totals, step, self._device), statistics.differences)
+        # tokens that older weights sampled differ by the updates since, which is no disagreement
+        one_version = "old" in self._stage.frozen or self._config.schedule.updates_per_iteration == 1
+        differences = statistics.differences if one_version and not statistics.age_max else DifferenceSums()
+        return Update(update_report(statistics, self._totals, step, self._device), differences)

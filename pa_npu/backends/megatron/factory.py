@@ -42,7 +42,7 @@ def load_stage(config: Config, spec: ModelSpec, platform: Platform) -> TriModel:
     from pa_npu.backends.megatron.stage import build_stage
     from pa_npu.backends.megatron.weights.hf_map import load_hf
 
-    stage = build_stage(spec, config, platform, frozen=config.frozen_models)
+    stage = build_stage(spec, config, platform, frozen=config.frozen_models, keeps_published=config.keeps_published)
     for name, model in stage.gpts().items():
         if name != "old":
             load_hf(model, spec)

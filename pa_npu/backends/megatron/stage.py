@@ -62,13 +62,22 @@ class TriModel(MegatronModule):
     or widened on the way. The frozen parts carry no gradient.
     """
 
-    def __init__(self, config: TransformerConfig, policy: GPT, frozen: dict[str, GPT], rotary: RotaryTable) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        policy: GPT,
+        frozen: dict[str, GPT],
+        rotary: RotaryTable,
+        published: GPT | None = None,
+    ) -> None:
+        """published: memory for a copy of the weights that engines have been given, which is never computed with."""
         super().__init__(config)
         self.policy = policy
-        for model in frozen.values():
-            model.eval().requires_grad_(False)
-        # a plain dict keeps them out of the module tree: DDP, optimizer and checkpoints must see the policy only
+        # plain dicts keep them out of the module tree: DDP, optimizer and checkpoints must see the policy only
         self.frozen = dict(frozen)
+        self._copies = {**frozen} if published is None else {**frozen, "published": published}
+        for model in self._copies.values():
+            model.eval().requires_grad_(False)
         self.rotary = rotary
         self.input_tensor: torch.Tensor | None = None
         self.pre_process, self.post_process = policy.pre_process, policy.post_process
@@ -105,13 +114,20 @@ class TriModel(MegatronModule):
 
     @torch.no_grad()
     def copy_policy_to(self, name: str) -> None:
-        """Make the frozen model `name` equal to the policy as it is now, rounded to its own type."""
-        for target, source in zip(self.frozen[name].parameters(), self.policy.parameters(), strict=True):
+        """Make the frozen model `name`, or "published", equal to the policy as it is now, rounded to its own type."""
+        for target, source in zip(self._copies[name].parameters(), self.policy.parameters(), strict=True):
             target.copy_(source)
 
+    @property
+    def keeps_published(self) -> bool:
+        """Whether copy_policy_to("published") has a place to copy to."""
+        return "published" in self._copies
+
     def published_version(self) -> GPT:
-        """The model that keeps the published weights longest: the old policy, through all of an iteration's updates, where it
-        is as exact as the policy; else the policy, until its next update."""
+        """The model that keeps the published weights longest: a copy made for that, or the old policy, through all of an
+        iteration's updates, where it is as exact as the policy; else the policy, until its next update."""
+        if self.keeps_published:
+            return self._copies["published"]
         old = self.frozen.get("old")
         exact = old is not None and old.config.params_dtype == self.config.params_dtype
         return old if old is not None and exact else self.policy
@@ -185,11 +201,18 @@ class TriModel(MegatronModule):
 
 
 def build_stage(
-    spec: ModelSpec, config: Config, platform: Platform, *, frozen: tuple[str, ...] = (), initialise: bool = False
+    spec: ModelSpec,
+    config: Config,
+    platform: Platform,
+    *,
+    frozen: tuple[str, ...] = (),
+    keeps_published: bool = False,
+    initialise: bool = False,
 ) -> TriModel:
     """This rank's pipeline stage. `initialise_parallel` must have run.
 
     frozen: which of "old" and "reference" to build beside the policy.
+    keeps_published: a place for a copy of what was published last.
     initialise: random weights; otherwise every weight is NaN until loaded, so that none is forgotten unnoticed.
     Raises ConfigError when the model does not divide by the parallel sizes, DataError for an unsupported rope scaling.
     """
@@ -210,7 +233,9 @@ def build_stage(
         return model
 
     policy = build(megatron_config)
-    return TriModel(megatron_config, policy, {name: build(frozen_config) for name in frozen}, RotaryTable(spec))
+    models = {name: build(frozen_config) for name in frozen}
+    published = build(megatron_config) if keeps_published else None
+    return TriModel(megatron_config, policy, models, RotaryTable(spec), published)
 
 
 def pack_hidden(policy: torch.Tensor, frozen: list[torch.Tensor]) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.algorithm.corrections import effective_sample_size
 from pa_npu.backends.protocol import TrainedResponse
 from pa_npu.control.messages import UpdateReport
 from pa_npu.samples.microbatch import Microbatch
@@ -50,11 +51,15 @@ def trained_responses(microbatch: Microbatch) -> list[TrainedResponse]:
 
 @dataclass(frozen=True)
 class Statistics:
-    """An update's MetricSums over all ranks. sums: by name. difference_max: of |trainer - engine|. differences: for I5."""
+    """An update's MetricSums over all ranks. sums: by name. difference_max: of |trainer - engine|. differences: for I5.
+
+    age_max: by how many versions the oldest token is behind what it trains.
+    """
 
     sums: dict[str, float]
     difference_max: float
     differences: DifferenceSums
+    age_max: int
 
 
 @dataclass
@@ -66,12 +71,18 @@ class MetricSums:
     differences: torch.Tensor | None = None
     largest: torch.Tensor | None = None
 
-    def add(self, metrics: dict[str, torch.Tensor], differences: torch.Tensor, difference_max: torch.Tensor) -> None:
+    def add(
+        self,
+        metrics: dict[str, torch.Tensor],
+        differences: torch.Tensor,
+        difference_max: torch.Tensor,
+        age_max: torch.Tensor,
+    ) -> None:
         """One microbatch. differences: algorithm.agreement.difference_sums, whose last is a maximum."""
         for name in self.names:
             value = metrics[name].float()
             self.sums[name] = self.sums[name] + value if name in self.sums else value
-        added, largest = differences[:-1], torch.stack([difference_max.float(), differences[-1]])
+        added, largest = differences[:-1], torch.stack([difference_max.float(), differences[-1], age_max])
         self.differences = added if self.differences is None else self.differences + added
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
@@ -80,15 +91,18 @@ class MetricSums:
         zero = torch.zeros((), device=device)
         differences = torch.zeros(9, device=device) if self.differences is None else self.differences
         vector = torch.cat([torch.stack([self.sums.get(name, zero) for name in self.names]), differences])
-        largest = torch.zeros(2, device=device) if self.largest is None else self.largest.clone()
+        largest = torch.zeros(3, device=device) if self.largest is None else self.largest.clone()
         # stages other than the last hold zeros, so the sum over the pipeline is a broadcast of the last stage's values
         for group in (parallel_state.get_data_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
             dist.all_reduce(vector, group=group)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        values, (difference_max, k_largest) = vector.tolist(), largest.tolist()
+        values, (difference_max, k_largest, age_max) = vector.tolist(), largest.tolist()
         named, rest = values[: len(self.names)], values[len(self.names) :]
         return Statistics(
-            dict(zip(self.names, named, strict=True)), difference_max, DifferenceSums(*[*rest, k_largest])
+            dict(zip(self.names, named, strict=True)),
+            difference_max,
+            DifferenceSums(*[*rest, k_largest]),
+            int(age_max),
         )
 
 
@@ -121,7 +135,12 @@ def update_report(
         logprob_diff_max=statistics.difference_max,
         logprob_k3=statistics.differences.k3_mean,
         importance_weight_mean=_per_token(sums, "importance_weight", tokens),
-        importance_truncated_ratio=_per_token(sums, "importance_truncated", tokens),
+        importance_truncated_ratio=_per_token(sums, "importance_cut", tokens),
+        effective_sample_size=effective_sample_size(sums["weight"], sums["weight_squared"], tokens)
+        if "weight" in sums
+        else None,
+        age_mean=_per_token(sums, "age", tokens),
+        age_max=statistics.age_max if "age" in sums else None,
         grad_norm=step.grad_norm,
         learning_rate=step.learning_rate,
         tokens_response=totals.tokens_response,

@@ -1,0 +1,71 @@
+"""Iterations that were produced ahead of training, in a checkpoint: their groups, and what the coordinator says of them.
+
+With schedule.max_staleness = k a checkpoint of version v has iterations v to v + k - 1: the weights that generated them are gone,
+so a resumed run trains these very groups. One safetensors file: the wire format of every group as bytes under
+"iteration/number", where number = slot * replicas + replica, and the rest as JSON in its header. There is no pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+from pa_npu.errors import DataError
+
+AHEAD_FILE = "ahead.safetensors"
+_HEADER = "iterations"
+
+
+@dataclass(frozen=True)
+class AheadIteration:
+    """numbers, samples: of Produced. data: PromptStream.state() after it. groups: wire format, by number."""
+
+    iteration: int
+    numbers: dict[str, Any]
+    samples: list[dict[str, Any]]
+    data: dict[str, Any]
+    groups: Sequence[bytes]
+
+
+def write_ahead(directory: Path, iterations: Sequence[AheadIteration]) -> None:
+    """Nothing where there are none. Raises OSError."""
+    if not iterations:
+        return
+    header = [
+        {"iteration": ahead.iteration, "numbers": ahead.numbers, "samples": ahead.samples, "data": ahead.data}
+        for ahead in iterations
+    ]
+    tensors = {
+        f"{ahead.iteration}/{number}": np.frombuffer(group, np.uint8)
+        for ahead in iterations
+        for number, group in enumerate(ahead.groups)
+    }
+    save_file(tensors, directory / AHEAD_FILE, metadata={_HEADER: json.dumps(header)})
+
+
+def read_ahead(directory: Path) -> list[AheadIteration]:
+    """By iteration; none where the checkpoint has no such file. Raises DataError where it is damaged."""
+    file = directory / AHEAD_FILE
+    if not file.exists():
+        return []
+    found = []
+    try:
+        with safetensors.safe_open(str(file), "numpy") as opened:
+            names = set(opened.keys())
+            for entry in json.loads(opened.metadata()[_HEADER]):
+                count = sum(name.startswith(f"{entry['iteration']}/") for name in names)
+                groups = [opened.get_tensor(f"{entry['iteration']}/{number}").tobytes() for number in range(count)]
+                found.append(AheadIteration(**entry, groups=groups))
+    except (OSError, ValueError, LookupError, TypeError, safetensors.SafetensorError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(
+            f"{file}: what was produced ahead of this checkpoint cannot be read ({reason}); take an earlier checkpoint"
+        ) from error
+    return sorted(found, key=lambda ahead: ahead.iteration)

@@ -1,0 +1,61 @@
+"""What a run that is continued had produced before it was interrupted: taken from the checkpoint, put into the buffer again.
+
+Only with schedule.max_staleness: otherwise a checkpoint lies between two iterations, and nothing is ahead of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from pa_npu.checkpoints.ahead import AheadIteration, read_ahead
+from pa_npu.checkpoints.directories import read_meta
+from pa_npu.checkpoints.provenance import Change, change_of, differences
+from pa_npu.config.schema import Config
+from pa_npu.control.freshness import Freshness
+from pa_npu.control.messages import Dispatched, DispatchedGroup
+from pa_npu.coordinator.production import Produced
+from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.samples.wire import from_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def usable_ahead(config: Config, first: int) -> list[AheadIteration]:
+    """The iterations from `first` on that checkpoint.load has and this run may train.
+
+    None where the run's keys are others, so that these groups would not be its own: they are produced anew, from the same prompts.
+    """
+    if not config.checkpoint.load or not config.schedule.max_staleness:
+        return []
+    directory = Path(config.checkpoint.load)
+    found = read_ahead(directory)
+    changed = [key for key in differences(read_meta(directory).config, config) if change_of(key) is Change.NEW_RUN]
+    if found and changed:
+        logger.info("iterations ahead of %s are produced anew: %s differ", directory, ", ".join(changed))
+        return []
+    freshness = Freshness(config.schedule.max_staleness)
+    usable = []
+    for iteration, ahead in zip(count(first), found, strict=False):
+        versions = {version for group in ahead.groups for version in from_bytes(group).version_range}
+        if ahead.iteration != iteration or not all(freshness.holds(iteration, version) for version in versions):
+            break
+        usable.append(ahead)
+    return usable
+
+
+def put_back(
+    ahead: Sequence[AheadIteration], buffer: RolloutBuffer, num_replicas: int
+) -> Iterator[tuple[Produced, dict[str, Any]]]:
+    """Their groups into the buffer, in the same order and as many for each replica; yields what was produced, and data."""
+    for one in ahead:
+        dispatched = []
+        for number, data in enumerate(one.groups):
+            group, replica = from_bytes(data), number % num_replicas
+            buffer.put(group, replica, number // num_replicas)
+            lengths = tuple(int(length) for length in group.trained_lengths)
+            dispatched.append(DispatchedGroup(group.index, replica, lengths))
+        yield Produced(one.iteration, one.numbers, one.samples, Dispatched(one.iteration, tuple(dispatched))), one.data

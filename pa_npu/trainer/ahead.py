@@ -1,0 +1,37 @@
+"""What was produced ahead of a version, as a checkpoint of it needs it: the buffer's groups, and what the coordinator says of them.
+
+With schedule.max_staleness = k these are iterations v to v + k - 1 at the border before iteration v: all of them are complete
+by then, or will be before the next publish, which waits for them too.
+"""
+
+from __future__ import annotations
+
+from pa_npu.checkpoints.ahead import AheadIteration
+from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.messages import DATA_POSITION, PRODUCED_AHEAD
+from pa_npu.samples.rollout_buffer import RolloutBuffer
+
+
+class RolloutsAhead:
+    """Reads and changes nothing, so that any rank may ask."""
+
+    def __init__(self, config: Config, channel: StoreChannel, buffer: RolloutBuffer) -> None:
+        self._config = config
+        self._channel = channel
+        self._buffer = buffer
+
+    def __call__(self, version: int) -> list[AheadIteration]:
+        """Iterations that are produced by versions before `version` and trained from it on. Raises DeadlineExceeded."""
+        schedule = self._config.schedule
+        end = min(version + schedule.max_staleness, schedule.iterations)
+        return [self._iteration(iteration) for iteration in range(version, end)]
+
+    def _iteration(self, iteration: int) -> AheadIteration:
+        limit_s = self._config.trainer.wait_timeout_s
+        produced = PRODUCED_AHEAD.wait(self._channel, limit_s, iteration=iteration)
+        data = DATA_POSITION.wait(self._channel, limit_s, iteration=iteration + 1).state
+        replicas = self._config.data_parallel
+        numbers = range(self._config.schedule.prompts_per_iteration)
+        groups = [self._buffer.read_bytes(iteration, number % replicas, number // replicas) for number in numbers]
+        return AheadIteration(iteration, produced.numbers, produced.samples, data, groups)
