@@ -146,7 +146,7 @@ async def run(config: Config) -> None:
             timeline,
             sampling,
         )
-        ahead = usable_ahead(config, first)
+        ahead = usable_ahead(config)
         for produced, state in put_back(ahead, buffer, config.data_parallel):
             coordinator.resume(produced, state, train)
         await coordinator.run(train, test, first)

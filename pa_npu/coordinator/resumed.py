@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from pa_npu.checkpoints.ahead import AheadIteration, read_ahead
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.checkpoints.provenance import Change, change_of, differences
 from pa_npu.config.schema import Config
-from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.coordinator.production import Produced
 from pa_npu.samples.rollout_buffer import RolloutBuffer
@@ -24,8 +22,8 @@ from pa_npu.samples.wire import from_bytes
 logger = logging.getLogger(__name__)
 
 
-def usable_ahead(config: Config, first: int) -> list[AheadIteration]:
-    """The iterations from `first` on that checkpoint.load has and this run may train.
+def usable_ahead(config: Config) -> list[AheadIteration]:
+    """The iterations that checkpoint.load has ahead of its version, by number, where this run may train them.
 
     None where the run's keys are others, so that these groups would not be its own: they are produced anew, from the same prompts.
     """
@@ -37,14 +35,7 @@ def usable_ahead(config: Config, first: int) -> list[AheadIteration]:
     if found and changed:
         logger.info("iterations ahead of %s are produced anew: %s differ", directory, ", ".join(changed))
         return []
-    freshness = Freshness(config.schedule.max_staleness)
-    usable = []
-    for iteration, ahead in zip(count(first), found, strict=False):
-        versions = {version for group in ahead.groups for version in from_bytes(group).version_range}
-        if ahead.iteration != iteration or not all(freshness.holds(iteration, version) for version in versions):
-            break
-        usable.append(ahead)
-    return usable
+    return found
 
 
 def put_back(

@@ -71,8 +71,10 @@ class Result:
 class Watched:
     """A launched run, with eyes on its store and its processes."""
 
-    def __init__(self, launched: Launched) -> None:
+    def __init__(self, launched: Launched, ahead: int = 0) -> None:
+        """ahead: schedule.max_staleness."""
         self.run = launched
+        self._ahead = ahead
         self._clients: dict[int, StoreChannel] = {}
 
     @property
@@ -87,7 +89,9 @@ class Watched:
             version = next((v for v in range(ITERATIONS, -1, -1) if self._there(READY.at(version=v))), None)
             if version is None:
                 return False
-            published, produced = self._published(version), DATA_POSITION.exists(self._channel, iteration=version + 1)
+            produces = min(version + self._ahead, ITERATIONS - 1)
+            produced = DATA_POSITION.exists(self._channel, iteration=produces + 1)
+            published = self._published(version)
             state = "publish" if not published else "training" if produced else "generation"
             found[:] = [version]
             return state == moment and at_least <= version < ITERATIONS
@@ -312,3 +316,43 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0, watched.run.output
     Result.of(directory).assert_equal(undisturbed("vllm"))
+
+
+AHEAD = 1
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(
+            (
+                (TRANSFORMERS, "generation"),
+                (TRANSFORMERS, "publish"),
+                ("trainer-1", "generation"),
+                ("coordinator", "generation"),
+                ("trainer-0", "publish"),
+            ),
+            id="some",
+        ),
+        pytest.param(tuple(each([TRANSFORMERS, *WORKERS])), id="all", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed(
+    kills: Kills, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+) -> None:
+    """What lies in the buffer and is not trained yet is in the checkpoints; engines get the version that trainers have left."""
+    stale = {"schedule.max_staleness": AHEAD, "algorithm.importance_sampling": "token"}
+    calm = launch(*keys(tiny, tmp_path / "calm", "transformers", **stale))
+    calm.popen.wait(TIMEOUT_S)
+    assert calm.popen.returncode == 0, calm.output
+    expected = Result.of(tmp_path / "calm")
+
+    watched = Watched(launch(*keys(tiny, tmp_path / "run", "transformers", **stale)), AHEAD)
+    watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
+    kill_all(watched, kills)
+    watched.run.popen.wait(TIMEOUT_S)
+    assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output
+    assert "the run continues from" in watched.run.output, "the kills must have met a run with checkpoints"
+    Result.of(tmp_path / "run").assert_equal(expected)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["age_max"] for record in records] == [min(AHEAD, iteration) for iteration in range(ITERATIONS)]

@@ -11,12 +11,11 @@ import pytest
 from pa_npu.checkpoints.ahead import write_ahead
 from pa_npu.checkpoints.directories import META_FILE, CheckpointMeta, directory_name
 from pa_npu.checkpoints.provenance import config_tree
-from pa_npu.config.schema import Config
 from pa_npu.control.messages import DATA_POSITION
 from pa_npu.samples.types import Group
 from pa_npu.samples.wire import to_bytes
 from pa_npu.trainer.ahead import RolloutsAhead
-from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, WAIT_S, Run
+from tests.helpers.coordinator_run import GROUPS, RESPONSES, WAIT_S, Run
 from tests.helpers.stand_in_engine import stand_in_engines
 from tools.stand_in import Speed
 
@@ -38,13 +37,14 @@ def run_coordinator(
 ) -> Outcome:
     """From version `first`, its trainers played here. first = 0: leaves a checkpoint of RESUMED_AT in `checkpoints`."""
     directory.mkdir()
+    data = directory.parent / "whole" / "train.jsonl"  # the same prompts, or it would be another run
     outcome = Outcome()
     load = checkpoints / directory_name(RESUMED_AT) if checkpoints and first else None
     with stand_in_engines(engines, speed) as served:
         run = Run(
             directory,
             served,
-            data={"train": str(directory / "train.jsonl"), "test": None, "max_prompt_tokens": 16},
+            data={"train": str(data), "test": None, "max_prompt_tokens": 16},
             schedule={
                 **{"iterations": ITERATIONS, "prompts_per_iteration": GROUPS, "order": "prompt"},
                 **{"max_staleness": staleness, "dynamic_sampling": True},
@@ -77,7 +77,6 @@ def save_checkpoint(parent: Path, run: Run) -> None:
     directory = parent / directory_name(RESUMED_AT)
     directory.mkdir(parents=True)
     write_ahead(directory, RolloutsAhead(run.config, run.channel, run.buffer)(RESUMED_AT))
-    tree = config_tree(Config.model_validate({**config_tree(run.config)}))
     meta = CheckpointMeta(
         version=RESUMED_AT,
         updates=RESUMED_AT,
@@ -86,7 +85,7 @@ def save_checkpoint(parent: Path, run: Run) -> None:
         layout={},
         model={},
         reference=None,
-        config=tree,
+        config=config_tree(run.config),
         config_digest="",
         files={},
     )
@@ -97,21 +96,33 @@ def versions(groups: list[Group]) -> set[tuple[int, int]]:
     return {group.version_range for group in groups}
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_iterations_come_from_the_version_that_the_rule_names_and_a_resumed_run_trains_the_same(
-    staleness: int, tmp_path: Path
-) -> None:
-    checkpoints = tmp_path / "checkpoints"
-    whole = run_coordinator(tmp_path / "whole", staleness, Speed(step_s=0.0005, stride=4), 2, 0, checkpoints)
+STALENESS = 2
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def whole(parent: Path) -> Outcome:
+    """The run that nobody interrupts; leaves a checkpoint."""
+    speed = Speed(step_s=0.0005, stride=4)
+    return run_coordinator(parent / "whole", STALENESS, speed, 2, 0, parent / "checkpoints")
+
+
+def test_iterations_come_from_the_version_that_the_rule_names(whole: Outcome) -> None:
     assert set(whole.trained) == set(range(ITERATIONS)) == set(whole.records)
     for iteration, groups in whole.trained.items():
-        version = max(0, iteration - staleness)
+        version = max(0, iteration - STALENESS)
         assert versions(groups) == {(version, version)}, f"I1: who generated iteration {iteration}"
         assert [group.index for group in groups] == list(range(GROUPS)), "I2: every group once, in its slot"
 
+
+def test_a_resumed_run_trains_what_the_whole_one_does(whole: Outcome, parent: Path) -> None:
     # another number of engines and another speed
     speed = Speed(step_s=0.002, stride=8)
-    resumed = run_coordinator(tmp_path / "resumed", staleness, speed, 1, RESUMED_AT, checkpoints)
+    resumed = run_coordinator(parent / "resumed", STALENESS, speed, 1, RESUMED_AT, parent / "checkpoints")
     later = range(RESUMED_AT, ITERATIONS)
     assert set(resumed.trained) == set(later) == set(resumed.records)
     for iteration in later:
@@ -120,22 +131,21 @@ def test_iterations_come_from_the_version_that_the_rule_names_and_a_resumed_run_
         for name in ("reward_mean", "accuracy", "groups_dispatched", "tokens_response"):
             assert resumed.records[iteration][name] == whole.records[iteration][name]
     dispatched = {i: record["groups_dispatched"] for i, record in whole.records.items()}
-    assert len(resumed.sampled) == sum(dispatched[i] for i in later if i >= RESUMED_AT + staleness), (
+    assert len(resumed.sampled) == sum(dispatched[i] for i in later if i >= RESUMED_AT + STALENESS), (
         "what the checkpoint has is not generated again"
     )
     assert all(count > GROUPS for count in dispatched.values()), "some groups were replaced in every iteration"
-    assert REPLICAS == 2
 
 
-def test_a_run_that_may_not_train_what_a_checkpoint_has_produces_it_anew(tmp_path: Path) -> None:
-    """The checkpoint of a run with k = 2 has iterations 2 and 3, by versions 0 and 1; with k = 1 only version 1 will do."""
-    checkpoints = tmp_path / "checkpoints"
-    run_coordinator(tmp_path / "whole", 2, Speed(stride=8), 1, 0, checkpoints)
-    resumed = run_coordinator(tmp_path / "resumed", 1, Speed(stride=8), 1, RESUMED_AT, checkpoints)
+def test_a_run_that_may_not_train_what_a_checkpoint_has_produces_it_anew(whole: Outcome, parent: Path) -> None:
+    """The checkpoint of a run with k = 2 has iterations 2 and 3, by versions 0 and 1: no groups of a run with k = 1."""
+    speed = Speed(stride=8)
+    resumed = run_coordinator(parent / "another", 1, speed, 1, RESUMED_AT, parent / "checkpoints")
     assert {iteration: versions(groups) for iteration, groups in resumed.trained.items()} == {
         2: {(2, 2)},
         3: {(2, 2)},
         4: {(3, 3)},
     }
-    prompts = [group.prompt_id for groups in resumed.trained.values() for group in groups]
-    assert len(prompts) == 3 * GROUPS
+    # stand-ins sample by seed alone, so that the same prompts are chosen as of the whole run's iteration
+    first = [group.prompt_id for group in resumed.trained[RESUMED_AT]]
+    assert first == [group.prompt_id for group in whole.trained[RESUMED_AT]]
