@@ -6,6 +6,7 @@ A mistake ends in one ConfigError line: where it was written, the key, the value
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
@@ -119,7 +120,7 @@ def _check_keys(values: Any, places: Places, path: KeyPath) -> None:
         for index, value in enumerate(values):
             _check_keys(value, places, (*path, str(index)))
         return
-    if not _is_of_kind(values, _leaf_types(find_annotation(path))):
+    if not _is_of_kind(values, _leaf_types(find_annotation(path))) and not _is_short_form(values, path):
         name, shown = ".".join(path), _shown(values)
         types = {key.name: key.type for key in all_keys()}
         raise ConfigError(
@@ -143,6 +144,13 @@ def _is_of_kind(value: Any, types: set[Any]) -> bool:
     if isinstance(value, float):
         return int not in types or float in types
     return True
+
+
+def _is_short_form(value: Any, path: KeyPath) -> bool:
+    """Whether a text is one that the key's section takes apart itself."""
+    section = section_of(find_annotation(path[:-1]))
+    pattern = section.short_forms.get(path[-1]) if section else None
+    return pattern is not None and isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
 def _leaf_types(annotation: Any) -> set[Any]:

@@ -360,7 +360,7 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"placement.cluster=ray, or nnodes to 1"
         )
     if r.max_engines is not None and r.max_engines < r.engines:
-        yield f"rollout.max_engines: {r.max_engines} is below rollout.engines = {r.engines}; raise it, or remove the key"
+        yield f"rollout.engines: {r.engines} is above rollout.max_engines = {r.max_engines}; lower it, or raise the maximum"
     if (r.max_engines or r.engines) > r.engines and (c.placement.cluster == "local" or r.attach):
         yield (
             f"rollout.max_engines: {r.max_engines}: more than rollout.engines = {r.engines} come with nodes of a Ray cluster only, "

@@ -6,7 +6,7 @@ Unknown keys are refused. Rules between keys are in `pa_npu.config.schema`.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -17,6 +17,9 @@ class Section(BaseModel):
     """Base of all sections: immutable, and no key is accepted and ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    short_forms: ClassVar[dict[str, str]] = {}
+    """Keys that also take a text, of this pattern, which the section takes apart itself."""
 
 
 Index = Annotated[int, Field(ge=0)]
@@ -79,6 +82,8 @@ SLOWEST_TOKEN_S = 0.25
 
 
 class RolloutConfig(Section):
+    short_forms: ClassVar[dict[str, str]] = {"engines": r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*"}
+
     backend: str = Field(
         "vllm",
         min_length=1,
@@ -175,7 +180,7 @@ class RolloutConfig(Section):
         """engines=MIN..MAX as the two keys that it is short for."""
         if not isinstance(section, dict) or not isinstance(section.get("engines"), str):
             return section
-        if not (found := re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", section["engines"])):
+        if not (found := re.fullmatch(cls.short_forms["engines"], section["engines"])):
             return section
         if section.get("max_engines") is not None:
             raise ValueError(f"engines: {section['engines']} names the maximum; remove max_engines")

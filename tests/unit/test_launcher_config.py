@@ -50,6 +50,23 @@ def test_files_merge_in_order_and_overrides_win(base: str, tmp_path: Path) -> No
     assert config.rollout.env == {"OMP": "1"}
 
 
+def test_a_range_of_engines_is_short_for_two_keys(base: str, tmp_path: Path) -> None:
+    given = ["placement.cluster=ray", "placement.ray_address=auto"]
+    rollout = load_config([base], [*given, "rollout.engines=1..4"]).rollout
+    assert (rollout.engines, rollout.max_engines) == (1, 4)
+    second = tmp_path / "second.yaml"
+    second.write_text("rollout: {engines: 2 .. 3}\n")
+    rollout = load_config([base, str(second)], given).rollout
+    assert (rollout.engines, rollout.max_engines) == (2, 3)
+    assert message([base], *given, "rollout.engines=1..x") == (
+        'command line: rollout.engines: "1..x" is not allowed; use int >= 1, <= 16384'
+    )
+    assert "engines: 1..2 names the maximum; remove max_engines" in message(
+        [base], *given, "rollout.engines=1..2", "rollout.max_engines=3"
+    )
+    assert message([base], *given, "rollout.engines=4..2").startswith("command line: rollout.engines: 4 is above")
+
+
 def test_override_values_are_yaml(base: str) -> None:
     overrides = [
         "schedule.stream=false",
