@@ -190,7 +190,7 @@ class VirtualEngine:
         self._set_timer()
         await done.wait()
         return [
-            Generation(np.full(length, 3, np.int32), np.full(length, -1.0, np.float32), "", "stop")
+            Generation(np.full(length, 3, np.int32), np.full(length, -1.0, np.float32), "", "stop", version=0)
             for length in lengths
         ]
 
@@ -497,6 +497,14 @@ def stand_ins(case: Case) -> Iterator[list[str]]:
         yield urls
 
 
+async def run_on_stand_ins(
+    case: Case, engines: Sequence[RolloutEngine], dispatch: str, store_thread: Executor
+) -> list[Iteration]:
+    for engine in engines:
+        await engine.load_weights(0, deadline_s=60.0)
+    return await run_iterations(case, engines, dispatch, True, 0, store_thread)
+
+
 def real_report() -> str:
     case = REAL
     lines = [
@@ -510,7 +518,7 @@ def real_report() -> str:
     for dispatch in ("in-order", "longest-first"):
         with stand_ins(case) as urls, ThreadPoolExecutor(1) as store_thread:
             engines = [VllmEngine(url, VOCABULARY) for url in urls]
-            iterations = asyncio.run(run_iterations(case, engines, dispatch, True, 0, store_thread))
+            iterations = asyncio.run(run_on_stand_ins(case, engines, dispatch, store_thread))
         for epoch in range(case.epochs):
             part = iterations[epoch * case.iterations_per_epoch : (epoch + 1) * case.iterations_per_epoch]
             lines.append(

@@ -101,7 +101,7 @@ async def _try(config: Config, given: dict[str, Any] | None) -> None:
     prompt = Prompt(**{**given, "tokens": np.array(given["tokens"], np.int32)})
     sampling = Sampling(config.rollout.max_response_tokens, config.rollout.temperature)
     policy: Any = _MadeUpPolicy(tokenizer, prompt.answer)
-    await run_episode(environment, prompt, config.rollout.responses_per_prompt, policy, 0, sampling, 0)
+    await run_episode(environment, prompt, config.rollout.responses_per_prompt, policy, 0, sampling)
 
 
 def main() -> int:

@@ -40,10 +40,9 @@ async def run_episode(
     session: GroupSession,
     seed: int,
     sampling: Sampling,
-    version: int,
 ) -> list[Sample]:
     """num_samples samples of a prompt. Errors of engines pass as they are; what else is raised becomes EnvironmentFailed."""
-    generate = GroupGenerate(session, seed, sampling, version)
+    generate = GroupGenerate(session, seed, sampling)
     try:
         samples = await environment.rollout(prompt, num_samples, generate)
     except PaNpuError:
@@ -94,16 +93,13 @@ def reward_input(prompt: Prompt, samples: Sequence[Sample]) -> RewardInput:
 
 
 class GroupGenerate:
-    """The Generate of one group. Seeds follow from the group, the sample and the turn, never from time or engine (I4).
+    """The Generate of one group. Seeds follow from the group, the sample and the turn, never from time or engine (I4)."""
 
-    seed: the group's. version: of the weights that the engines serve, for engines that do not say.
-    """
-
-    def __init__(self, session: GroupSession, seed: int, sampling: Sampling, version: int) -> None:
+    def __init__(self, session: GroupSession, seed: int, sampling: Sampling) -> None:
+        """seed: the group's."""
         self._session = session
         self._seed = seed
         self._sampling = sampling
-        self._version = version
 
     async def __call__(
         self,
@@ -120,9 +116,7 @@ class GroupGenerate:
             raise ValueError(f"generate: n = {n} and max_tokens = {most} must be at least 1")
         sampling = replace(self._sampling, max_tokens=most, stop=tuple(stop))
         if turn == 0:  # seeds of the first turn follow one another, so that one request gives all samples
-            found = await self._session.generate(tokens, n, turn_seed(self._seed, sample, 0), sampling)
-        else:
-            seeds = [turn_seed(self._seed, number, turn) for number in range(sample, sample + n)]
-            several = await gather([self._session.generate(tokens, 1, seed, sampling) for seed in seeds])
-            found = [generation for generations in several for generation in generations]
-        return [g if g.version is not None else replace(g, version=self._version) for g in found]
+            return await self._session.generate(tokens, n, turn_seed(self._seed, sample, 0), sampling)
+        seeds = [turn_seed(self._seed, number, turn) for number in range(sample, sample + n)]
+        several = await gather([self._session.generate(tokens, 1, seed, sampling) for seed in seeds])
+        return [generation for generations in several for generation in generations]

@@ -53,7 +53,7 @@ async def evaluate(
             again_deadline_s=engine_wait_s,
             what=f"held-out prompt {number} at version {version}",
         ) as session:
-            samples = await run_episode(environment, prompt, 1, session, 0, greedy, version)
+            samples = await run_episode(environment, prompt, 1, session, 0, greedy)
         result = await score(rewards, prompt, samples)
         correct[number] = bool(result.correct[0])
 

@@ -224,7 +224,7 @@ class Coordinator:
         """An iteration by the version that engines hold."""
         self._freshness.check_production(iteration, self._published)
         with self._timeline.span("produce", iteration=iteration):
-            produced = await self._producer.produce(iteration, prompts, lambda: train.take(1)[0], self._published)
+            produced = await self._producer.produce(iteration, prompts, lambda: train.take(1)[0])
         self._take(produced, train)
 
     def _take(self, produced: Produced, train: PromptStream) -> None:

@@ -80,12 +80,10 @@ class Producer:
         iteration: int,
         prompts: Sequence[Prompt],
         another: Callable[[], Prompt] | None = None,
-        version: int | None = None,
     ) -> Produced:
         """All groups of `iteration`, one per prompt, into the buffer. The first failure cancels the rest and is raised.
 
-        another: gives a further prompt; needed with schedule.dynamic_sampling, when groups are replaced. version: of the weights
-        that engines hold; None: that of the iteration.
+        another: gives a further prompt; needed with schedule.dynamic_sampling, when groups are replaced.
         """
         config = self._config
         selection = Selection(config)
@@ -98,7 +96,6 @@ class Producer:
         )
         tail = TailMeter(self._pool)
         production = Production(iteration, config.telemetry.samples_per_iteration)
-        place = (iteration, iteration if version is None else version)
         held: list[tuple[int, int]] = []  # (dispatch index, number) of groups to train, by completion
         scored: dict[int, tuple[Prompt, list[Sample], RewardResult]] = {}
         seen: dict[int, tuple[Prompt, list[int]]] = {}
@@ -123,7 +120,7 @@ class Producer:
             production.put(number, samples, replica=slot[0])
 
         async def complete(index: int, prompt: Prompt, lease: Lease) -> None:
-            lease, samples, result = await self._generate_and_score(place, index, prompt, lease, tail, pace)
+            lease, samples, result = await self._generate_and_score(iteration, index, prompt, lease, tail, pace)
             scored[index] = prompt, samples, result
             seen[index] = prompt, [sample.num_trained for sample in samples]
             production.judge(result)
@@ -185,10 +182,9 @@ class Producer:
         return await selection.next_index()
 
     async def _generate_and_score(
-        self, place: tuple[int, int], index: int, prompt: Prompt, lease: Lease, tail: TailMeter, pace: Pace
+        self, iteration: int, index: int, prompt: Prompt, lease: Lease, tail: TailMeter, pace: Pace
     ) -> tuple[Lease, list[Sample], RewardResult]:
-        """place: iteration, and weight version. The lease is the one under which the group ended, closed."""
-        iteration, version = place
+        """The lease is the one under which the group ended, closed."""
         start_s = now()
         rollout, seed = self._config.rollout, group_seed(self._config.run.seed, iteration, index)
         with self._pool.session(
@@ -199,7 +195,7 @@ class Producer:
             what=f"group {index} of iteration {iteration}",
         ) as session:
             samples = await run_episode(
-                self._environment, prompt, rollout.responses_per_prompt, session, seed, self._sampling, version
+                self._environment, prompt, rollout.responses_per_prompt, session, seed, self._sampling
             )
         tail.received()
         pace.completed()

@@ -22,7 +22,7 @@ from pa_npu.control.tasks import gather
 from pa_npu.dispatch.schedule import engine_with_room
 from pa_npu.engines.patience import generate_patiently
 from pa_npu.engines.protocol import EngineError, EngineGone, Generation, RolloutEngine, Sampling
-from pa_npu.errors import DeadlineExceeded, PaNpuError
+from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
 
 T = TypeVar("T")
 OnLost = Callable[[RolloutEngine, str], Awaitable[None]]
@@ -125,7 +125,10 @@ class GroupSession:
     async def generate(
         self, prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling
     ) -> list[Generation]:
-        """n responses to these tokens; several requests of a group may be on their way at the same time."""
+        """n responses to these tokens; several requests of a group may be on their way at the same time.
+
+        Raises InvariantViolation where the engine does not say which weight version wrote one: nobody else can (I1).
+        """
         for sends in count(1):
             engine = self.lease.engine
             try:
@@ -143,6 +146,11 @@ class GroupSession:
                 if not await self._move_from(engine, str(error)):
                     raise
             else:
+                if any(generation.version is None for generation in generations):
+                    raise InvariantViolation(
+                        f"I1 version: engine {engine.name} does not say which weight version wrote its responses for {self._what}; "
+                        f"its client must put the version that the engine itself names into every Generation"
+                    )
                 self._tokens += sum(len(generation.tokens) for generation in generations)
                 return generations
         raise AssertionError("unreachable: the loop ends by return or raise")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,6 +39,11 @@ PER_SAMPLE: dict[str, np.dtype[Any]] = {
     "rewards": np.dtype("<f4"),
     "finished": np.dtype("?"),
 }
+
+
+_ARRAYS = PER_TOKEN | PER_SAMPLE
+_ELSEWHERE = {"logprobs": 0, "advantages": 0, "versions": NO_VERSION}
+"""What tokens have that are not trained."""
 
 
 class GroupFormatError(PaNpuError):
@@ -76,42 +82,41 @@ class SampleBuilder:
     """Puts a sample together turn by turn: what the policy is shown, and what it writes."""
 
     def __init__(self, prompt: npt.NDArray[np.int32]) -> None:
-        self._tokens = [np.asarray(prompt, np.int32)]
-        self._trained = [np.zeros(len(prompt), np.bool_)]
-        self._logprobs = [np.zeros(len(prompt), np.float32)]
-        self._versions = [np.full(len(prompt), NO_VERSION, np.int32)]
+        self._parts = [np.asarray(prompt, np.int32)]
+        self._length = len(prompt)
+        self._written: list[tuple[slice, npt.NDArray[np.float32], int]] = []
         self.num_trained = 0
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
         """Everything so far: what the next turn is conditioned on."""
-        return np.concatenate(self._tokens)
+        return np.concatenate(self._parts)
 
     def show(self, tokens: npt.NDArray[np.int32]) -> None:
         """Tokens of the environment, which are not trained."""
-        self._add(tokens, False, np.zeros(len(tokens), np.float32), NO_VERSION)
+        self._parts.append(np.asarray(tokens, np.int32))
+        self._length += len(tokens)
 
     def write(self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], version: int) -> None:
-        """Tokens of the policy, as the engine returned them. logprobs: [0] where none were asked for."""
+        """Tokens of the policy, as the engine returned them. logprobs: one each, or [0] where none were asked for."""
+        if len(logprobs) not in (0, len(tokens)):
+            raise ValueError(f"write: {len(logprobs)} log-probs for {len(tokens)} tokens; give one each, or none")
+        start = self._length
+        self.show(tokens)
+        self._written.append((slice(start, self._length), logprobs, version))
         self.num_trained += len(tokens)
-        self._add(tokens, True, logprobs if len(logprobs) else np.zeros(len(tokens), np.float32), version)
 
     def finish(self, finished: bool, text: str, reward: float | None = None) -> Sample:
-        return Sample(
-            np.concatenate(self._tokens),
-            np.concatenate(self._trained),
-            np.concatenate(self._logprobs),
-            np.concatenate(self._versions),
-            finished,
-            text,
-            reward,
-        )
-
-    def _add(self, tokens: npt.NDArray[np.int32], trained: bool, logprobs: np.ndarray, version: int) -> None:
-        self._tokens.append(np.asarray(tokens, np.int32))
-        self._trained.append(np.full(len(tokens), trained, np.bool_))
-        self._logprobs.append(np.asarray(logprobs, np.float32))
-        self._versions.append(np.full(len(tokens), version, np.int32))
+        trained = np.zeros(self._length, np.bool_)
+        logprobs = np.zeros(self._length, np.float32)
+        versions = np.empty(self._length, np.int32)
+        versions.fill(NO_VERSION)
+        for span, sampled, version in self._written:
+            trained[span] = True
+            versions[span] = version
+            if len(sampled):
+                logprobs[span] = sampled
+        return Sample(self.tokens, trained, logprobs, versions, finished, text, reward)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +154,7 @@ class Group:
             if not isinstance(value, (int, np.integer)) or not 0 <= value < 2**63:
                 raise GroupFormatError(f"group {name}: {value!r} must be an integer between 0 and 2**63 - 1")
             object.__setattr__(self, name, int(value))
-        for name, dtype in (PER_TOKEN | PER_SAMPLE).items():
+        for name, dtype in _ARRAYS.items():
             array = getattr(self, name)
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
                 found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
@@ -172,6 +177,8 @@ class Group:
         """rewards: float32 [G]. advantages: float32 [G], the same for all trained tokens of a sample."""
         trained = np.concatenate([sample.trained for sample in samples])
         lengths = np.array([len(sample.tokens) for sample in samples], np.int32)
+        of_tokens = np.repeat(np.asarray(advantages, np.float32), lengths)
+        of_tokens[~trained] = 0
         return cls(
             run_seed=run_seed,
             iteration=iteration,
@@ -182,7 +189,7 @@ class Group:
             trained=trained,
             logprobs=np.concatenate([sample.logprobs for sample in samples]),
             versions=np.concatenate([sample.versions for sample in samples]),
-            advantages=np.where(trained, np.repeat(advantages, lengths), np.float32(0)),
+            advantages=of_tokens,
             rewards=np.asarray(rewards, np.float32),
             finished=np.array([sample.finished for sample in samples], np.bool_),
         )
@@ -243,17 +250,18 @@ class Group:
                 raise GroupFormatError(
                     f"{self} {name}: values must be finite, number {position} is {getattr(self, name)[position]}"
                 )
-        firsts = self.offsets()[:-1]
-        if self.trained[firsts].any():
+        if self.trained[self.offsets()[:-1]].any():
             raise GroupFormatError(f"{self} trained: a sample's first token follows from nothing and cannot be trained")
         if not (counts := self.trained_lengths).all():
             raise GroupFormatError(f"{self} trained: sample {int(counts.argmin())} has no trained token")
-        if (lowest := self.versions[self.trained].min()) < 0:
+        if ((self.versions < 0) & self.trained).any():
+            lowest = self.versions[self.trained].min()
             raise GroupFormatError(f"{self} versions: a trained token needs a weight version, lowest is {lowest}")
-        rest = ~self.trained
-        for name, value in (("logprobs", 0), ("advantages", 0), ("versions", NO_VERSION)):
-            if (getattr(self, name)[rest] != value).any():
-                raise GroupFormatError(f"{self} {name}: must be {value} for tokens that are not trained")
+        differs = {name: getattr(self, name) != value for name, value in _ELSEWHERE.items()}
+        # bool > bool: the one without the other; looked at together first, because every group comes through here
+        if ((differs["logprobs"] | differs["advantages"] | differs["versions"]) > self.trained).any():
+            name = next(name for name, values in differs.items() if (values > self.trained).any())
+            raise GroupFormatError(f"{self} {name}: must be {_ELSEWHERE[name]} for tokens that are not trained")
 
     def __str__(self) -> str:
         return f"group {self.index} of iteration {self.iteration} (prompt {self.prompt_id})"
@@ -281,6 +289,24 @@ class Group:
         return self.cached("trained", lambda: np.add.reduceat(self.trained, self.offsets()[:-1], dtype=np.int64))
 
     @property
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """(starts, ends), int64 [R]: consecutive trained tokens of one version and one advantage; together all trained tokens."""
+
+        def build() -> tuple[np.ndarray, np.ndarray]:
+            changes = np.empty(len(self.tokens) + 1, np.bool_)
+            changes[0] = changes[-1] = True
+            inner = changes[1:-1]
+            np.not_equal(self.trained[1:], self.trained[:-1], out=inner)
+            inner |= self.versions[1:] != self.versions[:-1]
+            bits = self.advantages.view(np.int32)  # 0.0 and -0.0 are two
+            inner |= bits[1:] != bits[:-1]
+            bounds = np.flatnonzero(changes)
+            trained = self.trained[bounds[:-1]]
+            return bounds[:-1][trained], bounds[1:][trained]
+
+        return self.cached("runs", build)
+
+    @property
     def num_trained(self) -> int:
         """Tokens that have a loss."""
         return int(self.trained_lengths.sum())
@@ -293,20 +319,28 @@ class Group:
     @property
     def version_range(self) -> tuple[int, int]:
         """Oldest and newest weight version that generated a trained token."""
-        versions = self.versions[self.trained]
+        versions = self.versions[self.runs[0]]
         return int(versions.min()), int(versions.max())
 
     def offsets(self) -> np.ndarray:
         """int64 [G + 1]: sample i is `tokens[offsets[i]:offsets[i + 1]]`."""
-        return self.cached("offsets", lambda: np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]))
+
+        def build() -> np.ndarray:
+            offsets = np.zeros(len(self.lengths) + 1, np.int64)
+            np.cumsum(self.lengths, out=offsets[1:])
+            return offsets
+
+        return self.cached("offsets", build)
 
     def sequences(self) -> list[np.ndarray]:
         """The tokens of each sample, views."""
-        return np.split(self.tokens, self.offsets()[1:-1])
+        return [self.tokens[start:end] for start, end in pairwise(self.offsets().tolist())]
 
     def prompt_lengths(self) -> list[int]:
         """Tokens before each sample's first trained one."""
-        return [int(trained.argmax()) for trained in np.split(self.trained, self.offsets()[1:-1])]
+        starts, offsets = self.runs[0], self.offsets()[:-1]
+        lengths: list[int] = (starts[np.searchsorted(starts, offsets)] - offsets).tolist()
+        return lengths
 
     def cached(self, name: str, build: Callable[[], T]) -> T:
         """What `build` returns, built once; for what follows from the group and takes time."""

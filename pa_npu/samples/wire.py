@@ -1,54 +1,65 @@
 """The bytes in which a group travels from coordinator to trainers.
 
 Little endian: a 16-byte envelope - magic `PAGR`, format version u16, reserved u16, CRC-32 of the rest u32, reserved u32 -
-followed by a safetensors file with one `identity` tensor (run_seed, iteration, index, prompt_id as int64) and one tensor per
-array. What samples share is sent once, and what only trained tokens have is sent for these alone:
+followed by a safetensors file. What samples share is sent once, what only trained tokens have is sent for these alone, and
+what stays the same along a run of trained tokens once per run. A run is one sample's: its first token is never trained.
 
-    shared   int32 [G]      tokens that a sample has in common with the one before it, all of them untrained
-    tokens, trained         of each sample's other tokens
-    logprobs, versions, advantages      of the trained tokens
+    numbers    int64 [5]         run_seed, iteration, index, prompt_id, and G, the number of samples
+    spans      int32 [G + R, 3]  of each sample: its tokens, how many of them it shares with the one before it, finished;
+                                 of each run: its first token in the group, its tokens, the weight version
+    values     float32 [G + R]   each sample's reward, each run's advantage
+    tokens     int32             of each sample, those that it does not share
+    logprobs   float32           of the trained tokens
 
-The envelope makes every damaged or foreign payload a GroupFormatError before anything is parsed; there is no pickle anywhere.
+Shared are leading tokens that are not trained. The envelope makes every damaged or foreign payload a GroupFormatError before
+anything is parsed; there is no pickle anywhere.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import safetensors
 from safetensors.numpy import save as save_tensors
 
-from pa_npu.samples.types import IDENTITY, NO_VERSION, PER_SAMPLE, PER_TOKEN, Group, GroupFormatError
+from pa_npu.samples.types import IDENTITY, NO_VERSION, PER_TOKEN, Group, GroupFormatError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _MAGIC = b"PAGR"
 _ENVELOPE = struct.Struct("<4sHHII")
-_OF_TRAINED = {"logprobs": 0.0, "versions": NO_VERSION, "advantages": 0.0}  # and what the other tokens have
-_DTYPES = PER_TOKEN | PER_SAMPLE | {"shared": np.dtype("<i4")}
-_STORED = {"?": "BOOL", "i": "I32", "f": "F32", "b": "BOOL"}
+# Each tensor's type in safetensors and in numpy, and its number of dimensions.
+_TENSORS: dict[str, tuple[str, str, int]] = {
+    "numbers": ("I64", "<i8", 1),
+    "spans": ("I32", "<i4", 2),
+    "values": ("F32", "<f4", 1),
+    "tokens": ("I32", "<i4", 1),
+    "logprobs": ("F32", "<f4", 1),
+}
+_COLUMNS = 3  # of spans
 # A group of more tokens than this is damage, not data.
 _MOST_TOKENS = 2**31 - 1
 
 
 def to_bytes(group: Group) -> bytes:
     """The wire format. `from_bytes` gives back an equal group, bit for bit."""
-    shared = _shared(group)
-    offsets = group.offsets()
-    own = np.ones(group.num_tokens, np.bool_)
-    for start, length in zip(offsets, shared, strict=False):
-        own[start : start + length] = False
-    tensors: dict[str, Any] = {
-        "identity": np.array([getattr(group, name) for name in IDENTITY], dtype="<i8"),
-        "shared": shared,
-        "tokens": group.tokens[own],
-        "trained": group.trained[own],
+    starts, ends = group.runs
+    spans = np.empty((group.num_samples + len(starts), _COLUMNS), "<i4")
+    samples, runs = spans[: group.num_samples], spans[group.num_samples :]
+    samples[:, 0], samples[:, 1], samples[:, 2] = group.lengths, _shared(group), group.finished
+    runs[:, 0], runs[:, 1], runs[:, 2] = starts, ends - starts, group.versions[starts]
+    own = zip(pairwise(group.offsets().tolist()), samples[:, 1].tolist(), strict=True)
+    tensors = {
+        "numbers": np.array([*(getattr(group, name) for name in IDENTITY), group.num_samples], "<i8"),
+        "spans": spans,
+        "values": np.concatenate([group.rewards, group.advantages[starts]]),
+        "tokens": np.concatenate([group.tokens[start + shared : end] for (start, end), shared in own]),
+        "logprobs": group.logprobs[group.trained],
     }
-    tensors |= {name: getattr(group, name)[group.trained] for name in _OF_TRAINED}
-    tensors |= {name: getattr(group, name) for name in PER_SAMPLE}
-    payload = save_tensors({name: np.ascontiguousarray(array) for name, array in tensors.items()})
+    payload = save_tensors(tensors)
     return _ENVELOPE.pack(_MAGIC, FORMAT_VERSION, 0, zlib.crc32(payload), 0) + payload
 
 
@@ -80,72 +91,110 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Group:
     return _group(_arrays(tensors))
 
 
-def _shared(group: Group) -> np.ndarray:
-    """int32 [G]: how many leading untrained tokens each sample has in common with the one before it."""
-    shared = np.zeros(group.num_samples, np.int32)
-    sequences, prompts = group.sequences(), group.prompt_lengths()
-    for number in range(1, group.num_samples):
-        limit = min(prompts[number - 1], prompts[number])
-        differs = np.flatnonzero(sequences[number - 1][:limit] != sequences[number][:limit])
-        shared[number] = differs[0] if len(differs) else limit
+def _shared(group: Group) -> list[int]:
+    """[G]: how many leading untrained tokens each sample has in common with the one before it."""
+    offsets, prompts = group.offsets().tolist(), group.prompt_lengths()
+    shared, before = [0], group.tokens[: prompts[0]].tobytes()
+    for start, length in zip(offsets[1:], prompts[1:], strict=False):
+        prompt = group.tokens[start : start + length].tobytes()
+        shared.append(length if prompt == before else _common(before, prompt))  # nearly always the same prompt
+        before = prompt
     return shared
 
 
+def _common(one: bytes, other: bytes) -> int:
+    """Leading tokens that two prompts share."""
+    most = min(len(one), len(other)) // np.dtype(np.int32).itemsize
+    differs = np.frombuffer(one, np.int32, most) != np.frombuffer(other, np.int32, most)
+    return int(differs.argmax()) if differs.any() else most
+
+
 def _arrays(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The tensors as arrays of the types that they must have."""
-    names = {"identity", *_DTYPES}
-    if tensors.keys() != names:
-        raise GroupFormatError(f"group bytes: tensors {sorted(tensors)}, expected {sorted(names)}")
+    """The tensors as arrays of the types and dimensions that they must have."""
+    if tensors.keys() != _TENSORS.keys():
+        raise GroupFormatError(f"group bytes: tensors {sorted(tensors)}, expected {sorted(_TENSORS)}")
     arrays = {}
     for name, tensor in tensors.items():
-        stored = "I64" if name == "identity" else _STORED[_DTYPES[name].kind]
-        if tensor["dtype"] != stored or len(tensor["shape"]) != 1:
-            raise GroupFormatError(f"group bytes: {name} is {tensor['dtype']} {tensor['shape']}, expected {stored} [n]")
-        raw = np.frombuffer(tensor["data"], np.uint8)
-        if stored == "BOOL" and len(raw) and raw.max() > 1:
-            raise GroupFormatError(f"group bytes: {name} must be 0 or 1, found {raw.max()}")
-        arrays[name] = raw.view("<i8" if name == "identity" else _DTYPES[name])
-    if len(arrays["identity"]) != len(IDENTITY):
-        raise GroupFormatError(f"group bytes: identity has {len(arrays['identity'])} numbers, expected {len(IDENTITY)}")
+        stored, dtype, dimensions = _TENSORS[name]
+        shape = tensor["shape"]
+        if tensor["dtype"] != stored or len(shape) != dimensions or shape[1:] not in ([], [_COLUMNS]):
+            wanted = f"[n, {_COLUMNS}]" if dimensions == 2 else "[n]"
+            raise GroupFormatError(f"group bytes: {name} is {tensor['dtype']} {shape}, expected {stored} {wanted}")
+        arrays[name] = np.frombuffer(tensor["data"], dtype).reshape(shape)
+    if len(arrays["numbers"]) != len(IDENTITY) + 1:
+        raise GroupFormatError(
+            f"group bytes: numbers has {len(arrays['numbers'])} values, expected {len(IDENTITY) + 1}"
+        )
     return arrays
 
 
 def _group(arrays: dict[str, np.ndarray]) -> Group:
     """Undoes what `to_bytes` left out."""
-    lengths, shared = arrays["lengths"].astype(np.int64), arrays["shared"].astype(np.int64)
-    if len(shared) != len(lengths) or (shared < 0).any() or (shared > lengths).any() or shared[:1].any():
-        raise GroupFormatError(
-            f"group bytes: shared {shared.tolist()[:8]} does not fit to lengths {lengths.tolist()[:8]}"
-        )
-    if (shared[1:] > lengths[:-1]).any():
-        raise GroupFormatError("group bytes: a sample shares more tokens than the one before it has")
-    total = int(lengths.sum())
-    if total > _MOST_TOKENS or total - int(shared.sum()) != len(arrays["tokens"]):
-        raise GroupFormatError(
-            f"group bytes: {len(arrays['tokens'])} tokens, but samples of {total} tokens that share {int(shared.sum())} need "
-            f"{total - int(shared.sum())}"
-        )
-    if len(arrays["trained"]) != len(arrays["tokens"]):
-        raise GroupFormatError(
-            f"group bytes: trained has {len(arrays['trained'])} values for {len(arrays['tokens'])} tokens"
-        )
-    tokens, trained = np.empty(total, np.int32), np.zeros(total, np.bool_)
-    before = start = taken = 0
-    for length, common in zip(lengths.tolist(), shared.tolist(), strict=True):
-        if common:
-            tokens[start : start + common] = tokens[before : before + common]
-        own = length - common
-        tokens[start + common : start + length] = arrays["tokens"][taken : taken + own]
-        trained[start + common : start + length] = arrays["trained"][taken : taken + own]
-        before, start, taken = start, start + length, taken + own
-    columns: dict[str, Any] = {}
-    for name, elsewhere in _OF_TRAINED.items():
-        if len(arrays[name]) != np.count_nonzero(trained):
+    *identity, num_samples = arrays["numbers"].tolist()
+    spans, values = arrays["spans"], arrays["values"]
+    if not 0 < num_samples <= len(spans) or len(values) != len(spans):
+        raise GroupFormatError(f"group bytes: {len(spans)} spans and {len(values)} values for {num_samples} samples")
+    lengths, finished = spans[:num_samples, 0].copy(), spans[:num_samples, 2]
+    if ((finished != 0) & (finished != 1)).any():
+        raise GroupFormatError(f"group bytes: finished must be 0 or 1, found {finished.tolist()[:8]}")
+    tokens = _all_tokens(lengths.tolist(), spans[:num_samples, 1].tolist(), arrays["tokens"])
+    rows, run_lengths = _trained_rows(spans[num_samples:], len(tokens), len(arrays["logprobs"]))
+    trained = np.zeros(len(tokens), np.bool_)
+    trained[rows] = True
+    columns = {
+        "logprobs": (0, arrays["logprobs"]),
+        "versions": (NO_VERSION, np.repeat(spans[num_samples:, 2], run_lengths)),
+        "advantages": (0, np.repeat(values[num_samples:], run_lengths)),
+    }
+    of_tokens: dict[str, Any] = {}
+    for name, (elsewhere, sampled) in columns.items():
+        of_tokens[name] = np.full(len(tokens), elsewhere, PER_TOKEN[name])
+        of_tokens[name][rows] = sampled
+    return Group(
+        **dict(zip(IDENTITY, identity, strict=True)),
+        lengths=lengths,
+        tokens=tokens,
+        trained=trained,
+        **of_tokens,
+        rewards=values[:num_samples].copy(),
+        finished=finished.astype(np.bool_),
+    )
+
+
+def _all_tokens(lengths: list[int], shared: list[int], own: np.ndarray) -> np.ndarray:
+    """int32 [sum of lengths]: each sample's tokens, from those that only it has."""
+    before = 0
+    for length, common in zip(lengths, shared, strict=True):
+        if not 0 <= common <= min(before, length):
             raise GroupFormatError(
-                f"group bytes: {name} has {len(arrays[name])} values for {np.count_nonzero(trained)} trained tokens"
+                f"group bytes: shared {shared[:8]} does not fit to lengths {lengths[:8]}: a sample of {length} tokens, after one "
+                f"of {before}, shares {common}"
             )
-        columns[name] = np.full(total, elsewhere, _DTYPES[name])
-        columns[name][trained] = arrays[name]
-    identity: dict[str, Any] = dict(zip(IDENTITY, arrays["identity"].tolist(), strict=True))
-    samples: dict[str, Any] = {name: arrays[name].copy() for name in PER_SAMPLE}
-    return Group(**identity, tokens=tokens, trained=trained, **columns, **samples)
+        before = length
+    total = sum(lengths)
+    if total > _MOST_TOKENS or total - sum(shared) != len(own):
+        raise GroupFormatError(
+            f"group bytes: {len(own)} tokens, but samples of {total} tokens that share {sum(shared)} need {total - sum(shared)}"
+        )
+    tokens = np.empty(total, np.int32)
+    before = start = taken = 0
+    for length, common in zip(lengths, shared, strict=True):
+        middle, end = start + common, start + length
+        tokens[start:middle] = tokens[before : before + common]
+        tokens[middle:end] = own[taken : taken + length - common]
+        before, start, taken = start, end, taken + length - common
+    return tokens
+
+
+def _trained_rows(runs: np.ndarray, num_tokens: int, num_logprobs: int) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 [N] where the runs' tokens are in the group, int64 [R] their numbers)."""
+    starts, lengths = runs[:, 0].astype(np.int64), runs[:, 1].astype(np.int64)
+    ends = starts + lengths
+    if not len(runs) or (lengths < 1).any() or starts[0] < 0 or (starts[1:] < ends[:-1]).any() or ends[-1] > num_tokens:
+        raise GroupFormatError(
+            f"group bytes: runs {runs[:8, :2].tolist()} of trained tokens must follow one another within {num_tokens} tokens"
+        )
+    taken = np.cumsum(lengths)
+    if taken[-1] != num_logprobs:
+        raise GroupFormatError(f"group bytes: logprobs has {num_logprobs} values for {taken[-1]} trained tokens")
+    return np.arange(num_logprobs) + np.repeat(starts - taken + lengths, lengths), lengths

@@ -83,6 +83,7 @@ def completion(index: int, i: int) -> Generation:
         logprobs=np.full(length, -0.25 * (i + 1), np.float32),
         text=f"{index}/{i}",
         finish_reason="stop" if i else "length",
+        version=5,
     )
 
 
@@ -356,7 +357,13 @@ class Answers:
         length = min(self._lengths[index], sampling.max_tokens)
         return [
             Generation(
-                np.full(length, (seed + i) % 1000, np.int32), np.full(length, -0.5, np.float32), f"{index}/{i}", "stop"
+                *(
+                    np.full(length, (seed + i) % 1000, np.int32),
+                    np.full(length, -0.5, np.float32),
+                    f"{index}/{i}",
+                    "stop",
+                ),
+                version=0,
             )
             for i in range(n)
         ]

@@ -40,7 +40,9 @@ class Engine:
             raise
         if self._dies:
             raise self._dies
-        return [Generation(np.full(1, seed + i, np.int32), np.zeros(1, np.float32), "", "stop") for i in range(n)]
+        return [
+            Generation(np.full(1, seed + i, np.int32), np.zeros(1, np.float32), "", "stop", version=0) for i in range(n)
+        ]
 
     async def probe(self, *, deadline_s: float) -> None:
         self.probes += 1

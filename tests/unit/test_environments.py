@@ -21,7 +21,7 @@ from pa_npu.environments.protocol import Environment, EnvironmentContext, Enviro
 from pa_npu.environments.registry import make_environment
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.tools import ToolEnvironment
-from pa_npu.errors import ConfigError, PaNpuError
+from pa_npu.errors import ConfigError, InvariantViolation, PaNpuError
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.samples.seeds import group_seed, turn_seed
 from pa_npu.samples.types import Group, Sample, SampleBuilder
@@ -45,6 +45,7 @@ class Scripted:
         self.scripts = scripts
         self.requests: list[tuple[list[int], int, int, Sampling]] = []
         self.gone_at: int | None = None
+        self.silent = False
         self._odd = odd_tokens
 
     async def generate(
@@ -68,7 +69,7 @@ class Scripted:
             np.linspace(-0.1, -0.9, len(written), dtype=np.float32) - np.float32(number + turn),
             text,
             "length" if cut else "stop",
-            version=turn,  # as if weights changed between turns
+            version=None if self.silent else turn,  # as if weights changed between turns
         )
 
     async def close(self) -> None:
@@ -93,7 +94,7 @@ async def episode(environment: Environment, engine: Any, num_samples: int, most:
         pool.on_lost(replace)
         lease: Lease = await pool.admit(num_samples, 100, lambda _: 64, 1.0)
         with pool.session(lease, lambda _: 64, deadline_s=1.0, again_deadline_s=1.0) as session:
-            return await run_episode(environment, PROMPT, num_samples, session, SEED, Sampling(most, 1.0), version=0)
+            return await run_episode(environment, PROMPT, num_samples, session, SEED, Sampling(most, 1.0))
 
 
 SCRIPTS = [["I ask <<6*7>>", "so\n#### 42"], ["#### 41"], ["<<1/0>>", "<<2+2>>", "#### 4"]]
@@ -105,6 +106,16 @@ async def test_a_single_turn_is_one_request_whose_samples_follow_one_another() -
     assert [(request[1], request[2]) for request in engine.requests] == [(4, SEED)]
     assert [sample.text for sample in samples] == ["#### 1", "#### 22"] * 2
     assert all(sample.prompt_length == len(PROMPT.tokens) and sample.finished for sample in samples)
+
+
+async def test_a_response_without_a_version_ends_the_run_in_one_line_that_names_its_engine() -> None:
+    """Nobody fills it in: the check of I1 would compare its own number with itself."""
+    engine = Scripted([["#### 1"]])
+    engine.silent = True
+    with pytest.raises(
+        InvariantViolation, match=r"^I1 version: engine scripted does not say which weight version [^\n]+$"
+    ):
+        await episode(SingleTurn(context()), engine, 2)
 
 
 @pytest.mark.parametrize("odd", [False, True], ids=["as tokenised", "in other tokens"])
