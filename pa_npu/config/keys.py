@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from pa_npu.config.foreign_names import our_key
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import Section
 
@@ -63,11 +64,18 @@ def find_annotation(path: tuple[str, ...]) -> Any:
 
 
 def nearest_key(path: tuple[str, ...], siblings: list[str]) -> str | None:
-    """The key that a misspelt `path` was probably meant to be: a sibling nearly alike, or the same name elsewhere."""
+    """The key that `path` was probably meant to be: one that TRL or verl call so, a sibling nearly alike, or its name elsewhere."""
     *parents, last = path
+    dotted = our_key(".".join(path))
+    if dotted and parents:
+        return dotted
     alike = difflib.get_close_matches(last, siblings, n=1, cutoff=0.7)
-    if alike:
+    if alike and parents:
         return ".".join([*parents, alike[0]])
+    if ours := our_key(last):
+        return ours
+    if alike:
+        return alike[0]
     by_last = {key.name.rpartition(".")[2]: key.name for key in all_keys()}
     elsewhere = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.7)
     return by_last[elsewhere[0]] if elsewhere else None

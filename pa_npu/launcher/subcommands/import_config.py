@@ -1,0 +1,53 @@
+"""`pa-npu import-config`: a configuration file of TRL or verl as one of ours, with a list of what could not be translated."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pa_npu.config.foreign import Imported, import_config
+from pa_npu.config.keys import all_keys
+from pa_npu.config.yaml_source import dump_yaml, read_yaml
+from pa_npu.errors import UserError
+from pa_npu.launcher.subcommands import configuration
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--from", dest="origin", required=True, choices=("trl", "verl"), help="whose file it is")
+    parser.add_argument(
+        "file", metavar="FILE", help="YAML: GRPOConfig's fields (trl), or ppo_trainer.yaml's tree (verl)"
+    )
+    parser.add_argument("--output", metavar="YAML", help="file to write; default: print it")
+
+
+def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    configuration.refuse(rest)
+    values, _ = read_yaml(options.file)
+    try:
+        imported = import_config(options.origin, values)
+    except (TypeError, ValueError, IndexError) as error:
+        raise UserError(
+            f"{options.file}: a value of it is not what {options.origin} has there ({error}); is it a file of {options.origin}?"
+        ) from None
+    text = f"# From {Path(options.file).name}, of {options.origin}.\n{dump_yaml(imported.tree())}"
+    if options.output is None:
+        print(text, end="")
+    else:
+        try:
+            Path(options.output).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"--output: {options.output} cannot be written ({error.strerror}); name another file"
+            ) from None
+    for line in remarks(imported):
+        print(line, file=sys.stderr)
+    return 0
+
+
+def remarks(imported: Imported) -> list[str]:
+    """What was lost, and what a run needs besides."""
+    lines = [f"not translated: {name} = {why}" for name, why in imported.untranslated.items()]
+    needed = [key.name for key in all_keys() if key.required and key.name not in imported.values]
+    return [*lines, *(f"still needed: {name}" for name in needed)]
