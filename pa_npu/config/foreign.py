@@ -114,8 +114,8 @@ class _Import:
         for name, value in self.left.items():
             if name.startswith(_NOT_NEEDED[self.origin]) or value is None:
                 continue
-            ours = RELATED[self.origin].get(name)
-            self.lose(name, value, f"not translated; see {ours}" if ours else "no counterpart here")
+            related = RELATED[self.origin].get(name)
+            self.lose(name, value, f"not translated; see {related}" if related else "no counterpart here")
         return self.done
 
 
