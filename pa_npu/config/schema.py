@@ -152,8 +152,17 @@ class Config(Section):
         return self.schedule.stream
 
     @property
+    def num_engines(self) -> int:
+        """Engines that the run starts with: those with devices of their own first, then those on the trainers' devices."""
+        return self.rollout.engines + self.rollout.shared_engines
+
+    def is_shared(self, index: int) -> bool:
+        """Whether engine `index` is on a trainer's device; engines that join the run have devices of their own."""
+        return self.rollout.engines <= index < self.num_engines
+
+    @property
     def num_devices(self) -> int:
-        """All devices, engines and trainers: the denominator of TPSPD."""
+        """All devices, engines and trainers, one that both share once: the denominator of TPSPD."""
         return self.trainer.devices + self.rollout.engines * self.rollout.tensor_parallel
 
     @property
@@ -322,8 +331,19 @@ def _broken_rules(c: Config) -> Iterator[str]:
         yield f"rollout.top_p: {r.top_p}: the trainer's log-probs would not match a truncated distribution; set it to 1.0"
     if r.top_k != -1:
         yield f"rollout.top_k: {r.top_k}: the trainer's log-probs would not match a truncated distribution; set it to -1"
-    if r.attach and len(r.attach) != r.engines:
-        yield f"rollout.attach: {len(r.attach)} URLs for rollout.engines = {r.engines}; list one URL per engine"
+    if r.attach and len(r.attach) != c.num_engines:
+        beside = f" + rollout.shared_engines = {r.shared_engines}" if r.shared_engines else ""
+        yield f"rollout.attach: {len(r.attach)} URLs for rollout.engines = {r.engines}{beside}; list one URL per engine"
+    if r.shared_engines and s.max_staleness:
+        yield (
+            f"rollout.shared_engines: {r.shared_engines} with schedule.max_staleness = {s.max_staleness}: trainers that are behind "
+            f"never wait for rollouts, which is when engines on their devices work; set one of them to 0"
+        )
+    if r.shared_engines * r.tensor_parallel > t.devices:
+        yield (
+            f"rollout.shared_engines: {r.shared_engines} engines of {r.tensor_parallel} devices (rollout.tensor_parallel) are more "
+            f"than the {t.devices} trainer devices; set it to at most {t.devices // r.tensor_parallel}"
+        )
     if r.key_file and not r.attach:
         yield "rollout.key_file: only attached engines have a key already (rollout.attach); remove the key"
     if r.window != "auto" and r.window < r.responses_per_prompt:
@@ -378,11 +398,11 @@ def _broken_rules(c: Config) -> Iterator[str]:
             f"{c.placement.nnodes} nodes of {c.placement.devices_per_node}; lower rollout.engines or trainer.devices, or raise "
             f"placement.nnodes"
         )
-    first, last = c.placement.engine_port, c.placement.engine_port + r.engines - 1
+    first, last = c.placement.engine_port, c.placement.engine_port + c.num_engines - 1
     if first and not r.attach and last > 65535:
         yield (
-            f"placement.engine_port: {first} and the ports of {r.engines} engines run past 65535; set it to at most "
-            f"{65536 - r.engines}, or 0 for free ones"
+            f"placement.engine_port: {first} and the ports of {c.num_engines} engines run past 65535; set it to at most "
+            f"{65536 - c.num_engines}, or 0 for free ones"
         )
     if first and not r.attach and first <= c.placement.store_port <= last:
         yield (

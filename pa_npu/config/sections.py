@@ -101,10 +101,17 @@ class RolloutConfig(Section):
         ge=1,
         description="Engines that the run grows to as nodes with free devices appear; none stays at engines.",
     )
+    shared_engines: int = Field(
+        0,
+        ge=0,
+        le=2**14,
+        description="Further engines, on the trainers' devices: they generate while trainers would wait for rollouts. One for each "
+        "replica, or none.",
+    )
     attach: tuple[str, ...] = Field(
         (),
         description="URLs of running engines (see `pa-npu engines`) to use instead of starting any; they must serve "
-        "this model.path, one for each of rollout.engines.",
+        "this model.path, one for each of rollout.engines, then one for each of rollout.shared_engines.",
     )
     key_file: str | None = Field(
         None,
@@ -133,6 +140,12 @@ class RolloutConfig(Section):
     max_num_seqs: int = Field(256, ge=1, description="vLLM's limit of sequences in one step.")
     memory_fraction: float = Field(
         0.85, gt=0.0, le=1.0, description="Share of device memory an engine may take (npu, cuda)."
+    )
+    shared_memory_fraction: float = Field(
+        0.3,
+        gt=0.0,
+        le=1.0,
+        description="Share of device memory that an engine on a trainer's device may take beside it (npu, cuda).",
     )
     kv_cache_gib: float = Field(1.0, gt=0.0, le=1e6, description="KV cache of an engine in GiB (cpu).")
     graph_mode: bool | None = Field(

@@ -20,11 +20,15 @@ PREFIX = "pa/engines/"
 
 @dataclass(frozen=True)
 class EngineStart:
-    """The newest start of an engine. generation counts its starts; restarts: whether the launcher starts it again when it ends."""
+    """The newest start of an engine. generation counts its starts; restarts: whether the launcher starts it again when it ends.
+
+    shared: it is on a trainer's device.
+    """
 
     url: str
     generation: int
     restarts: bool
+    shared: bool
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,14 @@ CHANGES = Counter("changes")
 
 @dataclass(frozen=True)
 class Entry:
-    """One engine, as `entries` finds it. generation and restarts: as in EngineStart."""
+    """One engine, as `entries` finds it. generation, restarts and shared: as in EngineStart."""
 
     index: int
     url: str
     generation: int
     restarts: bool
     leaving: bool
+    shared: bool
 
 
 class Roster:
@@ -78,10 +83,10 @@ class Roster:
         self._channel = channel
         self._seen = 0
 
-    def announce(self, url: str, *, restarts: bool = True) -> int:
+    def announce(self, url: str, *, restarts: bool = True, shared: bool = False) -> int:
         """A new engine, which has been started; returns its index."""
         index = COUNT.add(self._channel) - 1
-        START.put(self._channel, EngineStart(url, 0, restarts), index=index)
+        START.put(self._channel, EngineStart(url, 0, restarts, shared), index=index)
         CHANGES.add(self._channel)
         return index
 
@@ -118,7 +123,7 @@ class Roster:
             if start is None:  # counted, not written yet
                 continue
             leaving = LEAVE.exists(self._channel, index=index)
-            entries.append(Entry(index, start.url, start.generation, start.restarts, leaving))
+            entries.append(Entry(index, start.url, start.generation, start.restarts, leaving, start.shared))
         return entries
 
     def ask_replacement(self, index: int, generation: int, reason: str) -> None:

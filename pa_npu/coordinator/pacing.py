@@ -31,13 +31,17 @@ class Pace:
             except asyncio.TimeoutError:
                 return
 
-    def dispatched(self) -> None:
-        """The next group has been given to an engine."""
-        self._dispatching.dispatched()
+    def place(self) -> str | None:
+        """The shared engine that the next group is for, if it is for one."""
+        return self._dispatching.place()
 
-    def completed(self) -> None:
-        """A group's last response is there."""
-        self._dispatching.completed(self._now_s())
+    def dispatched(self, engine: str) -> None:
+        """The next group has been given to this engine."""
+        self._dispatching.dispatched(engine)
+
+    def completed(self, engine: str) -> None:
+        """The last response of a group is there, which had this engine at last."""
+        self._dispatching.completed(self._now_s(), engine)
         self._completed.set()
 
     def window(self, engine: str) -> int:

@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 
 import numpy as np
 
@@ -101,7 +102,7 @@ class Producer:
         seen: dict[int, tuple[Prompt, list[int]]] = {}
         num_sequences = config.rollout.responses_per_prompt
         schedule = self._controller.begin_iteration(self._outlook(iteration, prompts))
-        pace = Pace(schedule, len(self._pool.engines))
+        pace = Pace(schedule, self._pool.num_places(everywhere=schedule.everywhere))
 
         def work(samples: Sequence[Sample]) -> float:
             prompt = min(sample.prompt_length for sample in samples)
@@ -125,7 +126,12 @@ class Producer:
             seen[index] = prompt, [sample.num_trained for sample in samples]
             production.judge(result)
             trained = result.is_informative or not config.schedule.dynamic_sampling
-            for released, number in selection.judge(index, result.is_informative):
+            timing = _timing(index, prompt, lease, seen[index][1], trained)
+            ready = selection.judge(index, result.is_informative)
+            if schedule.shared:  # they have the trainers' devices until they have ended what they began with
+                await self._pool.shared_idle()
+            start_s = time.perf_counter()
+            for released, number in ready:
                 production.add(number, *scored[released])
                 _, samples, result = scored[released]
                 if config.streams(iteration):
@@ -133,7 +139,8 @@ class Producer:
                     await put(released, number, self._advantages(result), slot)
                 else:
                     held.append((released, number))
-            self._controller.observe(_timing(index, prompt, lease, seen[index][1], trained))
+            delivered_s = timing.delivered_s + time.perf_counter() - start_s
+            self._controller.observe(replace(timing, delivered_s=delivered_s))
 
         async with TaskScope() as scope:
             while (number := await self._next_number(selection, tail)) is not None:
@@ -143,8 +150,12 @@ class Producer:
                 tokens = num_sequences * (len(prompt.tokens) + round(self._lengths.mean(prompt)))
                 await pace.turn()
                 # every group in flight ends by its own deadline, and an engine that is gone is replaced by its own
-                lease = await self._pool.admit(num_sequences, tokens, pace.window, config.engine_wait_s)
-                pace.dispatched()
+                lease = await self._pool.admit(
+                    *(num_sequences, tokens, pace.window, config.engine_wait_s),
+                    place=pace.place(),
+                    everywhere=schedule.everywhere,
+                )
+                pace.dispatched(lease.engine.name)
                 tail.dispatched()
                 scope.start(complete(index, prompt, lease), f"group {index} of iteration {iteration}")
         works = [work(scored[index][1]) for index, _ in held]
@@ -162,10 +173,12 @@ class Producer:
             GroupOutlook(len(prompt.tokens), self._lengths.longest(prompt), self._lengths.mean(prompt))
             for prompt in prompts
         ]
+        uses = self._pool.use()
         names = tuple(engine.name for engine in self._pool.engines)
+        shared = tuple(name for name in names if uses[name].shared)
         # trainers that are behind wait for no group: what counts is when the last one is there
         streams = self._config.streams(iteration) and not self._config.schedule.max_staleness
-        return IterationOutlook(groups, names, streams)
+        return IterationOutlook(groups, names, streams, shared)
 
     def _expected_work(self, prompts: Sequence[Prompt]) -> float | None:
         """Of training all groups of an iteration; None before any length was seen."""
@@ -198,8 +211,8 @@ class Producer:
                 self._environment, prompt, rollout.responses_per_prompt, session, seed, self._sampling
             )
         tail.received()
-        pace.completed()
         lease = session.lease
+        pace.completed(lease.engine.name)
         lengths = [sample.num_trained for sample in samples]
         self._timeline.complete(
             f"group {index}", start_s, now(), f"engine {lease.engine.name}", iteration=iteration, tokens=sum(lengths)
@@ -227,7 +240,7 @@ class Producer:
 
 
 def _timing(index: int, prompt: Prompt, lease: Lease, lengths: Sequence[int], trained: bool) -> GroupTiming:
-    """Of a group that has just been delivered, or is held; its lease is closed."""
+    """Of a group that has just been judged; its lease is closed."""
     end_s = lease.start_s + lease.duration_s
     delivered_s = time.perf_counter() - end_s
     return GroupTiming(

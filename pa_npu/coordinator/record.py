@@ -100,7 +100,9 @@ def iteration_record(
         Work(numbers["tokens_prompt"], numbers["tokens_response"], tokens_computed, iteration_s, devices)
     )
     use_before = {name: EngineUse() for name in use_after} | dict(use_before)  # an engine may be new
-    busy_s = sum(use_after[name].busy_s - use_before[name].busy_s for name in use_after)
+    busy = {name: (use.busy_s - use_before[name].busy_s) / iteration_s for name, use in use_after.items()}
+    dedicated = [busy[name] for name, use in use_after.items() if not use.shared]
+    shared = [busy[name] for name, use in use_after.items() if use.shared]
     return {
         **report.record(),
         "border_wait_s": border_wait_s,
@@ -116,7 +118,8 @@ def iteration_record(
         "evaluation_s": evaluation["seconds"] if evaluation else None,
         "eval_accuracy": evaluation["accuracy"] if evaluation else None,
         "trainer_idle": min(1.0, (report.training.wait_s + border_wait_s) / iteration_s),
-        "engine_idle": max(0.0, 1.0 - busy_s / (iteration_s * len(use_after))),
+        "engine_idle": max(0.0, 1.0 - sum(dedicated) / max(1, len(dedicated))),
+        "shared_engine_busy": sum(shared) / len(shared) if shared else None,
         "tpspd": rates.tpspd,
         "tpspd_response": rates.tpspd_response,
         "tpspd_computed": rates.tpspd_computed,

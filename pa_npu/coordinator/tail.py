@@ -60,6 +60,8 @@ class TailMeter:
     def _advance(self) -> None:
         use = self._pool.use()
         for engine in self._pool.engines:
+            if use[engine.name].shared:
+                continue  # it is the trainers' device that would be idle
             self._advance_engine(engine.name, self._last.get(engine.name, use[engine.name]), use[engine.name])
         self._last = use
 

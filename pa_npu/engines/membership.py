@@ -44,12 +44,14 @@ class Member:
     """One start of one engine, with its own client, so that a late answer of an earlier start is not mistaken for its answer.
 
     index: in the roster. generation: counts its starts. restarts: whether the launcher starts it again when it is gone.
+    shared: it is on a trainer's device.
     """
 
     index: int
     generation: int
     restarts: bool
     engine: RolloutEngine
+    shared: bool = False
     state: Literal["starting", "ready", "serving", "leaving", "gone"] = "starting"
     capabilities: EngineCapabilities | None = None  # once it is ready
     probed_s: float = field(default_factory=time.monotonic)
@@ -94,8 +96,8 @@ class Fleet:
 
     @property
     def size(self) -> int:
-        """Engines that belong to the run: those that serve, and those that are being started or replaced."""
-        return len(self._members)
+        """Engines with devices of their own: those that serve, and those that are being started or replaced."""
+        return sum(not member.shared for member in self._members.values())
 
     async def wait_all_ready(self) -> None:
         """At the start of a run: wait until every engine answers."""
@@ -224,7 +226,7 @@ class Fleet:
                 self._pool.suspend(member.engine)
 
     def _welcome(self, entry: Entry, predecessor: Member | None) -> None:
-        member = Member(entry.index, entry.generation, entry.restarts, self._make_engine(entry.url))
+        member = Member(entry.index, entry.generation, entry.restarts, self._make_engine(entry.url), entry.shared)
         if predecessor is not None:
             logger.info("engine %s was started again", member.name)
             self._pool.suspend(predecessor.engine)
@@ -232,7 +234,7 @@ class Fleet:
                 task.cancel()
             self._start(member, predecessor.engine.close, "close")
         self._members[entry.index] = member
-        self._pool.add(member.engine)
+        self._pool.add(member.engine, shared=member.shared)
         bring_up = partial(self._bring_up, member, is_replacement=predecessor is not None)
         self._start(member, bring_up, "bring up")
 

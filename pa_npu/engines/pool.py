@@ -44,6 +44,8 @@ class EngineUse:
     """Integral of in_flight_sequences over time."""
     busy_s: float = 0.0
     """Time with anything in flight."""
+    shared: bool = False
+    """Whether the engine is on a trainer's device."""
     updated_s: float = field(default_factory=time.perf_counter)
 
     def advance(self, sequences: int = 0, tokens: int = 0) -> None:
@@ -201,10 +203,15 @@ class EnginePool:
         """Those that serve."""
         return tuple(engine for name, engine in self._engines.items() if name in self._serving)
 
-    def add(self, engine: RolloutEngine) -> None:
-        """One more engine; it does not serve yet."""
+    def num_places(self, *, everywhere: bool) -> int:
+        """Engines that serve and take groups by their windows: shared ones do with `everywhere`, or where there are no others."""
+        dedicated = [engine for engine in self.engines if everywhere or not self._uses[engine.name].shared]
+        return len(dedicated or self.engines)
+
+    def add(self, engine: RolloutEngine, *, shared: bool = False) -> None:
+        """One more engine; it does not serve yet. shared: it is on a trainer's device."""
         self._engines[engine.name] = engine
-        self._uses.setdefault(engine.name, EngineUse())
+        self._uses.setdefault(engine.name, EngineUse()).shared = shared
 
     async def remove(self, engine: RolloutEngine) -> None:
         """It serves no more and is not counted from here on."""
@@ -219,6 +226,7 @@ class EnginePool:
     def suspend(self, engine: RolloutEngine) -> None:
         """Admit nothing more to it; what it has in flight goes on."""
         self._serving.discard(engine.name)
+        self._room.set()  # where it was the last with devices of its own, shared ones take its place
 
     def on_lost(self, report: OnLost) -> None:
         """Where sessions report engines that are gone, with the reason."""
@@ -241,13 +249,21 @@ class EnginePool:
         return self._uses[engine.name].in_flight_sequences
 
     async def admit(
-        self, sequences: int, tokens: int, window: Callable[[str], int], deadline_s: float, *, again: bool = False
+        self,
+        sequences: int,
+        tokens: int,
+        window: Callable[[str], int],
+        deadline_s: float,
+        *,
+        again: bool = False,
+        place: str | None = None,
+        everywhere: bool = False,
     ) -> Lease:
         """Wait until an engine has room for `sequences` more, of about `tokens` together, and take it.
 
         window: the most sequences in flight on an engine, by its name, asked anew whenever room appears; an idle engine takes
-        anything, so that a group larger than the window still runs. Call it from one task only, in dispatch order; with
-        `again`, for what an engine has lost, from anywhere.
+        anything, so that a group larger than the window still runs. place, everywhere: as engine_with_room has them. Call it from
+        one task only, in dispatch order; with `again`, for what an engine has lost, from anywhere.
         """
         start_s = time.monotonic()
         self._again += again
@@ -255,7 +271,7 @@ class EnginePool:
             while True:
                 if self._failure is not None:
                     raise self._failure
-                engine = self._with_room(sequences, window) if again or not self._again else None
+                engine = self._with_room(sequences, window, place, everywhere) if again or not self._again else None
                 if engine is not None:
                     return Lease(self, engine, self._uses[engine.name], sequences, tokens)
                 self._room.clear()
@@ -287,9 +303,11 @@ class EnginePool:
         """
         return GroupSession(self, lease, window, deadline_s, again_deadline_s, what)
 
-    def _with_room(self, sequences: int, window: Callable[[str], int]) -> RolloutEngine | None:
+    def _with_room(
+        self, sequences: int, window: Callable[[str], int], place: str | None, everywhere: bool
+    ) -> RolloutEngine | None:
         loads = {engine.name: self._uses[engine.name] for engine in self.engines}
-        name = engine_with_room(loads, sequences, window)
+        name = engine_with_room(loads, sequences, window, place, everywhere=everywhere)
         return None if name is None else self._engines[name]
 
     def _windows(self, window: Callable[[str], int]) -> str:
@@ -306,6 +324,12 @@ class EnginePool:
         for use in self._uses.values():
             use.advance()
         return {name: EngineUse(**vars(self._uses[name])) for name in self._engines}
+
+    async def shared_idle(self) -> None:
+        """Until no engine on a trainer's device has anything in flight, which groups' own deadlines bring about."""
+        while any(use.shared and use.in_flight_sequences for use in self._uses.values()):
+            self._room.clear()
+            await self._room.wait()
 
     async def on_all(self, call: Callable[[RolloutEngine], Awaitable[T]]) -> list[T]:
         """`call` on every engine that serves, at the same time; results in engine order, the first failure cancels the others."""

@@ -20,7 +20,8 @@ _FREE_PORTS = range(20000, 32000)
 class Placement:
     """Of one node. devices: indices per process, engines with rollout.tensor_parallel of them. cores: empty where unpinned.
 
-    engines, ranks: which engines and trainer ranks of the run these are, in the order of the other fields.
+    Shared engines (rollout.shared_engines), the last ones, have devices of trainers. engines, ranks: which engines and trainer
+    ranks of the run these are, in the order of the other fields.
     """
 
     engine_devices: tuple[tuple[int, ...], ...]
@@ -39,7 +40,12 @@ class Placement:
         )
         named = [(f"engine-{index}", where) for index, where in zip(self.engines, engines, strict=True)]
         named += [(f"trainer-{rank}", where) for rank, where in zip(self.ranks, trainers, strict=True)]
-        return [f"{name} on {kind} {','.join(map(str, where))}" for name, where in named]
+        shared = [f"engine-{i}" for i, of in zip(self.engines, self.engine_devices, strict=True) if self._is_shared(of)]
+        beside = dict.fromkeys(shared, ", shared with trainers")
+        return [f"{name} on {kind} {','.join(map(str, where))}{beside.get(name, '')}" for name, where in named]
+
+    def _is_shared(self, devices: Sequence[int]) -> bool:
+        return not set(devices).isdisjoint(self.trainer_devices)
 
 
 def placement_lines(placements: Sequence[Placement]) -> list[str]:
@@ -79,13 +85,14 @@ def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Plac
             f"placement: engines {list(engines)} and trainers {list(trainers)} share a device; give each its own"
         )
     grouped = tuple(engines[at : at + per_engine] for at in range(0, num_engine_devices, per_engine))
+    grouped += _shared_units(config, trainers)
     pin = num_devices is None and given.pin_cores and enough
     return Placement(
         engine_devices=grouped,
         trainer_devices=trainers,
         engine_cores=tuple(tuple(cores[i] for i in group) if pin else () for group in grouped),
         trainer_cores=tuple((cores[i],) if pin else () for i in trainers),
-        engines=tuple(range(config.rollout.engines)),
+        engines=tuple(range(config.num_engines)),
         ranks=tuple(range(config.trainer.devices)),
     )
 
@@ -108,13 +115,14 @@ def place_nodes(config: Config) -> list[Placement]:
     engines = _units("rollout", config.rollout.tensor_parallel, config.rollout.engines, given.engine_devices, free)
     replicas = config.trainer.devices // config.trainer.tensor_parallel
     trainers = _units("trainer", config.trainer.tensor_parallel, replicas, given.trainer_devices, free)
+    devices = [index for unit in trainers for index in unit]
+    engines += _shared_units(config, devices)
     for unit, section in [*((unit, "rollout") for unit in engines), *((unit, "trainer") for unit in trainers)]:
         if len({index // per_node for index in unit}) > 1:
             raise ConfigError(
                 f"placement.{'engine' if section == 'rollout' else section}_devices: {list(unit)} are tensor-parallel peers on "
                 f"several nodes of {per_node} devices; give them devices of one node"
             )
-    devices = [index for unit in trainers for index in unit]
     placements = []
     for node in range(given.nnodes):
         here = [index for index, unit in enumerate(engines) if unit[0] // per_node == node]
@@ -130,6 +138,12 @@ def place_nodes(config: Config) -> list[Placement]:
             )
         )
     return placements
+
+
+def _shared_units(config: Config, trainers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Of shared engines: the devices of the first trainer ranks, in order. trainers: of all ranks."""
+    size, count = config.rollout.tensor_parallel, config.rollout.shared_engines
+    return tuple(tuple(trainers[at : at + size]) for at in range(0, size * count, size))
 
 
 def place_extra_engine(config: Config, index: int) -> Placement:

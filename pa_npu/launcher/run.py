@@ -74,7 +74,7 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
     with own_run_directory(config) as run_dir, Console(run_dir / "logs" / "launcher.log") as console:
         nodes = config.placement.nnodes
         console.say(
-            f"pa_npu {__version__}: {config.rollout.engines} engines and {config.trainer.devices} trainer ranks "
+            f"pa_npu {__version__}: {config.num_engines} engines and {config.trainer.devices} trainer ranks "
             f"on {platform.name}{f', {nodes} nodes' if nodes > 1 else ''}; run directory {run_dir}"
         )
         for line in (*findings.counts, *placement_lines(findings.placements)):
@@ -205,8 +205,8 @@ def announce(config: Config, store: Store, urls: Sequence[str]) -> Roster:
     channel = StoreChannel(connect(store.host, store.port, config.trainer.startup_timeout_s), ROSTER_PREFIX)
     roster = Roster(channel)
     roster.publish_config(_for_joining(config))
-    for url in urls:
-        roster.announce(url, restarts=not config.rollout.attach)
+    for index, url in enumerate(urls):
+        roster.announce(url, restarts=not config.rollout.attach, shared=config.is_shared(index))
     return roster
 
 

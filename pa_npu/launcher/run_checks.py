@@ -39,6 +39,7 @@ from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.base import Platform
 from pa_npu.platform.busy import busy_devices
+from pa_npu.publish import collectives
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet
@@ -109,6 +110,7 @@ def check_surroundings(
     elif config.placement.cluster == "local":
         findings.placement = local(lambda: place(config, _num_devices(platform), available_cores()))
         findings.placements = [findings.placement] if findings.placement else []
+    check_shared_engines(config, platform)
     findings.spec = local(lambda: check_model_files(config), config.model.path)
     if findings.spec is None:
         findings.spec = _planned_model(config, findings)
@@ -141,6 +143,17 @@ def check_surroundings(
         findings.notes += [f"versions: {problem}" for problem in trainer_problems(platform.name)]
         findings.notes += device_notes(platform, findings.placement) if findings.placement else []
     return findings
+
+
+def check_shared_engines(config: Config, platform: Platform | None) -> None:
+    """Engines on the trainers' devices can be in the trainers' publish groups."""
+    if not config.rollout.shared_engines or platform is None:
+        return
+    if not collectives.rules(platform.comm_backend).shares_device:
+        raise ConfigError(
+            f"rollout.shared_engines: {config.rollout.shared_engines}: {platform.comm_backend} cannot have an engine in a group "
+            f"with the trainer on its own device; set it to 0"
+        )
 
 
 def check_share(config: Config, platform: Platform, node: int, extra_engine: int | None = None) -> Placement:
@@ -204,7 +217,7 @@ def check_engines(config: Config, platform: Platform) -> tuple[ModelSpec, Placem
         raise ConfigError("placement.cluster: engines alone are started on this machine only; set it to local")
     spec = check_model_files(config)
     check_engine_interpreter(config)
-    check_ports(config, range(config.rollout.engines))
+    check_ports(config, range(config.num_engines))
     return spec, place(config, _num_devices(platform), available_cores())
 
 
@@ -284,7 +297,8 @@ def device_notes(platform: Platform, placement: Placement) -> list[str]:
     busy = busy_devices(platform.name) if platform.visible_devices_env else {}
     if not busy:
         return []
-    indices = [index for engine in placement.engine_devices for index in engine] + list(placement.trainer_devices)
+    engines = [index for engine in placement.engine_devices for index in engine]
+    indices = list(dict.fromkeys([*engines, *placement.trainer_devices]))  # shared engines have trainers' devices
     variable = platform.visible_devices_env
     physical = visible_devices(variable, indices, os.environ).get(variable or "", "").split(",")
     return [

@@ -138,9 +138,9 @@ def _bucket_bytes(config: Config) -> int:
     return LARGEST_BUCKET_BYTES if mib == "auto" else int(mib * 2**20)
 
 
-def engine_memory(config: Config, spec: ModelSpec, device_bytes: int | None) -> Memory:
+def engine_memory(config: Config, spec: ModelSpec, device_bytes: int | None, *, shared: bool = False) -> Memory:
     """Weights, working set and KV cache; the cache is of its configured size on host memory (device_bytes None), else what
-    memory_fraction leaves.
+    memory_fraction leaves, of an engine on a trainer's device (shared) shared_memory_fraction.
 
     Working set: what vLLM reserves for a step of rollout.max_num_batched_tokens (the gated layer and the residuals of all
     tokens) and for sampling rollout.max_num_seqs sequences (logits in fp32, sorted or normalised copies of them).
@@ -153,8 +153,12 @@ def engine_memory(config: Config, spec: ModelSpec, device_bytes: int | None) -> 
         rollout.max_num_batched_tokens * (3 * spec.ffn_size // rollout.tensor_parallel + 3 * spec.hidden_size) * element
     )
     sampling = 3 * rollout.max_num_seqs * spec.vocab_size * _FP32
-    cache = max(0, int(device_bytes * rollout.memory_fraction) - weights - step - sampling)
-    return Memory("engine", (("weights", weights), ("working set", step + sampling), ("KV cache", cache)))
+    share = rollout.shared_memory_fraction if shared else rollout.memory_fraction
+    cache = max(0, int(device_bytes * share) - weights - step - sampling)
+    return Memory(
+        "shared engine" if shared else "engine",
+        (("weights", weights), ("working set", step + sampling), ("KV cache", cache)),
+    )
 
 
 def kv_bytes_per_token(config: Config, spec: ModelSpec) -> int:

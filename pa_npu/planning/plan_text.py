@@ -25,7 +25,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     lines = [
         f"devices               {config.num_devices} = {rollout.engines} engines x {rollout.tensor_parallel} "
-        f"+ {trainer.devices} trainer ranks{_nodes(config)}",
+        f"+ {trainer.devices} trainer ranks{_nodes(config)}{_shared(config)}",
         f"trainer ranks         TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.data_parallel}"
         + (", sequence parallel" if trainer.sequence_parallel else ""),
         f"groups per iteration  {config.schedule.prompts_per_iteration} (x {rollout.responses_per_prompt} responses = "
@@ -54,9 +54,20 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
             f"KV cache              {capacity} tokens, {capacity // longest} longest sequences; wanted {wanted_tokens(config)} "
             f"for {wanted_sequences(config)} in flight"
         )
+    if rollout.shared_engines and own_memory and device_bytes is not None:
+        shared = engine_memory(config, spec, device_bytes, shared=True)
+        both = (trainers.total + shared.total) / device_bytes
+        lines.append(f"shared engine memory  {shared.line()}; with its trainer {both:.0%} of the device")
     if device_bytes is not None:
         lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))
     return lines
+
+
+def _shared(config: Config) -> str:
+    shared = config.rollout.shared_engines
+    if not shared:
+        return ""
+    return f"; {shared} more {'engine' if shared == 1 else 'engines'} x {config.rollout.tensor_parallel} on trainers' devices"
 
 
 def _nodes(config: Config) -> str:
@@ -84,5 +95,5 @@ def _device_line(config: Config, trainers: Memory, engines: Memory, device_bytes
         share = f"trainers use {trainers.total / device_bytes:.0%}, engines {engines.total / device_bytes:.0%} of it"
         return f"device memory         {format_bytes(device_bytes)}; {share}"
     together = trainers.total * config.trainer.devices
-    together += engines.total * config.rollout.engines * config.rollout.tensor_parallel
+    together += engines.total * config.num_engines * config.rollout.tensor_parallel
     return f"host memory           {format_bytes(device_bytes)}; all together use {together / device_bytes:.0%} of it"

@@ -4,8 +4,9 @@ The rule. A tenth of a device is kept free for what the figures leave out (alloc
 the device's own context).
     refused   what is exact does not fit: a trainer's weights, gradients, optimizer and frozen models, or an engine's weights
               and the KV cache of one sequence at its longest
-    warned    the estimate of a trainer exceeds nine tenths of the device, or the KV cache does not hold the sequences that
-              an engine may have in flight, all at their longest (vLLM would then compute some of them twice)
+    warned    the estimate of a trainer, with that of an engine on its device, exceeds nine tenths of the device, or the KV cache
+              does not hold the sequences that an engine may have in flight, all at their longest (vLLM would then compute some of
+              them twice)
 A proposal needs as few further devices as possible, then changes as few keys as possible, in the order of `_trainer_moves`.
 It passes the same arithmetic, and all rules between keys, itself.
 """
@@ -66,7 +67,11 @@ def shortages(config: Config, spec: ModelSpec, device_bytes: int, own_memory: bo
     """Everything that does not fit. own_memory: devices have memory of their own; else all share device_bytes (cpu)."""
     if not own_memory:
         return _host_shortages(config, spec, device_bytes)
-    return [*_trainer_shortages(config, spec, device_bytes), *_engine_shortages(config, spec, device_bytes)]
+    return [
+        *_trainer_shortages(config, spec, device_bytes),
+        *_engine_shortages(config, spec, device_bytes),
+        *_shared_shortages(config, spec, device_bytes),
+    ]
 
 
 def _trainer_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Iterator[Shortage]:
@@ -123,11 +128,53 @@ def _engine_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     yield Shortage("engine", what, fatal, proposal, after)
 
 
+def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Iterator[Shortage]:
+    """Engines on the trainers' devices: both stay where they are, so that both must fit."""
+    if not config.rollout.shared_engines:
+        return
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+    def capacity(changed: Config) -> int:
+        cache = dict(engine_memory(changed, spec, device_bytes, shared=True).parts)["KV cache"]
+        return cache // kv_bytes_per_token(changed, spec)
+
+    def together(changed: Config) -> float:
+        engine = max(
+            engine_memory(changed, spec, device_bytes, shared=True).total,
+            changed.rollout.shared_memory_fraction * device_bytes,
+        )
+        return trainer_memory(changed, spec).total + engine
+
+    def fits(changed: Config) -> bool:
+        return together(changed) <= USABLE * device_bytes and capacity(changed) >= longest
+
+    if fits(config):
+        return
+    share, trainer = config.rollout.shared_memory_fraction, trainer_memory(config, spec).total
+    if too_small := capacity(config) < longest:
+        what = (
+            f"{share:.0%} of {format_bytes(device_bytes)} (rollout.shared_memory_fraction) hold the weights and a KV cache of "
+            f"{capacity(config)} tokens, less than one sequence of {longest}"
+        )
+    else:
+        what = (
+            f"about {format_bytes(trainer)} of a rank and {format_bytes(together(config) - trainer)} of the engine beside it are "
+            f"more than nine tenths of a device's {format_bytes(device_bytes)}"
+        )
+    shares = [hundredths / 100 for hundredths in range(90, 0, -5)]
+    moves = [("rollout.shared_memory_fraction", shares), *_trainer_moves(config)]
+    proposal = _search(config, spec, moves, fits)
+    after = "" if proposal is None else f"together {format_bytes(together(_changed(config, proposal)))}"
+    if proposal is None:
+        proposal, after = {"rollout.shared_engines": 0}, "engines on devices of their own alone"
+    yield Shortage("shared engine", what, too_small, proposal, after)
+
+
 def _host_shortages(config: Config, spec: ModelSpec, host_bytes: int) -> list[Shortage]:
     def needed(changed: Config, exact: bool = False) -> int:
         trainer, engine = trainer_memory(changed, spec), engine_memory(changed, spec, None)
         trainers = (trainer.state if exact else trainer.total) * changed.trainer.devices
-        return trainers + engine.total * changed.rollout.engines * changed.rollout.tensor_parallel
+        return trainers + engine.total * changed.num_engines * changed.rollout.tensor_parallel
 
     if needed(config) <= USABLE * host_bytes:
         return []

@@ -39,6 +39,8 @@ class Gloo:
     """Whether the first collective makes the communicator."""
     overlaps: ClassVar[bool] = True
     """Whether collectives of two groups may run on one device at the same time."""
+    shares_device: ClassVar[bool] = True
+    """Whether two ranks of a group may be on one device."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Variables that the backend reads when a group is made, for publish groups."""
     refused: ClassVar[tuple[str, ...]] = ()
@@ -77,6 +79,7 @@ class Gloo:
 class Nccl(Gloo):
     lazy = True
     overlaps = False
+    shares_device = False
     environment: ClassVar[Mapping[str, str]] = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
 
     def abort(self, group: dist.ProcessGroup, device: torch.device, reason: str) -> None:
@@ -87,6 +90,7 @@ class Nccl(Gloo):
 class Hccl(Gloo):
     lazy = True
     overlaps = False
+    shares_device = False
     environment: ClassVar[Mapping[str, str]] = {"HCCL_ASYNC_ERROR_HANDLING": "0"}
     # a rank table makes every group the table's; groups derived from another know nothing of engines
     refused = ("RANK_TABLE_FILE", "ROOTINFO_SUBCOMM_ENABLE")

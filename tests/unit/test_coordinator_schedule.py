@@ -121,9 +121,10 @@ def run(
     engines: dict[str, EngineSpeed],
     follow: Schedule | None = None,
     iterations: int = 1,
+    shared: Sequence[str] = (),
     **schedule: object,
 ) -> tuple[Recording, list[Shelf], list[float]]:
-    """Iterations of the real producer; returns also when each had ended."""
+    """Iterations of the real producer; returns also when each had ended. shared: of the engines, those on trainers' devices."""
     config = Config.model_validate(
         {
             "model": {"path": "m"},
@@ -136,7 +137,11 @@ def run(
     controller, shelves, ends_s = Recording(config, follow), [], []
 
     async def all_iterations() -> None:
-        async with EnginePool([Engine(name, speed, lengths) for name, speed in engines.items()]) as pool:
+        async with EnginePool() as pool:
+            for name, speed in engines.items():
+                engine = Engine(name, speed, lengths)
+                pool.add(engine, shared=name in shared)
+                pool.serve(engine)
             for iteration in range(iterations):
                 shelves.append(Shelf())
                 producer._pool, producer._buffer = pool, shelves[-1]
@@ -169,12 +174,18 @@ def run(
     return controller, shelves, ends_s
 
 
-def model(lengths: Sequence[Sequence[int]], engines: dict[str, EngineSpeed], schedule: Schedule, tokens: int = 64):
+def model(
+    lengths: Sequence[Sequence[int]],
+    engines: dict[str, EngineSpeed],
+    schedule: Schedule,
+    tokens: int = 64,
+    shared: Sequence[str] = (),
+):
     groups = [
         VirtualGroup(i, PROMPT, tuple(map(float, row)), TRAIN_S, RESPONSES * (PROMPT + tokens))
         for i, row in enumerate(lengths)
     ]
-    return simulate(Cluster(engines, 10**6), groups, schedule)
+    return simulate(Cluster(engines, 10**6, shared=tuple(shared)), groups, schedule)
 
 
 EQUAL = [[64] * RESPONSES] * GROUPS
@@ -235,12 +246,41 @@ async def test_a_turn_that_waits_for_a_completion_is_woken_by_it_and_one_in_the_
     schedule = Schedule("t", (0, 1, 2), (same_windows("a", 8),), (Turn(0, 0.0), Turn(1, 0.0), Turn(0, -5.0)))
     pace = Pace(schedule, 1)
     await asyncio.wait_for(pace.turn(), 1)
-    pace.dispatched()
+    pace.dispatched("a")
     waiting = asyncio.create_task(pace.turn())
     for _ in range(3):
         await asyncio.sleep(0)
     assert not waiting.done()
-    pace.completed()
+    pace.completed("a")
     await asyncio.wait_for(waiting, 5)
-    pace.dispatched()
+    pace.dispatched("a")
     await asyncio.wait_for(pace.turn(), 1)
+
+
+def test_the_coordinator_dispatches_to_shared_engines_as_the_model_does():
+    engines = {"a": CPU_ENGINE, "b": CPU_ENGINE}
+    turns = tuple(Turn(max(0, i - 5), 0.2 * i if i < 5 else 0.05) for i in range(GROUPS - 1))
+    for lengths, more in ((EQUAL, ()), (EQUAL, turns), (MIXED, ())):
+        first = 1  # a short one, which ends before any other
+        order = (first, *(i for i in range(GROUPS) if i != first))
+        schedule = Schedule("s", order, (same_windows("a", 24),), more, shared=("b",))
+        controller, _, ends_s = run(lengths, engines, schedule, shared=("b",))
+        outcome = model(lengths, engines, schedule, shared=("b",))
+        real = {t.index: (t.engine, t.start_s, t.end_s) for t in controller.timings}
+        assert {t.index: t.engine for t in outcome.timings} == {index: engine for index, (engine, _, _) in real.items()}
+        assert [index for index, (engine, _, _) in real.items() if engine == "b"] == [first]
+        for timing in outcome.timings:
+            assert real[timing.index][1:] == pytest.approx((timing.start_s, timing.end_s), abs=1e-6)
+        assert ends_s[0] == pytest.approx(outcome.end_s, abs=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [EQUAL, MIXED], ids=["equal", "mixed"])
+def test_with_prompt_order_the_same_bytes_are_trained_in_the_same_slots_with_and_without(lengths):
+    engines = {"a": CPU_ENGINE, "b": CPU_ENGINE}
+    controller, shelves, _ = run(lengths, engines, iterations=4, order="prompt", shared=("b",))
+    assert any(schedule.shared for schedule in controller.schedules), "negative control: some groups were there"
+    _, held, _ = run(lengths, {"a": CPU_ENGINE}, iterations=4, order="prompt", stream=False)
+    synchronous, everywhere, _ = run(lengths, engines, iterations=4, order="prompt", stream=False, shared=("b",))
+    assert {timing.engine for timing in synchronous.timings} == {"a", "b"}, "where nobody trains, all engines generate"
+    for number in range(4):
+        assert shelves[number].groups == held[number].groups == everywhere[number].groups

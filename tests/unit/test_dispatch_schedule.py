@@ -77,6 +77,7 @@ def test_windows_change_with_the_groups_dispatched():
 class Load:
     in_flight_sequences: int
     in_flight_tokens: float
+    shared: bool = False
 
 
 def test_the_emptiest_engine_for_its_window_takes_the_group():

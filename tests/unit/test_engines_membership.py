@@ -215,3 +215,15 @@ async def test_the_end_of_the_last_engine_says_what_happened_to_it():
         await job.fleet.lost(job.engines["a"], "engine a: it was started again")  # type: ignore[arg-type]
         with pytest.raises(EngineGone, match=r"no engine is left, .* the last, a: engine a: it was started again"):
             await job.pool.admit(1, 1, lambda _: 8, 1.0)
+
+
+async def test_the_roster_knows_them_and_they_are_no_devices_of_their_own():
+    job = Job()
+    async with job.fleet:
+        for url in ("own", "shared"):
+            job.roster.announce(url, shared=url == "shared")
+            await job.until(lambda url=url: url in job.engines, "the fleet sees it")
+            job.engines[url].answers.set()
+        await job.until(lambda: all(m.state == "ready" for m in job.fleet._members.values()), "both are ready")
+        assert job.fleet.size == 1
+        assert {name: use.shared for name, use in job.pool.use().items()} == {"own": False, "shared": True}

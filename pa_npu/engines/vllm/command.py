@@ -30,7 +30,7 @@ _HOST_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 def server_command(
     config: Config, spec: ModelSpec, index: int, port: int, version: EngineVersion | None = None
 ) -> EngineCommand:
-    """How to start engine `index` (0 .. rollout.engines - 1) on `port`.
+    """How to start engine `index` (0 .. config.num_engines - 1) on `port`.
 
     The API key, without which it refuses every request, is the environment's VLLM_API_KEY: command lines are public on a
     machine. version: None asks the engines' interpreter.
@@ -78,7 +78,8 @@ def server_command(
         argv += host_argv
         env |= host_env
     else:
-        argv += ["--gpu-memory-utilization", str(rollout.memory_fraction)]
+        share = rollout.shared_memory_fraction if config.is_shared(index) else rollout.memory_fraction
+        argv += ["--gpu-memory-utilization", str(share)]
     if path := import_path(config, python):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
     env |= rollout.env

@@ -50,10 +50,12 @@ class _Engine:
     """index: its place in the roster, and process: None while it is left out. generation: counts its starts at that place.
 
     last_index: the place that it left, which the coordinator must have let go before the same address appears at another.
+    shared: it is on a trainer's device.
     """
 
     command: Startable
     budget: RestartBudget
+    shared: bool = False
     index: int | None = None
     process: Process | None = None
     generation: int = 0
@@ -89,7 +91,8 @@ class Recovery:
 
     def watch(self, command: Startable, index: int, process: Process) -> None:
         """This engine has been started; index: its place in the roster."""
-        self._engines.append(_Engine(command, self._engine_budget(), index, process))
+        shared = self._config.is_shared(index)
+        self._engines.append(_Engine(command, self._engine_budget(), shared, index, process))
 
     def expect(self, command: Startable) -> None:
         """This engine is started when there is a node for it."""
@@ -181,7 +184,7 @@ class Recovery:
             return
         engine.process = self._tree.launch(engine.command)
         url = self._url_of(engine.command)
-        engine.index = self._roster.announce(url)
+        engine.index = self._roster.announce(url, shared=engine.shared)
         self._console.say(f"{engine.command.name}: starting at {url}; it serves from a publish on when it is ready")
 
     def _end(self, engine: _Engine) -> None:

@@ -20,28 +20,32 @@ _SAME_STEP = 1e-6
 
 
 def backwards_turns(
-    cluster: Cluster, groups: Sequence[VirtualGroup], places: int, slack: float
+    cluster: Cluster, groups: Sequence[VirtualGroup], places: int, slack: float, shared: Sequence[str] = ()
 ) -> tuple[tuple[int, ...], tuple[Turn, ...]]:
     """(order, turns) for expected groups, on all engines as one pool; fractions of a millisecond for a hundred groups.
 
     places: groups that may be in flight, on all engines together. slack: trainers are taken to need this share of their time, so
     that engines stay a little ahead of them. Turns are in completions, which follow the engines when these are slower or faster
     than was thought, and in seconds after them.
+
+    shared: shared engines, one for each group that begins there. These groups, the first to be trained, come first in the order and
+    have no turns: backwards they begin when trainers have emitted everything.
     """
     steps = [group.longest for group in groups]
     # what a group adds to each step while it is in flight: its living sequences, and its share of the prompts
-    speeds = list(cluster.engines.values())
+    speeds = list(cluster.dedicated.values())
     mean_living = sum(sum(group.lengths) for group in groups) / sum(steps)
     mean_prompt = sum(group.prompt_tokens / group.longest for group in groups) / len(groups)
     rates = [(s.step_s, s.sequence_s * mean_living + s.prompt_token_s * mean_prompt) for s in speeds]
 
     emitted = _emissions(cluster, groups, slack)
+    first = [emitted.pop() for _ in shared]
     now_s = clock = 0.0
     ends: list[tuple[float, int]] = []
     started_s: list[float] = []
     ended: list[tuple[float, int]] = []
     number = 0
-    while len(ended) < len(groups):
+    while len(ended) < len(groups) - len(first):
         per_engine = max(1.0, len(ends) / len(rates))
         step_s = len(rates) / sum(1.0 / max(a + b * per_engine, 1e-12) for a, b in rates)
         next_end_s = now_s + (ends[0][0] - clock) * step_s if ends else math.inf
@@ -55,8 +59,15 @@ def backwards_turns(
         else:
             now_s, clock = next_end_s, ends[0][0]
             ended.append((now_s, heapq.heappop(ends)[1]))
+    for name in set(shared):
+        taken = [groups[index] for (_, index), engine in zip(first, shared, strict=True) if engine == name]
+        living = sum(sum(group.lengths) for group in taken) / max(group.longest for group in taken)
+        speed = cluster.engines[name]
+        prompts_s = speed.prompt_token_s * sum(group.prompt_tokens for group in taken)
+        steps_s = max(group.longest for group in taken) * (speed.step_s + speed.sequence_s * living)
+        now_s = max(now_s, first[0][0] + prompts_s + steps_s)
     completions_s = [now_s - at_s for at_s in reversed(started_s)]  # forwards, rising
-    order, turns, before = [], [], 0
+    order, turns, before = [index for _, index in first], [], 0
     for ended_s, index in reversed(ended):
         at_s = now_s - ended_s
         while before < len(completions_s) and completions_s[before] <= at_s + 1e-9:
@@ -147,6 +158,7 @@ class _ReversedEngine:
             tuple[float, int, int, VirtualGroup]
         ] = []  # (clock, 0 a response joins or 1 all end, index, group)
         self.in_flight_sequences, self.in_flight_tokens = 0, 0.0
+        self.shared = False
         self.next_s = math.inf
 
     def add(self, group: VirtualGroup, now_s: float) -> None:

@@ -1,10 +1,13 @@
-"""The handful of schedules that a border chooses among: constant windows by orders of dispatch, and turns found backwards."""
+"""The handful of schedules that a border chooses among: constant windows by orders of dispatch, and turns found backwards.
+
+Each also with some groups that begin on the shared engines, if there are any.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pa_npu.dispatch.order import OrderName, dispatch_order
@@ -16,6 +19,7 @@ from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
 _EQUAL_SPEED = 1.1
 _SHARES_OF_ALL = (1.0, 0.75, 0.5, 0.375, 0.25)
 _WAVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_SHARED_GROUPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 # In the first iteration engines that have room for nearly half of their share get what they have room for; and windows of fewer
 # groups than this are not halved, for half of a small window costs much.
 _NEARLY_ALL = 0.8
@@ -26,17 +30,23 @@ SLACKS = (1.0, 0.95, 0.85)
 
 @dataclass(frozen=True)
 class Candidate:
-    """kind and places (groups in flight per engine) are the same from border to border, whatever the lengths are."""
+    """kind and places (groups in flight per engine) are the same from border to border, whatever the lengths are. shared: groups
+    that begin on each shared engine."""
 
     kind: Literal["window", "turns"]
     places: int
     order: OrderName
     slack: float = 1.0
+    shared: int = 0
 
     @property
     def name(self) -> str:
         how = self.order if self.kind == "window" else f"one after another at {self.slack:.0%} of the trainers' time"
-        return f"{self.places} groups per engine, {how}"
+        return f"{self.places} groups per engine, {how}" + _first_on_shared(self.shared)
+
+
+def _first_on_shared(groups: int) -> str:
+    return f", the first {groups} on each shared engine" if groups else ""
 
 
 def place_levels(share: int, most: int) -> list[int]:
@@ -51,7 +61,7 @@ def constant_windows(cluster: Cluster, places: int, most: int, group_sequences: 
 
     No engine has more than `most`.
     """
-    speeds = cluster.engines
+    speeds = cluster.dedicated
     at = {
         name: speed.step_s + speed.sequence_s * places * group_sequences + speed.prompt_token_s
         for name, speed in speeds.items()
@@ -69,7 +79,7 @@ def window_schedule(
     """A constant window; replicas' shares of an iteration are ordered each by itself."""
     indices = dispatch_order(candidate.order, expected_longest, cluster.updates)
     if candidate.places == most:  # as much as there is room for, on every engine
-        windows = same_windows(tuple(cluster.engines), most * group_sequences)
+        windows = same_windows(tuple(cluster.dedicated), most * group_sequences)
     else:
         windows = constant_windows(cluster, candidate.places, most, group_sequences)
     return Schedule(candidate.name, tuple(indices), (windows,))
@@ -79,10 +89,34 @@ def turns_schedule(
     candidate: Candidate, cluster: Cluster, expected: Sequence[VirtualGroup], group_sequences: int
 ) -> Schedule:
     """Turns that end the iteration early if lengths and speeds are as expected."""
-    places = candidate.places * len(cluster.engines)
-    order, turns = backwards_turns(cluster, expected, places, candidate.slack)
+    places = candidate.places * len(cluster.dedicated)
+    shared = cluster.shared * candidate.shared
+    order, turns = backwards_turns(cluster, expected, places, candidate.slack, shared)
     windows = constant_windows(cluster, candidate.places, candidate.places, group_sequences)
-    return Schedule(candidate.name, order, (windows,), turns)
+    return Schedule(candidate.name, order, (windows,), turns, shared)
+
+
+def shared_levels(groups: int, engines: int, shared: int, most: int) -> list[int]:
+    """How many groups may begin on each shared engine, beside none: the others keep one for each of theirs.
+
+    groups: that share an optimizer step. most: that a shared engine has room for.
+    """
+    return [count for count in _SHARED_GROUPS if count <= most and count * shared <= groups - engines]
+
+
+def begin_on_shared(
+    schedule: Schedule, shared: Sequence[str], each: int, expected_longest: Sequence[float], updates: int
+) -> Schedule:
+    """`each` groups on every shared engine, and the others as they were: the shortest of those that make the first optimizer
+    step, which trainers have first, or the first where all go in order."""
+    first_step = schedule.order[: len(schedule.order) // updates]
+    in_order = list(schedule.order) == sorted(schedule.order)
+    shortest = first_step if in_order else sorted(first_step, key=lambda index: expected_longest[index])
+    picked = tuple(shortest[: each * len(shared)])
+    order = picked + tuple(index for index in schedule.order if index not in picked)
+    windows = tuple(replace(w, from_group=w.from_group + len(picked) if w.from_group else 0) for w in schedule.windows)
+    name = schedule.name + _first_on_shared(each)
+    return replace(schedule, name=name, order=order, windows=windows, shared=tuple(shared) * each)
 
 
 def first_schedule(

@@ -14,15 +14,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pa_npu.dispatch.order import ORDERS, OrderName, dispatch_order
 from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.planning.iteration_model.candidates import (
     SLACKS,
     Candidate,
+    begin_on_shared,
     first_schedule,
     place_levels,
+    shared_levels,
     turns_schedule,
     window_schedule,
 )
@@ -40,6 +42,8 @@ _SEQUENCES_PER_S = 200_000
 # Simulations under the first draw, about; and the candidates that are simulated under the others too.
 _FIRST_RUNS = 24
 _KEPT = 6
+# Of these, the best, with which shared engines are tried, if there are any.
+_TRIED_WITH_SHARED = 6
 # Windows, the best in the usual order, with which the other orders are tried.
 _WINDOWS_WITH_ALL_ORDERS = 3
 _BETTER = 0.99
@@ -69,7 +73,10 @@ class ScheduleController:
 
     def begin_iteration(self, outlook: IterationOutlook) -> Schedule:
         """The schedule of the coming iteration; an iteration that was begun and not ended is forgotten."""
+        everywhere = bool(outlook.shared) and not outlook.without_roles.shared
+        outlook = outlook.without_roles
         self._running = self._choose(outlook) if self._learned.enough and outlook.engines else self._first(outlook)
+        self._running.schedule = replace(self._running.schedule, everywhere=everywhere)
         return self._running.schedule
 
     def observe(self, timing: GroupTiming) -> None:
@@ -100,7 +107,7 @@ class ScheduleController:
         groups = self._learned.seen(running.outlook, running.timings)
         if not self._learned.enough or groups is None or not running.outlook.engines:
             return None
-        cluster = self._learned.cluster(running.outlook.engines)
+        cluster = self._learned.cluster(running.outlook)
         return simulate(cluster, groups, running.schedule, streams=running.outlook.streams).end_s
 
     def _first(self, outlook: IterationOutlook) -> _Running:
@@ -108,14 +115,17 @@ class ScheduleController:
         longest = [group.longest for group in outlook.groups]
         if rules.window == "auto":
             most = self._most_places(outlook, varies=False)
-            schedule = first_schedule(outlook.engines, longest, rules.responses, most, order, rules.updates)
+            schedule = first_schedule(outlook.dedicated, longest, rules.responses, most, order, rules.updates)
         else:
             schedule = self._fixed(outlook, rules.window, order)
+        if outlook.shared:  # a group on each shows how fast they are
+            each = self._shared_levels(outlook)[:1]
+            schedule = begin_on_shared(schedule, outlook.shared, sum(each), longest, rules.updates)
         return _Running(outlook, Candidate("window", 0, order), schedule)
 
     def _choose(self, outlook: IterationOutlook) -> _Running:
         learned, streams = self._learned, outlook.streams
-        cluster = learned.cluster(outlook.engines)
+        cluster = learned.cluster(outlook)
         schedules = self._candidates(outlook, cluster)
         usual, last = next(iter(schedules)), self._last.get(streams)
         draws = self._draws(outlook)
@@ -132,6 +142,12 @@ class ScheduleController:
         ranked = sorted(first, key=lambda c: biased(c, first[c][0]))
         places = [c.places for c in ranked if c.kind == "window"][:_WINDOWS_WITH_ALL_ORDERS]
         first |= {c: run(c, draws[:1]) for c in schedules if c not in first and (c.places in places or c == last)}
+        if outlook.shared:
+            best = sorted(first, key=lambda c: biased(c, first[c][0]))[:_TRIED_WITH_SHARED]
+            best += [c for c in schedules if last is not None and c == replace(last, shared=0) and c not in best]
+            further = self._with_shared(outlook, cluster, {c: schedules[c] for c in best})
+            schedules |= further
+            first |= {c: run(c, draws[:1]) for c in further}
         kept = sorted(first, key=lambda c: biased(c, first[c][0]))[:_KEPT]
         kept += [c for c in (usual, last) if c is not None and c in first and c not in kept]
         simulated = {c: _mean([*first[c], *run(c, draws[1:])]) for c in kept}
@@ -163,7 +179,7 @@ class ScheduleController:
         if rules.window != "auto":
             places = rules.window // rules.responses
             return {Candidate("window", places, o): self._fixed(outlook, rules.window, o) for o in orders}
-        share = math.ceil(len(outlook.groups) / len(outlook.engines))
+        share = math.ceil(len(outlook.groups) / len(outlook.dedicated))
         most = self._most_places(outlook, varies=varies)
         levels = place_levels(share, most)
         candidates = [Candidate("window", places, order) for order in orders for places in levels]
@@ -175,6 +191,27 @@ class ScheduleController:
             found |= {c: turns_schedule(c, cluster, expected, rules.responses) for c in turns}
         return found
 
+    def _with_shared(
+        self, outlook: IterationOutlook, cluster: Cluster, schedules: dict[Candidate, Schedule]
+    ) -> dict[Candidate, Schedule]:
+        """These, with some groups that begin on the shared engines."""
+        rules, found = self._rules, {}
+        longest = [group.longest for group in outlook.groups]
+        for candidate, schedule in schedules.items():
+            for each in self._shared_levels(outlook):
+                with_shared = replace(candidate, shared=each)
+                if candidate.kind == "turns":
+                    expected = self._learned.expected(outlook)
+                    found[with_shared] = turns_schedule(with_shared, cluster, expected, rules.responses)
+                else:
+                    found[with_shared] = begin_on_shared(schedule, outlook.shared, each, longest, rules.updates)
+        return found
+
+    def _shared_levels(self, outlook: IterationOutlook) -> list[int]:
+        most = self._rules.max_num_seqs // self._rules.responses
+        groups = len(outlook.groups) // self._rules.updates
+        return shared_levels(groups, len(outlook.dedicated), len(outlook.shared), most)
+
     def _orders(self, streams: bool) -> tuple[OrderName, ...]:
         """What schedule.dispatch allows, the usual one first."""
         if self._rules.dispatch != "auto":
@@ -185,13 +222,13 @@ class ScheduleController:
     def _most_places(self, outlook: IterationOutlook, *, varies: bool) -> int:
         """Groups per engine of the widest window. A group holds its places until its longest response ends, so twice as many as
         decode together keep an engine full where lengths vary; what has no place waits in the engine."""
-        share = math.ceil(len(outlook.groups) / max(1, len(outlook.engines)))
+        share = math.ceil(len(outlook.groups) / max(1, len(outlook.dedicated)))
         held = self._rules.max_num_seqs * (2 if varies else 1) // self._rules.responses
         return max(1, min(share, held))
 
     def _fixed(self, outlook: IterationOutlook, window: int, order: OrderName) -> Schedule:
         indices = dispatch_order(order, [group.longest for group in outlook.groups], self._rules.updates)
-        return Schedule(f"window {window}, {order}", tuple(indices), (same_windows(outlook.engines, window),))
+        return Schedule(f"window {window}, {order}", tuple(indices), (same_windows(outlook.dedicated, window),))
 
     def _explain(
         self,
@@ -200,7 +237,7 @@ class ScheduleController:
         chosen: Candidate,
         scores: dict[Candidate, float],
     ) -> None:
-        others = [c for c in scores if (c.kind, c.places) != (chosen.kind, chosen.places)]
+        others = [c for c in scores if (c.kind, c.places, c.shared) != (chosen.kind, chosen.places, chosen.shared)]
         second = min(others, key=scores.__getitem__, default=None)
         learned, border_s = self._learned.numbers(outlook), self._learned.border_s
         logger.info(

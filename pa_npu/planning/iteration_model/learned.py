@@ -98,17 +98,18 @@ class Learned:
         others = [bias for (streamed, _), bias in self._bias.items() if streamed == streams]
         return self._bias.get((streams, kind), sum(others) / len(others) if others else 1.0)
 
-    def cluster(self, engines: Sequence[str]) -> Cluster:
+    def cluster(self, outlook: IterationOutlook) -> Cluster:
         """Raises ValueError before anything was observed."""
         rules = self._rules
         return Cluster(
-            {name: self._engines.speed(name) for name in engines},
+            {name: self._engines.speed(name) for name in outlook.engines},
             rules.max_num_seqs,
             rules.replicas,
             rules.order,
             rules.updates,
             self._step_s,
             self._delivery_s,
+            outlook.shared,
         )
 
     def numbers(self, outlook: IterationOutlook) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pa_npu.config.schema import Config
@@ -48,11 +48,23 @@ class GroupOutlook:
 
 @dataclass(frozen=True)
 class IterationOutlook:
-    """groups by index; engines: names of those that serve; streams: trainers get groups as they complete."""
+    """groups by index; engines: names of those that serve; streams: trainers get groups as they complete. shared: of the engines,
+    those on the trainers' devices."""
 
     groups: Sequence[GroupOutlook]
     engines: Sequence[str]
     streams: bool = True
+    shared: tuple[str, ...] = ()
+
+    @property
+    def dedicated(self) -> tuple[str, ...]:
+        """Engines with devices of their own."""
+        return tuple(name for name in self.engines if name not in self.shared)
+
+    @property
+    def without_roles(self) -> IterationOutlook:
+        """Where nobody trains meanwhile, or there are only shared engines, these are engines like the others."""
+        return self if self.streams and self.dedicated else replace(self, shared=())
 
 
 @dataclass(frozen=True)
