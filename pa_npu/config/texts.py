@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 LONGEST_NAME_BYTES = 255  # of one part of a path, on Linux
 LONGEST_PATH_BYTES = 3800  # Linux takes 4,095; some are left for the files below run.dir
 _LONGEST_URL = 500
+_LONGEST_HOST, _LONGEST_LABEL = 253, 63  # RFC 1035, 2.3.4
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -30,27 +31,29 @@ def broken_texts(c: Config) -> Iterator[str]:
     ):
         problem = path_problem(path) if path is not None else None
         if problem:
-            yield f"{key}: {_shown(path or '')} {problem}; give the path of a file or directory"
+            yield f"{key}: {shown(path or '')} {problem}; give the path of a file or directory"
     for name, value in c.rollout.env.items():
         if not _VARIABLE.fullmatch(name):
             yield (
-                f"rollout.env: {_shown(name)} is no name of a variable; use letters, digits and underscores, not beginning "
+                f"rollout.env: {shown(name)} is no name of a variable; use letters, digits and underscores, not beginning "
                 f"with a digit"
             )
         if "\0" in value:
             yield f"rollout.env: the value of {name} holds a zero byte, which no process can be given; remove it"
     for argument in c.rollout.extra_args:
         if not argument.strip() or "\0" in argument:
-            yield f"rollout.extra_args: {_shown(argument)} is empty or holds a zero byte; remove it"
+            yield f"rollout.extra_args: {shown(argument)} is empty or holds a zero byte; remove it"
     for url in c.rollout.attach:
         problem = url_problem(url)
         if problem:
-            yield f"rollout.attach: {_shown(url)} {problem}; write http://HOST:PORT"
+            yield f"rollout.attach: {shown(url)} {problem}; write http://HOST:PORT"
     if len(set(c.rollout.attach)) < len(c.rollout.attach):
         yield "rollout.attach: an engine is listed twice; list each once"
-    for key, host in (("placement.host", c.placement.host), ("placement.ray_address", c.placement.ray_address)):
-        if host is not None and (len(host) > 253 or not host.isprintable() or " " in host):
-            yield f"{key}: {_shown(host)} is no address or name of a machine; give one of at most 253 characters"
+    ray_host = None if c.placement.ray_address is None else c.placement.ray_address.rpartition(":")[0]
+    for key, host in (("placement.host", c.placement.host), ("placement.ray_address", ray_host)):
+        problem = host_problem(host) if host else None
+        if host and problem:
+            yield f"{key}: {shown(host)} {problem}; give the address or the name of a machine"
 
 
 def path_problem(path: str) -> str | None:
@@ -68,6 +71,19 @@ def path_problem(path: str) -> str | None:
     return None
 
 
+def host_problem(host: str) -> str | None:
+    """Why this is no address or name of a machine; None when it may be one."""
+    if not host.isprintable() or " " in host:
+        return "holds characters that no name of a machine has"
+    if len(host) > _LONGEST_HOST:
+        return f"is longer than {_LONGEST_HOST} characters"
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return f"has an empty part, or one of more than {_LONGEST_LABEL} characters"
+    return None
+
+
 def url_problem(url: str) -> str | None:
     """Why this is no URL of an engine; None when it may be one."""
     if len(url) > _LONGEST_URL:
@@ -81,10 +97,13 @@ def url_problem(url: str) -> str | None:
         return f"is no URL ({error})"
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         return "is no URL of a server"
+    if problem := host_problem(parts.hostname):
+        return f"names a machine that {problem}"
     if parts.query or parts.fragment or parts.username is not None:
         return "holds more than the address of a server"
     return None
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
+    """The text for a message: quoted, and no longer than a line."""
     return repr(text) if len(text) <= 60 else f"{text[:57]!r}..."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,12 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.config.sections import DataConfig
+from pa_npu.data.limits import TimeLimitReached, memory_limit, time_limit
 from pa_npu.data.records import LONGEST_ROW_BYTES, Message, Record, read_records
-from pa_npu.data.time_limit import TimeLimitReached, time_limit
 from pa_npu.errors import DataError
 
-RENDER_TIME_LIMIT_S = 5.0  # a prompt is rendered in less than a millisecond
+RENDER_TIME_LIMIT_S = 5.0  # of processor time; a prompt is rendered in less than a millisecond
+RENDER_MEMORY_BYTES = 1 << 30  # the longest row's characters, of four bytes each, in a few copies
+RENDER_ALL_LIMIT_S, RENDER_ROW_S = 60.0, 0.02  # of a dataset: these, and so much more per row
 LONGEST_PROMPT_CHARACTERS = LONGEST_ROW_BYTES
+ENCODE_CHARACTERS = 4 << 20  # tokenised together
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,39 +79,66 @@ def load_prompts(path: str, tokenizer: Any, config: DataConfig) -> PromptSet:
     records = list(read_records(path, key))
     if not records:
         raise DataError(f"{key}: {path} is empty; it needs at least one row with a question and its answer")
-    with_template = _use_template(tokenizer, config)
-    texts = [_render(record, tokenizer, config, with_template) for record in records]
-    # A rendered template brings its own special tokens; plain text gets the tokenizer's (a llama's first token).
-    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=not with_template)["input_ids"]
-    for record, tokens in zip(records, encoded, strict=True):
-        if not tokens:
-            raise DataError(f"{record.location}: the prompt has no tokens; give a question or remove the row")
     limit = config.max_prompt_tokens
-    too_long = [number for number, tokens in enumerate(encoded) if len(tokens) > limit]
+    prompts: list[Prompt] = []
+    too_long: list[tuple[Record, int]] = []
+    shortest = sys.maxsize
+    for number, (record, text, tokens) in enumerate(_encoded(records, tokenizer, config)):
+        shortest = min(shortest, len(tokens))
+        if len(tokens) > limit:
+            too_long.append((record, len(tokens)))
+            if config.overlong_prompt != "truncate":
+                continue
+            tokens = tokens[-limit:]
+            text = tokenizer.decode(tokens)
+        prompts.append(Prompt(number, np.asarray(tokens, np.int32), record.answer, text, record.row))
     if too_long and config.overlong_prompt == "refuse":
-        first = too_long[0]
+        first, num_tokens = too_long[0]
         others = f" and {len(too_long) - 1} more" if len(too_long) > 1 else ""
         raise DataError(
-            f"{records[first].location}: the prompt has {len(encoded[first])} tokens{others}, more than "
-            f"data.max_prompt_tokens = {limit}; raise it (longest: {max(map(len, encoded))}), "
-            f"or set data.overlong_prompt to truncate or skip"
+            f"{first.location}: the prompt has {num_tokens} tokens{others}, more than data.max_prompt_tokens = {limit}; "
+            f"raise it (longest: {max(tokens for _, tokens in too_long)}), or set data.overlong_prompt to truncate or skip"
         )
-    skipped = set(too_long) if config.overlong_prompt == "skip" else set()
-    truncated = set(too_long) - skipped
-    for number in truncated:
-        encoded[number] = encoded[number][-limit:]
-        texts[number] = tokenizer.decode(encoded[number])
-    prompts = tuple(
-        Prompt(number, np.asarray(encoded[number], np.int32), record.answer, texts[number], record.row)
-        for number, record in enumerate(records)
-        if number not in skipped
-    )
     if not prompts:
         raise DataError(
             f"{key}: all {len(records)} prompts of {path} are longer than data.max_prompt_tokens = {limit} and were "
-            f"skipped; raise data.max_prompt_tokens (shortest: {min(map(len, encoded))})"
+            f"skipped; raise data.max_prompt_tokens (shortest: {shortest})"
         )
-    return PromptSet(path, prompts, len(records), len(truncated), len(skipped))
+    num_skipped = len(records) - len(prompts)
+    return PromptSet(path, tuple(prompts), len(records), len(too_long) - num_skipped, num_skipped)
+
+
+def _encoded(
+    records: Sequence[Record], tokenizer: Any, config: DataConfig
+) -> Iterator[tuple[Record, str, Sequence[int]]]:
+    """Every record with its text and tokens. What a template makes of all rows together need not fit in memory."""
+    with_template = _use_template(tokenizer, config)
+    seconds_left = RENDER_ALL_LIMIT_S + RENDER_ROW_S * len(records)
+    batch: list[tuple[Record, str]] = []
+    num_characters = 0
+    for number, record in enumerate(records, start=1):
+        began = time.thread_time()
+        text = _render(record, tokenizer, config, with_template)
+        seconds_left -= time.thread_time() - began
+        if seconds_left < 0:
+            raise DataError(
+                f"{record.location}: the chat template is too slow, {number} of {len(records)} rows took all of the "
+                f"{RENDER_ALL_LIMIT_S + RENDER_ROW_S * len(records):g} s; correct chat_template of model.path, or set "
+                f"data.chat_template=never"
+            )
+        batch.append((record, text))
+        num_characters += len(text)
+        if num_characters < ENCODE_CHARACTERS and number < len(records):
+            continue
+        # A rendered template brings its own special tokens; plain text gets the tokenizer's (a llama's first token).
+        encoded = tokenizer([text for _, text in batch], add_special_tokens=not with_template)["input_ids"]
+        for (encoded_record, encoded_text), tokens in zip(batch, encoded, strict=True):
+            if not tokens:
+                raise DataError(
+                    f"{encoded_record.location}: the prompt has no tokens; give a question or remove the row"
+                )
+            yield encoded_record, encoded_text, tokens
+        batch, num_characters = [], 0
 
 
 def _use_template(tokenizer: Any, config: DataConfig) -> bool:
@@ -125,12 +157,17 @@ def _render(record: Record, tokenizer: Any, config: DataConfig, with_template: b
     if not with_template:
         return "\n".join(message["content"] for message in messages)
     try:
-        with time_limit(RENDER_TIME_LIMIT_S):
+        with memory_limit(RENDER_MEMORY_BYTES), time_limit(RENDER_TIME_LIMIT_S):
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except TimeLimitReached:
         raise DataError(
             f"{record.location}: the chat template does not end within {RENDER_TIME_LIMIT_S:g} s; correct chat_template of "
             f"model.path, or set data.chat_template=never"
+        ) from None
+    except MemoryError:
+        raise DataError(
+            f"{record.location}: the chat template takes more than {RENDER_MEMORY_BYTES >> 20} MiB of memory; correct "
+            f"chat_template of model.path, or set data.chat_template=never"
         ) from None
     except Exception as error:  # a template may raise whatever it likes, e.g. for a role that it does not know
         roles = ", ".join(message["role"] for message in messages)

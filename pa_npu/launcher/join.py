@@ -24,6 +24,7 @@ from typing import TypeVar
 
 from pa_npu.config.load import load_tree
 from pa_npu.config.schema import Config
+from pa_npu.config.texts import host_problem, path_problem, shown
 from pa_npu.control.channel import StoreChannel, StoreError, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
@@ -45,6 +46,7 @@ _PROBE_EVERY_S = 0.5
 _GRACE_S = 5.0
 _LOG_LINES = 20
 _INTERRUPTED = 130
+_MOST_DIGITS = 6  # of a device's index
 
 
 def join_with(options: argparse.Namespace) -> int:
@@ -59,15 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--key-file",
-        type=Path,
+        type=_path,
         metavar="FILE",
         help="holds the run's API key; default: VLLM_API_KEY, else RUN/api_key where the run directory is on this machine",
     )
     parser.add_argument(
         "--host",
+        type=_host,
         help="address to listen on, which coordinator and trainers reach; default: the one that reaches the store",
     )
-    parser.add_argument("--port", type=int, default=0, help="port to listen on; default: a free one")
+    parser.add_argument("--port", type=_port, default=0, help="port to listen on; default: a free one")
     parser.add_argument(
         "--devices",
         type=_indices,
@@ -75,24 +78,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="devices to use, rollout.tensor_parallel of them; on cpu the cores to pin to (default: none)",
     )
     parser.add_argument(
-        "--python", metavar="INTERPRETER", help="that has the engine; default: rollout.python of the run"
+        "--python",
+        type=lambda text: str(_path(text)),
+        metavar="INTERPRETER",
+        help="that has the engine; default: rollout.python of the run",
     )
     parser.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="default: RUN/logs where it is on this machine, else pa_npu-engines"
+        "--log-dir",
+        type=_path,
+        metavar="DIR",
+        help="default: RUN/logs where it is on this machine, else pa_npu-engines",
     )
 
 
 def _address(text: str) -> tuple[str, int]:
     host, separator, port = text.rpartition(":")
-    if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT; the run's launcher prints it")
-    return host.strip("[]"), int(port)
+    if not separator or not host or not port:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not HOST:PORT; the run's launcher prints it")
+    number = _port(port)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: port 0 is none that a run has; its launcher prints HOST:PORT")
+    return _host(host.strip("[]")), number
+
+
+def _host(text: str) -> str:
+    problem = host_problem(text) if text else "is empty"
+    if problem:
+        raise argparse.ArgumentTypeError(f"{shown(text)} {problem}; give the address or the name of a machine")
+    return text
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no port; give a number from 1 to 65535")
+    return int(text)
+
+
+def _path(text: str) -> Path:
+    problem = path_problem(text) if text else "is empty"
+    if problem:
+        raise argparse.ArgumentTypeError(f"{shown(text)} {problem}; give the path of a file or directory")
+    return Path(text)
 
 
 def _indices(text: str) -> tuple[int, ...]:
-    if not all(part.strip().isdecimal() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of device indices such as 4,5")
-    return tuple(int(part) for part in text.split(","))
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in parts):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a list of device indices such as 4,5")
+    return tuple(map(int, parts))
 
 
 def join(address: tuple[str, int], choices: Choices, options: argparse.Namespace) -> int:
@@ -103,6 +136,12 @@ def join(address: tuple[str, int], choices: Choices, options: argparse.Namespace
     site = check_site(config, here, run_name)
     key = engine_key_here(site.config, roster, options.key_file, run_name)
     log_dir = options.log_dir or site.log_dir
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--log-dir: {log_dir} cannot be made a directory ({error.strerror}); name one that can be written"
+        ) from None
     name = f"joined-{site.config.placement.address.replace(':', '_')}-{site.port}"
     command = _command(site, key, name)
     with (

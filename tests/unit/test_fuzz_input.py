@@ -6,6 +6,8 @@ import contextlib
 import json
 import math
 import os
+import re
+import resource
 import socket
 import threading
 import time
@@ -20,9 +22,9 @@ from hypothesis import strategies as st
 from pa_npu.config.load import load_config
 from pa_npu.config.sections import DataConfig
 from pa_npu.data import prompts as prompts_module
-from pa_npu.data.prompts import load_prompts
+from pa_npu.data.limits import TimeLimitReached, _address_space, time_limit
+from pa_npu.data.prompts import RENDER_MEMORY_BYTES, load_prompts
 from pa_npu.data.records import LONGEST_ROW_BYTES, read_records
-from pa_npu.data.time_limit import TimeLimitReached, time_limit
 from pa_npu.engines.vllm import arguments
 from pa_npu.engines.vllm.arguments import check_extra_arguments
 from pa_npu.engines.vllm.kind import served_model
@@ -162,10 +164,11 @@ def test_an_answer_that_is_no_number_is_refused(tmp_path: Path, value: str) -> N
 
 
 class Tokenizer:
-    """Renders the template with jinja2 as transformers does, and splits at spaces."""
+    """Renders the template with jinja2 as transformers does, and splits at the first spaces. characters: of each call."""
 
     def __init__(self, chat_template: str) -> None:
         self.chat_template = chat_template
+        self.characters: list[int] = []
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -173,10 +176,16 @@ class Tokenizer:
         return ImmutableSandboxedEnvironment().from_string(self.chat_template).render(messages=messages)
 
     def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
-        return {"input_ids": [[1] * len(text.split()) for text in texts]}
+        self.characters.append(sum(map(len, texts)))
+        return {"input_ids": [[1] * len(text.split(None, 999)) for text in texts]}
 
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+
+DOUBLING = "{% set s = namespace(x='xy') %}{% for a in range(40) %}{% set s.x = s.x ~ s.x %}{% endfor %}{{ s.x[:9] }}"
+GROWING = (
+    "{% set s = namespace(x=[1]) %}{% for a in range(40) %}{% set s.x = s.x + s.x %}{% endfor %}{{ s.x | length }}"
+)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +194,12 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(
         (LOOP, "the chat template does not end within 2 s"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "the chat template refuses"),
         ("{{ 'x' * 20000000 }}", "gives more than"),
+        ("{{ 'x' * 10**10 }}", "takes more than 1024 MiB of memory"),
+        ("{{ 'x' | center(10**10) }}", "takes more than 1024 MiB of memory"),
+        # the memory, or on a busy machine the time
+        (DOUBLING, "takes more than 1024 MiB of memory|does not end within"),
+        (GROWING, "takes more than 1024 MiB of memory|does not end within"),
+        ("{{ 10**(10**9) }}", "does not end within 2 s"),
         ("{{ 1 / 0 }}", "the chat template refuses"),
         ("{% for %}", "the chat template refuses"),
     ],
@@ -195,11 +210,33 @@ def test_a_hostile_chat_template_is_one_line(
     monkeypatch.setattr(prompts_module, "RENDER_TIME_LIMIT_S", 2.0)
     file = tmp_path / "t.jsonl"
     file.write_text('{"question": "1+1?", "answer": 2}\n')
+    used, limits = _address_space(), resource.getrlimit(resource.RLIMIT_AS)
+    before_s, before_bytes = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     with pytest.raises(DataError, match=r"t\.jsonl:1: ") as refused:
         load_prompts(str(file), Tokenizer(template), DataConfig(train="t"))
-    assert expected in str(refused.value)
+    assert re.search(expected, str(refused.value))
+    assert time.monotonic() - before_s < 20, "seconds, whatever the template"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 < before_bytes + 1.1 * RENDER_MEMORY_BYTES
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits and _address_space() < used + RENDER_MEMORY_BYTES
     good = load_prompts(str(file), Tokenizer("{{ messages[0].content }} ?"), DataConfig(train="t"))
     assert len(good) == 1
+
+
+def test_what_a_template_makes_of_all_rows_together_is_bounded_too(tmp_path, monkeypatch) -> None:
+    """Each row's text is within its limits; all of them might be terabytes of text, or take days."""
+    file = tmp_path / "t.jsonl"
+    file.write_text('{"question": "1+1?", "answer": 2}\n' * 24)
+    monkeypatch.setattr(prompts_module, "ENCODE_CHARACTERS", 5000)
+    tokenizer = Tokenizer("{{ 'x ' * 1000 }}")
+    skipped = "data.max_prompt_tokens = 10"
+    with pytest.raises(DataError, match=f"24 prompts of .* are longer than {skipped} and were skipped"):
+        load_prompts(str(file), tokenizer, DataConfig(train="t", max_prompt_tokens=10, overlong_prompt="skip"))
+    assert tokenizer.characters == [6000] * 8, "of 2,000 each; no more are kept at a time"
+    monkeypatch.setattr(prompts_module, "RENDER_ALL_LIMIT_S", 0.1)
+    monkeypatch.setattr(prompts_module, "RENDER_ROW_S", 0.001)
+    slow = "{% for a in range(99999) %}{{ a }}{% endfor %}"
+    with pytest.raises(DataError, match=r"the chat template is too slow, \d+ of 24 rows took all of the 0.124 s"):
+        load_prompts(str(file), Tokenizer(slow), DataConfig(train="t"))
 
 
 def test_a_time_limit_leaves_no_alarm_behind() -> None:

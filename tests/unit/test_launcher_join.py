@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
+import io
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from pa_npu.config import Config
@@ -114,6 +119,83 @@ def test_where_no_run_is_one_line_says_so(store, capsys, monkeypatch):
     assert "no run of pa_npu answers there" in line and "launcher prints" in line
     line = refusal(capsys, store.address)
     assert "no run of pa_npu answers there" in line, "a store of something else"
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--join", f"{LONG}:29500"),
+        ("--join", f"{'a' * 64}.example:29500"),
+        ("--join", "a..b:29500"),
+        ("--join", "a\x00b:29500"),
+        ("--join", "half\ud800:29500"),
+        ("--join", "[]:29500"),
+        ("--join", f"localhost:{'9' * 5000}"),
+        ("--join", "localhost:0"),
+        ("--join", "localhost:29500", "--host", LONG),
+        ("--join", "localhost:29500", "--host", ""),
+        ("--join", "localhost:29500", "--port", "70000"),
+        ("--join", "localhost:29500", "--port", "9" * 5000),
+        ("--join", "localhost:29500", "--devices", "9" * 5000),
+        ("--join", "localhost:29500", "--key-file", LONG),
+        ("--join", "localhost:29500", "--log-dir", "a\x00b"),
+        ("--join", "localhost:29500", "--python", "/" + "a/" * 3000),
+    ],
+    ids=lambda arguments: " ".join(part[:24] for part in arguments).encode("unicode_escape").decode(),
+)
+def test_an_argument_that_cannot_be_right_is_one_line_before_anything_is_asked(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(join, "find_run", lambda *_: pytest.fail("asked a store"))
+    with pytest.raises(SystemExit) as ended:
+        join.main(arguments)
+    said = capsys.readouterr()
+    (line,) = [line for line in said.err.splitlines() if ": error: " in line]
+    assert ended.value.code == 2 and said.out == "" and len(line) < 300 and line.isprintable(), said.err
+
+
+_TEXTS = st.one_of(
+    st.text(max_size=400),
+    st.text("ab.:[]-%0159\0", max_size=80),
+    st.sampled_from(["::1", "::", "a.b", "0", "4,5", ","]),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.dictionaries(st.sampled_from(["--host", "--port", "--devices", "--key-file", "--python", "--log-dir"]), _TEXTS),
+    _TEXTS,
+)
+def test_any_arguments_are_refused_or_passed_on_as_what_the_system_takes(others: dict[str, str], address: str) -> None:
+    """Whatever passes can be given to the resolver and the file system: they answer, or raise OSError."""
+    arguments = [f"{key}={value}" for key, value in others.items()]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            options = join._parser().parse_args([f"--join={address}", *arguments])
+    except SystemExit as ended:
+        assert ended.code == 2 and ": error: " in said.getvalue() and "Traceback" not in said.getvalue()
+        return
+    for host, port in (options.join, (options.host or "a", options.port)):
+        assert 0 <= port <= 65535 and "\0" not in host and len(host.encode("idna")) < 256
+    for path in (options.key_file, options.python, options.log_dir):
+        if path is not None:
+            with contextlib.suppress(OSError):
+                os.stat(path)
+
+
+def test_a_key_file_that_never_ends_or_a_log_directory_that_is_a_file_is_one_line(store, capsys, config, tmp_path):
+    store.roster.publish_config(config.model_dump(mode="json"))
+    assert "--key-file: /dev/zero" in refusal(capsys, "--join", store.address, "--key-file", "/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    assert "is empty" in refusal(capsys, "--join", store.address, "--key-file", str(tmp_path / "pipe"))
+    (tmp_path / "key").write_text(KEY)
+    (tmp_path / "file").touch()
+    line = refusal(
+        capsys,
+        *("--join", store.address, "--key-file", str(tmp_path / "key"), "--log-dir", str(tmp_path / "file" / "x")),
+    )
+    assert "--log-dir" in line and "Not a directory" in line
 
 
 def test_what_is_not_on_this_machine_is_named(store, capsys, config, tmp_path):
