@@ -137,6 +137,16 @@ class Config(Section):
         return self.publish.timeout_s + COLLECTIVE_MARGIN_S
 
     @property
+    def longest_collective_s(self) -> float:
+        """How long any collective may take before a device ends it by itself; equal on engines and trainers, which share groups."""
+        return max(self.collective_timeout_s, self.publish_collective_timeout_s)
+
+    @property
+    def deterministic_collectives(self) -> bool:
+        """Whether reductions are done in one order; equal on engines and trainers."""
+        return self.run.deterministic or self.rollout.batch_invariant
+
+    @property
     def publish_peer_timeout_s(self) -> float:
         """The longest that a leader's TP peers wait for it in a publish: it joins, then sends."""
         return 2 * self.publish.timeout_s

@@ -108,11 +108,15 @@ class Platform(Protocol):
     def environment(self, role: Role) -> dict[str, str]:
         """Environment defaults for a child process of this role; variables the user has set are left out."""
 
-    def deadline_environment(self, longest_s: float) -> dict[str, str]:
-        """What makes a collective that may take so long end by torch's deadline and not by the device's own, which comes later.
+    def collective_environment(self, longest_s: float, deterministic: bool) -> dict[str, str]:
+        """What collectives read when their communicator is made, equal on all members of a group, engines and trainers.
 
-        Raises ConfigError where the user's environment says otherwise.
+        longest_s: what a collective may take before the device ends it by itself. deterministic: reductions in one order.
+        Raises ConfigError where the user's environment has a deadline that comes too early.
         """
+
+    def group_timeout_s(self, longest_s: float) -> float:
+        """torch's own timeout of groups whose collectives may take so long."""
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
         """What makes collectives use `address`, which `interface` has; variables the user has set are left out."""

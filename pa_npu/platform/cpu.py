@@ -89,8 +89,11 @@ class CpuPlatform:
             defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron warns without it, whatever the device
         return {name: value for name, value in defaults.items() if name not in os.environ}
 
-    def deadline_environment(self, longest_s: float) -> dict[str, str]:
-        return {}  # torch's is the only one
+    def collective_environment(self, longest_s: float, deterministic: bool) -> dict[str, str]:
+        return {}  # torch's deadline is the only one
+
+    def group_timeout_s(self, longest_s: float) -> float:
+        return longest_s
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
         return {}  # gloo's interface is the launcher's to set, on every platform

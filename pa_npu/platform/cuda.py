@@ -60,8 +60,11 @@ class CudaPlatform(AcceleratorPlatform):
             }
         return without_users(defaults)
 
-    def deadline_environment(self, longest_s: float) -> dict[str, str]:
-        return {}  # torch's watchdog is the only one
+    def collective_environment(self, longest_s: float, deterministic: bool) -> dict[str, str]:
+        return {}  # torch's deadline is the only one
+
+    def group_timeout_s(self, longest_s: float) -> float:
+        return longest_s
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
         return without_users({"NCCL_SOCKET_IFNAME": f"={interface}"})  # = takes the name as a whole, not as a prefix

@@ -15,11 +15,14 @@ from pa_npu.platform import base
 from pa_npu.platform.accelerator import AcceleratorPlatform, without_users
 from pa_npu.platform.npu_ops import NpuOps
 
-# Seconds. Engines load for minutes while trainers wait for them, and a pipeline stage waits for rollouts in a collective;
-# our own deadlines are shorter and say what was awaited. HCCL_EXEC_TIMEOUT must be a multiple of 68.
-HCCL_TIMEOUTS = {"HCCL_CONNECT_TIMEOUT": "1800", "HCCL_EXEC_TIMEOUT": "7140"}
-_EXEC_TIMEOUT_STEP = 68
-_DEVICE_MARGIN_S = 60.0  # the device's deadline comes after torch's
+# Seconds: engines load for minutes while trainers wait for them.
+HCCL_TIMEOUTS = {"HCCL_CONNECT_TIMEOUT": "1800"}
+_EXEC_TIMEOUT = "HCCL_EXEC_TIMEOUT"
+_EXEC_TIMEOUT_STEP = 68  # HCCL wants multiples of it
+# Our own waits end first and say what was awaited, then the device's, which leaves its records, then torch's watchdog, which ends
+# the process: torch_npu warns of another order ("The plog may not be recorded").
+_DEVICE_MARGIN_S = _WATCHDOG_MARGIN_S = 60.0
+_DETERMINISTIC = {"HCCL_DETERMINISTIC": "strict"}
 
 
 class NpuPlatform(AcceleratorPlatform):
@@ -36,7 +39,7 @@ class NpuPlatform(AcceleratorPlatform):
 
     def set_deterministic(self, enabled: bool) -> None:
         if enabled:
-            os.environ.setdefault("HCCL_DETERMINISTIC", "strict")  # read when a communicator is created
+            os.environ.update(without_users(_DETERMINISTIC))  # read when a communicator is created
         base.use_deterministic_algorithms(enabled)
 
     def profile(self, directory: Path, name: str) -> AbstractContextManager[Any]:
@@ -62,11 +65,18 @@ class NpuPlatform(AcceleratorPlatform):
             }
         return without_users(defaults)
 
-    def deadline_environment(self, longest_s: float) -> dict[str, str]:
+    def collective_environment(self, longest_s: float, deterministic: bool) -> dict[str, str]:
+        return self._deadline(longest_s) | (without_users(_DETERMINISTIC) if deterministic else {})
+
+    def group_timeout_s(self, longest_s: float) -> float:
+        device_s = float(os.environ.get(_EXEC_TIMEOUT) or 0)  # 0: the device waits for ever
+        return max(longest_s, device_s + _WATCHDOG_MARGIN_S)
+
+    def _deadline(self, longest_s: float) -> dict[str, str]:
         needed = math.ceil((longest_s + _DEVICE_MARGIN_S) / _EXEC_TIMEOUT_STEP) * _EXEC_TIMEOUT_STEP
-        users = os.environ.get("HCCL_EXEC_TIMEOUT")
+        users = os.environ.get(_EXEC_TIMEOUT)
         if users is None:
-            return {"HCCL_EXEC_TIMEOUT": str(max(needed, int(HCCL_TIMEOUTS["HCCL_EXEC_TIMEOUT"])))}
+            return {_EXEC_TIMEOUT: str(needed)}
         # 0: no deadline
         if not users.isdigit() or 0 < int(users) < needed:
             raise ConfigError(

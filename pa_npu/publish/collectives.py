@@ -55,7 +55,7 @@ class Gloo:
 
     def terms(self) -> str:
         """This member's values of `agreed`, for the others to compare."""
-        return " ".join(f"{name}={os.environ.get(name, default)}" for name, default in self.agreed.items())
+        return " ".join(f"{name}={os.environ.get(name, default).lower()}" for name, default in self.agreed.items())
 
     @contextmanager
     def making(self) -> Iterator[None]:
@@ -94,8 +94,8 @@ class Hccl(Gloo):
     environment: ClassVar[Mapping[str, str]] = {"HCCL_ASYNC_ERROR_HANDLING": "0"}
     # a rank table makes every group the table's; groups derived from another know nothing of engines
     refused = ("RANK_TABLE_FILE", "ROOTINFO_SUBCOMM_ENABLE")
-    # MB per buffer and direction; ends of different sizes do not connect
-    agreed: ClassVar[Mapping[str, str]] = {"HCCL_BUFFSIZE": "200"}
+    # MB per buffer and direction: ends of different sizes do not connect. Determinism chooses the algorithm, on every member alike
+    agreed: ClassVar[Mapping[str, str]] = {"HCCL_BUFFSIZE": "200", "HCCL_DETERMINISTIC": "false"}
 
     def abort(self, group: dist.ProcessGroup, device: torch.device, reason: str) -> None:
         backend: Any = group._get_backend(device)

@@ -30,8 +30,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any, TypeVar
 
 from pa_npu.control.channel import StoreChannel, StoreError
+from pa_npu.control.typed import Topic
+from pa_npu.errors import PaNpuError
 from pa_npu.platform.base import Platform
 from pa_npu.publish import collectives
 from pa_npu.publish.messages import (
@@ -51,14 +54,22 @@ from pa_npu.publish.messages import (
     SentWeights,
 )
 from pa_npu.publish.publisher import Publisher
+from pa_npu.publish.transport import Deadline
 from pa_npu.publish.version_gate import VersionGate
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_BROKEN_POLL_S = 0.02  # while a delivery is under way and training may stand still for it
 _LONGEST_END_S = 10.0
 # Of publish.timeout_s, within which the engine's own wait ends: how long a stage may take to come to a border.
 _STOP_SHARE = 0.5
+
+
+class _BrokenElsewhere(PaNpuError):
+    """Another rank could not do its part of this delivery, and has said why."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,8 @@ class LateEngines:
                         self._answer(number)
                     except StoreError:
                         raise
+                    except _BrokenElsewhere as error:
+                        logger.warning("late delivery %d is given up: %s", number, error)
                     except (
                         Exception
                     ) as error:  # torch raises RuntimeError and its kinds; nobody but this thread would hear of it
@@ -142,7 +155,7 @@ class LateEngines:
             self._gate.release()
 
     def _deliver(self, number: int, wanted: LateRequest) -> None:
-        """Join and send. What one stage does, all its ranks do; a rank that fails leaves the others to their deadlines."""
+        """Join and send. What one stage does, all its ranks do; where one fails, the others stop waiting for it."""
         members = PublishMembers(epoch=number, workers=wanted.workers)
         try:
             self._step(number, "join", lambda: self._publisher.connect(members))
@@ -163,7 +176,7 @@ class LateEngines:
             return
         place = {"number": number, "step": step}
         if self._place.stage:
-            LATE_STEP_DONE.wait(self._channel, self._timeout_s, stage=self._place.stage - 1, **place)
+            self._wait(LATE_STEP_DONE, stage=self._place.stage - 1, **place)
         with self._stopped(number, step):
             self._on_side_stream(work)
         if self._place.is_leader:
@@ -175,16 +188,26 @@ class LateEngines:
         try:
             own = LatePosition(self._gate.freeze())
             LATE_POSITION.put(self._channel, own, number=number, step=step, rank=self._place.rank)
-            positions = [
-                LATE_POSITION.wait(self._channel, self._timeout_s, number=number, step=step, rank=rank)
-                for rank in self._place.peers
-            ]
+            positions = [self._wait(LATE_POSITION, number=number, step=step, rank=rank) for rank in self._place.peers]
             self._gate.stop_at(max(position.border for position in positions))
-            self._gate.wait_stopped(self._timeout_s * _STOP_SHARE)
+            self._gate.wait_stopped(self._timeout_s * _STOP_SHARE, lambda: self._check_whole(number))
             self._platform.synchronize()
             yield
         finally:
             self._gate.go_on()
+
+    def _wait(self, topic: Topic[T], *, number: int, **place: Any) -> T:
+        """What another rank says of this delivery. Raises _BrokenElsewhere as soon as one has failed: training stands still."""
+        deadline = Deadline(self._timeout_s)
+        while not topic.exists(self._channel, number=number, **place) and deadline.remaining_s > 0:
+            self._check_whole(number)
+            self._end.wait(_BROKEN_POLL_S)
+        return topic.wait(self._channel, 0.0, number=number, **place)
+
+    def _check_whole(self, number: int) -> None:
+        broken = LATE_BROKEN.get_if_there(self._channel, number=number)
+        if broken is not None:
+            raise _BrokenElsewhere(broken.reason)
 
     def _on_side_stream(self, work: Callable[[], None]) -> None:
         with self._platform.side_stream():

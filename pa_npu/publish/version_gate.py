@@ -20,10 +20,13 @@ that is to be delivered to is the one that would produce it. `close` is a border
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pa_npu.errors import DeadlineExceeded
+
+_CHECK_EVERY_S = 0.1
 
 
 class VersionGate:
@@ -101,10 +104,17 @@ class VersionGate:
             self._last = border
             self._changed.notify_all()
 
-    def wait_stopped(self, timeout_s: float) -> None:
-        """Raises DeadlineExceeded where training does not come to the border of `stop_at` in time."""
+    def wait_stopped(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+        """Raises DeadlineExceeded where training does not come to the border of `stop_at` in time, and what `check` raises.
+
+        check: asked now and then, whether the wait is still of use.
+        """
+        end_s = time.monotonic() + timeout_s
         with self._changed:
-            if not self._changed.wait_for(lambda: self._at_border and self._border == self._last, timeout_s):
+            while not self._changed.wait_for(lambda: self._at_border and self._border == self._last, _CHECK_EVERY_S):
+                check()
+                if time.monotonic() < end_s:
+                    continue
                 raise DeadlineExceeded(
                     f"training did not come to microbatch border {self._last} within {timeout_s:g} s (it is before border "
                     f"{self._border}); a pipeline stage that waits for another one cannot stop"

@@ -69,7 +69,7 @@ class Device:
     def environment(self, role: str) -> dict[str, str]:
         return {"FROM_PLATFORM": role}
 
-    def deadline_environment(self, longest_s: float) -> dict[str, str]:
+    def collective_environment(self, longest_s: float, deterministic: bool) -> dict[str, str]:
         return {"LONGEST_COLLECTIVE_S": str(longest_s)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import http.server
 import io
@@ -127,29 +128,29 @@ LONG = "a" * 300
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--join", f"{LONG}:29500"),
-        ("--join", f"{'a' * 64}.example:29500"),
-        ("--join", "a..b:29500"),
-        ("--join", "a\x00b:29500"),
-        ("--join", "half\ud800:29500"),
-        ("--join", "[]:29500"),
-        ("--join", f"localhost:{'9' * 5000}"),
-        ("--join", "localhost:0"),
-        ("--join", "localhost:29500", "--host", LONG),
-        ("--join", "localhost:29500", "--host", ""),
-        ("--join", "localhost:29500", "--port", "70000"),
-        ("--join", "localhost:29500", "--port", "9" * 5000),
-        ("--join", "localhost:29500", "--devices", "9" * 5000),
-        ("--join", "localhost:29500", "--key-file", LONG),
-        ("--join", "localhost:29500", "--log-dir", "a\x00b"),
-        ("--join", "localhost:29500", "--python", "/" + "a/" * 3000),
+        (f"{LONG}:29500",),
+        (f"{'a' * 64}.example:29500",),
+        ("a..b:29500",),
+        ("a\x00b:29500",),
+        ("half\ud800:29500",),
+        ("[]:29500",),
+        (f"localhost:{'9' * 5000}",),
+        ("localhost:0",),
+        ("localhost:29500", "--host", LONG),
+        ("localhost:29500", "--host", ""),
+        ("localhost:29500", "--port", "70000"),
+        ("localhost:29500", "--port", "9" * 5000),
+        ("localhost:29500", "--devices", "9" * 5000),
+        ("localhost:29500", "--key-file", LONG),
+        ("localhost:29500", "--log-dir", "a\x00b"),
+        ("localhost:29500", "--python", "/" + "a/" * 3000),
     ],
     ids=lambda arguments: " ".join(part[:24] for part in arguments).encode("unicode_escape").decode(),
 )
 def test_an_argument_that_cannot_be_right_is_one_line_before_anything_is_asked(arguments, capsys, monkeypatch):
     monkeypatch.setattr(join, "find_run", lambda *_: pytest.fail("asked a store"))
     with pytest.raises(SystemExit) as ended:
-        join.main(arguments)
+        launcher(["join", *arguments])
     said = capsys.readouterr()
     (line,) = [line for line in said.err.splitlines() if ": error: " in line]
     assert ended.value.code == 2 and said.out == "" and len(line) < 300 and line.isprintable(), said.err
@@ -172,7 +173,9 @@ def test_any_arguments_are_refused_or_passed_on_as_what_the_system_takes(others:
     arguments = [f"{key}={value}" for key, value in others.items()]
     try:
         with contextlib.redirect_stderr(io.StringIO()) as said:
-            options = join._parser().parse_args([f"--join={address}", *arguments])
+            parser = argparse.ArgumentParser()
+            join.add_arguments(parser)
+            options = parser.parse_args([*arguments, "--", address])
     except SystemExit as ended:
         assert ended.code == 2 and ": error: " in said.getvalue() and "Traceback" not in said.getvalue()
         return
@@ -186,14 +189,14 @@ def test_any_arguments_are_refused_or_passed_on_as_what_the_system_takes(others:
 
 def test_a_key_file_that_never_ends_or_a_log_directory_that_is_a_file_is_one_line(store, capsys, config, tmp_path):
     store.roster.publish_config(config.model_dump(mode="json"))
-    assert "--key-file: /dev/zero" in refusal(capsys, "--join", store.address, "--key-file", "/dev/zero")
+    assert "--key-file: /dev/zero" in refusal(capsys, store.address, "--key-file", "/dev/zero")
     os.mkfifo(tmp_path / "pipe")
-    assert "is empty" in refusal(capsys, "--join", store.address, "--key-file", str(tmp_path / "pipe"))
+    assert "is empty" in refusal(capsys, store.address, "--key-file", str(tmp_path / "pipe"))
     (tmp_path / "key").write_text(KEY)
     (tmp_path / "file").touch()
     line = refusal(
         capsys,
-        *("--join", store.address, "--key-file", str(tmp_path / "key"), "--log-dir", str(tmp_path / "file" / "x")),
+        *(store.address, "--key-file", str(tmp_path / "key"), "--log-dir", str(tmp_path / "file" / "x")),
     )
     assert "--log-dir" in line and "Not a directory" in line
 

@@ -235,10 +235,13 @@ def test_buffers_of_different_sizes_are_refused_and_the_default_counts(
     monkeypatch.setenv("HCCL_BUFFSIZE", "200")
     join.terms = "HCCL_BUFFSIZE=512"  # type: ignore[attr-defined]
     with pytest.raises(
-        WeightSyncError, match=r"rank 1 has HCCL_BUFFSIZE=512, this process HCCL_BUFFSIZE=200; set it alike"
+        WeightSyncError,
+        match=r"rank 1 has HCCL_BUFFSIZE=512, this process HCCL_BUFFSIZE=200 HCCL_DETERMINISTIC=false; set it alike",
     ):
         join("hccl")
     join.terms = ""  # type: ignore[attr-defined]
     monkeypatch.delenv("HCCL_BUFFSIZE")
-    assert collectives.rules("hccl").terms() == "HCCL_BUFFSIZE=200"
+    assert collectives.rules("hccl").terms() == "HCCL_BUFFSIZE=200 HCCL_DETERMINISTIC=false"
+    monkeypatch.setenv("HCCL_DETERMINISTIC", "STRICT")
+    assert collectives.rules("hccl").terms() == "HCCL_BUFFSIZE=200 HCCL_DETERMINISTIC=strict"
     assert join("hccl").connected

@@ -12,7 +12,9 @@ import pytest
 
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
+from pa_npu.engines.transformers.command import server_command
 from pa_npu.errors import ConfigError
+from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process import commands
 from pa_npu.platform.base import Platform
 
@@ -33,13 +35,19 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("recipe", sorted(ROOT.glob("configs/grpo_*.yaml")), ids=lambda path: path.stem)
-def test_in_every_recipe_the_device_gives_up_last(recipe: Path, npu: Any) -> None:
+def test_in_every_recipe_each_deadline_comes_after_what_it_stands_behind(
+    recipe: Path, npu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config([str(recipe)])
-    longest_s = max(config.collective_timeout_s, config.publish_collective_timeout_s)
-    device_s = int(npu.deadline_environment(longest_s)["HCCL_EXEC_TIMEOUT"])
+    device = npu.collective_environment(config.longest_collective_s, deterministic=False)["HCCL_EXEC_TIMEOUT"]
+    device_s = int(device)
     assert device_s % 68 == 0, "HCCL wants multiples of 68"
     waits = [config.rollout.request_timeout_s, config.trainer.wait_timeout_s, config.collective_timeout_s, device_s]
     assert waits == sorted(waits) and waits[-1] > waits[-2] > waits[-3]
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", device)
+    assert npu.group_timeout_s(config.collective_timeout_s) > device_s, (
+        "torch_npu's rule: else the device leaves no records"
+    )
     assert 2 * config.publish.timeout_s < config.collective_timeout_s
 
 
@@ -48,10 +56,10 @@ def test_the_users_own_deadline_of_the_device_is_refused_where_it_comes_first(
 ) -> None:
     monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "1836")
     with pytest.raises(ConfigError, match=r"HCCL_EXEC_TIMEOUT=1836 .* deadline of 7320 s.* set it to 7412 or more"):
-        npu.deadline_environment(7320.0)
+        npu.collective_environment(7320.0, deterministic=False)
     for users in ("0", "7412"):
         monkeypatch.setenv("HCCL_EXEC_TIMEOUT", users)
-        assert npu.deadline_environment(7320.0) == {}, "0 is no deadline"
+        assert npu.collective_environment(7320.0, deterministic=False) == {}, "0 is no deadline"
 
 
 @pytest.mark.parametrize(
@@ -71,6 +79,25 @@ def test_deadlines_that_stand_upside_down_are_refused(sections: dict[str, Any], 
     with pytest.raises(ValueError, match=expected):
         Config.model_validate(TREE | sections)
     Config.model_validate(TREE | sections | {"trainer": {"wait_timeout_s": 3600}})
+
+
+@pytest.mark.parametrize(("deterministic", "batch_invariant"), [(True, False), (False, True), (False, False)])
+def test_engines_and_trainers_of_a_publish_group_have_the_same_settings(
+    npu: Any, monkeypatch: pytest.MonkeyPatch, deterministic: bool, batch_invariant: bool
+) -> None:
+    """HCCL wants one configuration on all ranks of a group; determinism was the trainers' alone."""
+    monkeypatch.delenv("HCCL_DETERMINISTIC", raising=False)
+    run = {"run": {"device": "cpu", "deterministic": deterministic}, "rollout": {"batch_invariant": batch_invariant}}
+    config, placement = Config.model_validate(TREE | run), Placement((), (0,), (), ((),), (), (0,))
+    trainer = commands.trainer_command(config, npu, placement, commands.Store("127.0.0.1", 29500), rank=0)
+    monkeypatch.setattr("pa_npu.platform.get", lambda _: npu)
+    spec: Any = SimpleNamespace(path="m", max_positions=9999)
+    engine = server_command(config, spec, index=0, port=8000)
+    shared = [
+        {name: value for name, value in env.items() if name.startswith("HCCL_")} for env in (trainer.env, engine.env)
+    ]
+    assert shared[0] == shared[1] and shared[0]["HCCL_EXEC_TIMEOUT"] == "2040"
+    assert shared[0].get("HCCL_DETERMINISTIC") == ("strict" if deterministic or batch_invariant else None)
 
 
 def test_processes_do_not_inherit_what_would_break_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from pa_npu.publish.publisher import PublishStats
 from pa_npu.publish.transport import WeightSyncError
 from pa_npu.publish.version_gate import VersionGate
 
-WAIT_S = 20.0
+WAIT_S = 90.0  # nothing waits so long unless it is wrong, or the machine has no time for ten threads that spin
 ALONE = Place(rank=1, stage=0, peers=(1,))
 
 
@@ -261,3 +261,35 @@ def test_a_stage_that_cannot_stop_breaks_the_delivery_and_keeps_nothing() -> Non
         with gate.border():
             pass
         gate.close()
+
+
+class Failing(Publisher):
+    """A leader whose engine dies while they join."""
+
+    def connect(self, members: PublishMembers) -> None:
+        super().connect(members)
+        raise WeightSyncError("the engine died")
+
+
+@pytest.mark.parametrize("place", [Place(rank=1, stage=0, peers=(0, 1)), Place(rank=2, stage=1, peers=(2,))])
+def test_who_waits_for_a_rank_whose_part_failed_stops_at_once_and_training_goes_on(place: Place) -> None:
+    """A tensor-parallel peer, and the leader of the next stage. Their own deadline is much later than this test's."""
+    channel, device = make_channel(), Device()
+    gates = [VersionGate(WAIT_S), VersionGate(WAIT_S)]
+    for gate in gates:
+        gate.open(0)
+    first = Place(rank=0, stage=0, peers=(0,) if place.stage else (0, 1))
+    leader = LateEngines(Failing(), channel, gates[0], device, first, 60 * WAIT_S)  # type: ignore[arg-type]
+    waiting = Publisher()
+    other = LateEngines(waiting, channel, gates[1], device, place, 60 * WAIT_S)  # type: ignore[arg-type]
+    with leader, other, gates[0].border(), gates[1].border():
+        LATE_REQUEST.put(channel, LateRequest(0, 2), number=0)
+        for rank in (0, place.rank):
+            assert LATE_ANSWER.wait(channel, WAIT_S, number=0, rank=rank).held
+        LATE_DECISION.put(channel, LateDecision(True), number=0)
+        reason = LATE_BROKEN.wait(channel, WAIT_S, number=0).reason
+        wait_until(lambda: waiting.calls[-1:] == [("close",)], "the rank that waits does not give the delivery up")
+    for gate in gates:
+        gate.close()
+    assert ("publish", 0) not in waiting.calls
+    assert LATE_BROKEN.get(channel, number=0).reason == reason and "rank 0" in reason, "who failed first is named"

@@ -28,7 +28,7 @@ def initialise_parallel(
     """Join all trainer ranks on `store` (give it a PrefixStore of its own) and build Megatron's groups. A collective.
 
     local_index: this process's device among its visible ones.
-    Collectives fail `collective_timeout_s` after they began.
+    Collectives fail `collective_timeout_s` after they began, or where the device has a deadline of its own, soon after that.
     Raises ConfigError when `world_size` is not `trainer.devices`.
     """
     trainer = config.trainer
@@ -36,7 +36,7 @@ def initialise_parallel(
         raise ConfigError(
             f"trainer.devices: {trainer.devices}, but {world_size} ranks were started; start one rank per device"
         )
-    timeout_s = config.collective_timeout_s
+    timeout_s = platform.group_timeout_s(config.collective_timeout_s)
     platform.set_device(local_index)
     dist.init_process_group(
         platform.process_group_backend,

@@ -40,7 +40,11 @@ def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> En
         *("--max-num-seqs", str(config.rollout.max_num_seqs)),
     ]
     device = platform.get(config.run.device)
-    env = {"TOKENIZERS_PARALLELISM": "false", **device.environment("engine")}
+    env = {
+        "TOKENIZERS_PARALLELISM": "false",
+        **device.environment("engine"),
+        **device.collective_environment(config.longest_collective_s, config.deterministic_collectives),
+    }
     if device.visible_devices_env is None:
         env["OMP_NUM_THREADS"] = "1"  # a device is one core
     if path := import_path(config, python):

@@ -70,7 +70,7 @@ def server_command(
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **device.environment("engine"),
-        **device.deadline_environment(config.publish_collective_timeout_s),
+        **device.collective_environment(config.longest_collective_s, config.deterministic_collectives),
         **environment(config, version),
     }
     if device.visible_devices_env is None:

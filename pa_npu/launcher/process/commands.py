@@ -101,7 +101,7 @@ def trainer_command(
     """Rank `rank`, on node `node`. Ranks see all trainer devices of it and take theirs by LOCAL_RANK, as torchrun has it."""
     local = placement.ranks.index(rank)
     env = _common_env(config, platform) | store.env() | platform.environment("trainer")
-    env |= platform.deadline_environment(max(config.collective_timeout_s, config.publish_collective_timeout_s))
+    env |= platform.collective_environment(config.longest_collective_s, config.deterministic_collectives)
     env |= visible_devices(platform.visible_devices_env, placement.trainer_devices, os.environ)
     env |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(config.trainer.devices)}
     env |= {"LOCAL_WORLD_SIZE": str(len(placement.ranks)), "GROUP_RANK": str(node)}
