@@ -174,7 +174,7 @@ class LateEngines:
         if self._overlaps:
             self._on_side_stream(work)
             return
-        place = {"number": number, "step": step}
+        place: dict[str, Any] = {"number": number, "step": step}
         if self._place.stage:
             self._wait(LATE_STEP_DONE, stage=self._place.stage - 1, **place)
         with self._stopped(number, step):
