@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Set up the environment, then lint, check types and test.
+# PA_NPU_INSTALL_BROWSER=1 lets it install a browser for the tests of the viewer, as root on Debian; CI does.
 # Usage: bash tests/run.sh [unit|integration|all|nightly] [pytest arguments ...]      (all is the default)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/env.sh"
@@ -20,6 +21,11 @@ if [[ $what == all || $what == nightly ]] && [ ! -d .venv-npu/torch_npu ]; then
   # beside the environment, not in it: with torch_npu installed, a plain `import torch` wants CANN
   echo "installing torch_npu for tests/npu_sim"
   install_beside .venv-npu "torch_npu==$TORCH_VERSION" || echo "torch_npu cannot be installed here; tests/npu_sim will be skipped"
+fi
+if [ "${PA_NPU_INSTALL_BROWSER:-0}" = 1 ] && ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  echo "installing chromium for tests/integration/test_viewer_browser.py"
+  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 ||
+    echo "chromium cannot be installed here; the tests of the viewer's page will be skipped"
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_DEVICE_BACKEND_AUTOLOAD=0 TOKENIZERS_PARALLELISM=false
 "$PYTHON" -m ruff check .

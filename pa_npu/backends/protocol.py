@@ -23,6 +23,7 @@ from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher, PublishStats, WeightSource
 from pa_npu.publish.version_gate import VersionGate
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
 
 
@@ -138,6 +139,9 @@ class TrainBackend(Protocol):
 
     def attach(self, publisher: Publisher) -> None:
         """Let `publish` send through it; without one no engine is sent anything."""
+
+    def keep_logprobs(self, kept: TrainerLogprobs) -> None:
+        """Give `kept` the log-probs of what is trained from here on; of use on a last stage's tensor leader only."""
 
     def accumulate(self, microbatches: MicrobatchSource) -> list[TrainedResponse]:
         """Forward and backward over one update's microbatches as they arrive; gradients stay unnormalised sums.

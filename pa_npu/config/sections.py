@@ -469,6 +469,11 @@ class CheckpointConfig(Section):
 
 class TelemetryConfig(Section):
     samples_per_iteration: int = Field(2, ge=0, description="Groups written to samples.jsonl per iteration.")
+    samples: Literal["all"] | Annotated[int, Field(ge=0)] = Field(
+        4,
+        description="Groups of each iteration kept in RUN/samples (parquet) with rewards, advantages, tokens and log-probs; "
+        "all keeps every one, 0 none.",
+    )
     tensorboard: bool = Field(True, description="Write TensorBoard events.")
     timeline: bool = Field(True, description="Write timeline.json (Chrome trace format).")
     warmup_iterations: int = Field(1, ge=0, description="Iterations at the start that throughput summaries leave out.")

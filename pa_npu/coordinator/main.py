@@ -115,7 +115,7 @@ async def run(config: Config) -> None:
         timeline = stack.enter_context(
             Timeline.for_run(config.run.dir, "coordinator", enabled=config.telemetry.timeline)
         )
-        records = stack.enter_context(RunRecords(config, first))
+        records = stack.enter_context(RunRecords(config, first, lambda token: str(tokenizer.decode([token]))))
         store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
         sampling = training_sampling(config, spec)
         # groups go through a client of their own, so that a slow put delays no wait
@@ -305,7 +305,7 @@ class Coordinator:
             use_after=end.use,
             devices=self._config.trainer.devices + start.border.engines * self._config.rollout.tensor_parallel,
         )
-        self._records.write_iteration(record, produced.samples)
+        self._records.write_iteration(record, produced.samples, produced.kept)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from pa_npu.rewards.types import RewardResult
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Group, Sample
+from pa_npu.telemetry.sample_store import kept_groups
 from pa_npu.telemetry.timeline import Timeline, now
 
 
@@ -96,7 +97,8 @@ class Producer:
             self._expected_work(prompts),
         )
         tail = TailMeter(self._pool)
-        production = Production(iteration, config.telemetry.samples_per_iteration)
+        kept = kept_groups(config.telemetry.samples)
+        production = Production(iteration, config.telemetry.samples_per_iteration, kept)
         held: list[tuple[int, int]] = []  # (dispatch index, number) of groups to train, by completion
         scored: dict[int, tuple[Prompt, list[Sample], RewardResult]] = {}
         seen: dict[int, tuple[Prompt, list[int]]] = {}
@@ -119,6 +121,7 @@ class Producer:
             rewards = np.asarray(result.total, np.float32)
             await self._put(Group.of_samples(samples, rewards, advantages, **identity), *slot)
             production.put(number, samples, replica=slot[0])
+            production.keep(number, prompt, samples, result, advantages)
 
         async def complete(index: int, prompt: Prompt, lease: Lease) -> None:
             lease, samples, result = await self._generate_and_score(iteration, index, prompt, lease, tail, pace)

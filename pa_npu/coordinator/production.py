@@ -13,6 +13,7 @@ from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.data.prompts import Prompt
 from pa_npu.rewards.types import RewardResult
 from pa_npu.samples.types import Sample
+from pa_npu.telemetry.sample_store import KeptResponse
 
 
 @dataclass(frozen=True)
@@ -20,25 +21,30 @@ class Produced:
     """One iteration's production when it is over.
 
     numbers: the coordinator's part of the iteration record that does not depend on wall time between publishes. samples: for
-    samples.jsonl. dispatched: what trainers compare with what they have trained (I2).
+    samples.jsonl. dispatched: what trainers compare with what they have trained (I2). kept: for RUN/samples; empty where the
+    iteration was produced before a restart.
     """
 
     iteration: int
     numbers: dict[str, Any]
     samples: list[dict[str, Any]]
     dispatched: Dispatched
+    kept: Sequence[KeptResponse] = ()
 
 
 class Production:
     """Accumulates the groups of one iteration: all as they are scored (judge), and those that are trained (add).
 
     num_samples: the groups of the lowest dispatch indices, this many, are kept as samples; which ones does not depend on timing.
+    num_kept: the same for those that are kept with their tokens.
     """
 
-    def __init__(self, iteration: int, num_samples: int) -> None:
+    def __init__(self, iteration: int, num_samples: int, num_kept: float = 0) -> None:
         self.iteration = iteration
         self._samples: list[dict[str, Any]] = []
+        self._kept: list[KeptResponse] = []
         self._num_samples = num_samples
+        self._num_kept = num_kept
         self._start_s = time.perf_counter()
         self._seconds = 0.0
         self._window = 0
@@ -56,6 +62,7 @@ class Production:
         self._reward = 0.0
         self._rewards: dict[str, float] = {}
         self._errors = 0
+        self._equal = 0
         self._in_buffer: list[DispatchedGroup] = []
 
     def judge(self, result: RewardResult) -> None:
@@ -76,9 +83,17 @@ class Production:
         for name, values in result.functions.items():
             self._rewards[name] = self._rewards.get(name, 0.0) + float(sum(values))
         self._errors += len(result.errors)
+        self._equal += not result.is_informative
         if index < self._num_samples:
             self._samples.append(_sample(self.iteration, index, prompt, samples, result))
             self._samples.sort(key=lambda sample: sample["index"])
+
+    def keep(
+        self, index: int, prompt: Prompt, samples: Sequence[Sample], result: RewardResult, advantages: np.ndarray
+    ) -> None:
+        """A group that is trained under this number, with its advantages: float32 [G]."""
+        if index < self._num_kept:
+            self._kept += _kept(self.iteration, index, prompt, samples, result, advantages)
 
     def end(self, window: int, tail_waste: float, replica_imbalance: float) -> Produced:
         """All groups are in the buffer. window: the admission window they ended with; the others: TailMeter's, Assignment's."""
@@ -86,9 +101,8 @@ class Production:
         self._window = window
         self._tail_waste = tail_waste
         self._replica_imbalance = replica_imbalance
-        return Produced(
-            self.iteration, self._numbers(), self._samples, Dispatched(self.iteration, tuple(self._in_buffer))
-        )
+        dispatched = Dispatched(self.iteration, tuple(self._in_buffer))
+        return Produced(self.iteration, self._numbers(), self._samples, dispatched, tuple(self._kept))
 
     def _numbers(self) -> dict[str, Any]:
         responses = self._responses
@@ -100,6 +114,7 @@ class Production:
             "accuracy": self._correct / responses,
             "rewards": {name: total / responses for name, total in sorted(self._rewards.items())},
             "reward_errors": self._errors,
+            "equal_reward_ratio": self._equal / self._groups,
             "response_length_mean": self._response_tokens / responses,
             "prompt_length_mean": self._prompt_tokens / self._groups,
             "truncated_ratio": 1 - self._finished / responses,
@@ -137,3 +152,35 @@ def _sample(
         ],
         "errors": list(result.errors),
     }
+
+
+def _kept(
+    iteration: int,
+    index: int,
+    prompt: Prompt,
+    samples: Sequence[Sample],
+    result: RewardResult,
+    advantages: np.ndarray,
+) -> list[KeptResponse]:
+    return [
+        KeptResponse(
+            iteration=iteration,
+            index=index,
+            response=number,
+            prompt_id=prompt.prompt_id,
+            prompt=prompt.text,
+            prompt_tokens=len(prompt.tokens),
+            answer=prompt.answer,
+            text=sample.text,
+            finish_reason="stop" if sample.finished else "length",
+            version=int(sample.versions.max()),
+            reward=float(result.total[number]),
+            rewards={name: float(values[number]) for name, values in result.functions.items()},
+            advantage=float(advantages[number]),
+            correct=bool(result.correct[number]),
+            errors=tuple(result.errors),
+            tokens=sample.tokens[sample.trained].tolist(),
+            logprobs=sample.logprobs[sample.trained].tolist(),
+        )
+        for number, sample in enumerate(samples)
+    ]

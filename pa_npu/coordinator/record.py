@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from pa_npu.planning.iteration_model.messages import Prediction
 from pa_npu.telemetry.metrics import MetricsWriter, drop_records
 from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
 from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, say
+from pa_npu.telemetry.sample_store import KeptResponse, SampleStore
 from pa_npu.telemetry.tpspd import Work, throughput
 
 SAMPLES = "samples.jsonl"
@@ -27,9 +28,10 @@ class RunRecords:
     """Writes metrics.jsonl, samples.jsonl and the progress lines. Owns its files: use `with`.
 
     first_iteration: records of it and later ones, which an earlier attempt wrote after its last checkpoint, are removed.
+    piece: the text of one token.
     """
 
-    def __init__(self, config: Config, first_iteration: int) -> None:
+    def __init__(self, config: Config, first_iteration: int, piece: Callable[[int], str] = str) -> None:
         self._config = config
         self._first = first_iteration
         self._seconds: list[float] = []
@@ -37,6 +39,7 @@ class RunRecords:
         self._metrics = MetricsWriter(run_dir, config.telemetry.tensorboard, first_iteration)
         drop_records(run_dir / SAMPLES, "iteration", first_iteration)
         self._samples = RecordFile(run_dir / SAMPLES)
+        self._kept = SampleStore(run_dir, first_iteration, piece)
 
     def __enter__(self) -> RunRecords:
         return self
@@ -44,6 +47,7 @@ class RunRecords:
     def __exit__(self, *exc_info: object) -> None:
         self._metrics.close()
         self._samples.close()
+        self._kept.close()
 
     def write_runs_on(self, found: RunsOn) -> None:
         """What this attempt of the run runs with, and its lines on the console."""
@@ -52,11 +56,14 @@ class RunRecords:
         for line in found.lines():
             say(PREFIX + line)
 
-    def write_iteration(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+    def write_iteration(
+        self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], kept: Sequence[KeptResponse] = ()
+    ) -> None:
         """One finished iteration, and its line on the console."""
         self._metrics.write(record)
         for sample in samples:
             self._samples.write(json_line(sample))
+        self._kept.write(record["iteration"], kept)
         self._seconds.append(record["iteration_s"])
         if record.get("checkpoint_failed") is not None:
             say(

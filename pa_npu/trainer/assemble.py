@@ -22,6 +22,7 @@ from pa_npu.publish.publisher import Publisher, WeightSource
 from pa_npu.publish.sizing import auto_bucket_bytes
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.telemetry.sample_store import TrainerLogprobs, kept_groups
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.border import Border
@@ -37,8 +38,11 @@ class RankParts:
     checks: IterationChecks
     publisher: Publisher | None
     late_engines: LateEngines | None
+    kept: TrainerLogprobs | None
 
     def close(self) -> None:
+        if self.kept is not None:
+            self.kept.close()
         if self.publisher is not None:
             self.publisher.close()
         self.backend.close()
@@ -77,10 +81,14 @@ def assemble_rank(
             LATE_MANIFEST.put(channel, late_publisher.manifest(), stage=stage)
             MANIFEST.put(channel, publisher.manifest(), stage=stage)
         backend.attach(publisher)
+    kept = None
+    if config.telemetry.samples and backend.ranks.is_last_stage and backend.ranks.is_tensor_leader:
+        kept = TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
+        backend.keep_logprobs(kept)
     agreement = Agreement(config, writes=rank == 0)
     border = Border(config, backend, channel, timeline, rank, agreement)
     checks = IterationChecks(config, channel, agreement, backend.ranks.data_rank)
-    return RankParts(backend, border, rollout_source(config, channel, backend, timeline), checks, publisher, late)
+    return RankParts(backend, border, rollout_source(config, channel, backend, timeline), checks, publisher, late, kept)
 
 
 def late_place(ranks: Ranks) -> Place:

@@ -309,7 +309,9 @@ async def test_window_of_one_group_runs_one_at_a_time_in_order(store_thread):
 
 async def test_numbers_and_samples_of_an_iteration(store_thread):
     production, shelf = await produce(
-        config(telemetry={"samples_per_iteration": 2}), [ScriptedEngine("a", [4, 1, 0, 2, 3, 7, 6, 5])], store_thread
+        config(telemetry={"samples_per_iteration": 2, "samples": 3}),
+        [ScriptedEngine("a", [4, 1, 0, 2, 3, 7, 6, 5])],
+        store_thread,
     )
     numbers = production.numbers
     groups = list(shelf.groups.values())
@@ -323,6 +325,14 @@ async def test_numbers_and_samples_of_an_iteration(store_thread):
     assert numbers["tokens_prompt"] == GROUPS * RESPONSES * 3, "the prompt counts once per sample"
     assert numbers["prompt_length_mean"] == 3 and numbers["window"] == 64
     assert [sample["index"] for sample in production.samples] == [0, 1], "whatever finished first"
+    kept = {(row.index, row.response): row for row in production.kept}
+    assert sorted(kept) == [(index, response) for index in range(3) for response in range(RESPONSES)]
+    for group in groups:
+        for number in range(RESPONSES if group.index < 3 else 0):
+            row, trained = kept[group.index, number], group[number : number + 1]
+            own = trained.trained
+            assert row.tokens == trained.tokens[own].tolist() and row.logprobs == trained.logprobs[own].tolist()
+            assert row.advantage == trained.advantages[own][0] and row.reward == trained.rewards[0]
     assert production.samples[1]["responses"][2] == {
         "text": "1/2",
         "tokens": 4,

@@ -32,10 +32,10 @@ def test_every_number_is_what_its_definition_gives() -> None:
         prompt = Prompt(prompt_id=index, text="", tokens=np.arange(3 + index, dtype=np.int32), answer="", row={})
         sizes, ends = rng.integers(1, 9, RESPONSES), rng.random(RESPONSES) < 0.6
         samples = [sample(prompt.tokens, int(n), bool(end)) for n, end in zip(sizes, ends, strict=True)]
-        reward, right = rng.random(RESPONSES), rng.random(RESPONSES) < 0.5
-        result = RewardResult(
-            total=reward.tolist(), correct=right.tolist(), functions={"math": (2 * reward).tolist()}, errors=[]
-        )
+        reward, right = rng.random(RESPONSES).astype(np.float32), rng.random(RESPONSES) < 0.5
+        if index == 1:
+            reward[:] = reward[0]
+        result = RewardResult(total=reward, correct=right, functions={"math": 2 * reward}, errors=())
         production.judge(result)
         if index < 3:  # one that is generated and not trained
             production.add(index, prompt, samples, result)
@@ -70,6 +70,7 @@ def test_every_number_is_what_its_definition_gives() -> None:
         "accuracy": np.array(correct[:3]).mean(),
         "accuracy_dispatched": np.array(correct).mean(),
         "reward_errors": 0,
+        "equal_reward_ratio": 1 / 3,
         "response_length_mean": length.mean(),
         "prompt_length_mean": np.mean(prompts),
         "truncated_ratio": 1 - end.mean(),

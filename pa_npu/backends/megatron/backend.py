@@ -46,6 +46,7 @@ from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher, PublishStats
 from pa_npu.publish.version_gate import VersionGate
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
 
 
@@ -80,6 +81,7 @@ class MegatronBackend:
         self._policy_version: int | None = None  # of the weights in the policy; unknown until the first publish
         self._reference_version = 0  # the policy's that the reference was last made equal to; 0 is the HF model
         self._contents = CheckpointContents(stage, self._optimizer, self._scheduler, config, platform)
+        self._kept: TrainerLogprobs | None = None
         self._reset_sums()
 
     @property
@@ -114,6 +116,9 @@ class MegatronBackend:
     def attach(self, publisher: Publisher) -> None:
         self._publisher = publisher
 
+    def keep_logprobs(self, kept: TrainerLogprobs) -> None:
+        self._kept = kept
+
     def accumulate(self, microbatches: MicrobatchSource) -> list[TrainedResponse]:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -127,6 +132,8 @@ class MegatronBackend:
         self._platform.synchronize()
         self._wait_s = microbatches.waited_s - waited_s
         self._train_s = time.perf_counter() - start - self._wait_s
+        if self._kept is not None:
+            self._kept.write()
         return self._trained
 
     def step(self) -> Update:
@@ -217,6 +224,8 @@ class MegatronBackend:
 
     def _training_loss(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
         old_logprobs = self._old_logprobs(microbatch, output)
+        if self._kept is not None:
+            self._kept.add(microbatch.iteration, microbatch.sources, microbatch.response_lengths, old_logprobs)
         batch = TokenBatch(
             logprobs=output.logprobs,
             entropy=output.entropy,

@@ -1,0 +1,236 @@
+"""Kept samples: RUN/samples/iteration_NNNNNN.parquet with one row per response, tokens and their log-probs included.
+
+`pandas.read_parquet("RUN/samples")` and `datasets.load_dataset("parquet", data_dir="RUN/samples")` read all iterations. The
+trainers put their log-probs of the same tokens into RUN/samples_trainer, one file per iteration and rank; `read_samples` joins
+them. A file that cannot be written costs its rows, never the run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pa_npu.errors import DataError
+from pa_npu.telemetry.record_file import attempt, note_lost
+
+SAMPLES_DIRECTORY = "samples"
+TRAINER_DIRECTORY = "samples_trainer"
+_FILE = re.compile(r"iteration_(\d{6,10})(?:\.\w+)?\.parquet")
+
+
+@dataclass(frozen=True)
+class KeptResponse:
+    """One response of a group that was trained. Lists have one entry per token that the policy wrote.
+
+    index: the group's dispatch index in the iteration; response: the response's number in it. tokens: ids; logprobs: of the
+    distribution that the engine sampled from. rewards: of each function, unweighted; reward: their weighted sum. advantage: as
+    trained. version: of the newest weights that wrote a token. errors: of reward functions, for the whole group.
+    """
+
+    iteration: int
+    index: int
+    response: int
+    prompt_id: int
+    prompt: str
+    prompt_tokens: int
+    answer: str
+    text: str
+    finish_reason: Literal["stop", "length"]
+    version: int
+    reward: float
+    rewards: dict[str, float]
+    advantage: float
+    correct: bool
+    errors: tuple[str, ...]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+
+
+def kept_groups(setting: int | Literal["all"]) -> float:
+    """How many groups of an iteration, those with the lowest numbers, telemetry.samples keeps."""
+    return float("inf") if setting == "all" else setting
+
+
+class SampleStore:
+    """Writes the coordinator's files, in a thread of its own. Owner closes it, which waits for what is being written.
+
+    first_iteration: files of it and later ones, of an earlier attempt, are removed. piece: the text of one token.
+    """
+
+    def __init__(self, run_dir: Path | str, first_iteration: int, piece: Callable[[int], str]) -> None:
+        self._directory = Path(run_dir) / SAMPLES_DIRECTORY
+        self._piece = piece
+        self._pieces: dict[int, str] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        for directory in (self._directory, Path(run_dir) / TRAINER_DIRECTORY):
+            for number, file in _files(directory):
+                if number >= first_iteration:
+                    attempt(file, file.unlink)
+
+    def write(self, iteration: int, rows: Sequence[KeptResponse]) -> None:
+        """All kept responses of an iteration; returns at once."""
+        if rows:
+            self._thread.submit(self._write, iteration, list(rows))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    def _write(self, iteration: int, rows: list[KeptResponse]) -> None:
+        path = self._directory / f"iteration_{iteration:06d}.parquet"
+        try:
+            table = [{**asdict(row), "pieces": [self._text(token) for token in row.tokens]} for row in rows]
+            _write_table(path, table, _schema(rows[0].rewards))
+        except Exception as error:  # whatever the disk or the library does to a record
+            note_lost(path, error)
+
+    def _text(self, token: int) -> str:
+        if token not in self._pieces:
+            self._pieces[token] = self._piece(token)
+        return self._pieces[token]
+
+
+class TrainerLogprobs:
+    """What one trainer rank adds to the kept samples: its log-probs of their tokens, under the weights that wrote them.
+
+    groups: as kept_groups. Tensors stay on the device until `write`; files are written by a thread, so that training does not wait
+    for the disk. Owner closes it.
+    """
+
+    def __init__(self, run_dir: Path | str, rank: int, groups: float) -> None:
+        self._directory = Path(run_dir) / TRAINER_DIRECTORY
+        self._rank = rank
+        self._groups = groups
+        self._iteration = -1
+        self._rows: list[tuple[int, int, Any]] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+
+    def add(self, iteration: int, sources: Sequence[tuple[int, int]], lengths: Sequence[int], logprobs: Any) -> None:
+        """One microbatch. sources: (group, response) of each sample; lengths: its tokens; logprobs: float [sum of lengths]."""
+        if iteration != self._iteration:
+            self._iteration, self._rows = iteration, []
+        end = 0
+        for (index, response), length in zip(sources, lengths, strict=True):
+            start, end = end, end + length
+            if index < self._groups:
+                self._rows.append((index, response, logprobs[start:end].detach().clone()))
+
+    def write(self) -> None:
+        """What was added for this iteration so far."""
+        if not self._rows:
+            return
+        path = self._directory / f"iteration_{self._iteration:06d}.rank{self._rank}.parquet"
+        rows = [
+            {"index": index, "response": response, "logprobs": values.float().cpu().tolist()}
+            for index, response, values in self._rows
+        ]
+        self._thread.submit(self._write, path, rows)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    def _write(self, path: Path, rows: list[dict[str, Any]]) -> None:
+        try:
+            _write_table(path, rows, _trainer_schema())
+        except Exception as error:
+            note_lost(path, error)
+
+
+def sample_iterations(run_dir: Path | str) -> list[int]:
+    """Iterations of which samples were kept."""
+    return sorted({number for number, _ in _files(Path(run_dir) / SAMPLES_DIRECTORY)})
+
+
+def read_samples(run_dir: Path | str, iteration: int) -> list[dict[str, Any]]:
+    """The rows of an iteration as plain values, by group and response; with `trainer_logprobs`, None where there are none.
+
+    Raises DataError where the file cannot be read.
+    """
+    path = Path(run_dir) / SAMPLES_DIRECTORY / f"iteration_{iteration:06d}.parquet"
+    rows = _read_table(path)
+    trained: dict[tuple[int, int], list[float]] = {}
+    for number, file in _files(Path(run_dir) / TRAINER_DIRECTORY):
+        if number == iteration:
+            trained.update({(row["index"], row["response"]): row["logprobs"] for row in _read_table(file)})
+    for row in rows:
+        found = trained.get((row["index"], row["response"]))
+        row["trainer_logprobs"] = found if found is not None and len(found) == len(row["logprobs"]) else None
+    return sorted(rows, key=lambda row: (row["index"], row["response"]))
+
+
+def _files(directory: Path) -> Iterator[tuple[int, Path]]:
+    if directory.is_dir():
+        for path in sorted(directory.iterdir()):
+            if found := _FILE.fullmatch(path.name):
+                yield int(found[1]), path
+
+
+def _schema(rewards: dict[str, float]) -> Any:
+    import pyarrow as pa  # a third of a second, which only who writes or reads samples spends
+
+    return pa.schema(
+        [
+            *((name, pa.int32()) for name in ("iteration", "index", "response")),
+            ("prompt_id", pa.int64()),
+            ("prompt", pa.string()),
+            ("prompt_tokens", pa.int32()),
+            ("answer", pa.string()),
+            ("text", pa.string()),
+            ("finish_reason", pa.string()),
+            ("version", pa.int32()),
+            ("reward", pa.float32()),
+            ("rewards", pa.struct([(name, pa.float32()) for name in rewards])),
+            ("advantage", pa.float32()),
+            ("correct", pa.bool_()),
+            ("errors", pa.list_(pa.string())),
+            ("tokens", pa.list_(pa.int32())),
+            ("pieces", pa.list_(pa.string())),
+            ("logprobs", pa.list_(pa.float32())),
+        ]
+    )
+
+
+def _trainer_schema() -> Any:
+    import pyarrow as pa
+
+    return pa.schema([("index", pa.int32()), ("response", pa.int32()), ("logprobs", pa.list_(pa.float32()))])
+
+
+def _write_table(path: Path, rows: list[dict[str, Any]], schema: Any) -> None:
+    """All of the file or nothing."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    try:
+        pyarrow.parquet.write_table(pa.Table.from_pylist(_encodable(rows), schema), partial, compression="zstd")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _encodable(value: Any) -> Any:
+    """The same without half surrogates, which a tokenizer may give and UTF-8 cannot hold."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {key: _encodable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
+        return [_encodable(item) for item in value]
+    return value
+
+
+def _read_table(path: Path) -> list[dict[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    try:
+        rows: list[dict[str, Any]] = pyarrow.parquet.ParquetFile(path).read().to_pylist()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{path}: cannot be read ({reason}); remove the file") from None
+    return rows

@@ -1,0 +1,269 @@
+"""Advice in words, where the numbers of a run call for it: what was seen, why it matters, which key to change.
+
+Each rule looks at the last iterations after the warm-up and yields nothing where its numbers are missing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pa_npu.viewer.files import number
+
+Record = Mapping[str, Any]
+
+RECENT = 8
+"""Iterations that a rule looks back on: enough to even out one with a checkpoint or an evaluation in it."""
+MUCH_IDLE = 0.35
+CLEARLY = 1.5
+"""One side waits for the other when its idle share is so many times the other's."""
+MUCH_TAIL_WASTE = 0.25
+MANY_TRUNCATED = 0.1
+MANY_EQUAL = 0.5
+COLLAPSED_ENTROPY = 0.2
+DRIFT = 0.5
+"""Share of the limit at which a run stops for a disagreement of log-probs."""
+MUCH_KL = 0.5
+OFTEN_CLIPPED = 4.0
+
+
+@dataclass(frozen=True)
+class Advice:
+    """level: act (something is lost), look (worth a look). topic: the metric it is about, which the page links to."""
+
+    level: Literal["act", "look"]
+    topic: str
+    title: str
+    text: str
+
+
+def advise(records: Sequence[Record], config: Mapping[str, Any], evaluations: Sequence[Record] = ()) -> list[Advice]:
+    """Advice on a run, what costs most first. config: flat keys."""
+    warmup = config.get("telemetry.warmup_iterations")
+    kept = records[warmup if isinstance(warmup, int) and len(records) > warmup else 0 :]
+    found = [advice for rule in RULES for advice in rule(kept, config)] if kept else []
+    found += _evaluation(evaluations)
+    return sorted(found, key=lambda advice: advice.level != "act")
+
+
+def recent(records: Sequence[Record], key: str) -> float | None:
+    """The median of the last iterations' numbers; None where there are none."""
+    values = [value for record in records[-RECENT:] if (value := number(record, key)) is not None]
+    return statistics.median(values) if values else None
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _idle(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
+    trainer, engine = recent(records, "trainer_idle"), recent(records, "engine_idle")
+    if trainer is None or engine is None:
+        return
+    seen = f"In the last iterations trainers were idle for {_percent(trainer)} of the time and engines for {_percent(engine)}."
+    if config.get("schedule.stream") is False and trainer > MUCH_IDLE:
+        yield Advice(
+            "act",
+            "trainer_idle",
+            "Trainers wait for the whole batch",
+            f"{seen} schedule.stream=true lets them train while engines generate; the update stays the same.",
+        )
+    elif trainer > MUCH_IDLE and trainer > CLEARLY * engine:
+        yield Advice(
+            "act",
+            "trainer_idle",
+            "Trainers wait for engines",
+            f"{seen} Generation is what takes the time: give devices from trainers to engines (rollout.engines, "
+            f"trainer.devices), or make responses shorter.",
+        )
+    elif engine > MUCH_IDLE and engine > CLEARLY * trainer:
+        yield Advice(
+            "act",
+            "engine_idle",
+            "Engines wait for trainers",
+            f"{seen} Training is what takes the time: give devices from engines to trainers (trainer.devices, "
+            f"rollout.engines), or look at trainer.recompute and microbatch.max_tokens.",
+        )
+    elif min(trainer, engine) > MUCH_IDLE:
+        yield Advice(
+            "look",
+            "trainer_idle",
+            "Engines and trainers wait for each other",
+            f"{seen} Little overlaps: more groups per iteration (schedule.prompts_per_iteration) or a smaller window make groups "
+            f"end one after another, so that training starts earlier.",
+        )
+
+
+def _window(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
+    window, waste = config.get("rollout.window"), recent(records, "tail_waste")
+    if isinstance(window, int):
+        sequences = _product(config, "schedule.prompts_per_iteration", "rollout.responses_per_prompt")
+        if sequences and window * (config.get("rollout.engines") or 1) >= sequences and config.get("schedule.stream"):
+            yield Advice(
+                "look",
+                "window",
+                "The window holds the whole iteration",
+                f"rollout.window={window} takes all {sequences} sequences at once, so that groups end together and nothing "
+                f"overlaps; rollout.window=auto chooses by simulation.",
+            )
+    if waste is not None and waste > MUCH_TAIL_WASTE:
+        yield Advice(
+            "look",
+            "tail_waste",
+            "Engines run empty at the end of generation",
+            f"{_percent(waste)} of their places were idle because nothing was left to dispatch, while the longest responses "
+            f"went on. schedule.dispatch=auto begins with the long ones; a lower rollout.max_response_tokens cuts the tail.",
+        )
+
+
+def _truncated(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
+    share = recent(records, "truncated_ratio")
+    if share is not None and share > MANY_TRUNCATED and not config.get("rollout.ignore_eos"):
+        yield Advice(
+            "act" if share > 3 * MANY_TRUNCATED else "look",
+            "truncated_ratio",
+            "Responses are cut at the limit",
+            f"{_percent(share)} of responses reached rollout.max_response_tokens={config.get('rollout.max_response_tokens')} and "
+            f"were judged unfinished. Raise it, or add the overlong reward, which teaches to be shorter.",
+        )
+
+
+def _equal_groups(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
+    share, accuracy = recent(records, "equal_reward_ratio"), recent(records, "accuracy")
+    if share is None or share <= MANY_EQUAL or config.get("schedule.dynamic_sampling"):
+        return
+    how = "right" if (accuracy or 0.0) > 0.5 else "wrong"
+    yield Advice(
+        "look",
+        "equal_reward_ratio",
+        "Most groups teach nothing",
+        f"In {_percent(share)} of groups all responses had the same reward, mostly all {how}: their advantages are zero. "
+        f"{'Harder' if how == 'right' else 'Easier'} prompts help, more responses per prompt, or schedule.dynamic_sampling=true.",
+    )
+
+
+def _drift(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
+    for key, name in (("logprob_diff", "mean difference"), ("logprob_k3", "K3 divergence")):
+        value = recent(records, f"{key}_mean" if key == "logprob_diff" else key)
+        limit = recent(records, f"{key}_limit")
+        if value is not None and limit and value > DRIFT * limit:
+            yield Advice(
+                "act",
+                "logprob_diff_mean",
+                "Engine and trainer log-probs drift apart",
+                f"Their {name} is {value:.2g}, {_percent(value / limit)} of the limit ({limit:.2g}) at which the run stops. "
+                f"Different kernels or types are the usual cause: see model.dtype, rollout.batch_invariant, the engine's version.",
+            )
+            return
+
+
+def _kl(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
+    kl = recent(records, "kl")
+    if config.get("algorithm.kl_coef") and kl is not None and kl > MUCH_KL:
+        yield Advice(
+            "look",
+            "kl",
+            "The policy is far from its reference",
+            f"KL is {kl:.2g} nats per token. If texts look worse, raise algorithm.kl_coef "
+            f"({config.get('algorithm.kl_coef')}) or lower optimizer.learning_rate.",
+        )
+
+
+def _entropy(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
+    first, last = recent(records[:RECENT], "entropy"), recent(records, "entropy")
+    solved = (recent(records, "accuracy") or 0.0) > 0.9
+    if first and last is not None and len(records) > RECENT and last < COLLAPSED_ENTROPY * first and not solved:
+        yield Advice(
+            "act",
+            "entropy",
+            "Entropy has collapsed",
+            f"It fell from {first:.3g} to {last:.3g} nats per token while the task is not solved: the policy explores little. "
+            f"Raise algorithm.clip_high (0.28, as DAPO), lower optimizer.learning_rate, or set algorithm.entropy_coef.",
+        )
+
+
+def _gradient(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
+    norm, limit = recent(records, "grad_norm"), config.get("optimizer.clip_grad")
+    if norm is not None and isinstance(limit, (int, float)) and limit > 0 and norm > OFTEN_CLIPPED * limit:
+        yield Advice(
+            "look",
+            "grad_norm",
+            "Nearly every gradient is clipped",
+            f"Its norm is {norm:.3g}, {norm / limit:.1f} times optimizer.clip_grad={limit:g}: the steps have the clipped length "
+            f"whatever the loss says. More groups per iteration, or a lower learning rate.",
+        )
+
+
+def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
+    errors = sum(number(record, "reward_errors") or 0.0 for record in records[-RECENT:])
+    if errors:
+        yield Advice(
+            "act",
+            "reward_mean",
+            "Reward functions fail",
+            f"{errors:.0f} groups of the last {min(RECENT, len(records))} iterations had a function that failed or ran into "
+            f"reward.timeout_s; its rewards were zero. coordinator.log names them.",
+        )
+    failed = [record["checkpoint_failed"] for record in records if record.get("checkpoint_failed") is not None]
+    if failed:
+        yield Advice(
+            "act",
+            "checkpoint_s",
+            "A checkpoint could not be written",
+            f"That of version {failed[-1]}, the last of {len(failed)}; trainer-0.log says why.",
+        )
+    if lost := number(records[-1], "records_lost"):
+        yield Advice(
+            "act",
+            "records_lost",
+            "Records were lost",
+            f"{lost:.0f} could not be written; is the disk full?",
+        )
+
+
+def _evaluation(evaluations: Sequence[Record]) -> list[Advice]:
+    """A fall from the best evaluation to the last that chance does not explain (two standard errors of the difference)."""
+    points = [
+        (accuracy, record)
+        for record in evaluations
+        if (accuracy := number(record, "accuracy")) is not None and number(record, "questions")
+    ]
+    if len(points) < 2:
+        return []
+    (best, best_record), (last, last_record) = max(points, key=lambda point: point[0]), points[-1]
+    questions = number(last_record, "questions") or 1.0
+    error = ((best * (1 - best) + last * (1 - last)) / questions) ** 0.5
+    if best - last <= 2 * error:
+        return []
+    return [
+        Advice(
+            "act",
+            "evaluation",
+            "Accuracy on held-out questions has fallen",
+            f"From {best:.3f} at version {best_record.get('version')} to {last:.3f} at version {last_record.get('version')}, more "
+            f"than chance explains. checkpoint.keep_best=1 keeps the best one; look at KL, entropy and response length there.",
+        )
+    ]
+
+
+def _product(config: Mapping[str, Any], *keys: str) -> int:
+    product = 1
+    for key in keys:
+        value = config.get(key)
+        product *= value if isinstance(value, int) else 0
+    return product
+
+
+RULES: tuple[Callable[[Sequence[Record], Mapping[str, Any]], Iterator[Advice]], ...] = (
+    _losses,
+    _drift,
+    _idle,
+    _window,
+    _truncated,
+    _equal_groups,
+    _entropy,
+    _kl,
+    _gradient,
+)

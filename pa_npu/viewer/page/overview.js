@@ -1,0 +1,87 @@
+/* Overview: advice, the newest numbers, curves. */
+
+const CHARTS = [
+  { topic: "reward_mean", title: "Reward", unit: "mean per response", keys: [["reward_mean", "total"]], prefix: "rewards." },
+  { topic: "accuracy", title: "Accuracy", unit: "share of responses", kind: "share", keys: [["accuracy", "trained"], ["accuracy_dispatched", "dispatched"]], evaluations: true },
+  { topic: "entropy", title: "Entropy", unit: "nats per token", keys: [["entropy", "policy"]] },
+  { topic: "kl", title: "KL to the reference", unit: "nats per token", keys: [["kl", "KL"]], nonzero: true },
+  { topic: "loss", title: "Loss", unit: "", keys: [["loss", "loss"]] },
+  { topic: "grad_norm", title: "Gradient norm", unit: "before clipping", keys: [["grad_norm", "norm"]], limit: ["optimizer.clip_grad", "clipped at"] },
+  { topic: "response_length_mean", title: "Response length", unit: "tokens, mean", keys: [["response_length_mean", "length"]], limit: ["rollout.max_response_tokens", "limit"] },
+  { topic: "truncated_ratio", title: "Lost signal", unit: "share", kind: "share", keys: [["truncated_ratio", "cut at the limit"], ["equal_reward_ratio", "groups with equal rewards"]] },
+  { topic: "trainer_idle", title: "Idle", unit: "share of the iteration", kind: "share", keys: [["trainer_idle", "trainers"], ["engine_idle", "engines"], ["tail_waste", "tail of generation"]] },
+  { topic: "iteration_s", title: "Time", unit: "seconds", keys: [["iteration_s", "iteration"], ["generate_s", "generation"], ["train_s", "training"], ["publish_s", "publish"], ["evaluation_s", "evaluation"], ["predicted_s", "predicted"]] },
+  { topic: "tpspd", title: "Throughput", unit: "tokens per second per device", keys: [["tpspd", "prompt + response"], ["tpspd_response", "response"], ["tpspd_computed", "computed"]] },
+  { topic: "logprob_diff_mean", title: "Engine against trainer", unit: "log-prob difference, log scale", log: true, keys: [["logprob_diff_mean", "mean"], ["logprob_k3", "K3"], ["logprob_diff_max", "largest"], ["probe_diff_max", "probe, largest"]], lastLimit: ["logprob_diff_limit", "limit of the mean"] },
+  { topic: "window", title: "Window", unit: "sequences in flight per engine", kind: "count", keys: [["window", "window"]] },
+  { topic: "learning_rate", title: "Learning rate", unit: "", keys: [["learning_rate", "rate"]] },
+  { topic: "memory_peak_bytes", title: "Memory of trainers", unit: "GiB, peak", scale: 1 / 2 ** 30, keys: [["memory_peak_bytes", "peak"]] },
+];
+
+function chartOf(spec) {
+  const series = [];
+  const addSeries = (run, other) => {
+    let keys = spec.keys;
+    if (spec.prefix) {
+      const functions = Object.keys(run.columns).filter((name) => name.startsWith(spec.prefix));
+      if (functions.length > 1) keys = [...keys, ...functions.map((name) => [name, name.slice(spec.prefix.length)])];
+    }
+    keys.forEach(([key, name], color) => {
+      const values = column(key, run);
+      if (!values.some((value) => value !== null) || (spec.nonzero && values.every((value) => !value))) return;
+      if (key === "accuracy_dispatched" && values.every((value, i) => Math.abs(value - column("accuracy", run)[i]) < 1e-9)) return;
+      series.push({ name: other ? `${name} (${run.name})` : name, run: run.name, x: column("iteration", run), color, other, values: spec.scale ? values.map((value) => value && value * spec.scale) : values });
+    });
+    if (spec.evaluations) for (const set of evaluationSets(run)) {
+      const points = evaluationPoints(run, set);
+      series.push({ name: other ? `${setName(set)} (${run.name})` : setName(set), x: points.map((p) => p.version), values: points.map((p) => p.value), low: points.map((p) => p.low), high: points.map((p) => p.high), points: true, run: run.name, color: other ? 3 : 2, other });
+    }
+  };
+  addSeries(state.run, false);
+  for (const run of state.compare) addSeries(run, true);
+  if (!series.length) return null;
+  const given = spec.limit && state.run.config[spec.limit[0]];
+  const limit = typeof given === "number" && given > 0 ? { value: given, name: spec.limit[1] }
+    : spec.lastLimit && last(spec.lastLimit[0]) !== null ? { value: last(spec.lastLimit[0]), name: spec.lastLimit[1] } : null;
+  return chart({ ...spec, series, limit, open: (iteration) => show("samples", { i: iteration }) });
+}
+
+function tiles() {
+  const recent = column("iteration_s").slice(-8).filter((value) => value !== null).sort((a, b) => a - b);
+  const { iterations, total, word } = state.run.state;
+  const left = total && recent.length && word !== "finished" ? (total - iterations) * recent[Math.floor(recent.length / 2)] : null;
+  const evaluated = evaluationSets(state.run)[0];
+  const points = evaluated === undefined ? [] : evaluationPoints(state.run, evaluated);
+  const values = [
+    [format(last("reward_mean")), "reward"],
+    [format(last("accuracy"), "share"), "accuracy, trained"],
+    points.length ? [format(points[points.length - 1].value, "share"), `evaluation, from ${format(points[0].value, "share")}`] : null,
+    [format(last("entropy")), "entropy, nats"],
+    [format(last("response_length_mean")), "tokens per response"],
+    [format(last("trainer_idle"), "share"), "trainers idle"],
+    [format(last("engine_idle"), "share"), "engines idle"],
+    [duration(last("iteration_s")), "last iteration"],
+    [format(last("tpspd"), "count"), "tokens/s per device"],
+    left === null ? null : [duration(left), "left"],
+  ];
+  return h("div", { class: "tiles" }, values.filter(Boolean).map(([value, name]) => h("div", { class: "tile" }, h("b", {}, value), h("span", {}, name))));
+}
+
+function adviceList() {
+  const words = { act: ["▲", "act"], look: ["●", "look"] };
+  return h("ul", { class: "advice", "aria-label": "Advice" }, state.run.advice.map((advice) => h("li", { class: advice.level },
+    h("h3", {}, h("span", { class: "mark" }, words[advice.level][0], " ", words[advice.level][1]), h("span", {}, shown(advice.title))), h("p", {}, shown(advice.text)))));
+}
+
+function overviewView(main) {
+  if (!column("iteration").length) {
+    fill(main, adviceList(), h("div", { class: "panel empty" }, "No iteration has ended yet. ", h("a", { href: "#processes" }, "What the processes do")));
+    return;
+  }
+  const drawn = new Set(CHARTS.flatMap((spec) => spec.keys.map(([key]) => key)));
+  const rest = Object.keys(state.run.columns).filter((name) => !drawn.has(name) && !name.startsWith("rewards.") && !["iteration", "time"].includes(name) && !name.endsWith("_limit"));
+  const more = h("details", {}, h("summary", {}, `${rest.length} further numbers`));
+  more.addEventListener("toggle", () => more.open && more.childElementCount === 1 && more.append(
+    h("div", { class: "charts" }, rest.map((name) => chartOf({ title: name, topic: name, keys: [[name, name.split(".").pop()]] })))));
+  fill(main, state.run.advice.length ? adviceList() : h("p", { class: "quiet" }, "No advice: the numbers are as they should be."), tiles(), h("div", { class: "charts" }, CHARTS.map(chartOf)), more);
+}

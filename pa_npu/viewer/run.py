@@ -1,0 +1,250 @@
+"""What the page shows of a run directory: plain values, read from its files only, whatever state they are in."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pa_npu
+from pa_npu.config.keys import all_keys
+from pa_npu.errors import DataError, UserError
+from pa_npu.telemetry.metrics import EVALUATIONS, METRICS
+from pa_npu.telemetry.sample_store import read_samples, sample_iterations
+from pa_npu.viewer.advice import advise
+from pa_npu.viewer.files import JsonLines, flat, number, read_yaml, tail
+from pa_npu.viewer.timeline import RunTimeline
+
+LOG_TAIL_BYTES = 256 << 10
+MOST_POINTS = 2000
+"""Iterations that curves are drawn of; a longer run shows every second, third, ..."""
+SILENT_S = 120.0
+_WARNING = re.compile(r"^\S+ \S+ [WEC] |\berror\b|Traceback", re.MULTILINE)
+_UNDRAWN = frozenset({"iteration", "version", "time", "devices"})
+
+
+class RunDirectory:
+    """One run. Raises UserError where the directory is none of a run."""
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise UserError(f"{directory}: is not a directory; give a run directory, as in runs/grpo_tiny")
+        if not any((self.directory / name).exists() for name in ("config.yaml", METRICS, "logs")):
+            raise UserError(f"{directory}: holds no config.yaml, {METRICS} or logs, so it is no run directory")
+        self._metrics = JsonLines(self.directory / METRICS)
+        self._evaluations = JsonLines(self.directory / EVALUATIONS)
+        self._samples = JsonLines(self.directory / "samples.jsonl")
+        self._timeline = RunTimeline(self.directory)
+
+    @property
+    def name(self) -> str:
+        return self.directory.resolve().name
+
+    def stamp(self) -> str:
+        """Changes when a file changes that the page is made from."""
+        watched = [self.directory / name for name in ("config.yaml", METRICS, EVALUATIONS, "runs_on.json")]
+        for folder in ("logs", "timeline", "samples"):
+            watched += sorted((self.directory / folder).glob("*"))
+        parts = []
+        for path in watched:
+            try:
+                status = path.stat()
+            except OSError:
+                continue
+            parts.append(f"{status.st_size}.{status.st_mtime_ns}")
+        return str(hash(tuple(parts)))
+
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration by dotted key."""
+        return {str(key): value for key, value in flat(read_yaml(self.directory / "config.yaml")).items() if key}
+
+    def records(self) -> list[dict[str, Any]]:
+        return _by_index(self._metrics.read(), "iteration")
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        return _by_index(self._evaluations.read(), "version")
+
+    def overview(self) -> dict[str, Any]:
+        """Everything but what belongs to a single iteration."""
+        records, config, evaluations = self.records(), self.config(), self.evaluations()
+        return {
+            "name": self.name,
+            "program": f"pa_npu {pa_npu.__version__}",
+            "stamp": self.stamp(),
+            "now": time.time(),
+            "columns": columns(records),
+            "evaluations": evaluations,
+            "advice": [asdict(advice) for advice in advise(records, config, evaluations)],
+            "config": config,
+            "defaults": {key.name: None if key.required else _plain(key.default) for key in all_keys()},
+            "meaning": {key.name: key.description for key in all_keys()},
+            "processes": self.processes(),
+            "state": self.state(records, config),
+            "sample_iterations": self.sample_iterations(),
+            "timeline_iterations": sorted(self._timeline.bounds()),
+        }
+
+    def state(self, records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Where the run is: finished, running or silent, by what its files say and when they were last written."""
+        launcher = self._timeline.processes().get("launcher", [])
+        begun = [index for index, event in enumerate(launcher) if "process" in event]
+        ended = any(event.get("name") == "run" for event in launcher[begun[-1] if begun else 0 :])
+        newest = self._newest()
+        total = config.get("schedule.iterations")
+        silent_s = max(SILENT_S, 5 * (number(records[-1], "iteration_s") or 0.0) if records else SILENT_S)
+        written = "running" if newest and time.time() - newest < silent_s else "silent"
+        return {
+            "word": "finished" if ended else written,
+            "last_write": newest,
+            "iterations": records[-1]["iteration"] + 1 if records else 0,
+            "total": total if isinstance(total, int) else None,
+            "attempts": len(begun),
+        }
+
+    def _newest(self) -> float:
+        times = []
+        for path in [
+            self.directory / METRICS,
+            *(self.directory / "logs").glob("*"),
+            *self.directory.glob("timeline/*"),
+        ]:
+            try:
+                times.append(path.stat().st_mtime)
+            except OSError:
+                continue
+        return max(times, default=0.0)
+
+    def processes(self) -> list[dict[str, Any]]:
+        """One entry per log or timeline: what it did last, when, how often it was started, what its log warns of."""
+        timelines = self._timeline.processes()
+        logs = {path.name.removesuffix(".log"): path for path in sorted((self.directory / "logs").glob("*.log"))}
+        found = []
+        for name in sorted({*timelines, *logs}):
+            events = timelines.get(name, [])
+            starts = [event for event in events if "process" in event]
+            spans = [event for event in events if isinstance(event.get("name"), str)]
+            text = tail(logs[name], LOG_TAIL_BYTES) if name in logs else ""
+            lines = text.splitlines()
+            found.append(
+                {
+                    "name": name,
+                    "log": logs[name].name if name in logs else None,
+                    "starts": len(starts) or None,
+                    "pid": starts[-1].get("pid") if starts else None,
+                    "last_event": spans[-1]["name"] if spans else None,
+                    "last_time": max((number(event, "end") or 0.0 for event in spans), default=0.0) or None,
+                    "warnings": len(_WARNING.findall(text)),
+                    "last_line": lines[-1] if lines else None,
+                }
+            )
+        return found
+
+    def log(self, name: str, most_bytes: int = LOG_TAIL_BYTES) -> str | None:
+        """The end of a log by its file name; None where the run has no such log."""
+        directory = self.directory / "logs"
+        if name not in {path.name for path in directory.glob("*.log")}:
+            return None
+        return tail(directory / name, most_bytes)
+
+    def timeline(self, iteration: int) -> dict[str, Any] | None:
+        return self._timeline.iteration(iteration)
+
+    def sample_iterations(self) -> list[int]:
+        """Iterations with samples, in either form."""
+        lines = {record["iteration"] for record in _by_index(self._samples.read(), "iteration", merge=False)}
+        return sorted({*sample_iterations(self.directory), *lines})
+
+    def samples(self, iteration: int) -> dict[str, Any]:
+        """The groups of an iteration with their responses, best form first: kept with tokens, or the lines of samples.jsonl."""
+        if iteration in sample_iterations(self.directory):
+            try:
+                return {
+                    "iteration": iteration,
+                    "groups": _groups(read_samples(self.directory, iteration)),
+                    "error": None,
+                }
+            except DataError as error:
+                return {"iteration": iteration, "groups": [], "error": str(error)}
+        lines = _by_index(self._samples.read(), "iteration", merge=False)
+        groups = [_line_group(line) for line in lines if line["iteration"] == iteration]
+        return {"iteration": iteration, "groups": groups, "error": None}
+
+
+def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    """Numbers of the records by name, nested ones dotted; None where a record has none. Long runs are thinned out."""
+    step = -(-len(records) // MOST_POINTS) or 1
+    kept = [record for index, record in enumerate(records) if index % step == 0 or index == len(records) - 1]
+    rows = [
+        {
+            name: value
+            for name, value in flat({key: item for key, item in record.items() if key != "engines"}).items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        for record in kept
+    ]
+    names = dict.fromkeys(name for row in rows for name in row if name not in _UNDRAWN)
+    found: dict[str, list[float | None]] = {"iteration": [float(record["iteration"]) for record in kept]}
+    found["time"] = [number(record, "time") for record in kept]
+    return found | {name: [row.get(name) for row in rows] for name in names}
+
+
+def _by_index(records: Sequence[dict[str, Any]], key: str, merge: bool = True) -> list[dict[str, Any]]:
+    """Records with a number, by number; of several with one, the last (merge), or all of them."""
+    valid = [r for r in records if isinstance(r.get(key), int) and not isinstance(r[key], bool) and r[key] >= 0]
+    if merge:
+        valid = list({record[key]: record for record in valid}.values())
+    return sorted(valid, key=lambda record: record[key])
+
+
+def _groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    shared = ("index", "prompt_id", "prompt", "prompt_tokens", "answer", "errors")
+    groups: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        group = groups.setdefault(row["index"], {**{name: row[name] for name in shared}, "responses": []})
+        response = {
+            name: value for name, value in row.items() if name not in (*shared, "iteration", "response", "tokens")
+        }
+        for name in ("logprobs", "trainer_logprobs"):
+            if response[name] is not None:
+                response[name] = [round(value, 7) for value in response[name]]
+        group["responses"].append(response | {"length": len(row["tokens"])})
+    return list(groups.values())
+
+
+def _line_group(line: Mapping[str, Any]) -> dict[str, Any]:
+    responses = line.get("responses")
+    return {
+        "index": line.get("index"),
+        "prompt_id": line.get("prompt_id"),
+        "prompt": str(line.get("prompt", "")),
+        "prompt_tokens": None,
+        "answer": str(line.get("answer", "")),
+        "errors": line.get("errors") if isinstance(line.get("errors"), list) else [],
+        "responses": [
+            {
+                "text": str(response.get("text", "")),
+                "finish_reason": response.get("finish_reason"),
+                "reward": number(response, "reward"),
+                "rewards": {},
+                "advantage": None,
+                "correct": bool(response.get("correct")),
+                "length": response.get("tokens"),
+                "pieces": None,
+                "logprobs": None,
+                "trainer_logprobs": None,
+            }
+            for response in (responses if isinstance(responses, list) else [])
+            if isinstance(response, dict)
+        ],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A default as JSON holds it, in the form that config.yaml has it."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value.model_dump(mode="json") if hasattr(value, "model_dump") else value

@@ -1,0 +1,93 @@
+"""Serves the page and its data on loopback, to read only.
+
+Only this machine is answered, and only under a loopback name: a page of another site that has its name point here is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from pa_npu.errors import UserError
+from pa_npu.viewer.page_file import page
+from pa_npu.viewer.run import RunDirectory
+
+LOOPBACK = "127.0.0.1"
+NAMES = frozenset({LOOPBACK, "localhost", "[::1]"})
+
+
+def answer(runs: Sequence[RunDirectory], path: str) -> Any:
+    """The data at a path, plain values; None where there is none. runs: the one that is viewed, then those it is compared with.
+
+    run, samples/N, timeline/N, log/NAME, compare.
+    """
+    run = runs[0]
+    kind, _, which = path.partition("/")
+    if kind == "run" and not which:
+        return run.overview()
+    if kind == "compare" and not which:
+        return [other.overview() for other in runs[1:]]
+    if kind == "log" and (text := run.log(which)) is not None:
+        return {"name": which, "text": text}
+    if kind in ("samples", "timeline") and which.isascii() and which.isdigit() and len(which) < 11:
+        return run.samples(int(which)) if kind == "samples" else run.timeline(int(which))
+    return None
+
+
+class ViewServer(ThreadingHTTPServer):
+    """port 0 takes a free one. Raises UserError where the port is taken."""
+
+    daemon_threads = True
+
+    def __init__(self, runs: Sequence[RunDirectory], port: int = 0) -> None:
+        self.runs = runs
+        try:
+            super().__init__((LOOPBACK, port), _Handler)
+        except OSError as error:
+            raise UserError(f"--port {port}: cannot be listened on ({error.strerror}); choose another") from None
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.server_port}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ViewServer
+    timeout = 30
+
+    def do_GET(self) -> None:
+        host = (self.headers.get("Host") or "").rpartition(":")
+        if (host[0] or host[2]) not in NAMES:
+            return self._send(403, "text/plain", b"only 127.0.0.1 and localhost are served\n")
+        parts = urlsplit(self.path)
+        if parts.path == "/":
+            return self._send(200, "text/html; charset=utf-8", page().encode())
+        if not parts.path.startswith("/api/"):
+            return self._send(404, "text/plain", b"not found\n")
+        name = parts.path.removeprefix("/api/")
+        if name == "run" and parse_qs(parts.query).get("stamp") == [self.server.runs[0].stamp()]:
+            return self._send(200, "application/json", b"null")
+        found = answer(self.server.runs, name)
+        if found is None:
+            return self._send(404, "application/json", b"null")
+        self._send(200, "application/json", json.dumps(found, allow_nan=False, default=str).encode())
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("X-Frame-Options", "DENY"),
+            ("Referrer-Policy", "no-referrer"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Requests are not worth a line."""

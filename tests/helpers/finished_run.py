@@ -1,0 +1,192 @@
+"""A run directory as a run leaves it, made up: curves that learn, two engines and two trainers on a clock, hostile texts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pa_npu.config.load import dump_config
+from pa_npu.config.schema import Config
+from pa_npu.telemetry.sample_store import KeptResponse, SampleStore, TrainerLogprobs
+
+ITERATIONS, GROUPS, RESPONSES = 12, 6, 4
+ENGINES = ("http://127.0.0.1:8100", "http://127.0.0.1:8101")
+BEGAN_S = 1_790_000_000.0
+ITERATION_S = 10.0
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script></script><!--\u202eevil\u202c \x1b[31mred\x07 \x00'
+SECRET = "hf_not_for_the_page"
+
+
+def make_run(directory: Path, iterations: int = ITERATIONS, **sections: dict[str, Any]) -> Path:
+    """The directory. The whole of it takes a fraction of a second."""
+    directory.mkdir(parents=True)
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(directory), "device": "cpu"},
+            "model": {"path": "models/tiny"},
+            "data": {"train": "train.jsonl", "test": "test.jsonl"},
+            "rollout": {"engines": 2, "max_response_tokens": 64, "env": {"HF_TOKEN": SECRET, "OMP_NUM_THREADS": "1"}},
+            "trainer": {"devices": 2},
+            "schedule": {"iterations": ITERATIONS, "prompts_per_iteration": GROUPS},
+            **sections,
+        }
+    )
+    (directory / "config.yaml").write_text(dump_config(config))
+    lines(directory / "metrics.jsonl", [metrics(iteration) for iteration in range(iterations)])
+    evaluations = [
+        {"version": version, "accuracy": round(0.31 + 0.6 * version / ITERATIONS, 3), "questions": 200, "seconds": 1.5}
+        for version in range(0, iterations + 1, 4)
+    ]
+    lines(directory / "evaluations.jsonl", evaluations)
+    write_timeline(directory, iterations)
+    write_samples(directory, min(iterations, 3))
+    logs = directory / "logs"
+    logs.mkdir()
+    (logs / "coordinator.log").write_text(
+        f"2026-01-01 00:00:00.000 I coordinator main: begun\n2026-01-01 00:00:01.000 W coordinator pool: slow {HOSTILE}\n"
+    )
+    (logs / "launcher.log").write_text("2026-01-01 00:00:00 engine-0 on core 0\n2026-01-01 00:01:00 done\n")
+    (logs / "trainer-0.log").write_text("2026-01-01 00:00:00.000 E trainer-0 loop: something failed\n")
+    return directory
+
+
+def metrics(iteration: int) -> dict[str, Any]:
+    part = iteration / (ITERATIONS - 1)
+    wave = math.sin(iteration * 2.1)
+    reward = 0.3 + 0.62 * part + 0.03 * wave
+    return {
+        "iteration": iteration,
+        "version": iteration,
+        "reward_mean": reward + 0.05,
+        "rewards": {"math": reward, "format": 0.8 + 0.2 * part},
+        "accuracy": reward,
+        "accuracy_dispatched": reward,
+        "equal_reward_ratio": 0.2 + 0.2 * part,
+        "entropy": 0.5 - 0.3 * part + 0.02 * wave,
+        "kl": 0.02 * part,
+        "loss": 0.01 * wave,
+        "grad_norm": 0.4 + 0.1 * wave,
+        "response_length_mean": 30 + 12 * part + wave,
+        "truncated_ratio": 0.02 + 0.01 * wave,
+        "logprob_diff_mean": 1.2e-4 * (1 + 0.1 * wave),
+        "logprob_diff_max": 4e-3,
+        "logprob_k3": 3e-8,
+        "logprob_diff_limit": 2e-3,
+        "iteration_s": ITERATION_S + 0.3 * wave,
+        "generate_s": 8.2,
+        "train_s": 5.1,
+        "publish_s": 0.5,
+        "trainer_idle": 0.44 + 0.02 * wave,
+        "engine_idle": 0.14,
+        "tail_waste": 0.12,
+        "tpspd": 610 + 80 * part + 10 * wave,
+        "tpspd_response": 400 + 60 * part,
+        "window": 64,
+        "learning_rate": 2e-4,
+        "memory_peak_bytes": 3.1e9,
+        "learned": {"decode_step_s": 0.003},
+        "engines": {"http://127.0.0.1:8100": {"requests": 3, "tokens": 900}},
+        "devices": 4,
+        "time": BEGAN_S + ITERATION_S * (iteration + 1),
+    }
+
+
+def lines(path: Path, records: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def span(name: str, lane: str, start_s: float, end_s: float, **args: Any) -> dict[str, Any]:
+    return {"name": name, "lane": lane, "start": start_s, "end": end_s, **({"args": args} if args else {})}
+
+
+def write_timeline(directory: Path, iterations: int) -> None:
+    """Publishes end at BEGAN_S + 10 i. Of an iteration's 10 s trainers wait 3 s for the first group and 1 s for the border."""
+    coordinator: list[dict[str, Any]] = [{"process": "coordinator", "pid": 10, "start": BEGAN_S - 5}]
+    trainers: list[list[dict[str, Any]]] = [
+        [{"process": f"trainer-{rank}", "pid": 20 + rank, "start": BEGAN_S - 5}] for rank in range(2)
+    ]
+    coordinator.append(span("publish", "main", BEGAN_S - 0.5, BEGAN_S, version=0))
+    for iteration in range(iterations):
+        start_s = BEGAN_S + ITERATION_S * iteration
+        for group in range(GROUPS):
+            engine = f"engine {ENGINES[group % 2]}"
+            first_s = start_s + 0.2 + (group // 2) * 1.6
+            coordinator.append(
+                span(f"group {group}", engine, first_s, first_s + 2.8 + 0.3 * group, iteration=iteration)
+            )
+            ended_s = first_s + 2.8 + 0.3 * group
+            coordinator.append(span(f"reward {group}", "rewards", ended_s, ended_s + 0.15, iteration=iteration))
+        for events in trainers:
+            events.append(span("wait for group", "wait", start_s, start_s + 3.0, slot=0))
+            for part in range(5):
+                events.append(span(f"group {part}", "microbatches", start_s + 3 + 1.1 * part, start_s + 4 + 1.1 * part))
+            events.append(span("step", "main", start_s + 8.5, start_s + 9.0))
+            events.append(span("wait for engines", "main", start_s + 9.0, start_s + 10.0))
+        coordinator.append(span("wait for trainers", "main", start_s + 8.6, start_s + 9.5, version=iteration + 1))
+        coordinator.append(span("publish", "main", start_s + 9.5, start_s + 10.0, version=iteration + 1))
+    lines(directory / "timeline" / "coordinator.jsonl", coordinator)
+    for rank, events in enumerate(trainers):
+        lines(directory / "timeline" / f"trainer-{rank}.jsonl", events)
+    done = [span("run", "run", BEGAN_S - 5, BEGAN_S + 500)] if iterations == ITERATIONS else []
+    launcher = [{"process": "launcher", "pid": 1, "start": BEGAN_S - 6}, span("start engine-0", "engine-0", 1.0, 2.0)]
+    lines(directory / "timeline" / "launcher.jsonl", launcher + done)
+
+
+def kept_responses(iteration: int) -> list[KeptResponse]:
+    """Group 0 is hostile, group 1 all equal, the others mixed."""
+    rng = np.random.default_rng(iteration)
+    rows = []
+    for index in range(GROUPS):
+        for response in range(RESPONSES):
+            right = index == 1 or bool((response + index) % 2)
+            answer = 12 * index + (0 if right else 1)
+            text = HOSTILE if index == 0 and response == 0 else f"12 x {index} is\n#### {answer}"
+            tokens = list(range(3, 3 + 9 + response))
+            rows.append(
+                KeptResponse(
+                    iteration=iteration,
+                    index=index,
+                    response=response,
+                    prompt_id=100 + index,
+                    prompt=f"What is 12 x {index}?" + (HOSTILE if index == 0 else ""),
+                    prompt_tokens=7,
+                    answer=str(12 * index),
+                    text=text,
+                    finish_reason="length" if index == 3 and response == 2 else "stop",
+                    version=iteration,
+                    reward=1.2 if right else 0.2,
+                    rewards={"math": float(right), "my_reward:brevity": 0.2},
+                    advantage=0.0 if index == 1 else (0.87 if right else -0.87),
+                    correct=right,
+                    errors=("format: " + HOSTILE,) if index == 0 else (),
+                    tokens=tokens,
+                    logprobs=(-rng.exponential(0.4, len(tokens))).astype(np.float32).tolist(),
+                )
+            )
+    return rows
+
+
+def piece(token: int) -> str:
+    return ["<b>", "12", " x", " is", "\n", "####", " 4", "8", "\u202e", "<|end|>", "\ud800", " so"][token % 12]
+
+
+def write_samples(directory: Path, iterations: int) -> None:
+    store = SampleStore(directory, 0, piece)
+    trainer = TrainerLogprobs(directory, 0, 4)
+    for iteration in range(iterations):
+        rows = kept_responses(iteration)
+        store.write(iteration, rows)
+        for row in rows:
+            difference = torch.linspace(-1e-3, 2e-3, len(row.logprobs))
+            trainer.add(
+                iteration, [(row.index, row.response)], [len(row.tokens)], torch.tensor(row.logprobs) + difference
+            )
+        trainer.write()
+    trainer.close()
+    store.close()

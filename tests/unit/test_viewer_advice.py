@@ -1,0 +1,93 @@
+"""Advice: each rule speaks where its numbers call for it, names the key to change, and is silent otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pa_npu.viewer.advice import Advice, advise
+from tests.helpers.finished_run import metrics
+
+CONFIG = {
+    "telemetry.warmup_iterations": 1,
+    "schedule.stream": True,
+    "schedule.prompts_per_iteration": 16,
+    "rollout.responses_per_prompt": 8,
+    "rollout.engines": 1,
+    "rollout.window": "auto",
+    "rollout.max_response_tokens": 64,
+    "optimizer.clip_grad": 1.0,
+    "algorithm.kl_coef": 0.001,
+}
+CALM = {"trainer_idle": 0.1, "engine_idle": 0.1}
+
+
+def given(config: dict[str, Any] | None = None, **numbers: Any) -> list[Advice]:
+    records = [metrics(iteration) | CALM | numbers for iteration in range(12)]
+    return advise(records, CONFIG | (config or {}))
+
+
+def test_a_run_without_trouble_gets_none_and_so_does_an_empty_one() -> None:
+    assert given() == []
+    assert advise([], CONFIG) == [] and advise([{"iteration": 0}], {}) == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "config", "title", "key"),
+    [
+        ({"trainer_idle": 0.6, "engine_idle": 0.1}, {}, "Trainers wait for engines", "rollout.engines"),
+        ({"trainer_idle": 0.1, "engine_idle": 0.6}, {}, "Engines wait for trainers", "trainer.devices"),
+        ({"trainer_idle": 0.5, "engine_idle": 0.5}, {}, "wait for each other", "schedule.prompts_per_iteration"),
+        ({"trainer_idle": 0.5}, {"schedule.stream": False}, "whole batch", "schedule.stream=true"),
+        ({}, {"rollout.window": 128}, "window holds the whole", "rollout.window=auto"),
+        ({"tail_waste": 0.4}, {}, "run empty", "schedule.dispatch=auto"),
+        ({"truncated_ratio": 0.35}, {}, "cut at the limit", "rollout.max_response_tokens=64"),
+        ({"equal_reward_ratio": 0.7, "accuracy": 0.9}, {}, "teach nothing", "Harder"),
+        ({"equal_reward_ratio": 0.7, "accuracy": 0.1}, {}, "teach nothing", "Easier"),
+        ({"logprob_diff_mean": 1.5e-3}, {}, "drift apart", "75% of the limit"),
+        ({"kl": 0.9}, {}, "far from its reference", "algorithm.kl_coef"),
+        ({"grad_norm": 9.0}, {}, "every gradient is clipped", "optimizer.clip_grad"),
+        ({"reward_errors": 2}, {}, "Reward functions fail", "reward.timeout_s"),
+        ({"checkpoint_failed": 4}, {}, "checkpoint could not", "version 4"),
+        ({"records_lost": 3}, {}, "Records were lost", "3"),
+    ],
+)
+def test_each_rule_speaks_and_names_what_to_change(
+    numbers: dict[str, Any], config: dict[str, Any], title: str, key: str
+) -> None:
+    (found,) = given(config, **numbers)
+    assert title in found.title and key in found.text
+
+
+def test_rules_that_do_not_apply_are_silent() -> None:
+    assert not given({"schedule.dynamic_sampling": True}, equal_reward_ratio=0.9)
+    assert not given({"rollout.ignore_eos": True}, truncated_ratio=1.0)
+    assert not given({"algorithm.kl_coef": 0.0}, kl=3.0)
+    assert not given({"rollout.window": 64}), "half of the iteration"
+
+
+def test_entropy_that_falls_is_a_collapse_only_while_the_task_is_not_solved() -> None:
+    def falling(accuracy: float) -> list[Advice]:
+        records = [
+            metrics(i % 12) | CALM | {"entropy": 1.0 if i < 12 else 0.05, "accuracy": accuracy} for i in range(24)
+        ]
+        return advise(records, CONFIG)
+
+    (found,) = falling(0.4)
+    assert found.title == "Entropy has collapsed" and "clip_high" in found.text
+    assert falling(0.95) == []
+
+
+def test_a_fall_of_held_out_accuracy_counts_where_chance_does_not_explain_it() -> None:
+    def evaluations(last: float) -> list[Advice]:
+        return advise([], CONFIG, [{"version": v, "accuracy": a, "questions": 200} for v, a in ((0, 0.8), (4, last))])
+
+    (found,) = evaluations(0.6)
+    assert "0.800 at version 0 to 0.600 at version 4" in found.text
+    assert evaluations(0.74) == [], "two standard errors of the difference are 0.084"
+
+
+def test_what_costs_most_comes_first() -> None:
+    found = given(trainer_idle=0.6, engine_idle=0.1, equal_reward_ratio=0.9)
+    assert [advice.level for advice in found] == ["act", "look"]

@@ -1,0 +1,214 @@
+"""The viewer without a browser: what it reads from a run directory, what it serves and to whom, what it exports."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pa_npu.errors import UserError
+from pa_npu.launcher.cli import main
+from pa_npu.viewer import run as viewer_run
+from pa_npu.viewer.export import export
+from pa_npu.viewer.run import RunDirectory, columns
+from pa_npu.viewer.server import ViewServer, answer
+from tests.helpers.finished_run import ENGINES, GROUPS, HOSTILE, ITERATIONS, RESPONSES, SECRET, make_run, metrics
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("viewer") / "run")
+
+
+@pytest.fixture(scope="module")
+def server(run_dir: Path) -> Iterator[ViewServer]:
+    with ViewServer([RunDirectory(run_dir)]) as served:
+        thread = threading.Thread(target=served.serve_forever, name="viewer")
+        thread.start()
+        yield served
+        served.shutdown()
+        thread.join(10)
+
+
+def ask(server: ViewServer, path: str, method: str = "GET", host: str | None = None) -> tuple[int, bytes, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection.request(method, path, headers={"Host": host} if host else {})
+    response = connection.getresponse()
+    found = response.status, response.read(), response.headers
+    connection.close()
+    return found
+
+
+def test_numbers_of_the_overview_are_those_of_the_files(run_dir: Path) -> None:
+    overview = RunDirectory(run_dir).overview()
+    found = overview["columns"]
+    assert found["iteration"] == list(range(ITERATIONS))
+    assert found["rewards.math"] == [metrics(i)["rewards"]["math"] for i in range(ITERATIONS)]
+    assert found["learned.decode_step_s"] == [0.003] * ITERATIONS and not any("engines" in name for name in found)
+    assert [record["version"] for record in overview["evaluations"]] == [0, 4, 8, 12]
+    assert overview["state"] | {"last_write": 0} == {
+        **{"word": "finished", "last_write": 0, "iterations": ITERATIONS, "total": ITERATIONS, "attempts": 1}
+    }
+    assert overview["sample_iterations"] == [0, 1, 2]
+    assert [advice["title"] for advice in overview["advice"]] == ["Trainers wait for engines"]
+    assert overview["config"]["optimizer.clip_grad"] == overview["defaults"]["optimizer.clip_grad"] == 1.0
+    processes = {process["name"]: process for process in overview["processes"]}
+    assert set(processes) == {"coordinator", "launcher", "trainer-0", "trainer-1"}
+    assert processes["trainer-0"]["warnings"] == 1 and processes["trainer-0"]["last_event"] == "wait for engines"
+
+
+def test_secrets_of_the_engines_environment_are_not_shown(run_dir: Path) -> None:
+    text = json.dumps(answer([RunDirectory(run_dir)], "run"))
+    assert SECRET not in text and '"rollout.env.OMP_NUM_THREADS": "1"' in text
+
+
+def test_waits_of_an_iteration_are_what_its_spans_add_up_to(run_dir: Path) -> None:
+    found = RunDirectory(run_dir).timeline(5)
+    assert found is not None and found["seconds"] == pytest.approx(10.0) and not found["running"]
+    assert [row["name"] for row in found["rows"]] == ["coordinator", *ENGINES, "rewards", "trainer-0", "trainer-1"]
+    waits = {entry["name"]: entry for entry in found["waits"]}
+    trainer = waits["trainer-0"]
+    assert trainer["parts"] | {"publish": 0, "checkpoint": 0} == pytest.approx(
+        {"train": 5.5, "wait for groups": 3.0, "wait for engines": 1.0, "publish": 0, "checkpoint": 0}
+    )
+    assert trainer["idle"] == pytest.approx(0.5), "between its five microbatches and the step"
+    engine = waits[ENGINES[0]]  # groups 0, 2, 4: 0.2 to 3.0, 1.8 to 5.2, 3.4 to 7.4; then the publish of 0.5 s
+    assert engine["parts"]["generate"] == pytest.approx(7.2) and engine["idle"] == pytest.approx(10 - 7.2 - 0.5)
+    for row in found["rows"]:
+        bars = sorted(row["bars"])
+        for one, two in pairwise(bars):
+            assert one[0] != two[0] or one[1] + one[2] <= two[1] + 2e-6, f"bars of a track overlap in {row['name']}"
+    assert RunDirectory(run_dir).timeline(ITERATIONS + 5) is None
+
+
+def test_groups_have_their_responses_side_by_side(run_dir: Path) -> None:
+    found = RunDirectory(run_dir).samples(1)
+    assert [group["index"] for group in found["groups"]] == list(range(GROUPS))
+    first = found["groups"][0]
+    assert len(first["responses"]) == RESPONSES and first["responses"][0]["text"] == HOSTILE
+    response = first["responses"][1]
+    assert len(response["pieces"]) == len(response["logprobs"]) == len(response["trainer_logprobs"])
+    assert response["rewards"] == pytest.approx({"math": 1.0, "my_reward:brevity": 0.2})
+
+
+def test_a_run_of_samples_jsonl_alone_is_shown_too(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    line = {"iteration": 3, "index": 0, "prompt": "p", "answer": "a", "responses": [{"text": "t", "reward": 1.0}]}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n{broken\n[1]\n")
+    run = RunDirectory(tmp_path)
+    assert run.sample_iterations() == [3] and run.samples(3)["groups"][0]["responses"][0]["text"] == "t"
+
+
+def test_files_that_grow_or_are_broken_are_read_as_far_as_they_go(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", iterations=2)
+    run = RunDirectory(run_dir)
+    assert len(run.records()) == 2 and run.overview()["state"]["word"] == "running"
+    stamp = run.stamp()
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics(2))[:40])
+    assert len(run.records()) == 2, "half a line is none yet"
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(
+            json.dumps(metrics(2))[40:] + "\nnonsense\n[]\n" + '{"iteration": "x"}\n{"iteration": 3, "loss": NaN}\n'
+        )
+    assert [record["iteration"] for record in run.records()] == [0, 1, 2, 3] and run.stamp() != stamp
+    assert run.records()[-1]["loss"] is None
+    (run_dir / "metrics.jsonl").write_text(json.dumps(metrics(0)) + "\n")
+    assert [record["iteration"] for record in run.records()] == [0], "a resume has cut the file"
+    (run_dir / "config.yaml").write_text("{[broken")
+    (run_dir / "timeline" / "coordinator.jsonl").write_bytes(b"\xff\xfe\n{}\n")
+    assert run.overview()["config"] == {} and run.overview()["state"]["total"] is None
+
+
+def test_a_long_run_is_thinned_out_and_keeps_its_last_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewer_run, "MOST_POINTS", 10)
+    found = columns([{"iteration": i, "loss": float(i)} for i in range(95)])
+    assert found["iteration"] == [*range(0, 95, 10), 94] == found["loss"]
+
+
+def test_the_server_is_on_loopback_and_answers_only_who_calls_it_so(server: ViewServer) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    assert (
+        ask(server, "/api/run")[0] == 200 and ask(server, "/api/run", host=f"localhost:{server.server_port}")[0] == 200
+    )
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "10.0.0.1"):
+        assert ask(server, "/api/run", host=host or " ")[0] == 403, host
+    for method in ("POST", "PUT", "DELETE"):
+        assert ask(server, "/api/run", method)[0] == 501
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/api/log/../config.yaml", "/api/log/%2e%2e/config.yaml", "/api/log//etc/passwd", "/etc/passwd", "/page.css"),
+        *(
+            "/api/samples/-1",
+            "/api/samples/1e3",
+            "/api/samples/99999999999999999999",
+            "/api/timeline/x",
+            "/api/",
+            "/api/no",
+        ),
+    ],
+)
+def test_nothing_but_the_run_is_served(server: ViewServer, path: str) -> None:
+    status, body, _ = ask(server, path)
+    assert status == 404 and body in (b"null", b"not found\n")
+
+
+def test_the_page_allows_its_own_script_and_style_and_nothing_else(server: ViewServer) -> None:
+    status, body, headers = ask(server, "/")
+    text = body.decode()
+    assert status == 200 and headers["Cache-Control"] == "no-store" and headers["X-Frame-Options"] == "DENY"
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)
+    assert (
+        policy and "default-src 'none'" in policy[1] and "unsafe" not in policy[1] and policy[1].count("sha256-") == 2
+    )
+    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", text), "no address of anything outside"
+
+
+def test_an_unchanged_run_is_not_sent_again(server: ViewServer) -> None:
+    stamp = json.loads(ask(server, "/api/run")[1])["stamp"]
+    assert ask(server, f"/api/run?stamp={stamp}")[1] == b"null"
+
+
+def test_a_copied_directory_is_exported_the_same_and_nothing_is_written_to_it(run_dir: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere" / "run"
+    shutil.copytree(run_dir, copy)
+    before = {path: path.stat().st_mtime_ns for path in [copy, *copy.rglob("*")]}
+    assert export([RunDirectory(copy)], tmp_path / "page.html") == ""
+    assert {path: path.stat().st_mtime_ns for path in [copy, *copy.rglob("*")]} == before
+    text = (tmp_path / "page.html").read_text()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    assert data["samples/2"]["groups"][0]["responses"][0]["text"] == HOSTILE and "timeline/11" in data
+    assert "<img" not in text and text.count("<script") == 2 == text.count("</script"), "texts cannot become markup"
+    assert SECRET not in text and "connect-src 'none'" in text
+
+
+def test_a_run_too_large_for_a_page_leaves_the_oldest_out_and_says_so(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pa_npu.viewer.export.LARGEST_BYTES", 90_000)
+    assert "oldest iterations left out" in export([RunDirectory(run_dir)], tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size < 300_000
+
+
+def test_the_command_exports_and_refuses_what_is_no_run(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["view", str(run_dir), "--export", str(tmp_path / "a.html")]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'a.html'}\n"
+    for wrong in (tmp_path / "none", tmp_path):
+        assert main(["view", str(wrong)]) == 2
+        assert "run directory" in capsys.readouterr().err
+    assert main(["view", str(run_dir), "--port", "99999"]) == 2
+    with pytest.raises(UserError, match="choose another"):
+        export([RunDirectory(run_dir)], run_dir / "config.yaml" / "x.html")
