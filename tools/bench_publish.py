@@ -42,12 +42,12 @@ from pa_npu.backends.megatron.weights import hf_map
 from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
 from pa_npu.families.rope import Rope
 from pa_npu.families.spec import ModelSpec
-from pa_npu.publish import transport
-from pa_npu.publish.manifest import Manifest
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher
-from pa_npu.publish.receiver import Receiver
 from pa_npu.publish.sizing import Link, publish_seconds, weight_bytes
+from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.manifest import Manifest
+from pa_npu.weight_transfer.receiver import Receiver
 
 TIMEOUT_S = 120.0
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -178,6 +178,9 @@ class TrainBackend(Protocol):
 class BackendModule(Protocol):
     """What the registry's entry for a backend offers."""
 
+    def changes(self) -> list[str]:
+        """What the backend changes in other packages for the whole of a trainer's process, one line each, for people."""
+
     def create(
         self,
         config: Config,

@@ -8,9 +8,12 @@ from typing import cast
 
 from pa_npu.backends.protocol import BackendModule
 from pa_npu.checkpoints.directories import read_meta
+from pa_npu.config.sections import TrainerConfig
 from pa_npu.errors import ConfigError
 
 _MODULES = {"megatron": "pa_npu.backends.megatron.factory"}
+
+DEFAULT_BACKEND = str(TrainerConfig.model_fields["backend"].default)
 
 
 def backend_module(name: str) -> BackendModule:
@@ -23,4 +26,4 @@ def backend_module(name: str) -> BackendModule:
 def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None) -> None:
     """Write the policy of `checkpoint` as an HF directory, by the backend that wrote it; see BackendModule."""
     trainer = read_meta(checkpoint).config.get("trainer") or {}
-    backend_module(trainer.get("backend", "megatron")).export_checkpoint(checkpoint, output, model)
+    backend_module(trainer.get("backend", DEFAULT_BACKEND)).export_checkpoint(checkpoint, output, model)

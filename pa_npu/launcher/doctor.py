@@ -12,7 +12,8 @@ from pathlib import Path
 
 from pa_npu import __version__
 from pa_npu import platform as platforms
-from pa_npu.backends.megatron.patches import PATCHES
+from pa_npu.backends.registry import DEFAULT_BACKEND as DEFAULT_TRAINER
+from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.engines.registry import DEFAULT_BACKEND, engine_kind
 from pa_npu.errors import PaNpuError, UserError
@@ -74,9 +75,10 @@ def doctor(config: Config | None) -> int:
             )
             for index, users in busy_devices(kind).items():
                 print(f"  {kind} {index} in use: {users}")
-    print("\nchanges to torch and megatron in the trainers' processes")
-    for patch in PATCHES:
-        print(f"  {patch.line()}")
+    trainer = config.trainer.backend if config else DEFAULT_TRAINER
+    print(f"\nchanges of {trainer} to other packages in the trainers' processes")
+    for change in backend_module(trainer).changes():
+        print(f"  {change}")
     print("\noperators")
     print(f"  {'ascendc':<14} {_ascendc()}")
     problem = port_problem("127.0.0.1", 0)

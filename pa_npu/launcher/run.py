@@ -47,11 +47,11 @@ from pa_npu.launcher.resume import checkpoints_directory, resolve_resume
 from pa_npu.launcher.run_checks import Findings, check_engines, check_surroundings, resolve_device
 from pa_npu.launcher.run_directory import begin_attempt, own_run_directory
 from pa_npu.platform.base import Platform
-from pa_npu.publish.transport import Abandonment
 from pa_npu.telemetry.progress import format_duration
 from pa_npu.telemetry.record_file import attempt
 from pa_npu.telemetry.summary import summarise
 from pa_npu.telemetry.timeline import MERGED, Timeline, merge
+from pa_npu.weight_transfer.transport import Abandonment
 
 
 def run(config: Config) -> int:

@@ -1,7 +1,7 @@
 """Weights from trainers to engines: one protocol between three parties, on one page.
 
-    coordinator (coordinator_side)      trainer rank (trainer_side, publisher)      engine worker (receiver)
-    ------------------------------      --------------------------------------      ------------------------
+    coordinator (coordinator_side)      trainer rank (trainer_side, publisher)      engine worker (weight_transfer.receiver)
+    ------------------------------      --------------------------------------      ----------------------------------------
     once                          <---  MANIFEST: StageManifest, of each stage
 
     at every border, version v:
@@ -22,11 +22,7 @@
 
     inside an iteration, for an engine that was started again: LATE_REQUEST ... LATE_BROKEN (late_engines draws it).
 
-Where things are: messages and their keys in `messages`; what a stage sends in `manifest`; groups, waits and deadlines in
-`transport`, what their backends do differently in `collectives`; who of the engines is behind in `progress`; sums that show a
-changed weight in `digest`, what the coordinator makes of them in `arrival`; when training stands still for a late engine in
-`version_gate`; sizes and seconds in `sizing`.
-
-Empty of imports: `receiver` and what it needs (`transport`, `manifest`, `digest`, `progress`, `collectives`) run inside engines,
-where only torch and the engine are installed.
+Where things are: messages and their keys in `messages`; what the coordinator makes of digests in `arrival`; when training stands
+still for a late engine in `version_gate`; sizes and seconds in `sizing`. The wire itself - groups, buckets, digests, and the
+engine's end, which runs inside engines - is the room below, pa_npu.weight_transfer.
 """

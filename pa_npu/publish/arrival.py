@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 
 from pa_npu.engines.protocol import LoadedWeights
 from pa_npu.errors import InvariantViolation
-from pa_npu.publish.digest import first_difference
-from pa_npu.publish.manifest import Manifest
 from pa_npu.publish.messages import SentWeights, StageManifest
+from pa_npu.weight_transfer.digest import first_difference
+from pa_npu.weight_transfer.manifest import Manifest
 
 
 class ArrivalCheck:

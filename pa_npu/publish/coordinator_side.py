@@ -1,7 +1,7 @@
 """The coordinator's end of the protocol: engines join the trainers' groups, load a version, forget prefixes, answer a probe.
 
 The trainers' end is pa_npu.publish.trainer_side (and, between two publishes, pa_npu.publish.late_engines); what runs inside the
-engines is pa_npu.publish.receiver. When an engine dies meanwhile, the attempt is given up on both sides and made again with
+engines is pa_npu.weight_transfer.receiver. When an engine dies meanwhile, the attempt is given up on both sides and made again with
 those that are left: nothing is in flight at a border, so an attempt that fails costs time only.
 """
 
@@ -45,8 +45,8 @@ from pa_npu.publish.messages import (
     SentWeights,
     StageManifest,
 )
-from pa_npu.publish.transport import Abandonment
 from pa_npu.samples.seeds import group_seed
+from pa_npu.weight_transfer.transport import Abandonment
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@
 Without it an engine that dies would be of no use before the next publish, and the only engine's death would end the iteration.
 
 Where the backend of collectives allows it (gloo), training goes on meanwhile: what the two do at the same time uses different
-groups and streams. Where it does not (NCCL, HCCL; pa_npu.publish.collectives), joining and sending take turns with training:
+groups and streams. Where it does not (NCCL, HCCL; see weight_transfer/collectives.py), joining and sending take turns with
+training:
 
   - A stage's tensor-parallel ranks stop at one microbatch border (pa_npu.publish.version_gate), wait for their device, and do the
     step. Ranks of other replicas go on, and wait at the next gradient reduction at the latest.
@@ -36,7 +37,6 @@ from pa_npu.control.channel import StoreChannel, StoreError
 from pa_npu.control.typed import Topic
 from pa_npu.errors import PaNpuError
 from pa_npu.platform.base import Platform
-from pa_npu.publish import collectives
 from pa_npu.publish.messages import (
     LATE_ANSWER,
     LATE_BROKEN,
@@ -56,6 +56,7 @@ from pa_npu.publish.messages import (
 from pa_npu.publish.publisher import Publisher
 from pa_npu.publish.transport import Deadline
 from pa_npu.publish.version_gate import VersionGate
+from pa_npu.weight_transfer import collectives
 
 T = TypeVar("T")
 

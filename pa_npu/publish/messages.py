@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pa_npu.control.typed import Topic
-from pa_npu.publish.transport import epoch_name
+from pa_npu.weight_transfer.transport import epoch_name
 
 
 @dataclass(frozen=True)

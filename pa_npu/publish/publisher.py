@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.publish import progress, transport
-from pa_npu.publish.digest import Digests
-from pa_npu.publish.manifest import Manifest
 from pa_npu.publish.messages import PublishMembers, StageManifest
+from pa_npu.weight_transfer import progress, transport
+from pa_npu.weight_transfer.digest import Digests
+from pa_npu.weight_transfer.manifest import Manifest
 
 _GATHER_MARGIN_S = 10.0
 

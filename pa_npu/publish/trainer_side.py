@@ -26,8 +26,8 @@ from pa_npu.publish.messages import (
     TrainersReady,
 )
 from pa_npu.publish.publisher import PublishStats
-from pa_npu.publish.transport import WeightSyncError
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.weight_transfer.transport import WeightSyncError
 
 logger = logging.getLogger(__name__)
 

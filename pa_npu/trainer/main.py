@@ -17,12 +17,12 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import connect
 from pa_npu.errors import PaNpuError, exit_code
 from pa_npu.families.spec import ModelSpec
-from pa_npu.publish.transport import run_and_exit
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.assemble import assemble_rank
 from pa_npu.trainer.loop import train
 from pa_npu.trainer.profiling import IterationProfiler
+from pa_npu.weight_transfer.transport import run_and_exit
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from pa_npu.engines.protocol import LoadedWeights, RolloutEngine, WeightGroups
-from pa_npu.publish import transport
-from pa_npu.publish.manifest import Bucket, Manifest, Segment
+from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment
 
 TIMEOUT_S = 60.0
 _BUCKET_ELEMENTS = 20_000

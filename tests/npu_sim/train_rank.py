@@ -135,12 +135,12 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
 def publish(publisher: Any, channel: Any, stage: int, engine_workers: int) -> dict[str, Any]:
     """To an engine that gives up, and again; returns why the first failed here, and what was said about its group."""
     from pa_npu.publish.messages import MANIFEST, PublishMembers
-    from pa_npu.publish.transport import WeightSyncError
+    from pa_npu.weight_transfer.transport import WeightSyncError
 
     complaints: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: complaints.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pa_npu.publish.transport").addHandler(handler)
+    logging.getLogger("pa_npu.weight_transfer.transport").addHandler(handler)
     failure = None
     with publisher:
         if publisher.is_leader:
@@ -168,6 +168,6 @@ def serve_late(publisher: Any, channel: Any, backend: Any, platform: Any) -> Non
 
 
 if __name__ == "__main__":
-    from pa_npu.publish.transport import run_and_exit
+    from pa_npu.weight_transfer.transport import run_and_exit
 
     run_and_exit(lambda: main(sys.argv[1], int(sys.argv[2])))

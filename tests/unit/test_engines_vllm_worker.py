@@ -16,9 +16,9 @@ import torch
 
 from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
 from pa_npu.engines.vllm import worker as extension
-from pa_npu.publish import transport
-from pa_npu.publish.manifest import Assembler
-from pa_npu.publish.receiver import Message, Receiver
+from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.manifest import Assembler
+from pa_npu.weight_transfer.receiver import Message, Receiver
 from tests.helpers.weights import Stage, make_checkpoint
 
 

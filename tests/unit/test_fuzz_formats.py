@@ -27,12 +27,12 @@ from pa_npu.engines.answers import decode_object
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.engines.vllm.codec import decode_response
 from pa_npu.errors import DataError
-from pa_npu.publish.manifest import Manifest
-from pa_npu.publish.transport import WeightSyncError
 from pa_npu.samples.types import GroupFormatError
 from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.telemetry.metrics import MetricsWriter, read_evaluations, read_records
 from pa_npu.telemetry.summary import summarise
+from pa_npu.weight_transfer.manifest import Manifest
+from pa_npu.weight_transfer.transport import WeightSyncError
 from tests.helpers.mutations import VALUES, changed_bytes, changed_tree, json_near, to_json
 from tests.unit.test_samples_types import ENVELOPE_BYTES, assert_same, make_group, signed
 

@@ -16,7 +16,6 @@ from pa_npu.engines.protocol import LoadedWeights
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.publish import trainer_side
 from pa_npu.publish.arrival import ArrivalCheck
-from pa_npu.publish.digest import digest_of
 from pa_npu.publish.messages import (
     BROKEN,
     MEMBERS,
@@ -29,10 +28,11 @@ from pa_npu.publish.messages import (
     StageManifest,
 )
 from pa_npu.publish.publisher import Publisher, PublishStats
-from pa_npu.publish.receiver import Message, Receiver
 from pa_npu.publish.trainer_side import TrainerPublish, check_follows
-from pa_npu.publish.transport import WeightSyncError
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.weight_transfer.digest import digest_of
+from pa_npu.weight_transfer.receiver import Message, Receiver
+from pa_npu.weight_transfer.transport import WeightSyncError
 from tests.helpers.weights import make_checkpoint, run_threads
 from tests.unit.test_publish_weights import World
 
@@ -238,11 +238,11 @@ def test_a_leader_that_cannot_join_leaves_its_tensor_parallel_peers_ready_for_th
     def broken(*_: Any, **__: Any) -> Any:
         raise WeightSyncError("ranks [1] of 2 did not join")
 
-    monkeypatch.setattr("pa_npu.publish.transport.join_group", broken)
+    monkeypatch.setattr("pa_npu.weight_transfer.transport.join_group", broken)
     members = PublishMembers(0, 1)
     results: list[Any] = run_threads(lambda: leader.publish(0, members), lambda: peer.publish(0, members))
     assert isinstance(results[0], WeightSyncError) and isinstance(results[1], PublishStats), results
-    monkeypatch.setattr("pa_npu.publish.transport.join_group", join)
+    monkeypatch.setattr("pa_npu.weight_transfer.transport.join_group", join)
     (receiver,) = world.connect([leader, peer], epoch=1)
     members = PublishMembers(1, 1)
     results = run_threads(

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.publish import collectives, transport
-from pa_npu.publish.transport import Abandonment, WeightSyncError
+from pa_npu.weight_transfer import collectives, transport
+from pa_npu.weight_transfer.transport import Abandonment, WeightSyncError
 
 WAIT_S = 20.0
 NCCL, HCCL = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING"

@@ -8,8 +8,8 @@ import struct
 import pytest
 import torch
 
-from pa_npu.publish import digest
-from pa_npu.publish.digest import Digests, digest_of, first_difference
+from pa_npu.weight_transfer import digest
+from pa_npu.weight_transfer.digest import Digests, digest_of, first_difference
 
 
 def digests(*tensors: torch.Tensor) -> str:

@@ -27,8 +27,8 @@ from pa_npu.publish.messages import (
     SentWeights,
 )
 from pa_npu.publish.publisher import PublishStats
-from pa_npu.publish.transport import WeightSyncError
 from pa_npu.publish.version_gate import VersionGate
+from pa_npu.weight_transfer.transport import WeightSyncError
 
 WAIT_S = 90.0  # nothing waits so long unless it is wrong, or the machine has no time for ten threads that spin
 ALONE = Place(rank=1, stage=0, peers=(1,))

@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.families.spec import ModelSpec
-from pa_npu.publish import progress, transport
-from pa_npu.publish.manifest import Assembler, Manifest
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher, PublishStats
-from pa_npu.publish.receiver import Receiver, check_model
+from pa_npu.weight_transfer import progress, transport
+from pa_npu.weight_transfer.manifest import Assembler, Manifest
+from pa_npu.weight_transfer.receiver import Receiver, check_model
 from tests.helpers.weights import FAMILIES, Stage, gloo_group, make_checkpoint, run_threads
 
 # the backend's own timeout comes after ours, as in join_group, and soon enough for a group that goes with its test
@@ -352,7 +352,7 @@ def test_a_process_that_dropped_a_group_ends_at_once(how: str) -> None:
     program = f"""
         import sys
         import torch
-        from pa_npu.publish import transport
+        from pa_npu.weight_transfer import transport
 
         def main():
             rank = int(sys.argv[1])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from pa_npu.backends.megatron.patches import prepare
+from pa_npu.backends.megatron.patches import PATCHES, prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
@@ -16,6 +16,11 @@ from pa_npu.telemetry.timeline import Timeline
 if TYPE_CHECKING:  # importing these imports megatron, which works only in a prepared process
     from pa_npu.backends.megatron.backend import MegatronBackend
     from pa_npu.backends.megatron.stage import TriModel
+
+
+def changes() -> list[str]:
+    """See BackendModule."""
+    return [patch.line() for patch in PATCHES]
 
 
 def create(

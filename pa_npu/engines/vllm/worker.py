@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from pa_npu.publish.receiver import EMBEDDING, HEAD, Receiver
-from pa_npu.publish.transport import WeightSyncError
+from pa_npu.weight_transfer.receiver import EMBEDDING, HEAD, Receiver
+from pa_npu.weight_transfer.transport import WeightSyncError
 
 
 class WorkerExtension:

@@ -16,7 +16,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.network_interface import interface_of, is_loopback
 from pa_npu.launcher.placement import Placement, visible_devices
 from pa_npu.platform.base import Platform
-from pa_npu.publish import collectives
+from pa_npu.weight_transfer import collectives
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.typed import Topic
-from pa_npu.publish import transport
 from pa_npu.publish.messages import (
     LATE_ANSWER,
     LATE_DECISION,
@@ -37,7 +36,8 @@ from pa_npu.publish.messages import (
     LateRequest,
     StageManifest,
 )
-from pa_npu.publish.receiver import Receiver
+from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.receiver import Receiver
 from tests.helpers.models import make_model
 from tests.npu_sim.reference_ops import all_references
 from tests.npu_sim.simulator import NpuSim

@@ -24,8 +24,8 @@ from pa_npu.backends.megatron.weights.hf_map import (
 )
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.model_rules import check_tensor_division
-from pa_npu.publish import transport
-from pa_npu.publish.manifest import Bucket, Manifest, Segment
+from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment
 
 
 @dataclass(frozen=True)

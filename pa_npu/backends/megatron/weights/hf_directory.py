@@ -25,8 +25,8 @@ from pa_npu.backends.megatron.weights.hf_map import standard_parameters
 from pa_npu.errors import PaNpuError
 from pa_npu.families.model_directory import INDEX_FILE, SINGLE_FILE
 from pa_npu.families.spec import ModelSpec
-from pa_npu.publish import transport
-from pa_npu.publish.manifest import Assembler, Manifest
+from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.manifest import Assembler, Manifest
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.publish import transport
-from pa_npu.publish.digest import Digests
-from pa_npu.publish.manifest import Assembler, Bucket, Manifest
-from pa_npu.publish.progress import Progress
-from pa_npu.publish.transport import Abandonment, Deadline, WeightSyncError
+from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.digest import Digests
+from pa_npu.weight_transfer.manifest import Assembler, Bucket, Manifest
+from pa_npu.weight_transfer.progress import Progress
+from pa_npu.weight_transfer.transport import Abandonment, Deadline, WeightSyncError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Broadcasts posted ahead of the one being loaded, so that the wire does not wait for the loader.

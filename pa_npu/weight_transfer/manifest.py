@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pa_npu.publish.transport import WeightSyncError
+from pa_npu.weight_transfer.transport import WeightSyncError
 
 
 def _count(value: Any) -> int:

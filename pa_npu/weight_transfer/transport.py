@@ -7,7 +7,7 @@ Everything flows from rank 0 by broadcast. A publish is, in each stage's group a
     bucket 0..n  one flat tensor each; its segments, laid out one after another, are pieces of flattened HF tensors
 
 Keys under a group's own prefix in the store: `member/RANK` (it is about to join), `abandoned` (it is given up, and why), and those
-of pa_npu.publish.progress. What backends of collectives do differently is in pa_npu.publish.collectives.
+of pa_npu.weight_transfer.progress. What backends of collectives do differently is in pa_npu.weight_transfer.collectives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from pa_npu.errors import DeadlineExceeded, PaNpuError
-from pa_npu.publish import collectives
+from pa_npu.weight_transfer import collectives
 
 logger = logging.getLogger(__name__)
 
