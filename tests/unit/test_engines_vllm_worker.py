@@ -198,8 +198,8 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert lines[0] == "[]"
-    rooms = (".engines", ".engines.vllm", ".engines.vllm.worker", ".publish")
+    rooms = (".engines", ".engines.vllm", ".engines.vllm.worker", ".weight_transfer")
     parts = ("collectives", "digest", "manifest", "progress", "receiver", "transport")
-    rooms = (*rooms, *(f".publish.{part}" for part in parts))
+    rooms = (*rooms, *(f".weight_transfer.{part}" for part in parts))
     modules = {f"pa_npu{name}" for name in ("", ".errors", *rooms)}
     assert set(json.loads(lines[1])) == modules
