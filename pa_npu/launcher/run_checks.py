@@ -39,7 +39,7 @@ from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.base import Platform
 from pa_npu.platform.busy import busy_devices
-from pa_npu.publish import collectives
+from pa_npu.weight_transfer import collectives
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet

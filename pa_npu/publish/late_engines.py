@@ -54,9 +54,9 @@ from pa_npu.publish.messages import (
     SentWeights,
 )
 from pa_npu.publish.publisher import Publisher
-from pa_npu.publish.transport import Deadline
 from pa_npu.publish.version_gate import VersionGate
 from pa_npu.weight_transfer import collectives
+from pa_npu.weight_transfer.transport import Deadline
 
 T = TypeVar("T")
 
