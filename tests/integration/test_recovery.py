@@ -38,7 +38,7 @@ ITERATIONS = 6
 TIMEOUT_S = 300.0
 # An engine that is killed in training is back with the next publish: in this order a kind takes two iterations.
 MOMENTS = ("publish", "generation", "training")
-VLLM = (ENGINE_SERVERS["vllm"], "VLLM::Worker", "VLLM::EngineCore")  # HTTP server, process with the model, scheduler
+VLLM = (ENGINE_SERVERS["vllm"], "VLLM::EngineCore")  # HTTP server; scheduler and model
 TRANSFORMERS = ENGINE_SERVERS["transformers"]
 WORKERS = ("trainer-0", "trainer-1", "coordinator", "keeper of trainer-0")
 AGAIN = "starting coordinator and trainers again"
@@ -238,7 +238,7 @@ def kill_all(watched: Watched, kills: Kills, number: int = signal.SIGKILL) -> No
     ("backend", "kills"),
     [
         pytest.param("transformers", tuple(each([TRANSFORMERS])), id="transformers"),
-        pytest.param("vllm", ((VLLM[2], "publish"), (VLLM[1], "generation")), id="vllm"),
+        pytest.param("vllm", ((VLLM[1], "publish"), (VLLM[0], "generation")), id="vllm"),
         pytest.param("vllm", tuple(each(VLLM)), id="vllm-all", marks=pytest.mark.nightly),
     ],
 )
@@ -312,7 +312,7 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
     watched = Watched(launch(*keys(tiny, directory, "vllm", **others)))
     watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
     kill_all(watched, each(["keeper of engine-0"]))
-    kill_all(watched, each(["VLLM::EngineCore", "VLLM::Worker"]), signal.SIGSTOP)
+    kill_all(watched, each(["VLLM::EngineCore"]), signal.SIGSTOP)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0, watched.run.output
     Result.of(directory).assert_equal(undisturbed("vllm"))

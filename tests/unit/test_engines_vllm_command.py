@@ -102,6 +102,12 @@ def test_host_memory_engine_never_chunks_a_prompt_and_fixes_its_cache():
     assert "--gpu-memory-utilization" not in command.argv
 
 
+def test_host_memory_engine_of_one_worker_has_no_process_of_its_own_for_it():
+    alone, two = (server_command(config({"tensor_parallel": n}), SPEC, 0, 1).argv for n in (1, 2))
+    assert option(alone, "--distributed-executor-backend").endswith("UniProcExecutor")
+    assert "--distributed-executor-backend" not in two
+
+
 def test_device_memory_engine_gets_its_share_of_it(monkeypatch):
     monkeypatch.setattr(engine.platform, "get", lambda kind: Device())
     command = server_command(config({"memory_fraction": 0.7, "graph_mode": True}), SPEC, 0, 1)
