@@ -14,6 +14,8 @@ from pa_npu.planning.memory import (
     wanted_sequences,
     wanted_tokens,
 )
+from pa_npu.planning.rehearsal import advice, can_rehearse, rehearse
+from pa_npu.platform.typical import typical_speed
 
 
 def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | None, own_memory: bool) -> list[str]:
@@ -58,6 +60,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         shared = engine_memory(config, spec, device_bytes, shared=True)
         both = (trainers.total + shared.total) / device_bytes
         lines.append(f"shared engine memory  {shared.line()}; with its trainer {both:.0%} of the device")
+    lines += predicted_lines(config, spec)
     if device_bytes is not None:
         lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))
     return lines
@@ -68,6 +71,27 @@ def _shared(config: Config) -> str:
     if not shared:
         return ""
     return f"; {shared} more {'engine' if shared == 1 else 'engines'} x {config.rollout.tensor_parallel} on trainers' devices"
+
+
+def predicted_lines(config: Config, spec: ModelSpec) -> list[str]:
+    """How an iteration would overlap on usual devices of this kind, and what would make it shorter."""
+    if not can_rehearse(config):
+        return ["predicted             nothing: an iteration has too many sequences to simulate here"]
+    typical = typical_speed(config.run.device)
+    found = rehearse(config, spec, typical)
+    changes = advice(config, spec, typical, found)
+    lines = [
+        f"predicted             waves {found.waves:.1f}, Tg {found.generate_s:.3g} s, Tt {found.train_s:.3g} s, iteration "
+        f"{found.iteration_s:.3g} s: {found.of_bound:.2f} of the bound {found.bound:.2f}x; engines idle "
+        f"{found.engines_idle:.0%}, trainers {found.trainers_idle:.0%} ({typical.name}, assumed lengths)"
+    ]
+    for change, after in changes[:2]:
+        per_group = after.iteration_s / found.iteration_s
+        lines.append(
+            f"to change             {change}: iteration {after.iteration_s:.3g} s ({per_group:.2f} of it), {after.of_bound:.2f} of "
+            f"the bound; engines idle {after.engines_idle:.0%}, trainers {after.trainers_idle:.0%}"
+        )
+    return lines
 
 
 def _nodes(config: Config) -> str:

@@ -17,7 +17,7 @@ from pa_npu.launcher.cli import main as launcher
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path for path in (ROOT / "configs").glob("grpo_*.yaml") if "tiny" not in path.name)
 MARK = "# What --dry-run prints:"
-QUOTED = ("devices ", "trainer memory ", "engine memory ", "KV cache ")
+QUOTED = ("devices ", "trainer memory ", "engine memory ", "KV cache ", "predicted ")
 
 
 def dry_run(*arguments: str) -> list[str]:

@@ -43,7 +43,7 @@ def size_of(recipe: Path) -> str:
 def test_the_arithmetic_in_a_recipe_is_what_dry_run_prints(recipe: Path) -> None:
     for arguments, claimed in claims(recipe):
         assert claimed == quoted(recipe, arguments), f"{arguments}: run python -m tests.helpers.recipes"
-        assert len(claimed) == 4
+        assert len(claimed) == 5
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
