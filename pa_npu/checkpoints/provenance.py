@@ -52,7 +52,7 @@ CHANGES: dict[str, Change] = {
             "trainer": "devices tensor_parallel pipeline_parallel sequence_parallel recompute",
             "microbatch": "responses max_tokens pad_to_multiple_of",
             "attention": "shared_prompt implementation",
-            "schedule": "iterations stream dispatch dynamic_sampling_limit evaluate_every",
+            "schedule": "iterations stream compare_iterations dispatch dynamic_sampling_limit evaluate_every",
             "publish": "probe_tokens probe_tolerance false_stop_rate noise_margin",
         },
         Change.NEW_RUN: {

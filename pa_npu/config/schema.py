@@ -157,9 +157,11 @@ class Config(Section):
 
     def streams(self, iteration: int) -> bool:
         """Whether the groups of this iteration are handed over as they finish."""
-        if self.schedule.stream == "alternate":
+        schedule = self.schedule
+        compared = schedule.stream and iteration >= schedule.iterations - schedule.compare_iterations
+        if schedule.stream == "alternate" or compared:
             return iteration % 2 == 1
-        return self.schedule.stream
+        return schedule.stream
 
     @property
     def num_engines(self) -> int:
@@ -457,10 +459,11 @@ def _broken_staleness(c: Config) -> Iterator[str]:
             f"algorithm.advantage: batch-std{_of_preset(c, 'advantage')} with {ahead}: it divides by the deviation of rewards that "
             f"other weights than the trained ones have earned; set advantage to group-std, or max_staleness to 0"
         )
-    if s.stream == "alternate":
+    if s.stream == "alternate" or s.compare_iterations:
+        key = "stream: alternate" if s.stream == "alternate" else f"compare_iterations: {s.compare_iterations}"
         yield (
-            f"schedule.stream: alternate with {ahead}: it measures streamed against synchronous iterations, and neither is what "
-            f"runs ahead; set stream to true, or max_staleness to 0"
+            f"schedule.{key} with {ahead}: it measures streamed against synchronous iterations, and neither is what runs ahead; "
+            f"set stream to true and compare_iterations to 0, or max_staleness to 0"
         )
     if a.loss == "reinforce" and a.importance_sampling == "none":
         yield (

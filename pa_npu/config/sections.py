@@ -401,6 +401,12 @@ class ScheduleConfig(Section):
         description="Train while engines generate (periodic); false waits for the whole batch (sync); alternate does one "
         "and the other in turn, sync first, to measure them against each other.",
     )
+    compare_iterations: int = Field(
+        0,
+        ge=0,
+        description="So many of the last iterations are synchronous and periodic in turn (with stream=true), so that the run's "
+        "summary says what each takes; the update is the same either way.",
+    )
     order: Literal["prompt", "completion"] = Field(
         "completion", description="Order in which groups are trained; prompt makes the update bit-identical to sync."
     )

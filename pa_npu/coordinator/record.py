@@ -118,6 +118,7 @@ def iteration_record(
         **numbers,
         "iteration_s": iteration_s,
         "publish_s": publish_s,
+        "periodic": config.streams(production.iteration),
         "schedule": prediction.schedule,
         "predicted_s": prediction.predicted_s,
         "prediction_error": prediction.error,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pa_npu.errors import DataError
@@ -10,6 +11,8 @@ from pa_npu.telemetry.metrics import EVALUATIONS, METRICS, TENSORBOARD, read_eva
 from pa_npu.telemetry.report import load_report, render_text
 from pa_npu.telemetry.timeline import MERGED
 from pa_npu.telemetry.tpspd import number
+
+_LEAST_COMPARED = 2
 
 # What a run directory may hold, in the order of the listing.
 _WRITTEN = (
@@ -36,7 +39,33 @@ def summarise(run_dir: Path | str) -> str:
         parts.append(f"Throughput: none ({error})")
     listing = [f"  {run_dir / name!s:<40} {meaning}" for name, meaning in _WRITTEN if (run_dir / name).exists()]
     parts.append("\n".join(["Written:", *listing]))
+    if line := overlap_line(records):
+        parts.append(line)
     return "\n\n".join(parts)
+
+
+def overlap_line(records: list[dict[str, Any]]) -> str | None:
+    """What synchronous iterations took beside periodic ones, where a run has two or more of each in turn; otherwise None.
+
+    Only the last stretch in which they take turns is compared: before it the schedule was still being learned.
+    """
+    start = len(records) - 1
+    while start > 0 and records[start].get("periodic") is not records[start - 1].get("periodic"):
+        start -= 1
+    turns = [record for record in records[start:] if record.get("periodic") is not None]
+    sync, periodic = ([r for r in turns if r["periodic"] is kind] for kind in (False, True))
+    if min(len(sync), len(periodic)) < _LEAST_COMPARED:
+        return None
+    seconds = [
+        median(number(r, "iteration_s") - number(r, "evaluation_s", 0.0) for r in some) for some in (sync, periodic)
+    ]
+    generate_s, train_s = (median(number(r, name) for r in sync) for name in ("generate_s", "train_s"))
+    gain, bound = seconds[0] / seconds[1], (generate_s + train_s) / max(generate_s, train_s)
+    return (
+        f"Synchronous iterations take {seconds[0]:.2f} s (generation {generate_s:.2f} s, then training {train_s:.2f} s), periodic "
+        f"ones {seconds[1]:.2f} s (medians of {len(sync)} and {len(periodic)} in turn):\n"
+        f"{gain:.2f}x as fast, of a possible {bound:.2f}x if the two overlapped completely: {gain / bound:.0%} of it."
+    )
 
 
 def _evaluations(run_dir: Path, records: list[dict[str, Any]]) -> list[tuple[int, float]]:

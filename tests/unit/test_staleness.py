@@ -41,6 +41,7 @@ def keys(**sections: dict[str, Any]) -> Config:
         ({"algorithm": {"name": "reinforce++-baseline"}}, "of algorithm.name=reinforce"),
         ({"algorithm": {"loss": "reinforce"}}, "set algorithm.importance_sampling to token or sequence"),
         ({"schedule": {"stream": "alternate"}}, "schedule.stream: alternate"),
+        ({"schedule": {"compare_iterations": 4}}, "schedule.compare_iterations: 4"),
         ({"schedule": {"iterations": 1}}, "lower max_staleness"),
         ({"algorithm": {"ratio": "sampling", "importance_sampling": "token"}}, "counts the sampling policy twice"),
         ({"algorithm": {"importance_rule": "mask"}}, "algorithm.importance_rule: mask would be read by nothing"),

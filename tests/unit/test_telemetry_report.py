@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from pa_npu.config.schema import Config
 from pa_npu.telemetry.metrics import MetricsWriter
 from pa_npu.telemetry.report import load_report, render_text
-from pa_npu.telemetry.summary import summarise
+from pa_npu.telemetry.summary import overlap_line, summarise
 from pa_npu.telemetry.throughput_page import iteration_parts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +114,39 @@ def test_the_summary_names_accuracy_throughput_and_what_was_written(tmp_path: Pa
 def test_the_summary_of_a_run_too_short_for_throughput_still_names_its_files(tmp_path: Path) -> None:
     text = summarise(make_run(tmp_path / "short", 8.0, iterations=1))
     assert "no evaluation" in text and "Throughput: none" in text and "metrics.jsonl" in text
+
+
+def turns(kinds: list[bool], slow_first: float = 0.0) -> list[dict[str, object]]:
+    return [
+        {
+            "iteration": i,
+            "periodic": kind,
+            "iteration_s": (2.0 if kind else 3.2) + (slow_first if i < 2 else 0.0),
+            "generate_s": 2.0 if kind else 1.8,
+            "train_s": 1.2,
+            "evaluation_s": None,
+        }
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def test_a_run_that_took_turns_says_what_synchronous_iterations_take() -> None:
+    """1.6x of (1.8 + 1.2) / 1.8 = 1.67x; iterations before the turns are not counted."""
+    line = overlap_line(turns([True, True, True, False, True, False, True], slow_first=9.0))
+    assert line is not None
+    assert "take 3.20 s" in line and "periodic ones 2.00 s (medians of 2 and 3" in line
+    assert "1.60x as fast, of a possible 1.67x" in line and "96% of it" in line
+    for kinds in ([True] * 8, [False] * 8, [True, True, False, True], []):
+        assert overlap_line(turns(kinds)) is None
+
+
+def test_the_last_iterations_are_synchronous_in_turn_where_they_are_to_be_compared() -> None:
+    schedule = {"iterations": 10, "compare_iterations": 4}
+    tree = {"model": {"path": "m"}, "data": {"train": "t"}, "schedule": schedule}
+    config = Config.model_validate(tree)
+    assert [i for i in range(10) if not config.streams(i)] == [6, 8]
+    synchronous = Config.model_validate({**tree, "schedule": {**schedule, "stream": False}})
+    assert not any(synchronous.streams(i) for i in range(10))
 
 
 def test_tail_waste_and_imbalance_are_shown_where_the_records_have_them(tmp_path: Path) -> None:
