@@ -137,7 +137,12 @@ class RolloutConfig(Section):
     max_num_batched_tokens: int = Field(
         32768, ge=1, description="vLLM's token budget per step; no prompt may be chunked."
     )
-    max_num_seqs: int = Field(256, ge=1, description="vLLM's limit of sequences in one step.")
+    max_num_seqs: int = Field(
+        256,
+        ge=1,
+        description="Most sequences that an engine decodes together. Where it is not given, the run doubles it to 512 or 1024 if "
+        "the KV cache holds so many at their longest and an iteration has them.",
+    )
     memory_fraction: float = Field(
         0.85, gt=0.0, le=1.0, description="Share of device memory an engine may take (npu, cuda)."
     )

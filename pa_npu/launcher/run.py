@@ -44,7 +44,7 @@ from pa_npu.launcher.process.recovery import Attempt, Recovery
 from pa_npu.launcher.process.run_progress import RunProgress
 from pa_npu.launcher.process.supervisor import StopSignals, Supervisor, stop_signals
 from pa_npu.launcher.resume import checkpoints_directory, resolve_resume
-from pa_npu.launcher.run_checks import Findings, check_engines, check_surroundings, resolve_device
+from pa_npu.launcher.run_checks import Findings, check_engines, check_surroundings, resolve_device, settle_places
 from pa_npu.launcher.run_directory import begin_attempt, own_run_directory
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.progress import format_duration
@@ -70,6 +70,7 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
     start_s = time.monotonic()
     findings = check_surroundings(config, platform)
     assert findings.spec
+    config = settle_places(config, findings)
     key = engine_key(config)
     with own_run_directory(config) as run_dir, Console(run_dir / "logs" / "launcher.log") as console:
         nodes = config.placement.nnodes

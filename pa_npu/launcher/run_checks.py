@@ -36,6 +36,7 @@ from pa_npu.launcher.run_directory import check_run_directory
 from pa_npu.launcher.trainer_versions import trainer_problems
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.model_rules import check_model
+from pa_npu.planning.places import with_places
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.base import Platform
 from pa_npu.platform.busy import busy_devices
@@ -154,6 +155,18 @@ def check_shared_engines(config: Config, platform: Platform | None) -> None:
             f"rollout.shared_engines: {config.rollout.shared_engines}: {platform.comm_backend} cannot have an engine in a group "
             f"with the trainer on its own device; set it to 0"
         )
+
+
+def settle_places(config: Config, findings: Findings) -> Config:
+    """rollout.max_num_seqs, where it was not given, by what the KV cache holds; what it became is among the counts."""
+    if findings.spec is None:
+        return config
+    settled = with_places(config, findings.spec, findings.device_bytes, findings.own_memory)
+    if settled is not config:
+        findings.counts.append(
+            f"rollout.max_num_seqs: {settled.rollout.max_num_seqs}, since the KV cache holds so many sequences at their longest"
+        )
+    return settled
 
 
 def check_share(config: Config, platform: Platform, node: int, extra_engine: int | None = None) -> Placement:

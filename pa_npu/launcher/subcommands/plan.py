@@ -23,7 +23,7 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     cluster's run can be planned."""
     from pa_npu.launcher.placement import placement_lines
     from pa_npu.launcher.resume import resolve_resume
-    from pa_npu.launcher.run_checks import check_surroundings, resolve_device
+    from pa_npu.launcher.run_checks import check_surroundings, resolve_device, settle_places
     from pa_npu.planning.plan_text import derived_lines
 
     given = configuration.read(options, rest)
@@ -31,6 +31,7 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     config = resolve_resume(given, lambda line: print(line, file=sys.stderr))
     config, platform = resolve_device(config, forgive=True)
     findings = check_surroundings(config, platform, forgive=True, device_memory_gib=memory_gib)
+    config = settle_places(config, findings)
     placement = placement_lines(findings.placements) if findings.placements else []
     print(dump_config(config))
     for line in derived_lines(config, findings.spec, findings.device_bytes, findings.own_memory):
