@@ -65,7 +65,8 @@ CHANGES: dict[str, Change] = {
             "ratio importance_sampling importance_rule importance_cap importance_floor age_exponent "
             "entropy_coef delta dual_clip aggregation",
             "optimizer": "learning_rate min_learning_rate warmup_iterations decay weight_decay beta1 beta2 epsilon clip_grad",
-            "schedule": "max_staleness updates_per_iteration prompts_per_iteration order dynamic_sampling",
+            "schedule": "max_staleness on_publish tokens_per_version updates_per_iteration prompts_per_iteration order "
+            "dynamic_sampling",
         },
         Change.NEVER: {
             "run": "seed",

@@ -94,6 +94,17 @@ class Config(Section):
         return "sampling" if uncorrected else "proximal"
 
     @property
+    def interrupts(self) -> bool:
+        """Whether responses go on under newer weights."""
+        return self.schedule.on_publish == "continue"
+
+    @property
+    def tokens_per_version(self) -> int:
+        """schedule.tokens_per_version, resolved."""
+        even = -(-self.rollout.max_response_tokens // (self.schedule.max_staleness + 1))
+        return self.schedule.tokens_per_version or even
+
+    @property
     def keeps_published(self) -> bool:
         """Whether trainers keep a copy of the published weights: with max_staleness they change while engines still need them."""
         is_old = "old" in self.frozen_models and self.frozen_dtype == self.model.dtype
@@ -441,6 +452,26 @@ def _broken_rules(c: Config) -> Iterator[str]:
 def _broken_staleness(c: Config) -> Iterator[str]:
     """What cannot be exact, or makes no sense, with or without tokens of older weights."""
     s, a = c.schedule, c.algorithm
+    if s.tokens_per_version is not None and not c.interrupts:
+        yield (
+            f"schedule.tokens_per_version: {s.tokens_per_version} would be read by nothing; set schedule.on_publish=continue, or "
+            f"remove the key"
+        )
+    if c.interrupts and not s.max_staleness:
+        yield (
+            "schedule.on_publish: continue with schedule.max_staleness = 0, where a response has one version; set max_staleness "
+            "to 1 or more, or on_publish to finish"
+        )
+    if c.interrupts and c.environment.name != "single_turn":
+        yield (
+            f"schedule.on_publish: continue with environment.name={c.environment.name}: only a single turn can go on under newer "
+            f"weights; set on_publish to finish"
+        )
+    if c.interrupts and s.dynamic_sampling:
+        yield (
+            f"schedule.on_publish: continue with schedule.dynamic_sampling{_of_preset(c, 'dynamic_sampling', 'schedule')}: which "
+            f"groups are replaced is known only when all are complete; set on_publish to finish, or dynamic_sampling to false"
+        )
     if not s.max_staleness:
         if a.age_exponent:
             yield (
@@ -508,7 +539,8 @@ def _unread_keys(a: AlgorithmConfig) -> Iterator[str]:
             yield f"algorithm.{key}: {value} would be read by nothing; {remedy}, or remove the key"
 
 
-def _of_preset(c: Config, key: str) -> str:
+def _of_preset(c: Config, key: str, section: str = "algorithm") -> str:
     """Says so where a key's value may be a preset's, which the user has not written."""
     preset = PRESETS.get(c.algorithm.name) if c.algorithm.name else None
-    return f" (of algorithm.name={c.algorithm.name})" if preset and key in preset.algorithm else ""
+    known = preset.sections()[section] if preset else ()
+    return f" (of algorithm.name={c.algorithm.name})" if key in known else ""

@@ -190,3 +190,21 @@ PRODUCED_AHEAD = Topic(
     ProducedAhead,
     "the coordinator to produce iteration {iteration} ahead of training",
 )
+
+
+@dataclass(frozen=True)
+class WrittenAhead:
+    """What has been written of iterations that are not trained yet, before a version is published, lies in the store.
+
+    groups: of each of these iterations, as indices from 0 on. With schedule.on_publish=continue.
+    """
+
+    iterations: list[int]
+    groups: int
+
+
+WRITTEN_AHEAD = Topic(
+    "checkpoints/{version}/written",
+    WrittenAhead,
+    "the coordinator to say what has been written before weight version {version}",
+)

@@ -19,7 +19,7 @@ from pa_npu.control.tasks import gather
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import GroupSession
 from pa_npu.engines.protocol import Generation, Sampling
-from pa_npu.environments.protocol import Environment, EnvironmentFailed
+from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate
 from pa_npu.errors import PaNpuError
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.seeds import turn_seed
@@ -40,9 +40,13 @@ async def run_episode(
     session: GroupSession,
     seed: int,
     sampling: Sampling,
+    generate: Generate | None = None,
 ) -> list[Sample]:
-    """num_samples samples of a prompt. Errors of engines pass as they are; what else is raised becomes EnvironmentFailed."""
-    generate = GroupGenerate(session, seed, sampling)
+    """num_samples samples of a prompt. Errors of engines pass as they are; what else is raised becomes EnvironmentFailed.
+
+    generate: what the environment writes with, where it is not GroupGenerate.
+    """
+    generate = generate or GroupGenerate(session, seed, sampling)
     try:
         samples = await environment.rollout(prompt, num_samples, generate)
     except PaNpuError:

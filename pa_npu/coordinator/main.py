@@ -42,16 +42,20 @@ from pa_npu.control.messages import (
     DISPATCHED,
     PRODUCED_AHEAD,
     REPORT,
+    WRITTEN_AHEAD,
     DataPosition,
     IterationReport,
     ProducedAhead,
+    WrittenAhead,
 )
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.software import TRAINERS_RUN_ON, RunsOn
+from pa_npu.control.tasks import TaskScope
 from pa_npu.control.typed import Topic
 from pa_npu.coordinator.episode import Rewards
 from pa_npu.coordinator.evaluate import evaluate
+from pa_npu.coordinator.interruption import Interruptions
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.production import Produced
 from pa_npu.coordinator.record import RunRecords, iteration_record
@@ -72,7 +76,8 @@ from pa_npu.planning.iteration_model.messages import IterationTimes, Prediction,
 from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, StageManifest
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import StoreRolloutBuffer, written_buffer
+from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
 
@@ -120,11 +125,23 @@ async def run(config: Config) -> None:
         sampling = training_sampling(config, spec)
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
-        buffer = StoreRolloutBuffer(buffer_channel, _BUFFER, readers=1)
+        num_ahead = config.schedule.max_staleness if config.interrupts else 0
+        buffer = StoreRolloutBuffer(buffer_channel, _BUFFER, readers=1, ahead=num_ahead)
+        interruptions = make_interruptions(config, tokenizer) if config.interrupts else None
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.of(config), work)
         producer = Producer(
-            config, pool, environment, rewards, buffer, controller, sampling, timeline, work, store_thread
+            config,
+            pool,
+            environment,
+            rewards,
+            buffer,
+            controller,
+            sampling,
+            timeline,
+            work,
+            store_thread,
+            interruptions,
         )
         await fleet.wait_all_ready()
         backend = platform.get(config.run.device).comm_backend
@@ -145,10 +162,16 @@ async def run(config: Config) -> None:
             records,
             timeline,
             sampling,
+            interruptions,
         )
         ahead = usable_ahead(config)
-        for produced, state in put_back(ahead, buffer, config.data_parallel):
-            coordinator.resume(produced, state, train)
+        if interruptions is not None:
+            for one in ahead:
+                for data in one.groups:
+                    interruptions.begin_with(from_bytes(data))
+        else:
+            for produced, state in put_back(ahead, buffer, config.data_parallel):
+                coordinator.resume(produced, state, train)
         await coordinator.run(train, test, first)
 
 
@@ -169,7 +192,9 @@ class Coordinator:
         records: RunRecords,
         timeline: Timeline,
         sampling: Sampling,
+        interruptions: Interruptions | None = None,
     ) -> None:
+        self._interruptions = interruptions
         self._config = config
         self._channel = channel
         self._fleet = fleet
@@ -185,15 +210,21 @@ class Coordinator:
         self._freshness = Freshness(config.schedule.max_staleness)
         self._published: int | None = None
         self._produced: dict[int, Produced] = {}  # not trained yet, by iteration
+        self._complete: dict[int, asyncio.Event] = {}  # of iterations whose responses come in parts
 
     def resume(self, produced: Produced, state: dict[str, Any], train: PromptStream) -> None:
         """Take an iteration that was produced before the run was interrupted, and is in the buffer again. In order."""
         self._put_position(produced.iteration, train)
         train.restore(state)
-        self._take(produced, train)
+        self._take(produced)
+        self._put_position(produced.iteration + 1, train)
 
     async def run(self, train: PromptStream, test: Sequence[Prompt], first: int) -> None:
         """From weight version `first` to the evaluation of the last one."""
+        async with TaskScope() as scope:
+            await self._run(train, test, first, scope)
+
+    async def _run(self, train: PromptStream, test: Sequence[Prompt], first: int, scope: TaskScope) -> None:
         last = self._config.schedule.iterations
         ahead = first + len(self._produced)  # the iteration that is produced next
         prompts: Sequence[Prompt] = ()
@@ -209,11 +240,18 @@ class Coordinator:
             evaluation = await self._evaluate(version, test) if test and self._evaluation_due(version) else None
             if version == last:
                 return
+            if self._interruptions is not None:
+                self._interruptions.publish(version)
             until = ahead
             while until < last and self._freshness.may_produce(until, self._published):
                 prompts = prompts if until == ahead else self._prompts(train)
-                await self._produce(until, prompts, train)
+                if self._interruptions is None:
+                    await self._produce(until, prompts, train)
+                else:
+                    self._begin(until, prompts, train, scope)
                 until += 1
+            if self._interruptions is not None:
+                await self._interrupt(version, self._interruptions)
             before = _Window(evaluation, border, until - ahead)
             ahead = until
 
@@ -221,13 +259,44 @@ class Coordinator:
         return train.take(self._config.schedule.prompts_per_iteration)
 
     async def _produce(self, iteration: int, prompts: Sequence[Prompt], train: PromptStream) -> None:
-        """An iteration by the version that engines hold."""
+        """An iteration, whole, by the version that engines hold."""
         self._freshness.check_production(iteration, self._published)
         with self._timeline.span("produce", iteration=iteration):
             produced = await self._producer.produce(iteration, prompts, lambda: train.take(1)[0])
-        self._take(produced, train)
+        self._take(produced)
+        self._put_position(iteration + 1, train)
 
-    def _take(self, produced: Produced, train: PromptStream) -> None:
+    def _begin(self, iteration: int, prompts: Sequence[Prompt], train: PromptStream, scope: TaskScope) -> None:
+        """An iteration from this version on, its responses in parts."""
+        self._freshness.check_production(iteration, self._published)
+        self._put_position(iteration + 1, train)
+        done = self._complete[iteration] = asyncio.Event()
+
+        async def produce() -> None:
+            self._take(await self._producer.produce(iteration, prompts))
+            done.set()
+
+        assert self._interruptions is not None
+        self._interruptions.admits()
+        scope.start(produce(), f"iteration {iteration}")
+
+    async def _interrupt(self, version: int, interruptions: Interruptions) -> None:
+        """All that this version may write is written, and the iteration that it trains is complete."""
+        await interruptions.quiet()
+        await self._complete.pop(version).wait()
+        following, schedule = version + 1, self._config.schedule
+        every = self._config.checkpoint.every
+        if not every or following % every or following >= schedule.iterations:
+            return
+        iterations = list(range(following, min(following + schedule.max_staleness, schedule.iterations)))
+        buffer = written_buffer(self._channel, following)
+        for iteration in iterations:
+            for group in interruptions.so_far(iteration):
+                buffer.put(group, 0, group.index)
+        message = WrittenAhead(iterations, schedule.prompts_per_iteration)
+        WRITTEN_AHEAD.put(self._channel, message, version=following)
+
+    def _take(self, produced: Produced) -> None:
         """All of an iteration's groups are in the buffer: for the trainers to check (I2), and to put into checkpoints."""
         iteration = produced.iteration
         self._produced[iteration] = produced
@@ -235,7 +304,6 @@ class Coordinator:
         if self._config.schedule.max_staleness:
             message = ProducedAhead(produced.numbers, produced.samples)
             PRODUCED_AHEAD.put(self._channel, message, iteration=iteration)
-        self._put_position(iteration + 1, train)
 
     def _put_position(self, iteration: int, train: PromptStream) -> None:
         """Which prompts were taken before an iteration, for checkpoints."""
@@ -341,6 +409,16 @@ def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
         stop_token_ids=spec.eos_token_ids,
         ignore_eos=config.rollout.ignore_eos,
     )
+
+
+def make_interruptions(config: Config, tokenizer: Any) -> Interruptions:
+    """For responses that go on under newer weights."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    # all of an iteration's groups may wait for room at the same time
+    return Interruptions(config.tokens_per_version, decode, config.engine_wait_s + config.trainer.wait_timeout_s)
 
 
 def load_tokenizer(config: Config) -> Any:

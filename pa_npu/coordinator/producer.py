@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from pa_npu.algorithm.advantages import batch_advantages, group_advantages
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.episode import Rewards, run_episode, score
+from pa_npu.coordinator.interruption import Interruptions
 from pa_npu.coordinator.pacing import Pace
 from pa_npu.coordinator.production import Produced, Production
 from pa_npu.coordinator.tail import TailMeter
@@ -46,7 +48,7 @@ from pa_npu.telemetry.timeline import Timeline, now
 
 
 class Producer:
-    """Produces iterations, one at a time.
+    """Produces iterations, one at a time; with `interruptions` the next may begin while responses of one wait for a version.
 
     work: what training a group costs, from its prompt's and its responses' lengths (GroupWork).
     store_thread: a single-threaded executor for the buffer's blocking calls; one thread keeps their order.
@@ -64,6 +66,7 @@ class Producer:
         timeline: Timeline,
         work: Callable[[int, Sequence[int]], float],
         store_thread: Executor,
+        interruptions: Interruptions | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -75,6 +78,7 @@ class Producer:
         self._timeline = timeline
         self._work = work
         self._store_thread = store_thread
+        self._interruptions = interruptions
         self._lengths = ResponseLengths(sampling.max_tokens)
 
     async def produce(
@@ -142,8 +146,9 @@ class Producer:
                     await put(released, number, self._advantages(result), slot)
                 else:
                     held.append((released, number))
-            delivered_s = timing.delivered_s + time.perf_counter() - start_s
-            self._controller.observe(replace(timing, delivered_s=delivered_s))
+            if self._interruptions is None:  # else the lease is of a part
+                delivered_s = timing.delivered_s + time.perf_counter() - start_s
+                self._controller.observe(replace(timing, delivered_s=delivered_s))
 
         async with TaskScope() as scope:
             while (number := await self._next_number(selection, tail)) is not None:
@@ -151,7 +156,8 @@ class Producer:
                 index = schedule.order[number] if number < len(schedule.order) else number
                 prompt = prompts[index] if another is None or index < len(prompts) else another()
                 tokens = num_sequences * (len(prompt.tokens) + round(self._lengths.mean(prompt)))
-                await pace.turn()
+                if self._interruptions is None:  # else a turn might wait for a group that waits for the next version
+                    await pace.turn()
                 # every group in flight ends by its own deadline, and an engine that is gone is replaced by its own
                 lease = await self._pool.admit(
                     *(num_sequences, tokens, pace.window, config.engine_wait_s),
@@ -160,7 +166,9 @@ class Producer:
                 )
                 pace.dispatched(lease.engine.name)
                 tail.dispatched()
-                scope.start(complete(index, prompt, lease), f"group {index} of iteration {iteration}")
+                scope.start(self._at_work(complete(index, prompt, lease)), f"group {index} of iteration {iteration}")
+            if self._interruptions is not None:
+                self._interruptions.admitted()
         works = [work(scored[index][1]) for index, _ in held]
         advantages = self._held_advantages([scored[index][2] for index, _ in held])
         slots = assignment.assign_all([number for _, number in held], works)
@@ -170,6 +178,10 @@ class Producer:
         produced = production.end(schedule.largest_window, tail.tail_waste, assignment.imbalance)
         self._lengths.observe([seen[index] for index in sorted(seen)])
         return produced
+
+    def _at_work(self, group: Coroutine[Any, Any, None]) -> Coroutine[Any, Any, None]:
+        """The same, known to have work for the version from now on."""
+        return group if self._interruptions is None else self._interruptions.count(group)
 
     def _outlook(self, iteration: int, prompts: Sequence[Prompt]) -> IterationOutlook:
         groups = [
@@ -210,8 +222,10 @@ class Producer:
             again_deadline_s=self._config.engine_wait_s,
             what=f"group {index} of iteration {iteration}",
         ) as session:
+            parts = self._interruptions
+            generate = None if parts is None else parts.of_group(session, iteration, index, seed, self._sampling)
             samples = await run_episode(
-                self._environment, prompt, rollout.responses_per_prompt, session, seed, self._sampling
+                self._environment, prompt, rollout.responses_per_prompt, session, seed, self._sampling, generate
             )
         tail.received()
         lease = session.lease

@@ -58,6 +58,7 @@ class Production:
         self._sample_prompt_tokens = 0
         self._response_tokens = 0
         self._finished = 0
+        self._interrupted = 0
         self._correct = 0
         self._reward = 0.0
         self._rewards: dict[str, float] = {}
@@ -78,6 +79,7 @@ class Production:
         self._sample_prompt_tokens += sum(len(sample.tokens) - sample.num_trained for sample in samples)
         self._response_tokens += sum(sample.num_trained for sample in samples)
         self._finished += sum(sample.finished for sample in samples)
+        self._interrupted += sum(len(set(sample.versions[sample.trained].tolist())) > 1 for sample in samples)
         self._correct += int(sum(map(bool, result.correct)))
         self._reward += float(sum(result.total))
         for name, values in result.functions.items():
@@ -118,6 +120,7 @@ class Production:
             "response_length_mean": self._response_tokens / responses,
             "prompt_length_mean": self._prompt_tokens / self._groups,
             "truncated_ratio": 1 - self._finished / responses,
+            "interrupted_ratio": self._interrupted / responses,
             "tokens_prompt": self._sample_prompt_tokens,
             "tokens_response": self._response_tokens,
             "generate_s": self._seconds,

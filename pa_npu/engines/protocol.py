@@ -43,7 +43,7 @@ class Generation:
 
     text leaves the end token and other special tokens out. finish_reason: stop (by itself) or length (cut).
     version: of the weights that generated it. instance: which start of the engine did. Both are what the engine itself
-    says; None where it does not say.
+    says; None where it does not say. versions: int32 [R] where several versions did, one after another (the last is `version`).
     """
 
     tokens: npt.NDArray[np.int32]
@@ -52,6 +52,7 @@ class Generation:
     finish_reason: Literal["stop", "length"]
     version: int | None = None
     instance: str | None = None
+    versions: npt.NDArray[np.int32] | None = None
 
     @property
     def finished(self) -> bool:

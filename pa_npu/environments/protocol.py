@@ -79,4 +79,5 @@ def write(sample: SampleBuilder, generation: Generation) -> None:
     """Adds what the policy wrote to a sample."""
     if generation.version is None:
         raise ValueError("a generation without weight version cannot be trained; take it from `generate`")
-    sample.write(generation.tokens, generation.logprobs, generation.version)
+    versions = generation.version if generation.versions is None else generation.versions
+    sample.write(generation.tokens, generation.logprobs, versions)

@@ -50,32 +50,37 @@ class StoreRolloutBuffer:
 
     run_id separates attempts of one run, so that a restarted trainer never sees what a killed one left behind.
     readers: ranks of a replica, i.e. tensor_parallel x pipeline_parallel (the coordinator's value is not used).
+    ahead: how many newer iterations may have begun when a group is put.
     """
 
-    def __init__(self, channel: StoreChannel, run_id: str, readers: int) -> None:
+    def __init__(self, channel: StoreChannel, run_id: str, readers: int, ahead: int = 0) -> None:
         if readers < 1:
             raise ValueError(f"readers: {readers} must be at least 1, the number of ranks of a replica")
         self.readers = readers
         self._channel = channel
         self._run_id = run_id
-        self._filled: dict[tuple[int, int], int] = {}
+        self._ahead = ahead
+        self._filled: dict[int, dict[tuple[int, int], int]] = {}  # by iteration
         self._newest = 0
 
     def put(self, group: Group, replica: int, slot: int) -> None:
         if group.iteration > self._newest:
-            self._newest, self._filled = group.iteration, {}
+            self._newest = group.iteration
+            self._filled = {i: filled for i, filled in self._filled.items() if i >= self._newest - self._ahead}
         key = self._key(group.iteration, replica, slot)
-        if (replica, slot) in self._filled or group.iteration < self._newest:
+        filled = self._filled.setdefault(group.iteration, {})
+        too_late = group.iteration < self._newest - self._ahead
+        if (replica, slot) in filled or too_late:
             raise InvariantViolation(
                 f"I2 exactly once: {group} put into slot {slot} of replica {replica}, but "
                 + (
                     f"iteration {self._newest} has begun"
-                    if group.iteration < self._newest
-                    else f"group {self._filled[replica, slot]} of that iteration is already there"
+                    if too_late
+                    else f"group {filled[replica, slot]} of that iteration is already there"
                 )
             )
         self._channel.put_bytes(key, to_bytes(group))
-        self._filled[replica, slot] = group.index
+        filled[replica, slot] = group.index
 
     def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
         return self._channel.wait(
@@ -101,3 +106,8 @@ class StoreRolloutBuffer:
 
     def _key(self, iteration: int, replica: int, slot: int) -> str:
         return f"buffer/{self._run_id}/{iteration}/{replica}/{slot}"
+
+
+def written_buffer(channel: StoreChannel, version: int) -> StoreRolloutBuffer:
+    """Where the coordinator puts what has been written before `version`, slot by dispatch index, for one rank to take."""
+    return StoreRolloutBuffer(channel, f"written-{version}", readers=1)

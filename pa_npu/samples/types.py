@@ -84,7 +84,7 @@ class SampleBuilder:
     def __init__(self, prompt: npt.NDArray[np.int32]) -> None:
         self._parts = [np.asarray(prompt, np.int32)]
         self._length = len(prompt)
-        self._written: list[tuple[slice, npt.NDArray[np.float32], int]] = []
+        self._written: list[tuple[slice, npt.NDArray[np.float32], int | npt.NDArray[np.int32]]] = []
         self.num_trained = 0
 
     @property
@@ -97,8 +97,13 @@ class SampleBuilder:
         self._parts.append(np.asarray(tokens, np.int32))
         self._length += len(tokens)
 
-    def write(self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], version: int) -> None:
-        """Tokens of the policy, as the engine returned them. logprobs: one each, or [0] where none were asked for."""
+    def write(
+        self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], version: int | npt.NDArray[np.int32]
+    ) -> None:
+        """Tokens of the policy, as the engine returned them. logprobs: one each, or [0] where none were asked for.
+
+        version: of all, or of each.
+        """
         if len(logprobs) not in (0, len(tokens)):
             raise ValueError(f"write: {len(logprobs)} log-probs for {len(tokens)} tokens; give one each, or none")
         start = self._length

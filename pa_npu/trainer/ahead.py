@@ -9,12 +9,12 @@ from __future__ import annotations
 from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
-from pa_npu.control.messages import DATA_POSITION, PRODUCED_AHEAD
-from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.control.messages import DATA_POSITION, PRODUCED_AHEAD, WRITTEN_AHEAD
+from pa_npu.samples.rollout_buffer import RolloutBuffer, written_buffer
 
 
 class RolloutsAhead:
-    """Reads and changes nothing, so that any rank may ask."""
+    """One rank asks, once for each version."""
 
     def __init__(self, config: Config, channel: StoreChannel, buffer: RolloutBuffer) -> None:
         self._config = config
@@ -25,6 +25,8 @@ class RolloutsAhead:
         """Iterations that are produced by versions before `version` and trained from it on. Raises DeadlineExceeded."""
         schedule = self._config.schedule
         end = min(version + schedule.max_staleness, schedule.iterations)
+        if self._config.interrupts and version < end:
+            return self._written(version)
         return [self._iteration(iteration) for iteration in range(version, end)]
 
     def _iteration(self, iteration: int) -> AheadIteration:
@@ -35,3 +37,17 @@ class RolloutsAhead:
         numbers = range(self._config.schedule.prompts_per_iteration)
         groups = [self._buffer.read_bytes(iteration, number % replicas, number // replicas) for number in numbers]
         return AheadIteration(iteration, produced.numbers, produced.samples, data, groups)
+
+    def _written(self, version: int) -> list[AheadIteration]:
+        """Complete or not, what the versions before this one have written; it lies in the store for this purpose alone."""
+        limit_s = self._config.trainer.wait_timeout_s
+        written = WRITTEN_AHEAD.wait(self._channel, limit_s, version=version)
+        buffer = written_buffer(self._channel, version)
+        found = []
+        for iteration in written.iterations:
+            data = DATA_POSITION.wait(self._channel, limit_s, iteration=iteration + 1).state
+            groups = [buffer.read_bytes(iteration, 0, index) for index in range(written.groups)]
+            for index in range(written.groups):
+                buffer.done(iteration, 0, index)
+            found.append(AheadIteration(iteration, {}, [], data, groups))
+        return found
