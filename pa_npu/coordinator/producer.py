@@ -167,8 +167,8 @@ class Producer:
                 pace.dispatched(lease.engine.name)
                 tail.dispatched()
                 scope.start(self._at_work(complete(index, prompt, lease)), f"group {index} of iteration {iteration}")
-            if self._interruptions is not None:
-                self._interruptions.admitted()
+                if self._interruptions is not None and selection.must_wait:
+                    self._interruptions.admitted()  # once: nothing is replaced
         works = [work(scored[index][1]) for index, _ in held]
         advantages = self._held_advantages([scored[index][2] for index, _ in held])
         slots = assignment.assign_all([number for _, number in held], works)

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
-from pa_npu.control.messages import DATA_POSITION
+from pa_npu.control.messages import DISPATCHED
 from pa_npu.publish.messages import LATE_DECISION, MANIFEST, READY, VERDICT
 from tests.helpers.launched import ENGINE_SERVERS, Launched, settings
 
@@ -72,7 +72,7 @@ class Watched:
     """A launched run, with eyes on its store and its processes."""
 
     def __init__(self, launched: Launched, ahead: int = 0) -> None:
-        """ahead: schedule.max_staleness."""
+        """ahead: how far the iteration that a version completes is ahead of the one that it trains."""
         self.run = launched
         self._ahead = ahead
         self._clients: dict[int, StoreChannel] = {}
@@ -90,7 +90,7 @@ class Watched:
             if version is None:
                 return False
             produces = min(version + self._ahead, ITERATIONS - 1)
-            produced = DATA_POSITION.exists(self._channel, iteration=produces + 1)
+            produced = DISPATCHED.exists(self._channel, iteration=produces)
             published = self._published(version)
             state = "publish" if not published else "training" if produced else "generation"
             found[:] = [version]
@@ -321,33 +321,41 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
 AHEAD = 1
 
 
+SOME: Kills = (
+    (TRANSFORMERS, "generation"),
+    ("coordinator", "generation"),
+    ("trainer-1", "generation"),
+    ("trainer-0", "publish"),
+)
+
+
 @pytest.mark.parametrize(
-    "kills",
+    ("on_publish", "kills"),
     [
-        pytest.param(
-            (
-                (TRANSFORMERS, "generation"),
-                (TRANSFORMERS, "publish"),
-                ("trainer-1", "generation"),
-                ("coordinator", "generation"),
-                ("trainer-0", "publish"),
-            ),
-            id="some",
-        ),
-        pytest.param(tuple(each([TRANSFORMERS, *WORKERS])), id="all", marks=pytest.mark.nightly),
+        pytest.param("continue", SOME, id="continue"),
+        pytest.param("finish", SOME, id="finish", marks=pytest.mark.nightly),
+        pytest.param("continue", tuple(each([TRANSFORMERS, *WORKERS])), id="continue-all", marks=pytest.mark.nightly),
+        pytest.param("finish", tuple(each([TRANSFORMERS, *WORKERS])), id="finish-all", marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed(
-    kills: Kills, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+    on_publish: str, kills: Kills, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
 ) -> None:
-    """What lies in the buffer and is not trained yet is in the checkpoints; engines get the version that trainers have left."""
-    stale = {"schedule.max_staleness": AHEAD, "algorithm.importance_sampling": "token"}
+    """What lies in the buffer and is not trained yet, or is half written, is in the checkpoints; an engine that comes again
+    gets the version that trainers have left."""
+    stale = {
+        "schedule.max_staleness": AHEAD,
+        "schedule.on_publish": on_publish,
+        "algorithm.importance_sampling": "token",
+    }
     calm = launch(*keys(tiny, tmp_path / "calm", "transformers", **stale))
     calm.popen.wait(TIMEOUT_S)
     assert calm.popen.returncode == 0, calm.output
     expected = Result.of(tmp_path / "calm")
 
-    watched = Watched(launch(*keys(tiny, tmp_path / "run", "transformers", **stale)), AHEAD)
+    watched = Watched(
+        launch(*keys(tiny, tmp_path / "run", "transformers", **stale)), AHEAD if on_publish == "finish" else 0
+    )
     watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
     kill_all(watched, kills)
     watched.run.popen.wait(TIMEOUT_S)
@@ -356,3 +364,6 @@ def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed
     Result.of(tmp_path / "run").assert_equal(expected)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["age_max"] for record in records] == [min(AHEAD, iteration) for iteration in range(ITERATIONS)]
+    # responses have 24 tokens, of which the version before the one that trains them writes 12
+    interrupted = [0.0, *[float(on_publish == "continue")] * (ITERATIONS - 1)]
+    assert [record["interrupted_ratio"] for record in records] == interrupted

@@ -180,7 +180,7 @@ def test_responses_that_go_on_under_newer_weights_are_the_same_in_a_resumed_run(
             for versions in np.split(group.versions[group.trained], ends):
                 assert versions.tolist() == by_number(iteration, len(versions)), f"I1: iteration {iteration}"
                 interrupted += len(set(versions.tolist())) > 1
-    assert interrupted > 20, "responses must have been interrupted for this to show anything"
+    assert interrupted > 10, "responses must have been interrupted for this to show anything"
     for iteration in range(RESUMED_AT, ITERATIONS):
         ours, expected = resumed.trained[iteration], whole.trained[iteration]
         assert [to_bytes(group) for group in ours] == [to_bytes(group) for group in expected], f"iteration {iteration}"
