@@ -43,6 +43,14 @@ def keys(**sections: dict[str, Any]) -> Config:
         ({"schedule": {"stream": "alternate"}}, "schedule.stream: alternate"),
         ({"schedule": {"compare_iterations": 4}}, "schedule.compare_iterations: 4"),
         ({"schedule": {"iterations": 1}}, "lower max_staleness"),
+        ({"schedule": {"tokens_per_version": 8}}, "set schedule.on_publish=continue, or remove the key"),
+        ({"schedule": {"on_publish": "continue", "dynamic_sampling": True}}, "dynamic_sampling to false"),
+        ({"schedule": {"on_publish": "continue"}, "algorithm": {"name": "dapo"}}, "of algorithm.name=dapo"),
+        (
+            {"schedule": {"on_publish": "continue"}, "environment": {"name": "tools", "options": {"tool": "x"}}},
+            "only a single turn can go on",
+        ),
+        ({"schedule": {"max_staleness": 0, "on_publish": "continue"}}, "max_staleness to 1 or more"),
         ({"algorithm": {"ratio": "sampling", "importance_sampling": "token"}}, "counts the sampling policy twice"),
         ({"algorithm": {"importance_rule": "mask"}}, "algorithm.importance_rule: mask would be read by nothing"),
         (
