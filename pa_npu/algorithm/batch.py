@@ -1,10 +1,25 @@
-"""TokenBatch: the response tokens of one microbatch as the losses see them, and sums over its responses."""
+"""The trained tokens of a microbatch as the losses see them, their weights, and the iteration's normaliser (invariant I3).
+
+The loss of an iteration is sum_t w_t l_t / N. The weights w depend on one response only and N is known when the iteration
+ends, so the sum can be accumulated over any cut into microbatches and replicas and divided once, at the step.
+
+| aggregation   | w_t            | N                        | source                          |
+|---------------|----------------|--------------------------|---------------------------------|
+| token-mean    | 1              | response tokens          | DAPO, arXiv 2503.14476, eq. 8   |
+| sequence-mean | 1 / len(o_i)   | responses                | GRPO, arXiv 2402.03300, eq. 3   |
+| sequence-sum  | 1              | responses                | RLOO, arXiv 2402.14740          |
+| dr-grpo       | 1              | responses x max length   | Dr.GRPO, arXiv 2503.20783       |
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +32,7 @@ class TokenBatch:
     reference_logprobs: torch.Tensor | None  # of the reference, no gradient; None when kl_coef is 0
     engine_logprobs: torch.Tensor  # what the engine reported when it sampled the token
     advantages: torch.Tensor
-    weights: torch.Tensor  # of aggregation.token_weights
+    weights: torch.Tensor  # of token_weights
     response_index: torch.Tensor  # int64, which response of the microbatch a token belongs to, from 0
     num_responses: int
     group_size: int  # responses of a prompt; they are consecutive, though a microbatch may hold a part of a group
@@ -37,3 +52,20 @@ class TokenBatch:
     def per_token(self, response_values: torch.Tensor) -> torch.Tensor:
         """[responses] -> [tokens]."""
         return response_values.index_select(0, self.response_index)
+
+
+def token_weights(response_lengths: Sequence[int], aggregation: Aggregation, device: torch.device) -> torch.Tensor:
+    """Weights [sum of response_lengths] fp32, in the order of the responses."""
+    lengths = torch.tensor(response_lengths, dtype=torch.int64)
+    if aggregation == "sequence-mean":
+        return (1.0 / lengths.float()).repeat_interleave(lengths).to(device)
+    return torch.ones(int(lengths.sum()), device=device)
+
+
+def normaliser(aggregation: Aggregation, num_tokens: int, num_responses: int, max_response_tokens: int) -> float:
+    """N of the table above, from the iteration's totals over all replicas."""
+    if aggregation == "token-mean":
+        return float(num_tokens)
+    if aggregation in ("sequence-mean", "sequence-sum"):
+        return float(num_responses)
+    return float(num_responses * max_response_tokens)

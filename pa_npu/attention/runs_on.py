@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from pa_npu.attention.kernels.registry import kernel_name
+from pa_npu.attention.kernels.base import kernel_name
 
 
 @dataclass(frozen=True)
 class AttentionKernels:
-    """kernel: of varlen calls, a name of kernels/registry.py, or "dense". merge: what merges partial results; "none" for dense.
+    """kernel: of varlen calls, a name of kernels/base.py, or "dense". merge: what merges partial results; "none" for dense.
 
     fallback: why `merge` is not the fast one of this platform; empty where it is, or where there is no other.
     """

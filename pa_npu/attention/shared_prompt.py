@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from pa_npu.attention.dense import dense_attention
-from pa_npu.attention.gather import gather_attention
-from pa_npu.attention.kernels.registry import kernel_for
+from pa_npu.attention.forms import gather_attention, merge_attention
+from pa_npu.attention.kernels.base import kernel_for
 from pa_npu.attention.layout import PrefixLayout
-from pa_npu.attention.merge import merge_attention
 
 IMPLEMENTATIONS = ("auto", "dense", "merge", "gather")
 

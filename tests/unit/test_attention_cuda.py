@@ -11,9 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
-from pa_npu.attention.gather import gather_attention
+from pa_npu.attention.forms import gather_attention, merge_attention
 from pa_npu.attention.kernels import cuda
-from pa_npu.attention.merge import merge_attention
 from pa_npu.attention.transform import compress
 from pa_npu.errors import UserError
 
@@ -138,7 +137,7 @@ def test_refuses_a_torch_with_other_operators(monkeypatch):
 TRITON_CHECK = """
 import torch
 from ops.triton.lse_merge import lse_merge_
-from pa_npu.attention.kernels.lse import merge_lse
+from pa_npu.attention.kernels.base import merge_lse
 from pa_npu.attention.plan import Rows
 
 torch.manual_seed(0)

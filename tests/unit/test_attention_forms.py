@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
-from pa_npu.attention.gather import gather_attention
+from pa_npu.attention.forms import gather_attention, merge_attention
 from pa_npu.attention.kernels.cpu import CpuFlash
 from pa_npu.attention.kernels.portable import Portable
-from pa_npu.attention.merge import merge_attention
 from pa_npu.attention.transform import shard
 
 # Largest |difference| of an output or gradient from dense fp64, as a share of its largest |value|.

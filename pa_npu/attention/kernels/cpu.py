@@ -6,8 +6,7 @@ from functools import cache
 
 import torch
 
-from pa_npu.attention.kernels.base import Partial
-from pa_npu.attention.kernels.lse import merge_lse
+from pa_npu.attention.kernels.base import Partial, merge_lse
 from pa_npu.attention.layout import PrefixLayout
 from pa_npu.attention.plan import CrossCall, Run, VarlenCall
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from pa_npu.attention.kernels.base import Partial
-from pa_npu.attention.kernels.lse import merge_lse
+from pa_npu.attention.kernels.base import Partial, merge_lse
 from pa_npu.attention.layout import PrefixLayout
 from pa_npu.attention.plan import CrossCall, VarlenCall
 from pa_npu.errors import UserError

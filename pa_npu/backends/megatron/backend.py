@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
-from pa_npu.algorithm.aggregation import normaliser, token_weights
 from pa_npu.algorithm.agreement import DifferenceSums, difference_sums
-from pa_npu.algorithm.batch import TokenBatch
+from pa_npu.algorithm.batch import TokenBatch, normaliser, token_weights
 from pa_npu.algorithm.losses import loss_sums, metric_names
 from pa_npu.algorithm.policy_losses import find_policy_loss
 from pa_npu.backends.megatron import parallel

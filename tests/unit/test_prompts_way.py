@@ -1,0 +1,224 @@
+"""The prompt's way that docs/architecture.md lists is the one that a prompt really takes, and it stays short.
+
+One row of a dataset goes through everything from reading it to the optimizer's step: the coordinator's producer, a stand-in engine
+behind vLLM's client, reward functions, the buffer's bytes, the trainers' iterator and the Megatron backend. What runs is watched:
+a file is on the way where a function of it is given the prompt or what has become of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel
+from pa_npu.coordinator.producer import Producer
+from pa_npu.data.prompts import Prompt, load_prompts
+from pa_npu.data.records import Record
+from pa_npu.dispatch.work import GroupWork
+from pa_npu.engines.pool import EnginePool
+from pa_npu.engines.protocol import Generation, Sampling
+from pa_npu.engines.vllm.client import VllmEngine
+from pa_npu.environments.registry import make_environment
+from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import Rules
+from pa_npu.rewards.functions import build_function, call_function, function_specs
+from pa_npu.rewards.pool import RewardPool
+from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.samples.iterator import MicrobatchIterator
+from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.types import Group, Sample, SampleBuilder
+from pa_npu.telemetry.timeline import Timeline
+from tests.helpers.house import PACKAGE
+from tests.helpers.megatron import PLATFORM, model_config, single_process
+from tests.helpers.models import make_model
+from tools.stand_in import Speed, StandInEngine, serving
+
+# these import megatron, which the helper above has prepared
+from pa_npu.algorithm.batch import TokenBatch  # isort: skip
+from pa_npu.attention import PrefixLayout  # isort: skip
+from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
+from pa_npu.backends.megatron.factory import load_stage  # isort: skip
+
+DATA = (
+    *(Record, Prompt, Generation, Sample, SampleBuilder, RewardInput, RewardResult, Group, Microbatch, PrefixLayout),
+    *(TokenBatch, torch.Tensor, np.ndarray),
+)
+QUESTION = "t3 t4 t5 t6 t7"
+MOST_FILES, MOST_WITH_HANDS = 30, 40
+# Given the data to hand it on as it is, or to compute what the file before them asks for: no step of its own.
+HANDS_ON = {
+    "engines/patience.py": "waits for a slow engine",
+    "engines/answers.py": "the checks that codecs of all engines share",
+    "environments/protocol.py": "adds a generation to a sample",
+    "rewards/process.py": "the pipe to a worker",
+    "control/channel.py": "bytes into the store",
+    "backends/megatron/rotary.py": "cos and sin of positions",
+    "platform/ops.py": "norm and rotation on this platform",
+    "attention/shared_prompt.py": "checks shapes and chooses the form",
+    "attention/kernels/base.py": "chooses the kernel",
+    "attention/plan.py": "which rows a form gathers",
+    "attention/layout.py": "what a layout knows of itself",
+}
+# Looks at it, and nothing goes on from there.
+ASIDE = {
+    "algorithm/agreement.py": "statistics of log-prob differences",
+    "attention/flops.py": "counts operations",
+    "attention/transform.py": "layouts of other forms",
+    "backends/megatron/statistics.py": "metrics",
+    "coordinator/production.py": "numbers of the iteration's record",
+    "dispatch/lengths.py": "expected lengths",
+    "engines/protocol.py": "definitions",
+    "rewards/types.py": "definitions",
+}
+NOT_STEPS = ("backends/megatron/patches/", "planning/", "telemetry/", "data/time_limit.py", "config/", "publish/")
+
+
+def documented() -> list[str]:
+    """The files of the table in docs/architecture.md, in its order, each as often as it stands there."""
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    table = text.partition("## A prompt's way")[2].partition("\n## ")[0]
+    files: list[str] = []
+    for row in re.findall(r"^\| [^|]+ \| (`[^|]+) \|", table, re.MULTILINE):
+        for name in re.findall(r"`([\w/]+\.py)`", row):
+            files.append(name if "/" in name else f"{files[-1].rpartition('/')[0]}/{name}")
+    return files
+
+
+def is_data(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, DATA):
+        return True
+    if isinstance(value, str):
+        return QUESTION in value
+    if isinstance(value, (bytes, bytearray)):
+        return len(value) > 100
+    if isinstance(value, dict):
+        return depth < 2 and any(is_data(item, depth + 1) for item in value.values())
+    if not isinstance(value, (list, tuple)):
+        return False
+    numbers = len(value) > 4 and all(type(item) in (int, float) for item in value)
+    return numbers or (depth < 2 and any(is_data(item, depth + 1) for item in value))
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """Files of the package, in the order in which they were first given data."""
+    files: list[str] = []
+    prefix = f"{PACKAGE}/"
+
+    def see(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        file = code.co_filename.removeprefix(prefix)
+        if event == "call" and file != code.co_filename and file not in files:
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            if any(is_data(frame.f_locals.get(name)) for name in names):
+                files.append(file)
+
+    threading.settrace(see)
+    sys.settrace(see)
+    try:
+        yield files
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+
+def make_config(directory: Path) -> Config:
+    model = make_model(directory / "model")
+    tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(128)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1", pad_token="t0").save_pretrained(model)
+    train = directory / "train.jsonl"
+    train.write_text(json.dumps({"question": QUESTION, "answer": "5"}) + "\n")
+    return model_config(
+        model,
+        run={"dir": str(directory / "run")},
+        data={"train": str(train)},
+        rollout={"responses_per_prompt": 4, "max_response_tokens": 8, "window": 64},
+        schedule={"prompts_per_iteration": 1},
+        microbatch={"responses": 4},
+        publish={"noise_margin": None},
+        reward={"functions": [{"name": "math"}]},
+    )
+
+
+async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: StoreRolloutBuffer) -> None:
+    """The coordinator's half: from a row to bytes in the buffer."""
+    engine = StandInEngine(Speed(), vocab_size=spec.vocab_size)
+    async with (
+        RewardPool(config.reward) as rewards,
+        serving(engine) as url,
+        EnginePool([VllmEngine(url, spec.vocab_size)]) as pool,
+    ):
+        await pool.on_all(lambda client: client.load_weights(0, deadline_s=30))
+        with ThreadPoolExecutor(1) as store_thread:
+            work = GroupWork(spec, config)
+            producer = Producer(
+                *(config, pool, make_environment(config, tokenizer), rewards, buffer),
+                *(ScheduleController(Rules.of(config), work), Sampling(8, 1.0), Timeline(None, ""), work, store_thread),
+            )
+            await producer.produce(0, load_prompts(config.data.train, tokenizer, config.data))
+
+
+def reward_worker(config: Config) -> None:
+    """What the pool's worker does in a process of its own, where it is not seen."""
+    from pa_npu.rewards.worker import _score
+
+    functions = [("math", build_function(spec)) for spec in function_specs(config.reward.functions)]
+    _score(functions, RewardInput(QUESTION, "5", [f"{QUESTION} #### 5"], [9], {}))
+    assert call_function(functions[0][1], RewardInput(QUESTION, "5", ["#### 5"], [3], {})) == ([1.0], None)
+
+
+def test_a_prompt_takes_the_way_that_is_documented_and_it_is_short(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    spec = ModelSpec.read(config.model.path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model.path)
+    with single_process(config):
+        stage = load_stage(config, spec, PLATFORM)
+        backend = MegatronBackend(stage, config, spec, PLATFORM, torch.device("cpu"), Timeline(None, ""))
+        buffer = StoreRolloutBuffer(StoreChannel(dist.HashStore()), "run", readers=1)
+        with watched() as files:
+            asyncio.run(produce(config, spec, tokenizer, buffer))
+            reward_worker(config)
+            source = MicrobatchIterator(
+                buffer,
+                **{"replica": 0, "num_replicas": 1, "iteration": 0, "groups": 1, "order": "prompt"},
+                **{"responses_per_microbatch": 4, "shared_prompt": True, "pad_multiple": 1, "timeout_s": 5.0},
+            )
+            backend.accumulate(source)
+            source.finish()
+            update = backend.step()
+    assert np.isfinite(update.report.grad_norm), "the prompt came through"
+
+    way = documented()
+    taken = {file for file in files if not file.startswith(NOT_STEPS)}
+    unknown = taken - {*way, *HANDS_ON, *ASIDE}
+    assert not unknown, f"{sorted(unknown)}: put it into docs/architecture.md, or say here what it is"
+    unused = set(way) - taken
+    assert not unused, f"{sorted(unused)}: no prompt comes there; take it out of docs/architecture.md"
+    assert not {*HANDS_ON, *ASIDE} - taken, f"{sorted({*HANDS_ON, *ASIDE} - taken)}: nothing comes there"
+
+    assert len(set(way)) <= MOST_FILES, f"{len(set(way))} files"
+    assert len({*way, *HANDS_ON}) <= MOST_WITH_HANDS, f"{len({*way, *HANDS_ON})} files, those that hand it on included"
+    rooms = [file.partition("/")[0] for file in dict.fromkeys(way)]
+    entered = [room for number, room in enumerate(rooms) if number == 0 or rooms[number - 1] != room]
+    often = sorted({room for room in entered if entered.count(room) > 2})
+    assert not often, f"entered more than twice: {often}"
