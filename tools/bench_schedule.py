@@ -9,13 +9,13 @@ iteration, a synchronous iteration takes Tg + Tt and a perfectly overlapped one 
   groups    of 8 responses in an iteration.
   engines   one, or two, which share a core where the machine has no third.
   Tg : Tt   balanced, engine-bound (2 : 1) and trainer-bound (1 : 2). Tt is set through the prompt length, which costs the trainer
-            (separate sequences) and hardly the engine (prefix cache).
+            (separate sequences) and hardly the engine (prefix cache). fixed-16 has prompts of 128 instead.
 
 A run alternates iteration by iteration (schedule.stream=alternate): even ones are synchronous, odd ones periodic, each with the
 schedule that the controller chooses for its kind. Tg and Tt are medians of the synchronous ones, which have the window that
 generates fastest. The table has, over max(Tg, Tt): periodic iterations without border; with --constant the best of further runs
-with constant windows; the optimum, simulated with the speeds that the run learned and with all lengths known; and how far the
-model's predictions were off.
+with constant windows; the optimum, the best of a family of schedules simulated with the speeds that the run learned and with all
+lengths known; these speeds; and how far the model's predictions were off.
 
     python tools/bench_schedule.py [--iterations 16] [--rows equal-16,...] [--constant 16,32,64] [--json FILE] [--markdown FILE]
     python tools/bench_schedule.py --shared-prompt        # P=512, R=64, G=8 with attention.shared_prompt on and off
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -44,11 +45,14 @@ from typing import Any
 import numpy as np
 
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.schedule import same_windows
+from pa_npu.dispatch.order import ORDERS, dispatch_order
+from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.environments.protocol import EnvironmentContext, Generate, write
 from pa_npu.launcher.placement import free_ports
-from pa_npu.planning.iteration_model.backwards import optimum_s
+from pa_npu.planning.iteration_model.backwards import backwards_turns, optimum_s
+from pa_npu.planning.iteration_model.candidates import SLACKS, place_levels
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
+from pa_npu.planning.iteration_model.simulate import simulate
 from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
@@ -64,35 +68,32 @@ PROMPT_SIGMA, RESPONSE_SIGMA, MOST_OF_MEAN = 0.6, 0.4, 4
 
 @dataclass(frozen=True)
 class Case:
-    """ratio: Tg / Tt aimed at."""
+    """ratio: Tg / Tt aimed at. prompt: the length instead that is given, in tokens."""
 
     name: str
     groups: int
     ratio: float = 1.0
     heavy: bool = False
     engines: int = 1
+    prompt: int | None = None
 
 
-CASES = (
-    Case("equal-16", 16),
-    Case("equal-64", 64),
-    Case("equal-16-engine-bound", 16, 2.0),
-    Case("equal-16-trainer-bound", 16, 0.5),
-    Case("equal-64-engine-bound", 64, 2.0),
-    Case("equal-64-trainer-bound", 64, 0.5),
-    Case("heavy-16", 16, heavy=True),
-    Case("heavy-64", 64, heavy=True),
-    Case("heavy-64-engine-bound", 64, 2.0, heavy=True),
-    Case("heavy-64-trainer-bound", 64, 0.5, heavy=True),
-    Case("equal-64-two-engines", 64, engines=2),
-    Case("heavy-64-two-engines", 64, heavy=True, engines=2),
-)
+def _cases() -> Iterator[Case]:
+    yield Case("fixed-16", 16, prompt=128)
+    for engines, groups, heavy in itertools.product((1, 2), (16, 64), (False, True)):
+        for bound, ratio in (("", 1.0), ("-engine-bound", 2.0), ("-trainer-bound", 0.5)):
+            name = f"{'heavy' if heavy else 'equal'}-{groups}{bound}{'-two-engines' if engines == 2 else ''}"
+            yield Case(name, groups, ratio, heavy, engines)
+
+
+CASES = tuple(_cases())
 
 
 @dataclass(frozen=True)
 class Row:
     """Medians, in seconds. generate_s, train_s: Tg, Tt. border_s: what no schedule can hide, left out of all but sync_s and
-    periodic_s. constant_s: the best constant window's; optimum_s: simulated with all lengths known. errors: of predictions."""
+    periodic_s. constant_s: the best constant window's; optimum_s: simulated with all lengths known. errors: of predictions.
+    step_ms, sequence_ms: what a decode step takes and what each sequence adds, as learned."""
 
     name: str
     groups: int
@@ -105,6 +106,8 @@ class Row:
     optimum_s: float
     errors: list[float]
     schedule: str
+    step_ms: float
+    sequence_ms: float
     constant_s: float | None = None
     constant_window: int | None = None
 
@@ -240,7 +243,7 @@ class Bench:
         train_at = {prompt: train for prompt, (_, train) in measured.items()}
         rows = []
         for case in cases:
-            prompt = self._prompt_for(group_generate_s / case.ratio, train_at)
+            prompt = case.prompt or self._prompt_for(group_generate_s / case.ratio, train_at)
             row = self._measure(case, prompt, [])
             for window in [int(text) for text in self._args.constant.split(",") if text]:
                 constant = self._measure(case, prompt, [f"rollout.window={window}"])
@@ -290,6 +293,8 @@ class Bench:
             statistics.median(self._optimum_s(case, prompt, r, every[-1]["learned"]) for r in periodic),
             [r["prediction_error"] for r in periodic if r["prediction_error"] is not None],
             periodic[-1]["schedule"],
+            1000 * every[-1]["learned"]["decode_step_s"],
+            1000 * every[-1]["learned"]["decode_sequence_s"],
         )
 
     def _optimum_s(self, case: Case, prompt: int, record: dict[str, Any], learned: dict[str, float]) -> float:
@@ -303,8 +308,7 @@ class Bench:
             VirtualGroup(i, prompt, tuple(map(float, group)), train_s * count, count)
             for i, (group, count) in enumerate(zip(lengths, tokens, strict=True))
         ]
-        places = min(MAX_NUM_SEQS // RESPONSES, math.ceil(case.groups / case.engines))
-        return optimum_s(cluster, groups, same_windows(tuple(cluster.engines), places * RESPONSES))
+        return best_known_s(cluster, groups)
 
     def _lengths(self, case: Case, iteration: int) -> list[list[int]]:
         """Of the groups of an iteration, by index: prompts come in order, and again after EPOCH iterations."""
@@ -383,6 +387,27 @@ def _healthy(url: str) -> bool:
         return False
 
 
+def best_known_s(cluster: Cluster, groups: Sequence[VirtualGroup]) -> float:
+    """The shortest iteration over a family of schedules that know every length.
+
+    The one found by running time backwards, sequence by sequence (with equal lengths on one engine no schedule ends earlier);
+    turns that leave trainers 0 to 15% of slack; constant windows of every useful size in every order of dispatch.
+    """
+    names = tuple(cluster.engines)
+    share = math.ceil(len(groups) / len(names))
+    held = min(MAX_NUM_SEQS // RESPONSES, share)
+    windows = same_windows(names, held * RESPONSES)
+    found = [optimum_s(cluster, groups, windows)]
+    for slack in SLACKS:
+        order, turns = backwards_turns(cluster, groups, held * len(names), slack)
+        found.append(simulate(cluster, groups, Schedule("", order, (windows,), turns)).end_s)
+    longest = [group.longest for group in groups]
+    for places, name in itertools.product(place_levels(share, min(share, 2 * MAX_NUM_SEQS // RESPONSES)), ORDERS):
+        constant = Schedule("", tuple(dispatch_order(name, longest)), (same_windows(names, places * RESPONSES),))
+        found.append(simulate(cluster, groups, constant).end_s)
+    return min(found)
+
+
 def write_prompts(path: Path, length: int, count: int, seed: int) -> None:
     """Prompts of exactly `length` tokens (one letter is one token), all different, so that none is in the prefix cache."""
     rng = random.Random(seed)
@@ -400,8 +425,8 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
         f"synchronous and as many periodic iterations, alternating in one run. Ratios are over max(Tg, Tt), border left out.",
         "",
         "| row | groups | prompt | Tg s | Tt s | border s | sync s | periodic s | periodic | best window | optimum "
-        "| speedup | bound | model's error: median, worst |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| speedup | bound | step ms + ms per sequence | model's error: median, worst |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in rows:
         errors = [abs(error) for error in r.errors] or [math.nan]
@@ -410,7 +435,7 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
         cells = [r.name, str(r.groups), str(r.prompt_tokens), *(f"{t:.2f}" for t in times), f"{r.over_bound:.2f}"]
         cells += [constant, f"{r.optimum_s / r.longer_s:.2f}", f"{r.sync_s / r.periodic_s:.2f}x"]
         cells += [f"{(r.generate_s + r.train_s) / r.longer_s:.2f}x"]
-        cells += [f"{statistics.median(errors):.1%}, {max(errors):.1%}"]
+        cells += [f"{r.step_ms:.1f} + {r.sequence_ms:.2f}", f"{statistics.median(errors):.1%}, {max(errors):.1%}"]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "Schedules of the last periodic iterations:", "", *(f"- {r.name}: {r.schedule}" for r in rows)]
     return "\n".join(lines)
