@@ -46,7 +46,7 @@ CHANGES: dict[str, Change] = {
             "data": "test",
             "rollout": "backend engines max_engines shared_engines attach tensor_parallel python window max_num_batched_tokens "
             "max_num_seqs memory_fraction shared_memory_fraction kv_cache_gib graph_mode prefix_caching batch_invariant "
-            "expandable_segments extra_args env",
+            "expandable_segments too_long extra_args env",
             "environment": "timeout_s",
             "reward": "timeout_s max_failing_share",
             "trainer": "devices tensor_parallel pipeline_parallel sequence_parallel recompute",

@@ -133,14 +133,14 @@ def fill_preset(tree: Any) -> Any:
     """The unvalidated configuration tree with the preset's values in the keys that are not set; anything else as it is."""
     if not isinstance(tree, dict):
         return tree
-    name = _set_keys(tree.get("algorithm")).get("name")
+    name = set_keys(tree.get("algorithm")).get("name")
     preset = PRESETS.get(name) if isinstance(name, str) else None  # type: ignore[call-overload]
     if preset is None:
         return tree
     filled = dict(tree)
     for section, values in preset.sections().items():
         if values and (section not in tree or isinstance(tree[section], dict | BaseModel)):
-            filled[section] = {**values, **_set_keys(tree.get(section))}
+            filled[section] = {**values, **set_keys(tree.get(section))}
     return filled
 
 
@@ -150,10 +150,10 @@ _OVERLONG_SHARE = 5
 
 def fill_overlong(tree: Any, default_max_tokens: int) -> Any:
     """The tree with max_tokens and buffer_tokens in the overlong rewards that have none."""
-    functions = _set_keys(tree.get("reward")).get("functions") if isinstance(tree, dict) else None
+    functions = set_keys(tree.get("reward")).get("functions") if isinstance(tree, dict) else None
     if not isinstance(functions, list | tuple):
         return tree
-    longest = _set_keys(tree.get("rollout")).get("max_response_tokens", default_max_tokens)
+    longest = set_keys(tree.get("rollout")).get("max_response_tokens", default_max_tokens)
 
     def filled(function: Any) -> Any:
         if not isinstance(function, dict) or function.get("name") != "overlong":
@@ -163,11 +163,11 @@ def fill_overlong(tree: Any, default_max_tokens: int) -> Any:
         share = max(1, max_tokens // _OVERLONG_SHARE) if isinstance(max_tokens, int) else None
         return {"max_tokens": max_tokens, "buffer_tokens": share, **given}
 
-    reward = {**_set_keys(tree["reward"]), "functions": [filled(function) for function in functions]}
+    reward = {**set_keys(tree["reward"]), "functions": [filled(function) for function in functions]}
     return {**tree, "reward": reward}
 
 
-def _set_keys(section: Any) -> dict[str, Any]:
+def set_keys(section: Any) -> dict[str, Any]:
     """What the user wrote in a section, which is a mapping or, in code, a model."""
     if isinstance(section, BaseModel):
         return section.model_dump(exclude_unset=True)

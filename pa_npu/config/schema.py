@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from pa_npu.config.presets import PRESETS, fill_overlong, fill_preset
+from pa_npu.config.presets import PRESETS, fill_overlong, fill_preset, set_keys
 from pa_npu.config.sections import (
     ADVANTAGES,
+    CUT_SHARE,
     LOSSES,
     REWARDS,
     SLOWEST_TOKEN_S,
@@ -117,8 +118,8 @@ class Config(Section):
 
     @property
     def request_limit_s(self) -> float:
-        """The longest that a group is waited for on an engine that works."""
-        return self.rollout.request_timeout_s + SLOWEST_TOKEN_S * self.rollout.max_response_tokens
+        """The longest that a request is waited for on an engine that works, and where groups are cut, a second one."""
+        return _request_limit_s(self.rollout.request_timeout_s, self.rollout.max_response_tokens, self.rollout.too_long)
 
     @property
     def engine_wait_s(self) -> float:
@@ -198,7 +199,7 @@ class Config(Section):
     def fill_preset(cls, tree: Any) -> Any:
         """The keys of algorithm.name's preset that the user left unset, and the lengths of overlong rewards."""
         default = RolloutConfig.model_fields["max_response_tokens"].default
-        return fill_overlong(fill_preset(tree), default)
+        return _fill_wait(fill_overlong(fill_preset(tree), default))
 
     @model_validator(mode="after")
     def check_rules(self) -> Config:
@@ -220,6 +221,33 @@ _LONGEST_WAIT_S = 10_000_000  # four months; the clocks of some libraries overfl
 COLLECTIVE_MARGIN_S = 120.0
 
 
+def _request_limit_s(request_timeout_s: float, max_response_tokens: int, too_long: str) -> float:
+    limit_s = request_timeout_s + SLOWEST_TOKEN_S * max_response_tokens
+    if too_long != "cut":
+        return limit_s
+    return limit_s + request_timeout_s + SLOWEST_TOKEN_S * (max_response_tokens // CUT_SHARE)
+
+
+def _fill_wait(tree: Any) -> Any:
+    """The tree with trainer.wait_timeout_s where the user left it out and a request may take longer than the default."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("trainer", {}), dict | TrainerConfig):
+        return tree  # the sections' own checks say what is wrong
+    trainer = set_keys(tree.get("trainer"))
+    if "wait_timeout_s" in trainer:
+        return tree
+    given = set_keys(tree.get("rollout"))
+    values = [
+        given.get(key, RolloutConfig.model_fields[key].default)
+        for key in ("request_timeout_s", "max_response_tokens", "too_long")
+    ]
+    if not all(type(value) in (int, float) for value in values[:2]):
+        return tree
+    needed_s = _request_limit_s(*values)
+    if not TrainerConfig.model_fields["wait_timeout_s"].default < needed_s <= _LONGEST_WAIT_S:
+        return tree
+    return {**tree, "trainer": {**trainer, "wait_timeout_s": needed_s}}
+
+
 def _broken_deadlines(c: Config) -> Iterator[str]:
     """What waits for something ends after what it waits for: otherwise the error names the wrong party."""
     for section, values in c:
@@ -227,10 +255,18 @@ def _broken_deadlines(c: Config) -> Iterator[str]:
             if key.endswith("_s") and value is not None and value > _LONGEST_WAIT_S:
                 yield f"{section}.{key}: {value:g} s is longer than any run; set it to {_LONGEST_WAIT_S} or less"
     wait_s = c.trainer.wait_timeout_s
-    if wait_s < c.rollout.request_timeout_s:
+    if wait_s < c.request_limit_s:
+        cut = ", once more for a group that is cut" if c.rollout.too_long == "cut" else ""
         yield (
-            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than rollout.request_timeout_s = {c.rollout.request_timeout_s:g} s, "
-            f"so that trainers would give up on a group that still has time; set it to at least that"
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.request_limit_s:g} s that a request may take "
+            f"(rollout.request_timeout_s = {c.rollout.request_timeout_s:g} and {SLOWEST_TOKEN_S:g} s for each of "
+            f"rollout.max_response_tokens = {c.rollout.max_response_tokens}{cut}), so that trainers would give up on a group that "
+            f"still has time; set it to at least that, or remove it"
+        )
+    if c.rollout.too_long == "cut" and c.schedule.order == "prompt":
+        yield (
+            "rollout.too_long: cut with schedule.order=prompt: which groups are cut depends on the clock, and the run would not be "
+            "bit for bit the synchronous one; set too_long to end, or order to completion"
         )
     if c.collective_timeout_s < c.publish_peer_timeout_s + COLLECTIVE_MARGIN_S:
         yield (

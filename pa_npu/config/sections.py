@@ -79,6 +79,8 @@ class DataConfig(Section):
 
 SLOWEST_TOKEN_S = 0.25
 """An engine that takes longer per token of a response than this, on top of its deadline, is not worth waiting for."""
+CUT_SHARE = 4
+"""A group that is cut is generated again with the configured length divided by this (rollout.too_long)."""
 
 
 class RolloutConfig(Section):
@@ -172,6 +174,11 @@ class RolloutConfig(Section):
         gt=0,
         description="Deadline of one group's generation. An engine that works is given 0.25 s more per token of "
         "rollout.max_response_tokens; one that does not is replaced.",
+    )
+    too_long: Literal["end", "cut"] = Field(
+        "end",
+        description="A group that an engine which works does not finish in its time: end ends the run; cut generates it again with "
+        "a quarter of the tokens. Which groups are cut depends on the clock, so not with schedule.order=prompt.",
     )
     startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for an engine to become ready.")
     probe_every_s: float = Field(
@@ -355,7 +362,10 @@ class TrainerConfig(Section):
     distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
     wait_timeout_s: float = Field(
-        1800.0, gt=0, description="Deadline of every wait of a trainer (rollouts, publish, collectives)."
+        1800.0,
+        gt=0,
+        description="Deadline of every wait of a trainer (rollouts, publish, collectives); where it is left out, at least as long "
+        "as a request may take.",
     )
     startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for the trainer ranks to become ready.")
 

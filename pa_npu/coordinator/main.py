@@ -112,7 +112,9 @@ async def run(config: Config) -> None:
         environment = make_environment(config, tokenizer)
         channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX))
-        pool = await stack.enter_async_context(EnginePool((), config.rollout.probe_timeout_s))
+        pool = await stack.enter_async_context(
+            EnginePool((), config.rollout.probe_timeout_s, config.rollout.too_long == "cut")
+        )
         fleet = await stack.enter_async_context(
             Fleet(config.rollout, pool, roster, lambda url: kind.client(url, spec.vocab_size, key))
         )

@@ -139,6 +139,7 @@ class GroupSession:
                     deadline_s=self._deadline_s,
                     probe_timeout_s=self._pool.probe_timeout_s,
                     what=self._what,
+                    cut=self._pool.cuts,
                 )
             except EngineGone as error:
                 if sends == _MAX_SENDS:
@@ -184,11 +185,15 @@ class GroupSession:
 class EnginePool:
     """Several engines as one. Owns the clients: close it, or use `async with`.
 
-    probe_timeout_s: for an engine that has not answered by a request's deadline to show that it works.
+    probe_timeout_s: for an engine that has not answered by a request's deadline to show that it works. cuts: a group that is too
+    long anywhere is cut instead of ending the run.
     """
 
-    def __init__(self, engines: Sequence[RolloutEngine] = (), probe_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, engines: Sequence[RolloutEngine] = (), probe_timeout_s: float = 60.0, cuts: bool = False
+    ) -> None:
         self.probe_timeout_s = probe_timeout_s
+        self.cuts = cuts
         self._engines = {engine.name: engine for engine in engines}
         self._uses = {engine.name: EngineUse() for engine in engines}
         if len(self._uses) != len(engines):

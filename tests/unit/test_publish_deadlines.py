@@ -42,7 +42,7 @@ def test_in_every_recipe_each_deadline_comes_after_what_it_stands_behind(
     device = npu.collective_environment(config.longest_collective_s, deterministic=False)["HCCL_EXEC_TIMEOUT"]
     device_s = int(device)
     assert device_s % 68 == 0, "HCCL wants multiples of 68"
-    waits = [config.rollout.request_timeout_s, config.trainer.wait_timeout_s, config.collective_timeout_s, device_s]
+    waits = [config.request_limit_s, config.trainer.wait_timeout_s, config.collective_timeout_s, device_s]
     assert waits == sorted(waits) and waits[-1] > waits[-2] > waits[-3]
     monkeypatch.setenv("HCCL_EXEC_TIMEOUT", device)
     assert npu.group_timeout_s(config.collective_timeout_s) > device_s, (
@@ -66,8 +66,12 @@ def test_the_users_own_deadline_of_the_device_is_refused_where_it_comes_first(
     ("sections", "expected"),
     [
         (
-            {"rollout": {"request_timeout_s": 3600}},
-            "trainer.wait_timeout_s: 1800 s is shorter than rollout.request_timeout_s = 3600 s",
+            {"rollout": {"request_timeout_s": 3400}, "trainer": {"wait_timeout_s": 3450}},
+            "trainer.wait_timeout_s: 3450 s is shorter than the 3464 s that a request may take",
+        ),
+        (
+            {"rollout": {"max_response_tokens": 8192, "too_long": "cut"}, "trainer": {"wait_timeout_s": 3000}},
+            "trainer.wait_timeout_s: 3000 s is shorter than the 3760 s .* once more for a group that is cut",
         ),
         (
             {"publish": {"timeout_s": 1000}},
@@ -78,7 +82,19 @@ def test_the_users_own_deadline_of_the_device_is_refused_where_it_comes_first(
 def test_deadlines_that_stand_upside_down_are_refused(sections: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         Config.model_validate(TREE | sections)
-    Config.model_validate(TREE | sections | {"trainer": {"wait_timeout_s": 3600}})
+    Config.model_validate(TREE | sections | {"trainer": {"wait_timeout_s": 3800}})
+
+
+def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_may_take() -> None:
+    def waits(rollout: dict[str, Any], **trainer: Any) -> float:
+        return Config.model_validate(TREE | {"rollout": rollout, "trainer": trainer}).trainer.wait_timeout_s
+
+    assert waits({}) == 1800
+    assert waits({"max_response_tokens": 8192}, devices=2) == 600 + 0.25 * 8192
+    assert waits({"request_timeout_s": 7200.0, "too_long": "cut"}) == 2 * 7200 + 0.25 * (256 + 64)
+    assert waits({"max_response_tokens": 8192}, wait_timeout_s=4000) == 4000
+    with pytest.raises(ValueError, match="max_response_tokens"):
+        waits({"max_response_tokens": "8k"})
 
 
 @pytest.mark.parametrize(("deterministic", "batch_invariant"), [(True, False), (False, True), (False, False)])
