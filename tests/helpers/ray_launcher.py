@@ -22,7 +22,7 @@ from pa_npu.launcher.process.commands import Command
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 1.0
-UP_AND_SLEEP = "up.write_text(f'{os.getpid()} {where}'); time.sleep(60)"
+UP_AND_SLEEP = "up.write_text(f'{os.getpid()} {where}'); time.sleep(900)"  # longer than any test; its end kills it
 
 
 class StandInHost(HostActor):

@@ -60,7 +60,7 @@ def test_a_trainer_that_fails_on_another_node_ends_the_run_with_its_name_and_log
     assert "failed: trainer-1 ended: exit code 7" in launcher.output and "    cause of death" in launcher.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)])
 def test_a_launcher_that_is_stopped_or_killed_leaves_nothing_on_any_node(
     launcher: RayLauncher, number: signal.Signals
 ) -> None:
@@ -116,17 +116,19 @@ def test_a_node_that_comes_back_gets_its_processes_and_the_run_starts_again(
     assert not pids[0] & pids[1] and not any(map(alive, pids[0] | pids[1]))
 
 
+@pytest.mark.nightly  # each is a start of a cluster's processes
 def test_a_host_that_is_silent_is_lost_and_its_processes_end(launcher: RayLauncher) -> None:
     """A stopped process keeps its connections, as a machine does that hangs."""
-    launcher.start(placement={"node_timeout_s": 4.0})
+    launcher.start(placement={"node_timeout_s": 10.0})
     up = launcher.wait_up(*ALL)
     keeper = parent(up["trainer-1"][0])
     os.kill(parent(keeper), signal.SIGSTOP)
     assert launcher.code() == 1
-    assert "node 1 (127.0.0." in launcher.output and "is lost: no sign of life for 4 s" in launcher.output
+    assert "node 1 (127.0.0." in launcher.output and "is lost: no sign of life for 10 s" in launcher.output
     launcher.wait_for(lambda: not any(alive(pid) for pid, _ in up.values()), "its keepers have ended its processes")
 
 
+@pytest.mark.nightly  # each is a start of a cluster's processes
 def test_a_node_that_does_not_come_back_ends_the_run_in_one_line(launcher: RayLauncher, two: Raylets) -> None:
     (launcher.directory / "ready").touch()
     launcher.start(run={"restarts": 1}, placement={"join_timeout_s": 20.0})
@@ -157,6 +159,7 @@ def test_a_node_with_a_problem_is_refused_by_its_address_at_once(launcher: RayLa
     assert line in {f"error: node {address}: run.dir: not shared" for address in (HEAD, OTHER)}
 
 
+@pytest.mark.nightly  # each is a start of a cluster's processes
 def test_an_extra_engine_comes_with_a_node_and_goes_with_it(launcher: RayLauncher, two: Raylets) -> None:
     """The run takes both devices of both nodes; a third node has one for engine-1."""
     third = "127.0.0.4"
