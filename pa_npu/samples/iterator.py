@@ -9,17 +9,23 @@ Every rank of a replica has one. Ranks of a stage's tensor-parallel group go thr
 
 so a long wait for rollouts never trips a collective's watchdog, and each stage reads a group once.
 
+Looking ahead: before a microbatch is handed out, the next slot's bytes are taken too if they are there, which only the leader
+decides (an empty broadcast of length 0 tells its peers), and a thread parses them and finds their layout while the microbatch
+trains. Collectives stay with the thread that trains, in one order on all ranks. What a group is checked for, and what is wrong with
+it, comes to light when its turn has come.
+
 Packing: pieces go into a microbatch in slot order, the next one as long as it fits into max_tokens; what does not fit
 begins the next microbatch, and a piece that is larger than max_tokens goes alone. With order "prompt" a microbatch that
 has room waits for the next group, so that the cut depends on the groups alone, not on when they arrive. With
-"completion" it goes as it is when the next group has not arrived: there is work, so nobody waits. What has arrived only
-the leader decides; an empty broadcast of length 0 tells its peers, which enter that broadcast without the wait above.
+"completion" it goes as it is when the next group has not arrived: there is work, so nobody waits.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -28,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.control.freshness import EXACT, Freshness
-from pa_npu.errors import InvariantViolation
+from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.microbatch import Microbatch, cut, num_packed_tokens, pack
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.types import Group
@@ -92,10 +98,17 @@ class MicrobatchIterator(Iterator[Microbatch]):
         self._timeline = timeline or Timeline(None, "")
         self._border = border
         self._pending: deque[Group] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="groups ahead")
+        self._ahead: Future[tuple[Group, list[Group]]] | None = None  # the next slot's, where it was there in time
         self._indices: list[int] = []
         self._end = groups
         self.waited_s = 0.0
         """Seconds this rank has waited for groups so far: the trainer's idle time."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the microbatch handed out last is the last one (of an update's share)."""
+        return not self._pending and len(self._indices) == self._end
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -113,7 +126,9 @@ class MicrobatchIterator(Iterator[Microbatch]):
                 break
             pieces.append(self._pending.popleft())
             num_tokens += num_packed_tokens(piece, self._shared_prompt)
-        return pack(pieces, self._shared_prompt, self._pad_multiple).to(self._device)
+        microbatch = pack(pieces, self._shared_prompt, self._pad_multiple).to(self._device)
+        self._look_ahead()
+        return microbatch
 
     def updates(self, number: int) -> Iterator[MicrobatchIterator]:
         """This iterator, `number` times, each time ending after an equal share of the groups, in slot order.
@@ -128,6 +143,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
 
     def finish(self) -> None:
         """Asserts that the schedule consumed every microbatch of every slot (I2)."""
+        self._thread.shutdown(wait=False)
         if len(self._indices) != self._groups or self._pending:
             raise InvariantViolation(
                 f"I2 exactly once: replica {self._replica} trained {len(self._indices)} of {self._groups} groups of "
@@ -138,27 +154,53 @@ class MicrobatchIterator(Iterator[Microbatch]):
     def _peek(self, wait: bool) -> Group | None:
         """The next piece; None after the last (of an update's share) and, unless `wait`, where its group has not arrived yet."""
         if not self._pending and len(self._indices) < self._end:
-            group = self._take(len(self._indices), wait)
-            if group is not None:
-                self._pending.extend(cut(group, self._responses))
+            self._pending.extend(self._take(len(self._indices), wait))
         return self._pending[0] if self._pending else None
 
-    def _take(self, slot: int, wait: bool) -> Group | None:
-        """The slot's group; without `wait` None where the leader finds that it has not arrived."""
-        if wait:
-            start_s = now()
-            with self._border():
-                waited_s = self._buffer.wait(self._iteration, self._replica, slot, self._timeout_s)
-            self.waited_s += waited_s
-            self._timeline.complete("wait for group", start_s, start_s + waited_s, lane="wait", slot=slot)
-        data = self._receive(slot, wait)
-        if not data:
-            return None
+    def _look_ahead(self) -> None:
+        """Have the next group parsed meanwhile, if it is there."""
+        slot = len(self._indices)
+        if self._ahead is None and not self._pending and slot < self._groups and (data := self._receive(slot, False)):
+            self._ahead = self._thread.submit(self._parse, data)
+
+    def _parse(self, data: bytes) -> tuple[Group, list[Group]]:
+        """The group in its bytes and its pieces, which remember their layouts."""
         group = from_bytes(data)
+        pieces = cut(group, self._responses)
+        for piece in pieces:
+            num_packed_tokens(piece, self._shared_prompt)
+        return group, pieces
+
+    def _take(self, slot: int, wait: bool) -> list[Group]:
+        """The pieces of the slot's group; without `wait` none where the leader finds that it has not arrived."""
+        if self._ahead is not None:
+            with self._border() if wait else nullcontext():
+                group, pieces = self._parsed(self._ahead, slot)
+            self._ahead = None
+        else:
+            if wait:
+                start_s = now()
+                with self._border():
+                    waited_s = self._buffer.wait(self._iteration, self._replica, slot, self._timeout_s)
+                self.waited_s += waited_s
+                self._timeline.complete("wait for group", start_s, start_s + waited_s, lane="wait", slot=slot)
+            data = self._receive(slot, wait)
+            if not data:
+                return []
+            group, pieces = self._parse(data)
         self._check(group, slot)
         self._buffer.done(self._iteration, self._replica, slot)
         self._indices.append(group.index)
-        return group
+        return pieces
+
+    def _parsed(self, ahead: Future[tuple[Group, list[Group]]], slot: int) -> tuple[Group, list[Group]]:
+        try:
+            return ahead.result(self._timeout_s)
+        except FutureTimeout:
+            raise DeadlineExceeded(
+                f"the group of slot {slot} of replica {self._replica} in iteration {self._iteration} was not parsed within "
+                f"{self._timeout_s:g} s; is the machine out of memory?"
+            ) from None
 
     def _receive(self, slot: int, filled: bool) -> bytes:
         """The slot's bytes, read by the leader and broadcast to its peers; none if it is empty, unless known as `filled`."""

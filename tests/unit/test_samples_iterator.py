@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,11 +42,13 @@ def of_version(group: Group, version: int) -> Group:
 
 
 class MemoryBuffer:
-    """A RolloutBuffer in memory; a slot that is missing is a deadline that has passed."""
+    """A RolloutBuffer in memory; a slot that is missing is a deadline that has passed. early: slots that are there before they are
+    waited for."""
 
     readers = 1
 
-    def __init__(self, groups: list[Group], replica: int = 0) -> None:
+    def __init__(self, groups: list[Group], replica: int = 0, early: tuple[int, ...] = ()) -> None:
+        self.early = early
         self.slots = {(2, replica, slot): to_bytes(member) for slot, member in enumerate(groups)}
         self.finished: list[int] = []
 
@@ -55,6 +59,9 @@ class MemoryBuffer:
         if (iteration, replica, slot) not in self.slots:
             raise DeadlineExceeded(f"slot {slot}: {timeout_s}")
         return 0.25
+
+    def ready(self, iteration: int, replica: int, slot: int) -> bool:
+        return slot in self.early and (iteration, replica, slot) in self.slots
 
     def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
         return self.slots[iteration, replica, slot]
@@ -94,6 +101,56 @@ def test_groups_come_in_slot_order_each_cut_into_its_microbatches(tmp_path: Path
     waits = [json.loads(line) for line in (tmp_path / "timeline" / "trainer.jsonl").read_text().splitlines()[1:]]
     assert [wait["args"]["slot"] for wait in waits] == [0, 1, 2]
     assert waits[0]["end"] - waits[0]["start"] == pytest.approx(0.25)
+
+
+def test_the_next_group_is_parsed_by_a_thread_while_a_microbatch_trains_and_everything_else_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = [group(4), group(0), group(2)]
+    threads: list[str] = []
+    monkeypatch.setattr(
+        "pa_npu.samples.iterator.from_bytes",
+        lambda data: threads.append(threading.current_thread().name) or from_bytes(data),
+    )
+    crossed: list[int] = []
+
+    @contextmanager
+    def border() -> Iterator[None]:
+        crossed.append(len(buffer.finished))
+        yield
+
+    def run(early: tuple[int, ...]) -> list[Any]:
+        nonlocal buffer
+        buffer = MemoryBuffer(groups, early=early)
+        microbatches = iterator(buffer, border=border)
+        found = []
+        for microbatch in microbatches:
+            found.append((microbatch.sources, microbatch.tokens.tolist(), buffer.finished[:], microbatches.is_last))
+        microbatches.finish()
+        assert crossed == [0, 1, 2], "a border before every group, for engines that come late"
+        crossed.clear()
+        return found
+
+    buffer = MemoryBuffer([])
+    plain = run(())
+    assert [is_last for *_, is_last in plain] == [False] * 5 + [True] and set(threads) == {"MainThread"}
+    threads.clear()
+    assert run((0, 1, 2)) == plain, "and no slot is given back before its turn"
+    assert [name.partition("_")[0] for name in threads] == ["MainThread", "groups ahead", "groups ahead"]
+
+
+def test_what_is_wrong_with_a_group_that_was_parsed_ahead_shows_at_its_own_turn() -> None:
+    buffer = MemoryBuffer([group(0), of_version(group(1), 1)], early=(1,))
+    microbatches = iterator(buffer)
+    next(microbatches), next(microbatches)
+    with pytest.raises(InvariantViolation, match="I1 version: group 1"):
+        next(microbatches)
+    damaged = MemoryBuffer([group(0), group(1)], early=(1,))
+    damaged.slots[2, 0, 1] = damaged.slots[2, 0, 1][:-1] + b"x"
+    microbatches = iterator(damaged)
+    next(microbatches), next(microbatches)
+    with pytest.raises(GroupFormatError):
+        next(microbatches)
 
 
 def test_groups_are_taken_one_at_a_time_as_the_schedule_asks() -> None:

@@ -144,7 +144,7 @@ def test_order_prompt_packs_by_the_groups_alone(
     microbatches.finish()
     assert [content(m) for m in found] == next_fit(groups, responses, shared, pad, budget)
     assert all(m.layout.total <= budget or m.num_samples == responses for m in found)
-    assert buffer.waits == list(range(len(groups)))
+    assert buffer.waits == sorted(set(buffer.waits)), "no slot is waited for twice; those that are there ahead never"
 
 
 @given(groups=GROUPS, budget=st.integers(1, 60), arrivals=st.lists(st.booleans(), min_size=1))
@@ -172,7 +172,7 @@ def test_order_completion_goes_as_soon_as_the_next_group_has_not_arrived() -> No
     assert buffer.waits == [0, 1], "2 and 3 were there, nobody may wait for them"
     assert next(microbatches).group_indices == (4,), "5 has not arrived"
     assert next(microbatches).group_indices == (5,)
-    assert buffer.waits == [0, 1, 4, 5]
+    assert buffer.waits == [0, 1, 5], "4 was taken ahead, while 1 to 3 train"
     microbatches.finish()
 
 
@@ -203,12 +203,10 @@ def test_the_budget_counts_padding_and_every_copy_of_a_prompt() -> None:
     assert packs(max_tokens=24, shared_prompt=False) == [(0, 1), (2,)]
 
 
-def test_without_the_key_every_piece_is_a_microbatch_and_nothing_is_asked_for_early() -> None:
-    def never(slot: int) -> bool:
-        raise AssertionError(f"slot {slot} was looked for while there was work")
-
+def test_without_the_key_every_piece_is_a_microbatch_and_nothing_is_waited_for_early() -> None:
     for order in ("prompt", "completion"):
-        microbatches, buffer = iterator([[1, 1]] * 2, never, order=order, responses_per_microbatch=1)
+        late = lambda slot: False  # noqa: E731
+        microbatches, buffer = iterator([[1, 1]] * 2, late, order=order, responses_per_microbatch=1)
         seen = [(m.group_indices, len(buffer.waits)) for m in microbatches]
         assert seen == [((0,), 1), ((0,), 1), ((1,), 2), ((1,), 2)]
 
