@@ -49,6 +49,7 @@ class FixedMicrobatches:
     """A MicrobatchSource over microbatches that are all there."""
 
     waited_s = 0.0
+    is_last = False  # of one replica nobody asks
 
     def __init__(self, microbatches: list[Microbatch]) -> None:
         self._iterator = iter(microbatches)

@@ -318,7 +318,9 @@ def build_pass(name: str, case: Case, config: Config, platform: Any, microbatche
 
         with torch.set_grad_enabled(not forward_only):
             if case.stages == 1:
-                run_sequential(model, arrivals.wait(microbatches), forward, loss, forward_only=forward_only)
+                run_sequential(
+                    model, arrivals.wait(microbatches), forward, loss, None if forward_only else lambda: False
+                )
             else:
                 paced = arrivals.wait(microbatches)
                 run_pipelined(model, paced, len(microbatches), forward, loss, forward_only=forward_only)

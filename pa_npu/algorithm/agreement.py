@@ -19,7 +19,8 @@ from R0 responses of L0 tokens, the ratio of the two means has the relative vari
     v = c^2 (max(1, L0 / L) / R + 1 / R0)
 
 and with s^2 = log(1 + v) it exceeds exp(z s - s^2 / 2) with the chance of a normal above z. z is chosen for false_stop_rate per
-iteration, divided by the means that an iteration has: |d| of the probe, |d| and K3 of the trained tokens. K3 leaves out the
+iteration, divided by the means that an iteration has: |d| and K3 of the trained tokens, |d| of the probe (of every replica, where
+it is the replica's first microbatch). K3 leaves out the
 response that differs most: a fault is in all of them, and one token that is far off is none. On top comes the margin, for the
 noise's own change over a run (lengths, entropy and weights change), on |d|, and its square on K3.
 tests/unit/test_algorithm_agreement.py measures both sides: false stops on skewed, heavy-tailed noise, and the faults it finds.
@@ -36,7 +37,8 @@ import torch
 
 Dtype = Literal["fp32", "bf16"]
 
-MEANS_PER_ITERATION = 3
+# Of the trained tokens. A probe is one more each.
+MEANS_OF_TRAINED = 2
 # Relative variance between responses is taken for at least that of exponential noise: few responses may look alike by chance.
 _LEAST_RELATIVE_VARIANCE = 1.0
 # A sample of a skewed quantity mostly lacks the rare large values that make its variance: K3, a square, is skewed itself.
@@ -149,9 +151,9 @@ def learn_noise(version: int, sums: DifferenceSums, dtype: Dtype) -> Noise:
     )
 
 
-def limits(noise: Noise, sums: DifferenceSums, margin: float, false_stop_rate: float) -> Limits:
-    """The limits for as many responses and tokens as `sums` has (see the module's docstring)."""
-    z = NormalDist().inv_cdf(1.0 - false_stop_rate / MEANS_PER_ITERATION)
+def limits(noise: Noise, sums: DifferenceSums, margin: float, false_stop_rate: float, probes: int = 1) -> Limits:
+    """The limits for as many responses and tokens as `sums` has (see the module's docstring). probes: of an iteration."""
+    z = NormalDist().inv_cdf(1.0 - false_stop_rate / (MEANS_OF_TRAINED + probes))
     shorter = max(1.0, noise.tokens_per_response / max(1.0, sums.n / max(1.0, sums.responses)))
     share = shorter / max(1.0, sums.responses) + 1.0 / max(1, noise.responses)
 

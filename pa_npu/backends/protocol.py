@@ -5,7 +5,7 @@ Megatron is the first (`pa_npu.backends.megatron`); another is a package beside 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -74,7 +74,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What engine and trainer log-probs differ by over the probe's tokens (I5). difference_max: the largest absolute one."""
+    """What engine and trainer log-probs differ by over some tokens (I5). difference_max: the largest absolute one."""
 
     difference_max: float
     differences: DifferenceSums
@@ -91,16 +91,24 @@ class TrainedResponse:
 
 @dataclass(frozen=True)
 class Update:
-    """What an optimizer step did, equal on all ranks. differences: of its tokens' log-probs from the engines' (I5)."""
+    """What an optimizer step did, equal on all ranks. differences: of its tokens' log-probs from the engines' (I5); first: of those
+    in every replica's first microbatch."""
 
     report: UpdateReport
     differences: DifferenceSums
+    first: ProbeResult
 
 
 class MicrobatchSource(Protocol):
-    """The microbatches of one update as they arrive; `waited_s` counts the seconds spent waiting for them."""
+    """The microbatches of one update as they arrive; `waited_s` counts the seconds spent waiting for them.
+
+    is_last: whether the microbatch handed out last is the update's last one.
+    """
 
     waited_s: float
+
+    @property
+    def is_last(self) -> bool: ...
 
     def __iter__(self) -> Iterator[Microbatch]: ...
 
@@ -143,10 +151,13 @@ class TrainBackend(Protocol):
     def keep_logprobs(self, kept: TrainerLogprobs) -> None:
         """Give `kept` the log-probs of what is trained from here on; of use on a last stage's tensor leader only."""
 
-    def accumulate(self, microbatches: MicrobatchSource) -> list[TrainedResponse]:
+    def accumulate(
+        self, microbatches: MicrobatchSource, judge_first: Callable[[ProbeResult], None] | None = None
+    ) -> list[TrainedResponse]:
         """Forward and backward over one update's microbatches as they arrive; gradients stay unnormalised sums.
 
-        Returns what this replica has trained, counted where it goes through the model (I2).
+        judge_first: called with this replica's first microbatch's differences before its backward, where log-probs are computed (on
+        the last pipeline stage); it may raise. Returns what this replica has trained, counted where it goes through the model (I2).
         """
 
     def step(self) -> Update:
@@ -161,6 +172,9 @@ class TrainBackend(Protocol):
         Returns what this rank sent. Raises WeightSyncError on a leader that loses an engine; call it again, on all ranks, with the
         members that are left.
         """
+
+    def policy_digest(self) -> str:
+        """Digest of the weights that this rank trains (publish.digest.digest_of). Not collective."""
 
     def plan_save(self, directory: Path) -> PlannedSave:
         """Agree on what each rank writes into `directory` of the state as it is."""

@@ -49,7 +49,7 @@ CHANGES: dict[str, Change] = {
             "expandable_segments too_long extra_args env",
             "environment": "timeout_s",
             "reward": "timeout_s max_failing_share",
-            "trainer": "devices tensor_parallel pipeline_parallel sequence_parallel recompute",
+            "trainer": "devices tensor_parallel pipeline_parallel sequence_parallel recompute gradient_bucket_mib",
             "microbatch": "responses max_tokens pad_to_multiple_of",
             "attention": "shared_prompt implementation",
             "schedule": "iterations stream compare_iterations dispatch dynamic_sampling_limit evaluate_every",

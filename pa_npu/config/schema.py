@@ -81,6 +81,11 @@ class Config(Section):
         return self.schedule.prompts_per_iteration // self.data_parallel
 
     @property
+    def probe_rides(self) -> bool:
+        """Whether an iteration's first groups are its probe: they are of the version just published, and so is what trains them."""
+        return bool(self.publish.probe_tokens) and self.schedule.max_staleness == 0
+
+    @property
     def frozen_models(self) -> tuple[str, ...]:
         """Models that the trainers keep beside the policy, and compute for every microbatch."""
         old = ("old",) if self.schedule.updates_per_iteration > 1 and self.ratio == "proximal" else ()

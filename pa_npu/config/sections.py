@@ -361,6 +361,13 @@ class TrainerConfig(Section):
     sequence_parallel: bool = Field(False, description="Shard norms and residuals over TP along the sequence (SP).")
     distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
+    gradient_bucket_mib: float = Field(
+        160.0,
+        ge=0,
+        le=1e6,
+        description="Gradients are reduced over data-parallel ranks in buckets of this size, each as soon as the last backward "
+        "of an update has made it; 0 reduces all at once after that.",
+    )
     wait_timeout_s: float = Field(
         1800.0,
         gt=0,
@@ -460,7 +467,10 @@ class PublishConfig(Section):
     )
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
     probe_tokens: int = Field(
-        16, ge=0, description="Tokens per engine of the log-prob probe after each publish; 0 turns it off."
+        16,
+        ge=0,
+        description="Tokens per engine of the log-prob probe after the first and the last publish; between them an iteration's "
+        "first groups are the probe. 0 turns both off.",
     )
     probe_tolerance: float | None = Field(
         None,

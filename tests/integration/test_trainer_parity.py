@@ -66,6 +66,24 @@ def test_loss_and_grad_norm_do_not_depend_on_the_parallel_layout(
     assert single["reports"][1]["kl"] > 0, "without an update in between the second iteration would show nothing"
 
 
+def test_reducing_gradients_inside_the_last_backward_changes_no_bit(model: Path, tmp_path: Path) -> None:
+    """Megatron raises where a bucket's reduction had not begun there; 10 KiB make dozens of them. Sharded by buckets, the optimizer
+    adds up the gradient norm in another order, so that nothing is clipped by it here."""
+    found = []
+    for bucket_mib in (0.0, 0.01):
+        directory = tmp_path / str(bucket_mib)
+        trainer = {**LAYOUTS["DP2"], "gradient_bucket_mib": bucket_mib}
+        config = make_config(
+            model, directory, trainer=trainer, microbatch={"responses": 2}, optimizer={"clip_grad": 0.0}
+        )
+        reports = run_job(Job(config, directory, last=3, export=str(directory / "hf")))
+        found.append((reports, load_file(directory / "hf" / "model.safetensors")))
+    (reports, weights), (inside, weights_inside) = found
+    assert [r["loss"] for r in reports] == [r["loss"] for r in inside] and len({r["loss"] for r in reports}) == 3
+    assert [r["grad_norm"] for r in reports] == pytest.approx([r["grad_norm"] for r in inside], rel=1e-6)
+    assert all(torch.equal(tensor, weights_inside[name]) for name, tensor in weights.items())
+
+
 def test_two_updates_per_iteration_do_not_depend_on_the_parallel_layout(model: Path, tmp_path: Path) -> None:
     """Old policy and reference travel through the pipeline; tests/unit/test_trainer_updates.py has one process against hand."""
     schedule, optimizer = {"updates_per_iteration": 2}, {"warmup_iterations": 0, "learning_rate": 5e-3, "epsilon": 1e-4}

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pa_npu.algorithm.agreement import (
-    MEANS_PER_ITERATION,
+    MEANS_OF_TRAINED,
     DifferenceSums,
     Limits,
     Noise,
@@ -132,7 +132,8 @@ def test_chance_exceeds_the_limits_no_oftener_than_stated(
         exceeded["k3"] += sums.k3_trimmed > bound.k3
         exceeded["default"] += limits(noise, sums, DEFAULT_MARGIN, DEFAULT_RATE).broken(sums) is not None
     # three deviations of the count, and as much again for the tail's shape: the certain tokens' is the heaviest, 1.5 to 2 times
-    allowed = 2 * stated / MEANS_PER_ITERATION * runs + 3 * math.sqrt(stated / MEANS_PER_ITERATION * runs)
+    of_each = stated / (MEANS_OF_TRAINED + 1)
+    allowed = 2 * of_each * runs + 3 * math.sqrt(of_each * runs)
     assert exceeded["absolute"] <= allowed and exceeded["k3"] <= allowed, exceeded
     assert exceeded["default"] == 0
 

@@ -127,6 +127,7 @@ class Source:
     """Microbatches as a faulty schedule would ask for them."""
 
     waited_s = 0.0
+    is_last = False  # of one replica nobody asks
 
     def __init__(self, microbatches: list[Microbatch]) -> None:
         self._microbatches = iter(microbatches)

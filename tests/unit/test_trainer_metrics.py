@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu.backends.protocol import Update
 from pa_npu.config.schema import Config
-from pa_npu.control.messages import AgreementReport, CheckpointReport, IterationReport, ProbeReport, merge_updates
+from pa_npu.control.messages import AgreementReport, IterationReport, ProbeReport, merge_updates
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.samples.types import Group
@@ -46,6 +46,7 @@ class Source:
     """Microbatches as they are."""
 
     waited_s = 0.25
+    is_last = False  # of one replica nobody asks
 
     def __init__(self, groups: list[Group]) -> None:
         self._microbatches = iter([m for group in groups for m in build_microbatches(group, RESPONSES, True, 1)])
@@ -170,9 +171,7 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
         assert abs(other - wanted["logprob_k3"]) > 1e-3 * wanted["logprob_k3"], "the direction of K3 must show"
     assert columns[0]["clip_ratio"] == 0 < columns[1]["clip_ratio"], "the ratio is 1 before the first update"
 
-    report = IterationReport(
-        0, merge_updates([u.report for u in updates]), ProbeReport(), AgreementReport(1.0, 2.0), CheckpointReport()
-    )
+    report = IterationReport(0, merge_updates([u.report for u in updates]), ProbeReport(), AgreementReport(1.0, 2.0))
     record = report.record()
     counts = np.array([column["tokens_response"] for column in columns], float)
     for name in columns[0]:

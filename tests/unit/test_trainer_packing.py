@@ -43,6 +43,7 @@ class Source:
     """A MicrobatchSource of what is already there."""
 
     waited_s = 0.0
+    is_last = False  # of one replica nobody asks
 
     def __init__(self, microbatches: list[Microbatch]) -> None:
         self._microbatches = iter(microbatches)

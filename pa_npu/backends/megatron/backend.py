@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
-from pa_npu.algorithm.agreement import DifferenceSums, difference_sums
+from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.batch import TokenBatch, normaliser, token_weights
 from pa_npu.algorithm.losses import loss_sums, metric_names
 from pa_npu.algorithm.policy_losses import find_policy_loss
@@ -26,6 +26,7 @@ from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler
 from pa_npu.backends.megatron.schedule import Loss, run_pipelined, run_sequential, with_spans
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.backends.megatron.statistics import (
+    Differences,
     IterationTotals,
     MetricSums,
     StepNumbers,
@@ -68,7 +69,11 @@ class MegatronBackend:
         self._device = device
         self._publisher: Publisher | None = None
         self._timeline = timeline
-        self._ddp = data_parallel(stage, distributed_optimizer=config.trainer.distributed_optimizer)
+        self._ddp = data_parallel(
+            stage,
+            distributed_optimizer=config.trainer.distributed_optimizer,
+            bucket_mib=config.trainer.gradient_bucket_mib,
+        )
         self._optimizer = build_optimizer(self._ddp, config)
         self._scheduler = build_scheduler(self._optimizer, config)
         stage.config.no_sync_func = self._ddp.no_sync
@@ -81,6 +86,7 @@ class MegatronBackend:
         self._reference_version = 0  # the policy's that the reference was last made equal to; 0 is the HF model
         self._contents = CheckpointContents(stage, self._optimizer, self._scheduler, config, platform)
         self._kept: TrainerLogprobs | None = None
+        self._judge_first: Callable[[ProbeResult], None] | None = None
         self._reset_sums()
 
     @property
@@ -118,16 +124,19 @@ class MegatronBackend:
     def keep_logprobs(self, kept: TrainerLogprobs) -> None:
         self._kept = kept
 
-    def accumulate(self, microbatches: MicrobatchSource) -> list[TrainedResponse]:
+    def accumulate(
+        self, microbatches: MicrobatchSource, judge_first: Callable[[ProbeResult], None] | None = None
+    ) -> list[TrainedResponse]:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._reset_sums()
+        self._judge_first = judge_first
         start = time.perf_counter()
         # of use to the pipeline only, which packs nothing: every piece of a group is a microbatch
         groups = self._config.groups_per_replica // self._config.schedule.updates_per_iteration
         num_microbatches = groups * self._config.microbatches_per_group
         waited_s = microbatches.waited_s
-        self._run(microbatches, num_microbatches, self._training_loss, forward_only=False)
+        self._run(microbatches, num_microbatches, self._training_loss, lambda: microbatches.is_last)
         self._platform.synchronize()
         self._wait_s = microbatches.waited_s - waited_s
         self._train_s = time.perf_counter() - start - self._wait_s
@@ -155,9 +164,8 @@ class MegatronBackend:
 
     def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
         self._reset_sums()
-        self._run(microbatches, len(microbatches), self._probe_loss, forward_only=True)
-        statistics = self._metrics.over_ranks(self._device)
-        return ProbeResult(statistics.difference_max, statistics.differences)
+        self._run(microbatches, len(microbatches), self._probe_loss)
+        return self._metrics.over_ranks(self._device).all
 
     def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
         self._gate.close()
@@ -173,10 +181,10 @@ class MegatronBackend:
         self._gate.open(version)
         if self._publisher is None or members is None:
             return None
-        stats = self._publisher.publish(version, members)
-        if not self._publisher.is_leader:
-            return stats
-        return replace(stats, policy=digest_of(self._stage.policy.parameters()))
+        return self._publisher.publish(version, members)
+
+    def policy_digest(self) -> str:
+        return digest_of(self._stage.policy.parameters())
 
     def plan_save(self, directory: Path) -> PlannedShards:
         return self._contents.plan(directory, self._reference_version)
@@ -198,9 +206,17 @@ class MegatronBackend:
         self._metrics = MetricSums(self._metric_names)
 
     def _run(
-        self, microbatches: Iterable[Microbatch], num_microbatches: int, loss: Loss, *, forward_only: bool
+        self,
+        microbatches: Iterable[Microbatch],
+        num_microbatches: int,
+        loss: Loss,
+        is_last: Callable[[], bool] | None = None,
     ) -> None:
-        """One pass; num_microbatches is read only where pipeline stages have to agree on it in advance."""
+        """One pass; num_microbatches is read only where pipeline stages have to agree on it in advance.
+
+        is_last: whether the microbatch taken last is the pass's last one; None: forward only.
+        """
+        forward_only = is_last is None
 
         def forward(microbatch: Microbatch) -> Any:
             self._totals.add(microbatch)
@@ -217,7 +233,7 @@ class MegatronBackend:
 
         with closing(with_spans(microbatches, self._timeline)) as timed, torch.set_grad_enabled(not forward_only):
             if self._config.trainer.pipeline_parallel == 1:
-                run_sequential(self._ddp, timed, forward, loss, forward_only=forward_only)
+                run_sequential(self._ddp, timed, forward, loss, is_last)
             else:
                 run_pipelined(self._ddp, timed, num_microbatches, forward, loss, forward_only=forward_only)
 
@@ -245,8 +261,11 @@ class MegatronBackend:
     def _add_metrics(self, microbatch: Microbatch, logprobs: torch.Tensor, metrics: dict[str, torch.Tensor]) -> None:
         """logprobs: of the iteration's weight version, as the trainer computes them."""
         difference = logprobs.detach() - microbatch.engine_logprobs
-        sums = difference_sums(difference, microbatch.response_index, microbatch.num_samples)
-        self._metrics.add(metrics, sums, difference.abs().max(), microbatch.ages.max())
+        differences = Differences.of(difference, microbatch.response_index, microbatch.num_samples)
+        self._metrics.add(metrics, differences, microbatch.ages.max())
+        if self._judge_first is not None:
+            judge, self._judge_first = self._judge_first, None
+            judge(differences.read())
 
     def _old_logprobs(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
         """Of the policy that ratios are taken against.
@@ -269,7 +288,8 @@ class MegatronBackend:
 
     def _finalize_gradients(self, models: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
         """Reduce the summed gradients over replicas and divide them, once, by the update's normaliser (invariant I3)."""
-        finalize_model_grads(models, None, **kwargs)
+        with self._timeline.span("reduce gradients"):
+            finalize_model_grads(models, None, **kwargs)
         self._totals = self._totals.over_replicas(self._device)
         self._normaliser = normaliser(
             self._config.algorithm.aggregation,
@@ -293,5 +313,5 @@ class MegatronBackend:
         )
         # tokens that older weights sampled differ by the updates since, which is no disagreement
         one_version = "old" in self._stage.frozen or self._config.schedule.updates_per_iteration == 1
-        differences = statistics.differences if one_version and not statistics.age_max else DifferenceSums()
-        return Update(update_report(statistics, self._totals, step, self._device), differences)
+        differences = statistics.all.differences if one_version and not statistics.age_max else DifferenceSums()
+        return Update(update_report(statistics, self._totals, step, self._device), differences, statistics.first)

@@ -1,12 +1,14 @@
 """One pass of a model over microbatches that arrive one by one: a plain loop, or Megatron's 1F1B over pipeline stages.
 
-Both accumulate unnormalised gradients and call the model configuration's finalize_model_grads_func once, at the end. The plain
-loop ends when its microbatches do; 1F1B has to know their number in advance.
+Both accumulate unnormalised gradients, let their reduction over replicas begin inside the last backward, and call the model
+configuration's finalize_model_grads_func once, at the end. The plain loop ends when its microbatches do; 1F1B has to know their
+number in advance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,15 +24,22 @@ Loss = Callable[[Microbatch, ModelOutput], torch.Tensor]
 
 
 def run_sequential(
-    model: Any, microbatches: Iterable[Microbatch], forward: Forward, loss: Loss, *, forward_only: bool
+    model: Any,
+    microbatches: Iterable[Microbatch],
+    forward: Forward,
+    loss: Loss,
+    is_last: Callable[[], bool] | None,
 ) -> None:
-    """Forward and backward of one microbatch after another, on a model without pipeline stages."""
-    if forward_only:
+    """Forward and backward of one microbatch after another, on a model without pipeline stages.
+
+    is_last: whether the microbatch taken last is the last one, in whose backward gradients begin to be reduced; None: forward only.
+    """
+    if is_last is None:
         for microbatch in microbatches:
             loss(microbatch, forward(microbatch))
         return
-    with model.config.no_sync_func():
-        for microbatch in microbatches:
+    for microbatch in microbatches:
+        with nullcontext() if is_last() else model.config.no_sync_func():
             loss(microbatch, forward(microbatch)).backward()
     model.config.finalize_model_grads_func([model])
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -42,6 +43,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 
 FROZEN = ("old", "reference")
+_GRADIENT_BYTES = 4  # fp32
 
 
 @dataclass(frozen=True)
@@ -263,15 +265,18 @@ def _mark_tensor_parallel(model: GPT) -> None:
                 set_tensor_model_parallel_attributes(module.weight, True, partition_dim, 1)
 
 
-def data_parallel(stage: TriModel, *, distributed_optimizer: bool) -> DistributedDataParallel:
-    """Megatron's DDP around the stage: contiguous fp32 gradient buffers, reduced once per iteration, as sums.
+def data_parallel(stage: TriModel, *, distributed_optimizer: bool, bucket_mib: float = 0.0) -> DistributedDataParallel:
+    """Megatron's DDP around the stage: contiguous fp32 gradient buffers, reduced once per update, as sums.
 
-    Reduction is not overlapped with backward: with the groups arriving one by one, no backward is known as the last.
+    bucket_mib: with several replicas, begin to reduce each bucket of this size inside the backward that runs outside of no_sync,
+    which the schedule must make the last one; 0: all at once after it. Stages behind the first have one bucket (Megatron's rule).
     """
+    overlaps = bucket_mib > 0 and parallel_state.get_data_parallel_world_size() > 1
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed_optimizer,
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlaps,
+        bucket_size=max(1, int(bucket_mib * 2**20 / _GRADIENT_BYTES)) if overlaps else None,
         check_for_nan_in_grad=False,
     )
     return DistributedDataParallel(stage.config, settings, stage)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.algorithm.agreement import DifferenceSums, difference_sums
 from pa_npu.algorithm.corrections import effective_sample_size
-from pa_npu.backends.protocol import TrainedResponse
+from pa_npu.backends.protocol import ProbeResult, TrainedResponse
 from pa_npu.control.messages import UpdateReport
 from pa_npu.samples.microbatch import Microbatch
 
@@ -49,61 +50,89 @@ def trained_responses(microbatch: Microbatch) -> list[TrainedResponse]:
     ]
 
 
+# The fields of DifferenceSums but for the last, which is a maximum.
+_SUMS = 9
+
+
+@dataclass(frozen=True)
+class Differences:
+    """From the engines' log-probs, on the device. sums: [9], the fields of DifferenceSums that add up. largest: [2], of |trainer -
+    engine|, and DifferenceSums.k_largest."""
+
+    sums: torch.Tensor
+    largest: torch.Tensor
+
+    @classmethod
+    def of(cls, difference: torch.Tensor, response_index: torch.Tensor, num_responses: int) -> Differences:
+        """difference: trainer - engine log-prob, [tokens] fp32. response_index: int64 [tokens]."""
+        fields = difference_sums(difference, response_index, num_responses)
+        return cls(fields[:_SUMS], torch.stack([difference.abs().max().float(), fields[_SUMS]]))
+
+    @classmethod
+    def zeros(cls, device: torch.device) -> Differences:
+        return cls(torch.zeros(_SUMS, device=device), torch.zeros(2, device=device))
+
+    def plus(self, other: Differences) -> Differences:
+        return Differences(self.sums + other.sums, torch.maximum(self.largest, other.largest))
+
+    @staticmethod
+    def result(sums: Sequence[float], largest: Sequence[float]) -> ProbeResult:
+        return ProbeResult(largest[0], DifferenceSums(*[*sums, largest[1]]))
+
+    def read(self) -> ProbeResult:
+        """Waits for the device."""
+        return self.result(self.sums.tolist(), self.largest.tolist())
+
+
 @dataclass(frozen=True)
 class Statistics:
-    """An update's MetricSums over all ranks. sums: by name. difference_max: of |trainer - engine|. differences: for I5.
-
-    age_max: by how many versions the oldest token is behind what it trains.
-    """
+    """An update's MetricSums over all ranks. sums: by name. all, first: differences from the engines' log-probs (I5), of all
+    microbatches and of every replica's first. age_max: by how many versions the oldest token is behind what it trains."""
 
     sums: dict[str, float]
-    difference_max: float
-    differences: DifferenceSums
+    all: ProbeResult
+    first: ProbeResult
     age_max: int
 
 
 @dataclass
 class MetricSums:
-    """Named sums, and differences from the engines' log-probs, that only the last pipeline stage computes."""
+    """Named sums, and differences from the engines' log-probs, that only the last pipeline stage computes. All on the device."""
 
     names: tuple[str, ...]
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    differences: torch.Tensor | None = None
-    largest: torch.Tensor | None = None
+    all: Differences | None = None
+    first: Differences | None = None
 
-    def add(
-        self,
-        metrics: dict[str, torch.Tensor],
-        differences: torch.Tensor,
-        difference_max: torch.Tensor,
-        age_max: torch.Tensor,
-    ) -> None:
-        """One microbatch. differences: algorithm.agreement.difference_sums, whose last is a maximum."""
+    age_max: torch.Tensor | None = None
+
+    def add(self, metrics: dict[str, torch.Tensor], differences: Differences, age_max: torch.Tensor) -> None:
+        """One microbatch."""
         for name in self.names:
             value = metrics[name].float()
             self.sums[name] = self.sums[name] + value if name in self.sums else value
-        added, largest = differences[:-1], torch.stack([difference_max.float(), differences[-1], age_max])
-        self.differences = added if self.differences is None else self.differences + added
-        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
+        self.first = self.first or differences
+        self.all = differences if self.all is None else self.all.plus(differences)
+        self.age_max = age_max if self.age_max is None else torch.maximum(self.age_max, age_max)
 
     def over_ranks(self, device: torch.device) -> Statistics:
         """Sums over replicas and overall maxima, known to every rank afterwards (collective over data and pipeline groups)."""
         zero = torch.zeros((), device=device)
-        differences = torch.zeros(9, device=device) if self.differences is None else self.differences
-        vector = torch.cat([torch.stack([self.sums.get(name, zero) for name in self.names]), differences])
-        largest = torch.zeros(3, device=device) if self.largest is None else self.largest.clone()
+        parts = [part or Differences.zeros(device) for part in (self.all, self.first)]
+        vector = torch.cat([torch.stack([self.sums.get(name, zero) for name in self.names]), *(p.sums for p in parts)])
+        age_max = zero if self.age_max is None else self.age_max
+        largest = torch.cat([*(part.largest for part in parts), age_max[None]])
         # stages other than the last hold zeros, so the sum over the pipeline is a broadcast of the last stage's values
         for group in (parallel_state.get_data_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
             dist.all_reduce(vector, group=group)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        values, (difference_max, k_largest, age_max) = vector.tolist(), largest.tolist()
-        named, rest = values[: len(self.names)], values[len(self.names) :]
-        return Statistics(
-            dict(zip(self.names, named, strict=True)),
-            difference_max,
-            DifferenceSums(*[*rest, k_largest]),
-            int(age_max),
+        values, (*maxima, oldest) = vector.tolist(), largest.tolist()
+        named = dict(zip(self.names, values[: len(self.names)], strict=True))
+        every, first = (
+            Differences.result(values[start : start + _SUMS], maxima[2 * number : 2 * number + 2])
+            for number, start in enumerate(range(len(self.names), len(values), _SUMS))
         )
+        return Statistics(named, every, first, int(oldest))
 
 
 @dataclass(frozen=True)
@@ -131,9 +160,9 @@ def update_report(
         kl=sums.get("kl", 0.0) / tokens,
         entropy=sums["entropy"] / tokens,
         clip_ratio=sums["clipped"] / tokens,
-        logprob_diff_mean=statistics.differences.absolute_mean,
-        logprob_diff_max=statistics.difference_max,
-        logprob_k3=statistics.differences.k3_mean,
+        logprob_diff_mean=statistics.all.differences.absolute_mean,
+        logprob_diff_max=statistics.all.difference_max,
+        logprob_k3=statistics.all.differences.k3_mean,
         importance_weight_mean=_per_token(sums, "importance_weight", tokens),
         importance_truncated_ratio=_per_token(sums, "importance_cut", tokens),
         effective_sample_size=effective_sample_size(sums["weight"], sums["weight_squared"], tokens)
