@@ -37,7 +37,6 @@ from pa_npu.control.messages import (
     REPORT,
     AgreementReport,
     BorderReport,
-    CheckpointReport,
     IterationReport,
     ProbeReport,
     UpdateReport,
@@ -103,7 +102,7 @@ def report_of(iteration: int, wait_s: float, train_s: float) -> IterationReport:
     """What rank 0 would send: times, and nothing learned."""
     zeros: dict[str, Any] = {name: 0 for name in UpdateReport.__dataclass_fields__}
     update = UpdateReport(**{**zeros, "wait_s": wait_s, "train_s": train_s})
-    return IterationReport(iteration, update, ProbeReport(), AgreementReport(), CheckpointReport())
+    return IterationReport(iteration, update, ProbeReport(), AgreementReport())
 
 
 class Job:

@@ -100,6 +100,7 @@ class StandInEngine:
         self.calls: list[tuple[str, list[Any]]] = []
         self.identity = Identity()
         self.receive_s = 0.0
+        self.prefix_resets = 0
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
         self._variants = variants
@@ -180,6 +181,7 @@ class StandInEngine:
         if method == "pa_receive":
             self.identity.version = None
             await asyncio.sleep(self.receive_s)
+            self.prefix_resets += 1
             self.identity.version = args[0]
             result = {"version": args[0], "bytes": 0, "seconds": 0.0}
         elif method == "pa_version":

@@ -102,37 +102,46 @@ class AgreementReport:
 
 
 @dataclass(frozen=True)
-class CheckpointReport:
-    """The checkpoint work at the border after an iteration: seconds that training stood still, a version that failed."""
-
-    checkpoint_s: float | None = None
-    checkpoint_failed: int | None = None
-
-
-@dataclass(frozen=True)
 class IterationReport:
-    """The trainers' part of an iteration's line in metrics.jsonl."""
+    """The trainers' part of an iteration's line in metrics.jsonl, but for the border at its end (BorderReport)."""
 
     iteration: int
     training: UpdateReport
     probe: ProbeReport
     agreement: AgreementReport
-    checkpoint: CheckpointReport
 
     def record(self) -> dict[str, Any]:
         """Its fields under the names of metrics.jsonl, those that are None left out."""
-        parts = (asdict(part) for part in (self.training, self.probe, self.agreement, self.checkpoint))
-        return {name: value for part in parts for name, value in part.items() if value is not None}
+        return _given(self.training, self.probe, self.agreement)
 
 
 REPORT = Topic("iterations/{iteration}/report", IterationReport, "trainers: the report of iteration {iteration}")
 
 
 @dataclass(frozen=True)
+class CheckpointReport:
+    """The checkpoint work after a publish: seconds that training stood still, a version that failed."""
+
+    checkpoint_s: float | None = None
+    checkpoint_failed: int | None = None
+
+
+@dataclass(frozen=True)
 class BorderReport:
-    """A border as rank 0 saw it. border_wait_s: from its announcement to the end of the publish, its own sending left out."""
+    """A border as rank 0 saw it, from its announcement to the end of the publish. border_send_s: its own sending, border_wait_s:
+    the rest."""
 
     border_wait_s: float
+    border_send_s: float = 0.0
+    checkpoint: CheckpointReport = CheckpointReport()
+
+    def record(self) -> dict[str, Any]:
+        """Its fields under the names of metrics.jsonl, those that are None left out."""
+        return {"border_wait_s": self.border_wait_s, "border_send_s": self.border_send_s, **_given(self.checkpoint)}
+
+
+def _given(*parts: Any) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in asdict(part).items() if value is not None}
 
 
 BORDER = Topic("borders/{version}/report", BorderReport, "trainers: rank 0 to have published weight version {version}")

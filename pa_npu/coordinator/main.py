@@ -4,11 +4,11 @@
 
 Per weight version v, with keys in the store that the launcher hosts (PA_NPU_STORE=host:port), where the roster of engines is too:
 
-    trainers send their report of iteration v - 1, and are ready to publish v       (control/messages.py)
-    engines load v, forget old prefixes, answer the probe; trainers get it         (pa_npu.publish)
-    iteration v - 1 goes into metrics.jsonl and onto the console                   (record.py)
-    greedy evaluation of version v, where due                                      (evaluate.py)
-    iteration v is produced into the rollout buffer while the trainers consume it    (producer.py)
+    engines are asked to load v; trainers send their report of iteration v - 1, and v   (control/messages.py, pa_npu.publish)
+    the schedule learns from iteration v - 1 and chooses for v                          (planning/iteration_model)
+    greedy evaluation of version v, where due                                           (evaluate.py)
+    iteration v is produced into the rollout buffer while the trainers consume it       (producer.py)
+    meanwhile iteration v - 1 goes into metrics.jsonl and onto the console              (record.py)
 
 With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. The last version is only published
 and evaluated. Engines may die, hang, leave and join meanwhile (fleet.py). Any other failure ends the process with one line; the
@@ -51,7 +51,7 @@ from pa_npu.control.messages import (
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.software import TRAINERS_RUN_ON, RunsOn
-from pa_npu.control.tasks import TaskScope
+from pa_npu.control.tasks import TaskScope, cancel
 from pa_npu.control.typed import Topic
 from pa_npu.coordinator.episode import Rewards
 from pa_npu.coordinator.evaluate import evaluate
@@ -73,8 +73,8 @@ from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import IterationTimes, Prediction, Rules
-from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish
-from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, StageManifest
+from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish, EnginesHold
+from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, StageManifest
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer, written_buffer
 from pa_npu.samples.wire import from_bytes
@@ -85,6 +85,8 @@ logger = logging.getLogger(__name__)
 
 # The trainers' buffer has this name too; its keys are those of one attempt of the run.
 _BUFFER = "run"
+# How long the record of a finished iteration may still take when the run fails in the next one.
+_LAST_RECORD_S = 2.0
 
 
 def main() -> int:
@@ -213,6 +215,7 @@ class Coordinator:
         self._published: int | None = None
         self._produced: dict[int, Produced] = {}  # not trained yet, by iteration
         self._complete: dict[int, asyncio.Event] = {}  # of iterations whose responses come in parts
+        self._recording: asyncio.Task[None] | None = None  # of the iteration before the one that runs
 
     def resume(self, produced: Produced, state: dict[str, Any], train: PromptStream) -> None:
         """Take an iteration that was produced before the run was interrupted, and is in the buffer again. In order."""
@@ -223,24 +226,35 @@ class Coordinator:
 
     async def run(self, train: PromptStream, test: Sequence[Prompt], first: int) -> None:
         """From weight version `first` to the evaluation of the last one."""
-        async with TaskScope() as scope:
-            await self._run(train, test, first, scope)
+        try:
+            async with TaskScope() as scope:
+                await self._run(train, test, first, scope)
+        finally:
+            if self._recording is not None:
+                await asyncio.wait({self._recording}, timeout=_LAST_RECORD_S)
+                await cancel([self._recording])
 
     async def _run(self, train: PromptStream, test: Sequence[Prompt], first: int, scope: TaskScope) -> None:
         last = self._config.schedule.iterations
         ahead = first + len(self._produced)  # the iteration that is produced next
         prompts: Sequence[Prompt] = ()
-        before: _Window | None = None
         self._put_position(ahead, train)
+        before: _Window | None = None
         for version in range(first, last + 1):
             if ahead < last or not prompts:
                 prompts = self._prompts(train)
-            border = await self._cross(version, prompts[0], is_first=version == first)
+            # between the first and the last version the first groups are the probe
+            probes = version in (first, last) or not self._config.probe_rides
+            border = await self._cross(version, prompts[0] if probes else None, is_first=version == first)
+            await self._recorded()
             if before is not None:
-                report = REPORT.get(self._channel, iteration=version - 1)
-                self._write(self._produced.pop(version - 1), report, before, border)
-            evaluation = await self._evaluate(version, test) if test and self._evaluation_due(version) else None
+                self._end(self._produced.pop(version - 1), before, border, version)
+            evaluation = None
+            if test and self._evaluation_due(version):
+                await self._recorded()
+                evaluation = await self._evaluate(version, test)
             if version == last:
+                await self._recorded()
                 return
             if self._interruptions is not None:
                 self._interruptions.publish(version)
@@ -311,19 +325,14 @@ class Coordinator:
         """Which prompts were taken before an iteration, for checkpoints."""
         DATA_POSITION.put(self._channel, DataPosition(train.state()), iteration=iteration)
 
-    async def _cross(self, version: int, prompt: Prompt, *, is_first: bool) -> _Border:
-        """Weight version `version` from trainers to engines."""
+    async def _cross(self, version: int, prompt: Prompt | None, *, is_first: bool) -> _Border:
+        """Weight version `version` from trainers to engines. prompt: for a probe."""
         trainer = self._config.trainer
-        with self._timeline.span("wait for trainers", version=version):
-            limit_s = trainer.startup_timeout_s if is_first else trainer.wait_timeout_s
-            await READY.wait_async(self._channel, limit_s, version=version)
-        start_s = time.perf_counter()
+        within_s = trainer.startup_timeout_s if is_first else trainer.wait_timeout_s
         with self._timeline.span("publish", version=version):
-            await self._publish.publish(version, prompt)
+            held = await self._publish.publish(version, prompt, within_s)
         self._published = version
-        done_s = time.perf_counter()
-        report = await BORDER.wait_async(self._channel, trainer.wait_timeout_s, version=version)
-        return _Border(report.border_wait_s, done_s - start_s, done_s, self._pool.use(), self._fleet.size)
+        return _Border(held, self._pool.use(), self._fleet.size)
 
     def _evaluation_due(self, version: int) -> bool:
         schedule = self._config.schedule
@@ -348,9 +357,11 @@ class Coordinator:
         self._records.write_evaluation(record)
         return record
 
-    def _write(self, produced: Produced, report: IterationReport, start: _Window, end: _Border) -> None:
-        """The record of an iteration that was trained between two publishes; what was produced there is learned from, too."""
-        iteration_s = end.done_s - start.border.done_s
+    def _end(self, produced: Produced, start: _Window, end: _Border, version: int) -> None:
+        """What was trained between two publishes, of which the second is `version`, gets its record, which is begun here; what was
+        produced there is learned from."""
+        report = REPORT.get(self._channel, iteration=version - 1)
+        iteration_s = end.held.done_s - start.border.held.done_s
         prediction = Prediction("", None, None)
         if start.iterations_produced == 1:
             evaluation_s = start.evaluation["seconds"] if start.evaluation else 0.0
@@ -362,14 +373,35 @@ class Coordinator:
                     step_s=report.training.step_s,
                 )
             )
+        recording = self._record(produced, report, prediction, iteration_s, start, end, version)
+        self._recording = asyncio.create_task(recording, name=f"record of iteration {produced.iteration}")
+
+    async def _recorded(self) -> None:
+        """The last iteration that was ended has its record. Raises what went wrong with that."""
+        if self._recording is not None:
+            await self._recording
+            self._recording = None
+
+    async def _record(
+        self,
+        produced: Produced,
+        report: IterationReport,
+        prediction: Prediction,
+        iteration_s: float,
+        start: _Window,
+        end: _Border,
+        version: int,
+    ) -> None:
+        """The iteration's record; the trainers' account of the border comes when they have crossed it."""
+        border = await BORDER.wait_async(self._channel, self._config.trainer.wait_timeout_s, version=version)
         record = iteration_record(
             self._config,
             produced,
             report,
+            border,
             prediction,
-            border_wait_s=end.border_wait_s,
             iteration_s=iteration_s,
-            publish_s=end.publish_s,
+            publish=end.held,
             evaluation=start.evaluation,
             use_before=start.border.use,
             use_after=end.use,
@@ -380,13 +412,16 @@ class Coordinator:
 
 @dataclass(frozen=True)
 class _Border:
-    """The publish between two iterations. border_wait_s: the trainers' part in waiting; done_s: when it was complete."""
+    """The publish between two iterations, and the engines' counters and number after it."""
 
-    border_wait_s: float
-    publish_s: float
-    done_s: float
+    held: EnginesHold
     use: dict[str, EngineUse]
     engines: int
+
+    @property
+    def publish_s(self) -> float:
+        """From the trainers' readiness to the end."""
+        return self.held.done_s - self.held.ready_s
 
 
 @dataclass(frozen=True)

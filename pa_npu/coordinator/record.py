@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.config.schema import Config
-from pa_npu.control.messages import IterationReport
+from pa_npu.control.messages import BorderReport, IterationReport
 from pa_npu.control.software import RunsOn
 from pa_npu.coordinator.production import Produced
 from pa_npu.engines.pool import EngineUse
 from pa_npu.planning.iteration_model.messages import Prediction
+from pa_npu.publish.coordinator_side import EnginesHold
 from pa_npu.telemetry.metrics import MetricsWriter, drop_records
 from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
 from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, say
@@ -85,11 +86,11 @@ def iteration_record(
     config: Config,
     production: Produced,
     report: IterationReport,
+    border: BorderReport,
     prediction: Prediction,
     *,
-    border_wait_s: float,
     iteration_s: float,
-    publish_s: float,
+    publish: EnginesHold,
     evaluation: Mapping[str, Any] | None,
     use_before: Mapping[str, EngineUse],
     use_after: Mapping[str, EngineUse],
@@ -98,8 +99,8 @@ def iteration_record(
     """The record of one iteration.
 
     prediction: of the schedule controller, for iteration_s without the evaluation. iteration_s: from one completed publish to the
-    next. publish_s, border_wait_s: the publish that ends the iteration, and what the trainers waited for it. evaluation: the one at
-    its beginning, if any. use_before, use_after: the engines' counters at both ends. devices: engines' and trainers', all.
+    next. publish, border: the publish that ends the iteration, as engines and trainers saw it. evaluation: the one at its
+    beginning, if any. use_before, use_after: the engines' counters at both ends. devices: engines' and trainers', all.
     """
     numbers = production.numbers
     tokens_computed = report.training.tokens_computed
@@ -112,12 +113,15 @@ def iteration_record(
     shared = [busy[name] for name, use in use_after.items() if use.shared]
     return {
         **report.record(),
-        "border_wait_s": border_wait_s,
+        **border.record(),
         "iteration": production.iteration,
         "version": production.iteration,
         **numbers,
         "iteration_s": iteration_s,
-        "publish_s": publish_s,
+        "publish_s": publish.done_s - publish.ready_s,
+        "border_load_s": publish.loaded_s - publish.ready_s,
+        "border_compare_s": publish.compared_s - publish.loaded_s,
+        "border_probe_s": publish.done_s - publish.compared_s,
         "periodic": config.streams(production.iteration),
         "schedule": prediction.schedule,
         "predicted_s": prediction.predicted_s,
@@ -125,7 +129,7 @@ def iteration_record(
         "learned": dict(prediction.learned),
         "evaluation_s": evaluation["seconds"] if evaluation else None,
         "eval_accuracy": evaluation["accuracy"] if evaluation else None,
-        "trainer_idle": min(1.0, (report.training.wait_s + border_wait_s) / iteration_s),
+        "trainer_idle": min(1.0, (report.training.wait_s + border.border_wait_s) / iteration_s),
         "engine_idle": max(0.0, 1.0 - sum(dedicated) / max(1, len(dedicated))),
         "shared_engine_busy": sum(shared) / len(shared) if shared else None,
         "tpspd": rates.tpspd,

@@ -109,9 +109,11 @@ class HttpEngine(ABC):
     async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
         """Every worker leaves the groups it is in and joins these."""
 
-    async def load_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:
+    async def load_weights(
+        self, version: int, *, deadline_s: float, begins_within_s: float | None = None
+    ) -> LoadedWeights:
         self._asked_to_load, self._version = True, None
-        loaded, headers = await self._load(version, deadline_s)
+        loaded, headers = await self._load(version, begins_within_s, deadline_s)
         said = _said_version(headers)
         if set(loaded.versions) != {said}:
             raise EngineError(
@@ -122,7 +124,9 @@ class HttpEngine(ABC):
         return loaded
 
     @abstractmethod
-    async def _load(self, version: int, deadline_s: float) -> tuple[LoadedWeights, Mapping[str, str]]:
+    async def _load(
+        self, version: int, begins_within_s: float | None, deadline_s: float
+    ) -> tuple[LoadedWeights, Mapping[str, str]]:
         """What the workers hold after a load, and the headers of the answer."""
 
     @abstractmethod

@@ -78,6 +78,7 @@ class Fleet:
         self._members: dict[int, Member] = {}
         self._version: int | None = None  # of the iteration that runs
         self._border = asyncio.Lock()
+        self._counted: list[Member] = []  # on which a publish, or a late delivery, counts
         self._changed = asyncio.Event()
         self._failure: PaNpuError | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -111,10 +112,14 @@ class Fleet:
         return tuple(EngineRunsOn(name, found.kind, found.version) for name, found in ready if found is not None)
 
     async def members(self) -> list[Member]:
-        """The members that can take part in a publish, in the order of the roster; waits until there is one."""
+        """The members that can take part in a publish, in the order of the roster; waits until there is one.
+
+        Until the border ends none of them leaves.
+        """
         deadline = time.monotonic() + self._config.startup_timeout_s
         while not (ready := [m for _, m in sorted(self._members.items()) if m.state in ("ready", "serving")]):
             await self._wait_change(deadline, "an engine that can take weights")
+        self._counted = ready
         return ready
 
     @asynccontextmanager
@@ -126,7 +131,10 @@ class Fleet:
             for member in self._members.values():
                 if member.state == "serving":
                     await cancel(member.tasks)
-            yield
+            try:
+                yield
+            finally:
+                self._counted = []
 
     async def _look_for_joiners(self) -> None:
         """Let engines that joined before a publish take part in it: they answer already, so that this waits briefly."""
@@ -251,7 +259,12 @@ class Fleet:
             async with self._border:
                 if self._version is None or member.state != "ready":
                     return
-                if await self.deliver_late(member.engine, self._version):
+                self._counted = [member]
+                try:
+                    delivered = await self.deliver_late(member.engine, self._version)
+                finally:
+                    self._counted = []
+                if delivered:
                     logger.info("engine %s serves again, with weight version %d", member.name, self._version)
                     self._serves(member)
         except (EngineError, DeadlineExceeded) as error:
@@ -271,7 +284,7 @@ class Fleet:
 
     def _is_free(self, member: Member) -> bool:
         """Whether the member may go: nothing is in flight on it, and no publish counts on it."""
-        return not self._pool.in_flight(member.engine) and not self._border.locked()
+        return not self._pool.in_flight(member.engine) and member not in self._counted
 
     def _serves(self, member: Member) -> None:
         member.state = "serving"

@@ -132,17 +132,21 @@ class RolloutEngine(Protocol):
     async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
         """Every worker leaves the groups it is in and joins these. Returns once the trainers have joined as well."""
 
-    async def load_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:
-        """Every worker receives `version` from the groups and loads it. Nothing may be in flight.
+    async def load_weights(
+        self, version: int, *, deadline_s: float, begins_within_s: float | None = None
+    ) -> LoadedWeights:
+        """Every worker receives `version` from the groups and loads it; prefixes that were cached under the old weights are
+        forgotten. Nothing may be in flight.
 
-        The prefix cache is that of the old weights until `reset_prefix_cache`.
+        begins_within_s: asked ahead of time; the trainers may take so long until they send (Receiver.receive). None: they are about
+        to.
         """
 
     async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:
         """What every worker holds. Each must answer, so it also tells whether they are all there."""
 
     async def reset_prefix_cache(self, *, deadline_s: float) -> None:
-        """Forget all cached prefixes: they belong to old weights. Nothing may be in flight."""
+        """Forget all cached prefixes, as `load_weights` does by itself. Nothing may be in flight."""
 
     async def check_health(self, *, deadline_s: float) -> EngineHealth:
         """Return when the engine says that it is well, which it can also while its workers load weights."""

@@ -5,17 +5,25 @@
     once                          <---  MANIFEST: StageManifest, of each stage
 
     at every border, version v:
-                                  <---  READY: TrainersReady, from rank 0
     nothing is in flight (I1)
     MEMBERS: PublishMembers       --->
-    join, where members changed   ----------------------------------------------->  joins one group per stage
-    load version v                ----------------------------------------------->  receives, stage after stage
-                                        stage leaders broadcast header, buckets ->  hands HF tensors to the engine's loader
+    load version v                ----------------------------------------------->  gets its model ready, waits for `begun`
+                                        trains and steps meanwhile
+                                  <---  READY: TrainersReady, from rank 0
+    join, where members changed   ----------------------------------------------->  joins one group per stage, and loads then
+                                        stage leaders put `begun`, then broadcast
+                                        header and buckets                      ->  hands HF tensors to the engine's loader
                                   <---  SENT: SentWeights, digests of the buckets
-                                  <-----------------------------------------------  version, digests of the buckets
+                                  <-----------------------------------------------  version, digests of the buckets; the engine has
+                                                                                    forgotten its prefixes
     equal, bucket by bucket (I5)        what is sent follows what is trained (I5)
-    forget prefixes, sample a probe
-    VERDICT: PublishVerdict       --->  compares the probe's log-probs with its own (I5)
+    sample a probe, where due (I5)
+    VERDICT: PublishVerdict       --->  compares the probe's log-probs with its own
+
+    A probe is due for the first and the last version; between them the first groups are the probe (pa_npu.trainer.agreement).
+
+    Round trips that every border waits for: the broadcasts, one answer of each engine, SENT and VERDICT. MEMBERS and the request to
+    load are under way while the trainers step. A publish that forms groups anew begins at READY, as forming them has a deadline.
 
     A rank that fails puts BROKEN; the coordinator declares the groups abandoned, finds out which engines are left, says so
     in the verdict, and both begin the next attempt at MEMBERS, in groups of the next epoch.

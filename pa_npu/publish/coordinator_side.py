@@ -1,4 +1,7 @@
-"""The coordinator's end of the protocol: engines join the trainers' groups, load a version, forget prefixes, answer a probe.
+"""The coordinator's end of the protocol: engines join the trainers' groups, load a version, and answer a probe where one is due.
+
+Engines are asked to load as soon as nothing is in flight, while the trainers still train and step: what they do before the first
+byte comes is over then. Only where groups have to be formed anew are the trainers waited for, as forming them has a deadline.
 
 The trainers' end is pa_npu.publish.trainer_side (and, between two publishes, pa_npu.publish.late_engines); what runs inside the
 engines is pa_npu.weight_transfer.receiver. When an engine dies meanwhile, the attempt is given up on both sides and made again with
@@ -33,6 +36,7 @@ from pa_npu.publish.messages import (
     LATE_REQUEST,
     LATE_SENT,
     MEMBERS,
+    READY,
     SENT,
     VERDICT,
     LateDecision,
@@ -73,6 +77,18 @@ class Connection:
     late_stages: Sequence[StageManifest]
 
 
+@dataclass(frozen=True)
+class EnginesHold:
+    """A version that the engines hold, and when (time.perf_counter): trainers were ready to send, engines had loaded it, what they
+    got had been compared with what was sent, and all of it was over. probe: their answers, where one was due."""
+
+    probe: Probe | None
+    ready_s: float
+    loaded_s: float
+    compared_s: float
+    done_s: float
+
+
 class TrainersBroke(EngineError):
     """The trainers could not do their part of a publish; the engines are not to blame."""
 
@@ -104,36 +120,52 @@ class CoordinatorPublish:
         self._arrival = ArrivalCheck(connection.stages, connection.late_stages)
         fleet.deliver_late = self.deliver_late
 
-    async def publish(self, version: int, prompt: Prompt) -> Probe | None:
-        """All engines load `version` while the trainers send it; returns the probe.
+    async def publish(self, version: int, prompt: Prompt | None, trainers_within_s: float) -> EnginesHold:
+        """All engines load `version` when the trainers send it. prompt: for a probe; None where no probe is due.
 
-        Nothing may be in flight: a response has one version (I1). Raises EngineError when attempt after attempt fails, and
+        Nothing may be in flight: a response has one version (I1). trainers_within_s: how long the trainers may take until they are
+        ready to send. Raises DeadlineExceeded where they are not, EngineError when attempt after attempt fails, and
         InvariantViolation where an engine received something else than was sent (I5).
         """
         self._freshness.check_arrival(version, self._pool.num_in_flight)
-        start_s = time.perf_counter()
+        ready = asyncio.create_task(
+            self._ready(version, trainers_within_s), name=f"trainers ready with version {version}"
+        )
         reason = ""
-        async with self._fleet.border():
-            for attempt in range(_ATTEMPTS):
-                place = {"version": version, "attempt": attempt}
-                members = await self._fleet.members()
-                try:
-                    probe = await self._attempt(version, attempt, members, prompt)
-                except (EngineError, DeadlineExceeded) as error:
-                    reason = str(error)
-                    logger.warning("publish of weight version %d failed: %s", version, reason)
-                    self._abandon(self._connection.stages, self._epoch, reason)
-                    self._connected = None
-                    await self._fleet.check(members)
-                    VERDICT.put(self._channel, PublishVerdict(False, reason), **place)
-                    continue
-                logger.info(
-                    "weight version %d on %d engines after %.2f s", version, len(members), time.perf_counter() - start_s
-                )
-                self._fleet.serve(members, version)
-                VERDICT.put(self._channel, PublishVerdict(True, probe=probe), **place)
-                return probe
+        try:
+            async with self._fleet.border():
+                for attempt in range(_ATTEMPTS):
+                    place = {"version": version, "attempt": attempt}
+                    members = await self._fleet.members()
+                    try:
+                        held = await self._attempt(version, attempt, members, prompt, ready, trainers_within_s)
+                    except (EngineError, DeadlineExceeded) as error:
+                        if _failed(ready):  # nobody is left to try again with
+                            raise
+                        reason = str(error)
+                        logger.warning("publish of weight version %d failed: %s", version, reason)
+                        self._abandon(self._connection.stages, self._epoch, reason)
+                        self._connected = None
+                        await self._fleet.check(members)
+                        VERDICT.put(self._channel, PublishVerdict(False, reason), **place)
+                        continue
+                    logger.info(
+                        "weight version %d on %d engines after %.2f s",
+                        version,
+                        len(members),
+                        held.done_s - held.ready_s,
+                    )
+                    self._fleet.serve(members, version)
+                    VERDICT.put(self._channel, PublishVerdict(True, probe=held.probe), **place)
+                    return held
+        finally:
+            await cancel([ready])
         raise EngineError(f"weight version {version} could not be published in {_ATTEMPTS} attempts: {reason}")
+
+    async def _ready(self, version: int, within_s: float) -> float:
+        """When the trainers were seen to be ready."""
+        await READY.wait_async(self._channel, within_s, version=version)
+        return time.perf_counter()
 
     async def deliver_late(self, engine: RolloutEngine, version: int) -> bool:
         """One engine loads the running iteration's version; false where the trainers have begun to change it, or could not send it.
@@ -178,24 +210,42 @@ class CoordinatorPublish:
             for rank in range(trainer.tensor_parallel)
         ]
 
-    async def _attempt(self, version: int, attempt: int, members: Sequence[Member], prompt: Prompt) -> Probe | None:
+    async def _attempt(
+        self,
+        version: int,
+        attempt: int,
+        members: Sequence[Member],
+        prompt: Prompt | None,
+        ready: asyncio.Task[float],
+        trainers_within_s: float,
+    ) -> EnginesHold:
         place = {"version": version, "attempt": attempt}
         joins = self._connected != list(members)
         self._epoch += joins
         self._connected = list(members)
         MEMBERS.put(self._channel, PublishMembers(self._epoch, self._workers * len(members)), **place)
+        if joins:
+            await ready
+        begins_within_s = None if ready.done() else trainers_within_s + _GRACE_S
 
         async def load(number: int, engine: RolloutEngine) -> LoadedWeights:
             if joins:
                 await self._connect(engine, number, len(members), self._connection.stages, self._epoch)
-            return await self._load_on(engine, version)
+            return await self._load_on(engine, version, begins_within_s)
 
         loads = [self._while_healthy(member.engine, load(i, member.engine)) for i, member in enumerate(members)]
-        loaded = await self._unless_broken(BROKEN, place, gather(loads))
+        loaded = await self._unless_broken(BROKEN, place, gather(loads), begins_within_s or 0.0, ready)
+        loaded_s = time.perf_counter()
+        if not ready.done() and READY.exists(self._channel, version=version):
+            ready_s = loaded_s  # the trainers are quicker than the looks at that key
+        else:
+            ready_s = await ready
         by_engine = {member.name: weights for member, weights in zip(members, loaded, strict=True)}
         if self._arrival.applies:
             self._arrival.check(version, await self._sent(version, attempt), by_engine)
-        return await self._probe(version, members, prompt)
+        compared_s = time.perf_counter()
+        probe = await self._probe(version, members, prompt) if prompt is not None else None
+        return EnginesHold(probe, ready_s, max(loaded_s, ready_s), compared_s, time.perf_counter())
 
     async def _sent(self, version: int, attempt: int) -> list[SentWeights]:
         """What each stage's leader says that it sent: it does so when the last engine has the last bucket."""
@@ -205,16 +255,29 @@ class CoordinatorPublish:
         ]
 
     async def _unless_broken(
-        self, topic: Topic[PublishBroken], place: dict[str, int], work: Coroutine[Any, Any, T]
+        self,
+        topic: Topic[PublishBroken],
+        place: dict[str, int],
+        work: Coroutine[Any, Any, T],
+        longer_s: float = 0.0,
+        ready: asyncio.Task[float] | None = None,
     ) -> T:
-        """The result of `work`, which may never end where the trainers cannot do their part. Raises TrainersBroke then."""
+        """The result of `work`, which may never end where the trainers cannot do their part. Raises TrainersBroke then.
+
+        longer_s: what `work` may wait for the trainers beside a publish. ready: that they came, whose failure ends the wait.
+        """
         working = asyncio.ensure_future(work)
-        limit_s = 2 * self._deadline_s + _GRACE_S
+        limit_s = 2 * self._deadline_s + _GRACE_S + longer_s
         broken = asyncio.ensure_future(topic.wait_async(self._channel, limit_s, **place))
+        awaited: set[asyncio.Future[Any]] = {working, broken} | ({ready} if ready is not None else set())
         try:
-            await asyncio.wait({working, broken}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise TrainersBroke(f"the trainers could not send: {broken.result().reason}")
+            while not working.done():
+                done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                if ready in done:
+                    await ready
+                    awaited.discard(ready)
+                if broken in done and not working.done():
+                    raise TrainersBroke(f"the trainers could not send: {broken.result().reason}")
             return await working
         finally:
             await cancel([working, broken])
@@ -249,16 +312,15 @@ class CoordinatorPublish:
 
     async def _load_late(self, engine: RolloutEngine, version: int, number: int) -> LoadedWeights:
         await self._connect(engine, 0, 1, self._connection.late_stages, number)
-        return await self._load_on(engine, version)
+        return await self._load_on(engine, version, None)
 
-    async def _load_on(self, engine: RolloutEngine, version: int) -> LoadedWeights:
-        loaded = await engine.load_weights(version, deadline_s=self._deadline_s + _GRACE_S)
+    async def _load_on(self, engine: RolloutEngine, version: int, begins_within_s: float | None) -> LoadedWeights:
+        deadline_s = self._deadline_s + _GRACE_S + (begins_within_s or 0.0)
+        loaded = await engine.load_weights(version, deadline_s=deadline_s, begins_within_s=begins_within_s)
         if loaded.versions != (version,) * self._workers:
             raise EngineError(
                 f"engine {engine.name}: workers hold weight versions {list(loaded.versions)} after the publish of {version}"
             )
-        # keys and values of the old weights: log-probs off by 1.6 if kept
-        await engine.reset_prefix_cache(deadline_s=self._deadline_s)
         return loaded
 
     async def _probe(self, version: int, members: Sequence[Member], prompt: Prompt) -> Probe | None:
@@ -281,3 +343,7 @@ class CoordinatorPublish:
 
         responses = await gather([sample(number, member.engine) for number, member in enumerate(members)])
         return Probe([int(token) for token in prompt.tokens], responses)
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None

@@ -36,7 +36,7 @@ _GATHER_MARGIN_S = 10.0
 class PublishStats:
     """One publish as this rank saw it. `bytes` and `digests` are of what a leader sent (0 and none elsewhere; Digests.read);
     `wire_wait_s` is the part of `seconds` that a leader waited for the engines. `policy`: digest of the weights that this rank
-    trains, by which TrainerPublish sees that what is sent follows them."""
+    trains, by which TrainerPublish, which adds it, sees that what is sent follows them."""
 
     seconds: float = 0.0
     bytes: int = 0
@@ -87,6 +87,7 @@ class Publisher:
         self._store = (store_host, store_port)
         self._engine_workers = 0
         self._epoch: int | None = None
+        self._begun: int | None = None  # the version that was sent last in this group
         self._abandonment: transport.Abandonment | None = None
         self._timeout_s = timeout_s
         self._backend = backend
@@ -144,7 +145,7 @@ class Publisher:
             describe=f"stage {self._stage} publishes to {self._workers}",
             members_timeout_s=timeout_s,
         )
-        self._epoch = members.epoch
+        self._epoch, self._begun = members.epoch, None
 
     def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats:
         """Send all weights as `version`. Collective over the TP ranks of replica 0; other ranks return at once.
@@ -214,7 +215,10 @@ class Publisher:
     ) -> float:
         assert self._source is not None
         plan = self._source.manifest.buckets
+        assert self._group is not None
         header = torch.tensor([version, self._source.manifest.digest], dtype=torch.int64, device=self._device)
+        progress.announce_begin(self._group, version, self._begun)
+        self._begun = version
         on_the_wire, sending = transport.broadcast(self._group, header), "the header"
         waited = 0.0
         for index, buffer in enumerate(buckets):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from pa_npu.control.channel import StoreChannel
@@ -37,7 +37,7 @@ Send = Callable[[int, PublishMembers], PublishStats | None]
 
 @dataclass(frozen=True)
 class Published:
-    """A version that the engines hold. send_s: this rank's seconds of sending it, wait_s: of waiting for the engines."""
+    """A version that the engines hold. send_s: this rank's seconds of sending it; wait_s: the others from announcing it on."""
 
     probe: Probe | None
     send_s: float
@@ -48,11 +48,22 @@ class TrainerPublish:
     """One rank's part. stage: the pipeline stage that this rank sends, None where it is no stage's leader."""
 
     def __init__(
-        self, channel: StoreChannel, send: Send, rank: int, stage: int | None, timeout_s: float, timeline: Timeline
+        self,
+        channel: StoreChannel,
+        send: Send,
+        trained: Callable[[], str],
+        rank: int,
+        stage: int | None,
+        timeout_s: float,
+        timeline: Timeline,
     ) -> None:
-        """timeout_s: of every wait for the coordinator, which in that time starts engines and makes attempts that fail."""
+        """trained: the digest of the weights that this rank trains, asked for after they were sent, while the engines load them.
+
+        timeout_s: of every wait for the coordinator, which in that time starts engines and makes attempts that fail.
+        """
         self._channel = channel
         self._send = send
+        self._trained = trained
         self._rank = rank
         self._stage = stage
         self._timeout_s = timeout_s
@@ -91,10 +102,13 @@ class TrainerPublish:
             BROKEN.put(self._channel, PublishBroken(str(error)), version=version, attempt=attempt)
         else:
             if self._stage is not None and stats is not None:
-                check_follows(version, self._stage, stats, self._last)
-                self._last = stats
                 sent = SentWeights(version, stats.digests)
                 SENT.put(self._channel, sent, version=version, attempt=attempt, stage=self._stage)
+                send_s = time.perf_counter() - start
+                stats = replace(stats, policy=self._trained())
+                check_follows(version, self._stage, stats, self._last)
+                self._last = stats
+                return send_s
         return time.perf_counter() - start
 
 

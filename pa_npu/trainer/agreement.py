@@ -1,10 +1,15 @@
 """Invariant I5 on a trainer rank: engine and trainer log-probs agree, judged after every publish and after every iteration.
 
-    version 0: probe  -> plausible?      tokens of iteration 0 -> plausible? -> the run's noise, kept in RUN/noise.json
-    version v: probe  -> within noise?   tokens of iteration v -> within noise?
+    version 0: probe       -> plausible?      tokens of iteration 0 -> plausible? -> the run's noise, kept in RUN/noise.json
+    version v: first group -> within noise?   tokens of iteration v -> within noise?
 
-What is compared with what, and how often it errs, is in algorithm/agreement.py. All numbers are equal on all ranks, so all judge
-alike. A resumed run goes on with the noise that the run has learned; without that file it learns it from its first iteration.
+The probe of version v is the first microbatch that each replica trains: a whole group's responses, compared before anything is
+learned from them, at the cost of one look at the device. Requests of its own it has where no group serves: before the first
+iteration, which may begin with another model altogether, after the last one, and where groups of older versions are trained.
+
+What is compared with what, and how often it errs, is in algorithm/agreement.py. Numbers of iterations and of probes with requests
+are equal on all ranks, so that all judge alike; of its first microbatch a replica judges alone. A resumed run goes on with the
+noise that the run has learned; without that file it learns it from its first iteration.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ class Agreement:
 
     def __init__(self, config: Config, *, writes: bool) -> None:
         self._publish = config.publish
+        self._probes = config.data_parallel if config.probe_rides else 1
         # of what computes the log-probs of the version that generated: the old policy, where there is one
         self._dtype: Dtype = config.frozen_dtype if "old" in config.frozen_models else config.model.dtype
         self._probe_dtype: Dtype = config.model.dtype
@@ -47,7 +53,10 @@ class Agreement:
             self._noise = None  # an earlier attempt's, of iterations that are trained again
 
     def check_probe(self, version: int, probe: ProbeResult) -> None:
-        """Raises InvariantViolation where engines that have just loaded `version` compute other log-probs than the trainers."""
+        """Raises InvariantViolation where engines that have just loaded `version` compute other log-probs than the trainers.
+
+        probe: of its own requests, or of the first microbatch that came from them.
+        """
         tolerance = self._publish.probe_tolerance
         what = f"the probe after publishing version {version}"
         if tolerance is not None and not probe.difference_max <= tolerance:
@@ -83,7 +92,7 @@ class Agreement:
             return None
         if self._noise is None:
             return plausible(dtype)
-        return limits(self._noise, sums, margin, self._publish.false_stop_rate)
+        return limits(self._noise, sums, margin, self._publish.false_stop_rate, self._probes)
 
     def _judge(self, what: str, sums: DifferenceSums, bound: Limits) -> None:
         reason = bound.broken(sums)

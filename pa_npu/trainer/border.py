@@ -1,16 +1,30 @@
-"""The iteration border as a trainer rank sees it: publish (pa_npu.publish), compare the probe (I5), know the data's position."""
+"""The iteration border as a trainer rank sees it: publish (pa_npu.publish), save what is due, compare a probe (I5).
+
+    report of the iteration before ─> publish: engines hold the version ─> checkpoint ─> probe, where one came with it
+
+What comes after the publish no engine waits for: they generate already.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from pa_npu.backends.protocol import TrainBackend
+from pa_npu.backends.protocol import ProbeResult, TrainBackend
 from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
-from pa_npu.control.messages import BORDER, DATA_POSITION, REPORT, BorderReport, IterationReport, ProbeReport
+from pa_npu.control.messages import (
+    BORDER,
+    DATA_POSITION,
+    REPORT,
+    BorderReport,
+    CheckpointReport,
+    IterationReport,
+    ProbeReport,
+)
 from pa_npu.publish.messages import Probe
 from pa_npu.publish.trainer_side import TrainerPublish
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
@@ -39,15 +53,24 @@ class Border:
         self._agreement = agreement
         stage = backend.ranks.pipeline_rank if backend.ranks.is_stage_leader else None
         self._ahead = RolloutsAhead(config, channel, StoreRolloutBuffer(channel, "run", readers=1))
-        self._publish = TrainerPublish(channel, backend.publish, rank, stage, config.border_timeout_s, timeline)
+        self._publish = TrainerPublish(
+            channel, backend.publish, backend.policy_digest, rank, stage, config.border_timeout_s, timeline
+        )
 
-    def cross(self, version: int, report: IterationReport | None) -> ProbeReport:
-        """Hand over the report of the iteration before, publish `version`, compare the probe. Raises InvariantViolation."""
+    def cross(
+        self, version: int, report: IterationReport | None, save: Callable[[int], CheckpointReport]
+    ) -> ProbeReport:
+        """Hand over the report of the iteration before, publish `version`, save it where that is due, compare the probe.
+
+        Raises InvariantViolation.
+        """
         if self._rank == 0 and report is not None:
             REPORT.put(self._channel, report, iteration=report.iteration)
         published = self._publish.publish(version)
+        checkpoint = save(version) if report is not None else CheckpointReport()
         if self._rank == 0:
-            BORDER.put(self._channel, BorderReport(published.wait_s), version=version)
+            crossed = BorderReport(published.wait_s, published.send_s, checkpoint)
+            BORDER.put(self._channel, crossed, version=version)
         if published.probe is None:
             return ProbeReport()
         with self._timeline.span("probe", version=version):
@@ -64,7 +87,12 @@ class Border:
     def _check_probe(self, version: int, microbatches: list[Microbatch]) -> ProbeReport:
         result = self._backend.probe(microbatches)
         self._agreement.check_probe(version, result)
-        return ProbeReport(result.difference_max, result.differences.absolute_mean)
+        return probe_report(result)
+
+
+def probe_report(result: ProbeResult) -> ProbeReport:
+    """result: over all ranks."""
+    return ProbeReport(result.difference_max, result.differences.absolute_mean)
 
 
 def probe_microbatches(probe: Probe, version: int, config: Config) -> list[Microbatch]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pa_npu.algorithm.agreement import DifferenceSums
-from pa_npu.backends.protocol import TrainedResponse
+from pa_npu.backends.protocol import ProbeResult, TrainedResponse
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import DISPATCHED, AgreementReport
@@ -21,6 +21,10 @@ class IterationChecks:
         self._channel = channel
         self._agreement = agreement
         self._replica = replica
+
+    def check_first(self, iteration: int, first: ProbeResult) -> None:
+        """first: of this replica's first microbatch, where that is the probe of the version. Raises InvariantViolation."""
+        self._agreement.check_probe(iteration, first)
 
     def __call__(
         self, iteration: int, trained: Sequence[TrainedResponse], differences: DifferenceSums

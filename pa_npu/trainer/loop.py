@@ -14,16 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pa_npu.algorithm.agreement import DifferenceSums
-from pa_npu.backends.protocol import TrainBackend, TrainedResponse
+from pa_npu.backends.protocol import ProbeResult, TrainBackend, TrainedResponse, Update
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
-from pa_npu.control.messages import IterationReport, UpdateReport, merge_updates
+from pa_npu.control.messages import IterationReport, ProbeReport, UpdateReport, merge_updates
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.telemetry.timeline import Timeline
-from pa_npu.trainer.border import Border
+from pa_npu.trainer.border import Border, probe_report
 from pa_npu.trainer.checks import IterationChecks
 from pa_npu.trainer.profiling import IterationProfiler
 
@@ -43,13 +44,16 @@ def train(
     report: IterationReport | None = None
 
     for version in range(first, config.schedule.iterations):
-        probe = border.cross(version, report)
+        probe = border.cross(version, report, checkpoints.at_border)
         with timeline.span("iteration", iteration=version), profiler(version):
-            consumed = consume(backend, rollouts(version), config.schedule.updates_per_iteration)
+            rides = config.probe_rides and probe == ProbeReport()
+            judge = partial(checks.check_first, version) if rides else None
+            consumed = consume(backend, rollouts(version), config.schedule.updates_per_iteration, judge)
+            probe = probe_report(consumed.first) if rides else probe
         agreement = checks(version, consumed.trained, consumed.differences)
-        report = IterationReport(version, consumed.report, probe, agreement, checkpoints.at_border(version + 1))
+        report = IterationReport(version, consumed.report, probe, agreement)
 
-    border.cross(config.schedule.iterations, report)
+    border.cross(config.schedule.iterations, report, checkpoints.at_border)
     try:
         checkpoints.finish(config.schedule.iterations)
     finally:  # also where the checkpoint does not fit on the disk: the weights alone are a sixth of it
@@ -59,20 +63,30 @@ def train(
 
 @dataclass(frozen=True)
 class Consumed:
-    """An iteration that has been trained. trained: by this replica. differences: of all replicas' tokens from the engines."""
+    """An iteration that has been trained. trained: by this replica. differences: of all replicas' tokens from the engines', first:
+    of those in the first microbatches."""
 
     report: UpdateReport
     trained: list[TrainedResponse]
     differences: DifferenceSums
+    first: ProbeResult
 
 
-def consume(backend: TrainBackend, microbatches: MicrobatchIterator, updates: int) -> Consumed:
-    """Train an iteration's groups in `updates` equal shares, one optimizer step after each."""
+def consume(
+    backend: TrainBackend,
+    microbatches: MicrobatchIterator,
+    updates: int,
+    judge_first: Callable[[ProbeResult], None] | None = None,
+) -> Consumed:
+    """Train an iteration's groups in `updates` equal shares, one optimizer step after each.
+
+    judge_first: as TrainBackend.accumulate, for the first share.
+    """
     trained: list[TrainedResponse] = []
-    steps = []
+    steps: list[Update] = []
     for share in microbatches.updates(updates):
-        trained += backend.accumulate(share)
+        trained += backend.accumulate(share, None if steps else judge_first)
         steps.append(backend.step())
     microbatches.finish()
     differences = sum((step.differences for step in steps), DifferenceSums())
-    return Consumed(merge_updates([step.report for step in steps]), trained, differences)
+    return Consumed(merge_updates([step.report for step in steps]), trained, differences, steps[0].first)

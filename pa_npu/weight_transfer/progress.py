@@ -1,7 +1,10 @@
-"""Where each receiver stands in a publish, told through the group's store, so that a sender's deadline names whom it waits for.
+"""Where sender and receivers stand in a publish, told through the group's store.
+
+The sender puts `begun/VERSION` right before its header. Receivers that were asked to load ahead of time wait for that key, with
+no collective open, whose own timeout would run meanwhile.
 
 Every engine worker puts `at/RANK` = "version messages wall-time" when it begins to receive and then at most once per
-BEAT_S, also while it waits. Only a sender that has run out of time reads it. Imports torch only.
+BEAT_S, also while it waits. Only a sender that has run out of time reads it, to name whom it waits for. Imports torch only.
 """
 
 from __future__ import annotations
@@ -16,6 +19,23 @@ BEAT_S = 1.0
 # A worker that says nothing for so long is stopped or dead: it beats while it waits, and loads a bucket in less.
 SILENT_S = 10.0
 _NAMED = 8
+
+
+def announce_begin(group: dist.ProcessGroup, version: int, before: int | None) -> None:
+    """The sender is about to send `version`, and was at `before` the last time."""
+    store = group_store(group)
+    store.set(_begun(version), "")
+    if before is not None and before != version:
+        store.delete_key(_begun(before))
+
+
+def has_begun(group: dist.ProcessGroup, version: int) -> bool:
+    """Whether the sender of this group is about to send `version`, or has begun."""
+    return bool(group_store(group).check([_begun(version)]))
+
+
+def _begun(version: int) -> str:
+    return f"begun/{version}"
 
 
 class Progress:

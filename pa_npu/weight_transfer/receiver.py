@@ -5,6 +5,7 @@ Knows nothing of any engine: what runs inside one calls it and gives the tensors
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from pa_npu.errors import DeadlineExceeded
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.digest import Digests
 from pa_npu.weight_transfer.manifest import Assembler, Bucket, Manifest
-from pa_npu.weight_transfer.progress import Progress
+from pa_npu.weight_transfer.progress import Progress, has_begun
 from pa_npu.weight_transfer.transport import Abandonment, Deadline, WeightSyncError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Broadcasts posted ahead of the one being loaded, so that the wire does not wait for the loader.
 _AHEAD = 2
+# Between looks for the beginning of a publish: they grow with the time waited, of which one comes late by half a percent at most.
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S, _LOOK_SHARE = 0.0002, 0.02, 0.005
 
 
 @dataclass(frozen=True)
@@ -115,12 +118,15 @@ class Receiver:
         """Whether the LM head is the embedding, so that the trainer sends no head."""
         return all(HEAD not in manifest.shapes for manifest in self._manifests)
 
-    def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self, version: int, *, begins_within_s: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) of all weights. Each tensor may be kept: buffers are not used again.
 
-        A bucket's digest is of what is handed to the engine's loader; what that makes of it (vLLM packs weights for its kernels)
-        only log-probs show.
+        begins_within_s: how long the trainers may take until they send; the deadline of the publish counts from there. None: they
+        are about to. A bucket's digest is of what is handed to the engine's loader; what that makes of it (vLLM packs weights for
+        its kernels) only log-probs show.
         """
+        if begins_within_s is not None:
+            self._wait_for_begin(version, begins_within_s)
         deadline = Deadline(self._timeout_s, self._given_up)
         self._unfinished = True
         self._digests = [Digests() for _ in self._manifests]
@@ -140,6 +146,19 @@ class Receiver:
             else:
                 transport.leave_group(group)
         self._groups = []
+
+    def _wait_for_begin(self, version: int, within_s: float) -> None:
+        """Until the first stage is about to send. Raises DeadlineExceeded, or WeightSyncError where the publish is given up."""
+        deadline = Deadline(within_s, self._given_up)
+        what = f"engine worker {self._rank} waits for the trainers to begin with weight version {version}"
+        while not has_begun(self._groups[0], version):
+            if deadline.remaining_s <= 0:
+                raise DeadlineExceeded(
+                    f"{what}: they did not within {within_s:g} s; look at the trainers' logs, or raise trainer.wait_timeout_s"
+                )
+            if reason := deadline.given_up():
+                raise WeightSyncError(f"{what}: given up after {deadline.elapsed_s:.1f} s: {reason}")
+            time.sleep(min(_LONGEST_LOOK_S, _SHORTEST_LOOK_S + _LOOK_SHARE * deadline.elapsed_s))
 
     def _given_up(self) -> str | None:
         return next((reason for one in self._abandonments if (reason := one.reason())), None)

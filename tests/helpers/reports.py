@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from pa_npu.control.messages import AgreementReport, CheckpointReport, IterationReport, ProbeReport, UpdateReport
+from pa_npu.control.messages import AgreementReport, IterationReport, ProbeReport, UpdateReport
 from pa_npu.control.software import TrainersRunOn
 
 
@@ -28,7 +28,6 @@ def update_report(**fields: Any) -> UpdateReport:
     return UpdateReport(**{**zeros, **floats, **optional, **fields})
 
 
-def iteration_report(iteration: int, checkpoint_failed: int | None = None, **fields: Any) -> IterationReport:
+def iteration_report(iteration: int, **fields: Any) -> IterationReport:
     """What rank 0 sends after an iteration. fields: of UpdateReport."""
-    checkpoint = CheckpointReport(None, checkpoint_failed)
-    return IterationReport(iteration, update_report(**fields), ProbeReport(), AgreementReport(), checkpoint)
+    return IterationReport(iteration, update_report(**fields), ProbeReport(), AgreementReport())

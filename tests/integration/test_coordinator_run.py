@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pa_npu.publish.messages import (
     LATE_DECISION,
     LATE_REQUEST,
     MEMBERS,
+    VERDICT,
     LateAnswer,
     LateRequest,
     PublishBroken,
@@ -22,7 +24,7 @@ from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Group
 from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, WAIT_S, Run
 from tests.helpers.groups import prompt_tokens
-from tests.helpers.stand_in_engine import stand_in_engines
+from tests.helpers.stand_in_engine import Served, stand_in_engines
 from tools.stand_in import Speed
 
 pytestmark = pytest.mark.integration
@@ -45,12 +47,16 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
         all_groups = []
         for version in range(3):
             report = {"loss": 0.5 * version, "train_s": 1.0, "wait_s": 0.01, "tokens_computed": 1234}
+            if version:  # while the trainers still train
+                run._wait_until(partial(all_load, engines, version), "engines are asked to load")
+                assert not VERDICT.exists(run.channel, version=version, attempt=0), "which the trainers have not sent"
             run.announce(version, report if version else None)
             done = run.published(version)
             assert done["done"] and (done["epoch"], done["workers"]) == (0, 2), "the same two engines, every time"
-            assert [len(response["tokens"]) for response in done["probe"]["responses"]] == [5, 5], (
-                "one sample per engine"
-            )
+            if version == 1:
+                assert done["probe"] is None, "the iteration's first groups are the probe"
+            else:
+                assert [len(response["tokens"]) for response in done["probe"]["responses"]] == [5, 5], "one each"
             if version < 2:
                 all_groups.append(run.consume(version))
         output = run.end()
@@ -70,11 +76,11 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
     assert {request["seed"] for request in training} == {group_seed(3, i, g) for i in range(2) for g in range(GROUPS)}
     for number, served in enumerate(engines):
         calls = [call for call in served.engine.calls if call[0] != "pa_version"]
-        assert [name for name, _ in calls] == ["pa_connect", *(["pa_receive", "reset_prefix_cache"] * 3)]
+        assert [name for name, _ in calls] == ["pa_connect", *(["pa_receive"] * 3)]
         host, port, rank_offset, world_size, stages, backend, _ = calls[0][1]
         assert (host, port) == ("127.0.0.1", run.server.port) and (rank_offset, world_size) == (1 + number, 3)
         assert stages == [{"name": "publish-0", "manifest": {}}] and backend == "gloo"
-        assert served.engine.identity.version == 2
+        assert served.engine.identity.version == 2 and served.engine.prefix_resets == 3
 
     records = run.lines("metrics.jsonl")
     assert [(record["iteration"], record["version"]) for record in records] == [(0, 0), (1, 1)]
@@ -98,6 +104,11 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
     assert [(sample["iteration"], sample["index"]) for sample in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     progress = [line for line in output.splitlines() if line.startswith("| iteration")]
     assert len(progress) == 2 and "1/2" in progress[0] and "2/2" in progress[1]
+
+
+def all_load(engines: list[Served], version: int) -> bool:
+    """Whether every engine was asked to."""
+    return all(any(n == "pa_receive" and a[0] == version for n, a in served.engine.calls) for served in engines)
 
 
 def contents(groups: list[Group]) -> list[tuple[int, int, bytes, bytes]]:
@@ -163,7 +174,7 @@ def test_the_only_engines_successor_gets_the_iterations_weights_before_it_serves
             assert run.message(LATE_DECISION, number=0).go
             assert contents(run.consume(0)) == undisturbed
             calls = [(name, args) for name, args in successor.engine.calls if name != "pa_version"]
-            assert [name for name, _ in calls] == ["pa_connect", "pa_receive", "reset_prefix_cache"]
+            assert [name for name, _ in calls] == ["pa_connect", "pa_receive"]
             assert calls[0][1][4][0]["name"] == "late-0" and calls[1][1] == [0]
         finally:
             successor.stop()

@@ -78,10 +78,9 @@ def test_topics_stand_in_their_rooms_and_nowhere_else_and_keys_are_spelled_there
 def test_a_report_becomes_a_record_under_the_names_of_metrics_jsonl() -> None:
     record = iteration_report(3, loss=0.5, kl=0.1).record()
     assert record["loss"] == 0.5 and record["kl"] == 0.1
-    assert (
-        "importance_weight_mean" not in record and "checkpoint_failed" not in record and "probe_diff_max" not in record
-    )
-    assert iteration_report(3, checkpoint_failed=0).record()["checkpoint_failed"] == 0, "version 0 can fail too"
+    assert "importance_weight_mean" not in record and "probe_diff_max" not in record
+    crossed = messages.BorderReport(0.5, 0.25, messages.CheckpointReport(None, 0)).record()
+    assert crossed == {"border_wait_s": 0.5, "border_send_s": 0.25, "checkpoint_failed": 0}, "version 0 can fail too"
 
 
 def test_another_installations_report_is_one_clear_error() -> None:

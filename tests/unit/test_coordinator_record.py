@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
+from pa_npu.control.messages import BorderReport
 from pa_npu.coordinator.production import Production
 from pa_npu.coordinator.record import iteration_record
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EngineUse
 from pa_npu.planning.iteration_model.messages import Prediction
+from pa_npu.publish.coordinator_side import EnginesHold
 from pa_npu.rewards.types import RewardResult
 from pa_npu.samples.types import Sample, SampleBuilder
 from tests.helpers.reports import iteration_report
@@ -51,10 +53,10 @@ def test_every_number_is_what_its_definition_gives() -> None:
         Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}),
         produced,
         iteration_report(4, wait_s=1.5, train_s=3.0, tokens_computed=70),
+        BorderReport(0.5, 0.125),
         Prediction("periodic", 7.0, -0.1),
-        border_wait_s=0.5,
         iteration_s=SECONDS,
-        publish_s=0.75,
+        publish=EnginesHold(None, 10.0, 10.25, 10.625, 10.75),
         evaluation={"seconds": 1.25, "accuracy": 0.5},
         use_before=before,
         use_after=after,
@@ -89,6 +91,10 @@ def test_every_number_is_what_its_definition_gives() -> None:
         "tpspd_response": tokens / SECONDS / DEVICES,
         "tpspd_computed": 70 / SECONDS / DEVICES,
         "publish_s": 0.75,
+        "border_load_s": 0.25,
+        "border_compare_s": 0.375,
+        "border_probe_s": 0.125,
+        "border_send_s": 0.125,
         "evaluation_s": 1.25,
         "eval_accuracy": 0.5,
         "iteration_s": SECONDS,

@@ -16,6 +16,7 @@ import pytest
 from pa_npu.engines.http_server import CHANGED_VERSION, INSTANCE_HEADER, NO_VERSION, VERSION_HEADER
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, EngineGone, RolloutEngine, Sampling
+from pa_npu.engines.vllm import guard
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.engines.vllm.guard import EngineGuard
 from pa_npu.errors import InvariantViolation
@@ -121,11 +122,12 @@ async def test_a_server_that_does_not_say_what_it_holds_is_refused_at_the_publis
 
 
 class Server:
-    """A guarded application in memory. answers: status and body by path and method of the workers."""
+    """A guarded application in memory. answers: status and body by path and method of the workers; asked: for which, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, tuple[int, Any]]) -> None:
         monkeypatch.setenv("VLLM_API_KEY", KEY)
         self._answers = answers
+        self.asked: list[str] = []
         self._guard = EngineGuard(self._application)
 
     async def _application(self, scope: Any, receive: Any, send: Any) -> None:
@@ -134,7 +136,8 @@ class Server:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
         method = json.loads(body)["method"] if body else scope["path"]
-        status, answer = self._answers[method]
+        self.asked.append(method)
+        status, answer = self._answers.get(method, (200, {"success": True}))
         await send({"type": "http.response.start", "status": status, "headers": [(b"x-own", b"1")]})
         data = json.dumps(answer).encode()
         for part in (data[:5], data[5:]):
@@ -194,6 +197,26 @@ async def test_the_guard_holds_no_version_after_a_load_that_did_not_succeed_ever
     _, load, _ = await server("/collective_rpc", "pa_receive")
     _, after, _ = await server("/x")
     assert load[VERSION_HEADER] == after[VERSION_HEADER] == NO_VERSION
+
+
+async def test_a_load_has_forgotten_the_prefixes_of_the_old_weights_before_it_is_answered(monkeypatch):
+    answers: dict[str, tuple[int, Any]] = {"pa_receive": (200, {"results": [{"version": 3}]})}
+    server = Server(monkeypatch, answers)
+    status, load, _ = await server("/collective_rpc", "pa_receive")
+    assert server.asked == ["pa_receive", "/reset_prefix_cache"] and status == 200 and load[VERSION_HEADER] == "3"
+    await server("/collective_rpc", "pa_version")
+    assert server.asked[2:] == ["pa_version"]
+
+    held = iter([False, False])  # by requests that have just ended
+    monkeypatch.setattr(guard, "_success", lambda answer: next(held, True))
+    assert (await server("/collective_rpc", "pa_receive"))[0] == 200
+    assert server.asked[3:] == ["pa_receive", *["/reset_prefix_cache"] * 3]
+
+    monkeypatch.setattr(guard, "_success", lambda answer: False)
+    monkeypatch.setattr(guard, "_RESET_WITHIN_S", 0.02)
+    status, _, answer = await server("/collective_rpc", "pa_receive")
+    assert status == 500 and "prefix cache is still in use" in answer["error"]["message"]
+    assert (await server("/x"))[1][VERSION_HEADER] == NO_VERSION
 
 
 async def test_other_calls_of_the_workers_change_no_version(monkeypatch):

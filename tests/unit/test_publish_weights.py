@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,9 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher, PublishStats
 from pa_npu.weight_transfer import progress, transport
+from pa_npu.weight_transfer import receiver as receiver_module
 from pa_npu.weight_transfer.manifest import Assembler, Manifest
+from pa_npu.weight_transfer.progress import has_begun
 from pa_npu.weight_transfer.receiver import Receiver, check_model
 from tests.helpers.weights import FAMILIES, Stage, gloo_group, make_checkpoint, run_threads
 
@@ -252,6 +255,7 @@ def test_the_next_bucket_is_ready_before_the_one_on_the_wire_has_left(
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     monkeypatch.setattr(transport, "join_group", lambda *_, **__: object())
     monkeypatch.setattr(transport, "leave_group", lambda group: None)
+    monkeypatch.setattr(progress, "announce_begin", lambda *_: None)
     with publisher(Stage().load(spec, 0), spec, Position(), timeout_s=5.0) as sender:
         total = 1 + len(sender.manifest().manifest["buckets"])
         posted: list[LateWork] = []
@@ -480,3 +484,35 @@ def test_an_attempts_groups_are_given_up_together(monkeypatch: pytest.MonkeyPatc
     assert (of_first.reason(), of_second.reason()) == ("started again", None)
     with pytest.raises(transport.WeightSyncError, match="given up: started again"):
         transport.join_group("127.0.0.1", store.port, "pa/0/publish-0", 1, 2, "gloo", 30.0, "engine worker 1")
+
+
+def test_an_engine_that_is_asked_ahead_of_time_waits_for_the_trainers_with_no_collective_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, make_checkpoint(tmp_path, "qwen2", tied=False))
+    (sender,) = world.publishers()
+    (receiver,) = world.connect([sender])
+    posted: list[int] = []
+    broadcast = transport.broadcast
+    monkeypatch.setattr(transport, "broadcast", lambda *args: posted.append(threading.get_ident()) or broadcast(*args))
+    waits = threading.Event()
+    monkeypatch.setattr(receiver_module, "has_begun", lambda *args: waits.set() or has_begun(*args))
+    received: list[Any] = []
+
+    def receive(version: int) -> None:
+        received.append(dict(receiver.receive(version, begins_within_s=60.0)))
+
+    for version in range(2):  # the second with the key of the first behind it
+        waits.clear(), posted.clear(), received.clear()
+        thread = threading.Thread(target=receive, args=(version,), daemon=True)
+        thread.start()
+        assert waits.wait(10.0) and not posted, "nothing is posted before the trainers begin"
+        sender.publish(version)
+        thread.join(30.0)
+        assert received and receiver.digests
+
+    with pytest.raises(DeadlineExceeded, match=r"begin with weight version 2: they did not within 0.05 s"):
+        next(receiver.receive(2, begins_within_s=0.05))
+    transport.Abandonment("127.0.0.1", world.server.port, sender._name).declare("an engine died")
+    with pytest.raises(transport.WeightSyncError, match=r"begin with weight version 2: given up .*an engine died"):
+        next(receiver.receive(2, begins_within_s=30.0))

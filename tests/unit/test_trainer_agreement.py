@@ -80,6 +80,7 @@ class Engine:
 
 class Source:
     waited_s = 0.0
+    is_last = False  # of one replica nobody asks
 
     def __init__(self, groups: list[Group]) -> None:
         self._microbatches = iter([m for group in groups for m in build_microbatches(group, RESPONSES, True, 1)])
@@ -104,6 +105,21 @@ class Run:
         self.backend.publish(version)
         self.backend.accumulate(Source([engine.group(version, index) for index in range(GROUPS)]))
         self.agreement.check_trained(version, self.backend.step().differences)
+
+    def first_group(self, version: int, engine: Engine) -> list[ProbeResult]:
+        """Trains an iteration whose first group is the probe of its version."""
+        judged: list[ProbeResult] = []
+
+        def judge(first: ProbeResult) -> None:
+            judged.append(first)
+            self.agreement.check_probe(version, first)
+
+        self.backend.publish(version)
+        self.backend.accumulate(Source([engine.group(version, index) for index in range(GROUPS)]), judge)
+        update = self.backend.step()
+        assert update.first == judged[0] and update.first.differences.responses == RESPONSES
+        assert update.differences.responses == GROUPS * RESPONSES
+        return judged
 
     def probe(self, version: int, engine: Engine) -> None:
         group = engine.group(version, 99, responses=2, tokens=PROBE_TOKENS)
@@ -154,6 +170,32 @@ def test_each_fault_ends_the_run_at_any_learning_rate_and_none_does_not(
     if fault != "skipped publish" or learning_rate > 1e-5:  # 32 tokens show what is not too small for them
         with pytest.raises(InvariantViolation, match="I5 agreement: in the probe after publishing version 1"):
             Run.probe(_fresh(run, published), 1, after)
+
+
+@pytest.mark.parametrize("learning_rate", [1e-3, 1e-6])
+@pytest.mark.parametrize("fault", [None, "skipped publish", "scaled weights", "temperature"])
+def test_the_first_group_shows_each_fault_before_anything_is_learned_from_it(
+    fault: str | None, learning_rate: float, model: Path, tmp_path: Path
+) -> None:
+    run = Run(model, tmp_path, learning_rate)
+    engine = Engine(model)
+    run.iteration(0, engine)
+    published = run.exported("hf")
+    after = {
+        None: lambda: Engine(published),
+        "skipped publish": lambda: engine,
+        "scaled weights": lambda: Engine(published, scale=1.01),
+        "temperature": lambda: Engine(published, temperature=1.3),
+    }[fault]()
+    if fault is None:
+        assert len(run.first_group(1, after)) == 1
+        return
+    before = [parameter.detach().clone() for parameter in run.backend._stage.policy.parameters()]
+    with pytest.raises(InvariantViolation, match="I5 agreement: in the probe after publishing version 1"):
+        run.first_group(1, after)
+    assert all(map(torch.equal, before, run.backend._stage.policy.parameters()))
+    gradients = [parameter.main_grad for parameter in run.backend._stage.policy.parameters()]
+    assert not any(gradient.any() for gradient in gradients), "it is judged before its backward"
 
 
 def _fresh(run: Run, published: Path) -> Run:

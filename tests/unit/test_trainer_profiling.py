@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pa_npu.algorithm.agreement import DifferenceSums
-from pa_npu.backends.protocol import TrainedResponse, Update
+from pa_npu.backends.protocol import ProbeResult, TrainedResponse, Update
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport, CheckpointReport, IterationReport, ProbeReport
 from pa_npu.samples.microbatch import build_microbatches
@@ -22,29 +22,34 @@ from tests.helpers.trainer_rank import make_groups
 
 # these import megatron, which the helper above has prepared
 from pa_npu.trainer import loop  # isort: skip
+from pa_npu.trainer.checks import IterationChecks
+
 from pa_npu.trainer.profiling import IterationProfiler  # isort: skip
 
 
 class OneLayerBackend:
     """A TrainBackend whose training is one matrix product."""
 
-    def accumulate(self, microbatches: Any) -> list[TrainedResponse]:
+    def accumulate(self, microbatches: Any, judge_first: Any) -> list[TrainedResponse]:
         torch.ones(4, 4) @ torch.ones(4, 4)
         return []
 
     def step(self) -> Update:
-        return Update(update_report(), DifferenceSums())
+        return Update(update_report(), DifferenceSums(), ProbeResult(0.0, DifferenceSums()))
 
     def export(self, *_: Any) -> None: ...
 
 
 class QuietBorder:
-    def cross(self, version: int, report: IterationReport | None) -> ProbeReport:
+    def cross(self, version: int, report: IterationReport | None, save: Any) -> ProbeReport:
         torch.ones(4).exp()  # the border is not part of the training
         return ProbeReport()
 
     def data_position(self, version: int) -> int:
         return 0
+
+    def ahead(self, version: int) -> list[Any]:
+        return []
 
 
 class NoCheckpoints:
@@ -57,6 +62,13 @@ class NoCheckpoints:
         return CheckpointReport()
 
     def finish(self, version: int) -> None: ...
+
+
+class NoChecks(IterationChecks):
+    def __init__(self) -> None: ...
+
+    def __call__(self, *_: Any) -> AgreementReport:
+        return AgreementReport()
 
 
 class NoMicrobatches:
@@ -74,8 +86,7 @@ def no_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path, rank: int, **telemetry: Any) -> list[Path]:
     config = make_config(tmp_path, telemetry)
     parts: Any = (OneLayerBackend(), QuietBorder(), lambda iteration: NoMicrobatches(), Timeline(None, ""))
-    checks: Any = lambda *_: AgreementReport()  # noqa: E731
-    loop.train(config, *parts, profiler=IterationProfiler(config, PLATFORM, rank), checks=checks)
+    loop.train(config, *parts, profiler=IterationProfiler(config, PLATFORM, rank), checks=NoChecks())
     return sorted((tmp_path / "profile").glob("*"))
 
 

@@ -82,8 +82,11 @@ class TransformersEngine(HttpEngine):
         )
         await self._request("POST", "/join", msgspec.json.encode(request), deadline_s)
 
-    async def _load(self, version: int, deadline_s: float) -> tuple[LoadedWeights, Mapping[str, str]]:
-        data, headers = await self._request("POST", "/load", msgspec.json.encode(LoadRequest(version)), deadline_s)
+    async def _load(
+        self, version: int, begins_within_s: float | None, deadline_s: float
+    ) -> tuple[LoadedWeights, Mapping[str, str]]:
+        body = msgspec.json.encode(LoadRequest(version, begins_within_s))
+        data, headers = await self._request("POST", "/load", body, deadline_s)
         return self._loaded(data), headers
 
     async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:

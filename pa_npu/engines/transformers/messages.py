@@ -48,7 +48,10 @@ class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """As RolloutEngine.load_weights."""
+
     version: Annotated[int, msgspec.Meta(ge=0)]
+    begins_within_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 class WeightsAnswer(msgspec.Struct):

@@ -169,12 +169,12 @@ class Server:
         return web.Response()
 
     async def _load(self, request: web.Request) -> web.Response:
-        version = msgspec.json.decode(await request.read(), type=LoadRequest).version
+        asked = msgspec.json.decode(await request.read(), type=LoadRequest)
 
         def load() -> WeightsAnswer:
             self._identity.version, self._digests = None, ()
-            self._digests = self._weights.load(version)
-            self._identity.version = version
+            self._digests = self._weights.load(asked.version, asked.begins_within_s)
+            self._identity.version = asked.version
             return self._held()
 
         return _json(await asyncio.wrap_future(self._scheduler.call(load, alone=True)))

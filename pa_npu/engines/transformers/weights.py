@@ -43,8 +43,10 @@ class WeightReceiver:
         )
 
     @torch.no_grad()
-    def load(self, version: int) -> tuple[str, ...]:
+    def load(self, version: int, begins_within_s: float | None = None) -> tuple[str, ...]:
         """Receive `version` and load it; returns the digests of what each stage sent. Raises WeightSyncError.
+
+        begins_within_s: as Receiver.receive.
 
         On any error some weights may be new and others old: the model holds no version then.
         """
@@ -52,7 +54,7 @@ class WeightReceiver:
             raise WeightSyncError("this engine has no connection to the trainer; it must join the groups first")
         parameters = dict(self._model.named_parameters())  # a head that is tied to the embedding is not among them
         missing = set(parameters)
-        for name, tensor in self._receiver.receive(version):
+        for name, tensor in self._receiver.receive(version, begins_within_s=begins_within_s):
             parameter = parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:
                 found = "no such parameter" if parameter is None else f"shape {list(parameter.shape)}"

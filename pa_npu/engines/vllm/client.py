@@ -44,8 +44,11 @@ class VllmEngine(HttpEngine):
         ]
         await self._on_workers("pa_connect", args, deadline_s)
 
-    async def _load(self, version: int, deadline_s: float) -> tuple[LoadedWeights, Mapping[str, str]]:
-        results, headers = await self._on_workers("pa_receive", [version], deadline_s)
+    async def _load(
+        self, version: int, begins_within_s: float | None, deadline_s: float
+    ) -> tuple[LoadedWeights, Mapping[str, str]]:
+        args = [version] if begins_within_s is None else [version, begins_within_s]
+        results, headers = await self._on_workers("pa_receive", args, deadline_s)
         return self._loaded(results), headers
 
     async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:

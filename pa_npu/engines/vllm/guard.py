@@ -3,14 +3,18 @@
 It runs inside vLLM's API server, in the engine's own interpreter. vLLM's own key covers /v1 and a few more prefixes and lets
 OPTIONS pass; /collective_rpc, which calls any method of the workers, is not among them.
 
+A load of weights (pa_receive) also resets the prefix cache before it is answered: no request of its own, and no way to forget it.
+
 The weight version is what the workers answered to the last load. vLLM's own (set_weight_version) is not used: releases before
 0.32 do not have it, and it is in the answers of /inference/v1/generate only.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -25,6 +29,9 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 _POLICY_VIOLATION = 1008
 _WORKERS_PATH = "/collective_rpc"
 _LOAD = "pa_receive"
+_RESET_PATH = "/reset_prefix_cache"
+# The engine holds blocks of requests that have just ended for a step; what is in use for longer is a request in flight.
+_RESET_WITHIN_S, _RESET_PAUSE_S = 10.0, 0.005
 
 
 class EngineGuard:
@@ -99,6 +106,9 @@ class EngineGuard:
                 return
             assert start is not None, "ASGI: an answer starts before its body"
             if loads and start["status"] == 200:
+                if not await self._reset_prefix_cache(scope):
+                    await _send_error(send, f"the prefix cache is still in use {_RESET_WITHIN_S:g} s after the load")
+                    return
                 self._identity.version = _loaded_version(answered)
             signature = self._identity.headers(self._identity.version).items()
             headers = [*start.get("headers", ()), *((name.encode(), value.encode()) for name, value in signature)]
@@ -106,6 +116,52 @@ class EngineGuard:
             await send({"type": "http.response.body", "body": answered})
 
         await self._app(scope, receive_and_look, hold_back)
+
+    async def _reset_prefix_cache(self, scope: Scope) -> bool:
+        """The same as a request for it from outside; false where requests use the cache for longer than they may."""
+        headers = [(name, value) for name, value in scope["headers"] if not name.lower().startswith(b"content-")]
+        path = {"path": _RESET_PATH, "raw_path": _RESET_PATH.encode(), "query_string": b""}
+        end = time.monotonic() + _RESET_WITHIN_S
+        while True:
+            status, answer = await _ask(self._app, {**scope, **path, "method": "POST", "headers": headers})
+            if status == 200 and _success(answer):
+                return True
+            if status != 200 or time.monotonic() > end:
+                return False
+            await asyncio.sleep(_RESET_PAUSE_S)
+
+
+async def _ask(app: Application, scope: Scope) -> tuple[int, bytes]:
+    """Status and body of the application's answer to a request without a body."""
+    status, body = 0, b""
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def keep(message: Message) -> None:
+        nonlocal status, body
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        elif message["type"] == "http.response.body":
+            body += message.get("body", b"")
+
+    await app(scope, receive, keep)
+    return status, body
+
+
+async def _send_error(send: Send, reason: str) -> None:
+    body = json.dumps({"error": {"message": reason}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 500, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _success(answer: bytes) -> bool:
+    """vLLM before 0.31 answers with an empty body."""
+    try:
+        return bool(json.loads(answer).get("success", True)) if answer else True
+    except (ValueError, AttributeError, RecursionError):
+        return False
 
 
 def _method(request: bytes) -> Any:

@@ -8,8 +8,8 @@
     pa_close      leave the groups
 
 Call them without collective_rpc's own `timeout`: once one fires, vLLM hands every later reply to the wrong caller. The
-deadline is `timeout_s` here and the client's own. The caller must have no request in flight during pa_receive and must
-reset the prefix cache after it, which still holds keys and values of the old weights.
+deadline is `timeout_s` here and the client's own. The caller must have no request in flight during pa_receive. The prefix cache,
+which still holds keys and values of the old weights after it, is not the workers': the server's guard resets it.
 """
 
 from __future__ import annotations
@@ -55,15 +55,18 @@ class WorkerExtension:
         )
         return {"rank": rank, "stages": len(stages)}
 
-    def pa_receive(self, version: int) -> dict[str, Any]:
-        """Load weight version `version`. On any error the version is unset; connect and receive again."""
+    def pa_receive(self, version: int, begins_within_s: float | None = None) -> dict[str, Any]:
+        """Load weight version `version`. On any error the version is unset; connect and receive again.
+
+        begins_within_s: as Receiver.receive; the model is made ready to load before that wait.
+        """
         receiver = self._pa_get()
         start = time.perf_counter()
         worker: Any = self
         self._pa_version = None
         with _reloading(worker) as model, torch.no_grad():
             wanted = {name for name, _ in model.named_parameters()}
-            weights = receiver.receive(int(version))
+            weights = receiver.receive(int(version), begins_within_s=begins_within_s)
             if receiver.is_tied and HEAD in wanted:
                 weights = with_tied_head(weights)
             loaded: set[str] | None = model.load_weights(weights)
