@@ -10,6 +10,8 @@ from pa_npu.attention.kernels.base import Partial, merge_lse
 from pa_npu.attention.layout import PrefixLayout
 from pa_npu.attention.plan import CrossCall, Run, VarlenCall
 
+# Elements: 1 MiB in fp32.
+_LARGEST_KEPT_MASK = 2**18
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -35,7 +37,7 @@ class CpuFlash:
         k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
         outs, lses = [], []
         for run in call.runs:
-            mask, causal = _mask(run, call.causal, q)
+            mask, causal = _mask(call, run, q)
             out, lse = _forward(
                 _batch_q(q, run), _batch_k(k, run), _batch_k(v, run), 0.0, causal, attn_mask=mask, scale=scale
             )
@@ -56,7 +58,7 @@ class CpuFlash:
         k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
         grads = []
         for run in result.call.runs:
-            mask, causal = _mask(run, result.call.causal, q)
+            mask, causal = _mask(result.call, run, q)
             parts = _backward(
                 _batch_q(grad, run),
                 _batch_q(q, run),
@@ -77,12 +79,12 @@ class CpuFlash:
 def _batch_q(x: torch.Tensor, run: Run) -> torch.Tensor:
     """[rows, heads(, head_dim)] -> [count, heads, length(, head_dim)], a view."""
     x = x.narrow(0, run.q_start, run.count * run.q_length)
-    return x.unflatten(0, (run.count, run.q_length)).transpose(1, 2)
+    return x.view(run.count, run.q_length, *x.shape[1:]).transpose(1, 2)
 
 
 def _batch_k(x: torch.Tensor, run: Run) -> torch.Tensor:
     x = x.narrow(0, run.k_start, run.count * run.k_length)
-    return x.unflatten(0, (run.count, run.k_length)).transpose(1, 2)
+    return x.view(run.count, run.k_length, *x.shape[1:]).transpose(1, 2)
 
 
 def _unbatch(x: torch.Tensor) -> torch.Tensor:
@@ -94,12 +96,18 @@ def _join(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _mask(run: Run, causal: bool, like: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
-    """The operator's mask and causal flag for a bottom-right causal run."""
-    if not causal or run.q_length == run.k_length:
-        return None, causal
-    blocked = torch.ones(run.q_length, run.k_length, dtype=torch.bool).triu(run.k_length - run.q_length + 1)
-    return torch.zeros(blocked.shape, dtype=like.dtype).masked_fill_(blocked, float("-inf")), False
+def _mask(call: VarlenCall, run: Run, like: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
+    """The operator's mask and causal flag for a bottom-right causal run. All layers share a mask, unless it is large."""
+    if not call.causal or run.q_length == run.k_length:
+        return None, call.causal
+
+    def build() -> torch.Tensor:
+        blocked = torch.ones(run.q_length, run.k_length, dtype=torch.bool).triu(run.k_length - run.q_length + 1)
+        return torch.zeros(blocked.shape, dtype=like.dtype).masked_fill_(blocked, float("-inf"))
+
+    if run.q_length * run.k_length > _LARGEST_KEPT_MASK:
+        return build(), False
+    return call.tensor(f"mask of {run.q_length} x {run.k_length}, {like.dtype}", like.device, build), False
 
 
 @cache
