@@ -18,6 +18,7 @@ with constant windows; the optimum, the best of a family of schedules simulated 
 lengths known; these speeds; and how far the model's predictions were off.
 
     python tools/bench_schedule.py [--iterations 16] [--rows equal-16,...] [--constant 16,32,64] [--json FILE] [--markdown FILE]
+    python tools/bench_schedule.py --simulate             # what any schedule can reach, by the engine's speed; no engines, a minute
     python tools/bench_schedule.py --shared-prompt        # P=512, R=64, G=8 with attention.shared_prompt on and off
 """
 
@@ -129,6 +130,9 @@ def main() -> int:
     parser.add_argument(
         "--shared-prompt", action="store_true", help="measure attention.shared_prompt on and off instead"
     )
+    parser.add_argument(
+        "--simulate", action="store_true", help="print the optimum by the engine's speed, in virtual time"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
@@ -138,6 +142,9 @@ def main() -> int:
     if args.iterations <= WARMUP + 1 or args.iterations % 2:
         parser.error(f"--iterations: {args.iterations} is not an even number above {WARMUP + 1}")
 
+    if args.simulate:
+        print(simulated(args.response))
+        return 0
     cases = [case for case in CASES if case.name in args.rows.split(",")]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench_schedule_") as scratch:
@@ -406,6 +413,36 @@ def best_known_s(cluster: Cluster, groups: Sequence[VirtualGroup]) -> float:
         constant = Schedule("", tuple(dispatch_order(name, longest)), (same_windows(names, places * RESPONSES),))
         found.append(simulate(cluster, groups, constant).end_s)
     return min(found)
+
+
+def simulated(response: int) -> str:
+    """A table of best_known_s over max(Tg, Tt), Tg of the constant window that generates fastest, for one engine.
+
+    Only the ratio matters of what a decode step takes and what each sequence adds: with step_s = 0 an engine is as fast with one
+    group in flight as with all, and groups that come one after another cost nothing.
+    """
+    sequence_s, limit = 2.5e-4, MOST_OF_MEAN * response
+    cases = [case for case in CASES if case.engines == 1 and case.prompt is None]
+    lines = [f"| step / sequence | {' | '.join(case.name for case in cases)} |", "|---:" * (len(cases) + 1) + "|"]
+    for ratio in (4, 8, 12, 16, 20, 24, 32):
+        cluster = Cluster({"0": EngineSpeed(ratio * sequence_s, sequence_s)}, MAX_NUM_SEQS)
+        cells = []
+        for case in cases:
+            median = median_for(response, limit)
+            lengths = [
+                drawn_lengths(i, 0, RESPONSES, median, limit) if case.heavy else [response] * RESPONSES
+                for i in range(case.groups)
+            ]
+            untrained = [VirtualGroup(i, 0, tuple(map(float, group)), 1e-9, 1.0) for i, group in enumerate(lengths)]
+            most = min(case.groups, 2 * MAX_NUM_SEQS // RESPONSES)
+            windows = [same_windows(("0",), places * RESPONSES) for places in place_levels(case.groups, most)]
+            order = tuple(dispatch_order("longest-first", [group.longest for group in untrained]))
+            generate_s = min(simulate(cluster, untrained, Schedule("", order, (w,))).generated_s for w in windows)
+            per_token = generate_s / case.ratio / sum(map(sum, lengths))
+            groups = [replace(group, train_s=per_token * sum(group.lengths)) for group in untrained]
+            cells.append(f"{best_known_s(cluster, groups) / max(generate_s, generate_s / case.ratio):.2f}")
+        lines.append(f"| {ratio} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def write_prompts(path: Path, length: int, count: int, seed: int) -> None:

@@ -1,0 +1,35 @@
+"""tools/bench_schedule.py: its rows are all combinations; its optimum is no later than any constant window, and within the bound."""
+
+from __future__ import annotations
+
+from pa_npu.dispatch.schedule import Schedule, same_windows
+from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
+from pa_npu.planning.iteration_model.simulate import simulate
+from tools.bench_schedule import CASES, RESPONSES, best_known_s, drawn_lengths, median_for
+
+
+def test_every_combination_is_a_row_under_a_name_of_its_own():
+    assert len({case.name for case in CASES}) == len(CASES) == 25
+    assert {(c.groups, c.ratio, c.heavy, c.engines) for c in CASES if c.prompt is None} == {
+        (groups, ratio, heavy, engines)
+        for groups in (16, 64)
+        for ratio in (0.5, 1.0, 2.0)
+        for heavy in (False, True)
+        for engines in (1, 2)
+    }
+
+
+def test_the_optimum_is_below_every_constant_window_and_above_the_longer_side():
+    cluster = Cluster({"0": EngineSpeed(0.005, 0.00025)}, 256)
+    for heavy in (False, True):
+        lengths = [
+            drawn_lengths(i, 0, RESPONSES, median_for(64, 256), 256) if heavy else [64] * RESPONSES for i in range(16)
+        ]
+        groups = [VirtualGroup(i, 0, tuple(map(float, ls)), 1e-4 * sum(ls), 1.0) for i, ls in enumerate(lengths)]
+        ends = []
+        for places in range(1, 17):
+            schedule = Schedule("", tuple(range(16)), (same_windows(("0",), places * RESPONSES),))
+            ends.append(simulate(cluster, groups, schedule))
+        best = best_known_s(cluster, groups)
+        train_s = sum(group.train_s for group in groups)
+        assert max(train_s, min(end.generated_s for end in ends)) <= best <= min(end.end_s for end in ends)
