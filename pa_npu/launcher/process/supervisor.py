@@ -29,7 +29,9 @@ _TICK_S = 0.1
 _PROBE_EVERY_S = 0.5
 _WAITING_LINE_EVERY_S = 15.0
 # What loggers put before a message: a process in brackets, level, date, time, a file in brackets.
-_STAMP = re.compile(r"^(\([^)]*\)\s*)?((DEBUG|INFO|WARNING|ERROR)\b:?\s*|[\d][\d\-:,.]+\s+|\[[^]]*\]\s*)*")
+_STAMP = re.compile(
+    r"^(\([^)]*\)\s*)?((DEBUG|INFO|WARNING|ERROR)\b:?\s*|[DIWE] [\w-]+ |[\d][\d\-:,.]+\s+|\[[^]]*\]\s*)*"
+)
 _LOG_LINES = 20
 # Processes that follow a dead one within this time are mentioned, not blamed.
 _AFTERMATH_S = 1.0

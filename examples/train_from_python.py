@@ -1,0 +1,61 @@
+"""A run from Python: a reward and rows that are objects of this script, records as they come, and an early stop.
+
+bash launch/install_cpu.sh && source .venv/bin/activate
+python tools/make_tiny_model.py --out .cache/tiny
+python examples/train_from_python.py [--iterations 5] [--backend vllm|transformers] [--run-dir runs/from_python]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+from pa_npu import Run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default=".cache/tiny/model")
+    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--backend", default="vllm")
+    parser.add_argument("--run-dir", default="runs/from_python")
+    parser.add_argument("--good-enough", type=float, default=0.95, help="mean reward at which the run is stopped")
+    options = parser.parse_args()
+
+    rows = [{"question": f"What is {x}+{y}?", "answer": str(x + y)} for x in range(10, 100) for y in range(10, 100, 7)]
+    seen = []
+
+    def right_and_short(group) -> list[float]:  # type: ignore[no-untyped-def]
+        """Called in this process, so it may use anything here: group.prompt, answer, responses, response_tokens, row."""
+        seen.append(group.prompt)
+        answers = [re.findall(r"#### (\d+)", text) for text in group.responses]
+        return [
+            float(found[-1:] == [group.answer]) - 0.001 * tokens
+            for found, tokens in zip(answers, group.response_tokens, strict=True)
+        ]
+
+    keys = {
+        "model.path": options.model,
+        "run.dir": options.run_dir,
+        "rollout.backend": options.backend,
+        "schedule.iterations": options.iterations,
+        "schedule.prompts_per_iteration": 8,
+        "data.test": None,
+        "checkpoint.export_hf": True,
+    }
+    with Run("configs/grpo_tiny.yaml", keys, reward=right_and_short, train=rows, say=None) as run:
+        for record in run:
+            print(
+                f"iteration {record['iteration']}: reward {record['reward_mean']:.3f}, {record['iteration_s']:.1f} s",
+                flush=True,
+            )
+            if record["reward_mean"] > options.good_enough:
+                print("good enough; stopping")
+                run.stop()
+                sys.exit(0)
+    print(f"{len(seen)} groups were rewarded here; the final weights are in {run.hf}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Shared-prompt attention under a plain transformers model: any decoder that takes an attention function by name.
+
+    layout = PrefixLayout.from_groups([(prompt_length, response_lengths)])
+    use_shared_prompt_attention(model)
+    logits = model(tokens[None], position_ids=layout.position_ids()[None], layout=layout, use_cache=False).logits[0]
+
+tokens are packed, [layout.total]: each prompt once, then its responses. `pa_npu.attention.trie.pack` makes tokens and layout
+from whole sequences, and finds what they share. `layout.predictor_rows()` are the rows whose logits predict the responses' tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pa_npu.attention.layout import PrefixLayout
+from pa_npu.attention.shared_prompt import shared_prompt_attention
+
+NAME = "pa_npu_shared_prompt"
+
+
+def use_shared_prompt_attention(model: Any) -> None:
+    """Let all layers of a transformers model attend by the `layout` that its forward is given."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attend)
+    model.set_attn_implementation(NAME)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    layout: PrefixLayout | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' contract: query [1, heads, tokens, head_dim], key and value alike; returns [1, tokens, heads, head_dim]."""
+    if layout is None:
+        raise ValueError(
+            "layout: shared-prompt attention needs the PrefixLayout of these tokens; give it to the model's forward"
+        )
+    if query.shape[0] != 1 or dropout:
+        raise ValueError(
+            f"a batch of {query.shape[0]} rows with dropout {dropout}: give one packed row, and no dropout"
+        )
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return shared_prompt_attention(q, k, v, layout, scale=scaling)[None], None

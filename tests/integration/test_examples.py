@@ -1,0 +1,38 @@
+"""The examples run as they stand: attention under a plain transformers model, and a run from Python with objects of the script."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, timeout_s: float) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_shared_prompts_are_exact_and_faster() -> None:
+    """Exactness is asserted by the example itself."""
+    printed = run("examples/shared_prompt_attention.py", "--prompt", "384", "--steps", "2", timeout_s=120)
+    found = re.search(r"speed-up (\d+\.\d+)x", printed)
+    assert found and float(found[1]) > 1.5, printed
+
+
+def test_a_run_from_python_rewards_in_its_own_process(tiny: Path, tmp_path: Path) -> None:
+    options = ["--iterations", "2", "--backend", "transformers", "--run-dir", str(tmp_path / "run")]
+    printed = run("examples/train_from_python.py", "--model", str(tiny / "model"), *options, timeout_s=300)
+    assert re.search(r"^iteration 0: reward -?\d\.\d+, .*\niteration 1: ", printed, flags=re.MULTILINE), printed
+    (rewarded,) = re.findall(r"^(\d+) groups were rewarded here", printed, flags=re.MULTILINE)
+    assert int(rewarded) >= 16, "two iterations of eight groups, and the trial before the run"
+    assert (tmp_path / "run" / "hf" / "config.json").is_file()
