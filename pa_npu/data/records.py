@@ -1,15 +1,18 @@
-"""Dataset files to records: JSONL or parquet, one row after another, each with the place it came from.
+"""Dataset files to records: JSONL, CSV or parquet, one row after another, each with the place it came from.
 
-Four layouts are understood, told apart by the columns of each row:
+These layouts are understood, told apart by the columns of each row:
 
     question, answer   GSM8K: the reference is what follows the last `####` of the answer (all of it without one)
     problem, answer    DeepScaleR, MATH; without an answer column the last \\boxed{} of the solution column is the reference
     prompt, answer     prompt is a text or a list of chat messages
     messages, answer   chat messages; without an answer column the last message, an assistant's, is the reference
+
+and those of published benchmarks that benchmarks.py translates.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pa_npu.data.benchmarks import published
 from pa_npu.errors import DataError
 
 PARQUET_MAGIC = b"PAR1"
@@ -54,8 +58,24 @@ def read_records(path: str, key: str) -> Iterator[Record]:
             is_parquet = stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
     except OSError as error:
         raise DataError(f"{key}: {path} cannot be read ({error.strerror}); check its permissions") from None
-    for location, row in _parquet_rows(file, key) if is_parquet else _jsonl_rows(file):
+    rows = _parquet_rows(file, key) if is_parquet else _csv_rows(file) if file.suffix == ".csv" else _jsonl_rows(file)
+    for location, row in rows:
         yield _record(location, row)
+
+
+def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """A first line of names, then one row after another; cells are texts."""
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            reader = csv.DictReader(stream)
+            for row in reader:
+                if None in row or None in row.values():
+                    raise DataError(
+                        f"{file}:{reader.line_num}: another number of cells than the first line; correct the row"
+                    )
+                yield f"{file}:{reader.line_num}", row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: is no CSV in UTF-8 ({error}); write the file again") from None
 
 
 def _jsonl_rows(file: Path) -> Iterator[tuple[str, Any]]:
@@ -118,7 +138,7 @@ def _parquet_rows(file: Path, key: str) -> Iterator[tuple[str, Any]]:
 def _record(location: str, row: Any) -> Record:
     if not isinstance(row, Mapping):
         raise DataError(f"{location}: a JSON {type(row).__name__}, not an object; each line must be one JSON object")
-    row = dict(row)
+    row = published(row)
     messages = _messages(location, row)
     answer = row.get("answer")
     if answer is None and row.get("question") is None and row.get("problem") is not None:

@@ -22,7 +22,7 @@ class EngineGone(EngineError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample a response. temperature 0 is greedy.
+    """How to sample a response. temperature 0 is greedy. top_p: nucleus sampling, for evaluation; training samples with 1.
 
     stop_token_ids end a response beside the model's own end token, unless ignore_eos asks for exactly max_tokens.
     logprobs: return the log-prob of every token under the distribution it was sampled from. stop: texts that end a response, which
@@ -35,6 +35,7 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: bool = True
     stop: tuple[str, ...] = ()
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)

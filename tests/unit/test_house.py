@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("coordinator", "trainer", "viewer"),
     ("engines", "backends", "publish", "environments", "checkpoints"),
     ("samples", "families", "planning", "dispatch"),
-    ("attention", "algorithm", "data", "rewards"),
+    ("attention", "algorithm", "data", "rewards", "evaluation"),
     ("control", "weight_transfer"),
     ("telemetry", "platform"),
     ("config",),

@@ -46,6 +46,7 @@ class TransformersEngine(HttpEngine):
             sampling.ignore_eos,
             sampling.logprobs,
             list(sampling.stop),
+            sampling.top_p,
         )
         return "/generate", msgspec.json.encode(request)
 

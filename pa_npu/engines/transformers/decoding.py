@@ -25,6 +25,7 @@ class Wish:
     temperature: float
     end_token_ids: frozenset[int]
     stops: Callable[[Sequence[int]], bool] | None = None
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Decoder:
             logprobs = torch.log_softmax(response.scores, dim=-1)
             token = int(logprobs.argmax())
         else:
-            logprobs = torch.log_softmax(response.scores / wish.temperature, dim=-1)
+            logprobs = nucleus(torch.log_softmax(response.scores / wish.temperature, dim=-1), wish.top_p)
             token = int(torch.multinomial(logprobs.exp(), 1, generator=response.generator))
         response.tokens.append(token)
         response.logprobs.append(float(logprobs[token]))
@@ -88,3 +89,17 @@ class Decoder:
         ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self._device)
         output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.past_key_values, output.logits[0, -1].float().cpu()
+
+
+def nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Log-probs [vocabulary] of the smallest set of the likeliest tokens with together at least top_p, renormalised; -inf elsewhere.
+
+    Holtzman et al. 2020 (arXiv 1904.09751).
+    """
+    if top_p >= 1.0:
+        return logprobs
+    ordered, tokens = logprobs.sort(descending=True, stable=True)
+    before = ordered.exp().cumsum(-1) - ordered.exp()
+    kept = torch.full_like(logprobs, float("-inf"))
+    kept[tokens[before < top_p]] = ordered[before < top_p]
+    return torch.log_softmax(kept, dim=-1)

@@ -22,6 +22,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     ignore_eos: bool
     logprobs: bool
     stop: list[str] = []
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
 
 class GeneratedResponse(msgspec.Struct):

@@ -136,7 +136,7 @@ class Server:
             raise Refused(f"the prompt has token ids outside of the vocabulary of {self._vocab_size}")
         ends = frozenset() if asked.ignore_eos else self._end_token_ids | frozenset(asked.stop_token_ids)
         stops = partial(self._says_one_of, asked.stop) if asked.stop else None
-        wish = Wish(min(asked.max_tokens, room), asked.temperature, ends, stops)
+        wish = Wish(min(asked.max_tokens, room), asked.temperature, ends, stops, asked.top_p)
         seeds = range(asked.seed, asked.seed + asked.n)
         responses = await asyncio.wrap_future(self._scheduler.generate(asked.prompt, seeds, wish))
         return _json(GenerateAnswer([self._answer(response, asked.logprobs, ends) for response in responses]))

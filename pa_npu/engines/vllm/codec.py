@@ -45,7 +45,7 @@ def encode_request(prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, samp
         "seed": seed,
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        "top_p": 1.0,
+        "top_p": sampling.top_p,
         "top_k": -1,
         "min_p": 0.0,
         "repetition_penalty": 1.0,

@@ -1,0 +1,168 @@
+"""Results per question: what each response was worth, summaries by set, one parquet file per evaluation, comparison of two."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pa_npu.errors import DataError
+from pa_npu.evaluation.statistics import Estimate, estimate, majority_at_k, paired_difference, pass_at_k
+from pa_npu.telemetry.record_file import note_lost
+
+DIRECTORY = "evaluations"
+GREEDY = "greedy"
+SAMPLE = "sample"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One response of an evaluation.
+
+    name: of the set; question: its row there. kind: greedy or sample; number: among the samples. final: the answer that it ends
+    with, None where it gives none. tokens: its length. finished: by itself, not cut at the limit.
+    """
+
+    name: str
+    question: int
+    prompt: str
+    answer: str
+    kind: str
+    number: int
+    text: str
+    final: str | None
+    correct: bool
+    reward: float
+    tokens: int
+    finished: bool
+
+
+@dataclass(frozen=True)
+class SetSummary:
+    """One set in numbers. metrics: greedy, avg@n, pass@k, maj@k, by name. Lengths are tokens of all its responses."""
+
+    questions: int
+    responses: int
+    metrics: dict[str, Estimate]
+    length_mean: float
+    length_median: float
+    length_95: float
+    truncated_ratio: float
+
+
+def values_by_question(responses: Iterable[Judged]) -> dict[str, dict[int, float]]:
+    """The numbers of one set's questions by metric: greedy, avg@n, pass@k and maj@k for the powers of two up to n, and n.
+
+    n: the samples that every question has.
+    """
+    greedy: dict[int, float] = {}
+    samples: dict[int, list[Judged]] = {}
+    for response in responses:
+        if response.kind == GREEDY:
+            greedy[response.question] = float(response.correct)
+        else:
+            samples.setdefault(response.question, []).append(response)
+    found = {GREEDY: greedy} if greedy else {}
+    if not samples:
+        return found
+    count = min(len(own) for own in samples.values())
+    powers = [2**exponent for exponent in range(1, count.bit_length()) if 2**exponent < count]
+    found[f"avg@{count}"] = {q: statistics.fmean(r.correct for r in own[:count]) for q, own in samples.items()}
+    for k in [*powers, count] if count > 1 else []:
+        found[f"pass@{k}"] = {q: pass_at_k(count, sum(r.correct for r in own[:count]), k) for q, own in samples.items()}
+    for k in [k for k in (*powers, count) if k > 2]:
+        found[f"maj@{k}"] = {
+            q: majority_at_k([r.final for r in own[:count]], [r.correct for r in own[:count]], k)
+            for q, own in samples.items()
+        }
+    return found
+
+
+def summarise(responses: Sequence[Judged]) -> dict[str, SetSummary]:
+    """By set, in the order in which they first appear."""
+    summaries = {}
+    for name in dict.fromkeys(response.name for response in responses):
+        own = [response for response in responses if response.name == name]
+        lengths = sorted(response.tokens for response in own)
+        summaries[name] = SetSummary(
+            questions=len({response.question for response in own}),
+            responses=len(own),
+            metrics={
+                metric: estimate([values[question] for question in sorted(values)])
+                for metric, values in values_by_question(own).items()
+            },
+            length_mean=statistics.fmean(lengths),
+            length_median=statistics.median(lengths),
+            length_95=lengths[min(len(lengths) - 1, int(0.95 * len(lengths)))],
+            truncated_ratio=1 - statistics.fmean(response.finished for response in own),
+        )
+    return summaries
+
+
+def compare(before: Sequence[Judged], after: Sequence[Judged]) -> dict[str, dict[str, Estimate]]:
+    """after - before by set and metric, over the questions that both have; sets and metrics that both have."""
+    found: dict[str, dict[str, Estimate]] = {}
+    for name in dict.fromkeys(response.name for response in before):
+        old = values_by_question(response for response in before if response.name == name)
+        new = values_by_question(response for response in after if response.name == name)
+        for metric in [metric for metric in old if metric in new]:
+            common = sorted(old[metric].keys() & new[metric].keys())
+            if common:
+                found.setdefault(name, {})[metric] = paired_difference(
+                    [old[metric][q] for q in common], [new[metric][q] for q in common]
+                )
+    return found
+
+
+def as_record(summaries: Mapping[str, SetSummary]) -> dict[str, Any]:
+    """Plain values by set, for evaluations.jsonl."""
+    return {name: asdict(summary) for name, summary in summaries.items()}
+
+
+def results_file(directory: Path | str, version: int) -> Path:
+    return Path(directory) / DIRECTORY / f"version_{version:06d}.parquet"
+
+
+def kept_versions(run_dir: Path | str) -> list[int]:
+    """Versions of which a run keeps results per question."""
+    names = [path.name for path in (Path(run_dir) / DIRECTORY).glob("version_*.parquet")]
+    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"version_(\d{6,10})\.parquet", name)))
+
+
+def write_results(file: Path, responses: Sequence[Judged]) -> None:
+    """All of the file or nothing; what cannot be written is counted, and raises nothing."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    kinds = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+    types = {"question": int, "number": int, "tokens": int, "reward": float, "correct": bool, "finished": bool}
+    schema = pa.schema([(name, kinds[types.get(name, str)]) for name in Judged.__dataclass_fields__])
+    partial = file.with_suffix(".partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{key: _encodable(value) for key, value in asdict(response).items()} for response in responses]
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows, schema), partial, compression="zstd")
+        partial.replace(file)
+    except (OSError, pa.ArrowException) as error:
+        note_lost(file, error)
+
+
+def read_results(file: Path | str) -> list[Judged]:
+    """What write_results wrote. Raises DataError where it cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    try:
+        return [Judged(**row) for row in pyarrow.parquet.ParquetFile(file).read().to_pylist()]
+    except (OSError, TypeError, pa.ArrowException, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"{file}: holds no results of an evaluation ({reason}); name RUN/evaluations/version_N.parquet"
+        ) from None
+
+
+def _encodable(value: Any) -> Any:
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

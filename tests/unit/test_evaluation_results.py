@@ -1,0 +1,80 @@
+"""Results per question: summaries against hand-counted ones, files that come back as they were, comparison of two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pa_npu.errors import DataError
+from pa_npu.evaluation.results import (
+    Judged,
+    compare,
+    kept_versions,
+    read_results,
+    results_file,
+    summarise,
+    write_results,
+)
+
+
+def judged(
+    question: int, number: int, correct: bool, *, name: str = "a", kind: str = "sample", final: str = "x"
+) -> Judged:
+    text = f"\u202e<b>{question}</b>"
+    return Judged(
+        name,
+        question,
+        "p",
+        "r",
+        kind,
+        number,
+        text,
+        None if final == "-" else final,
+        correct,
+        float(correct),
+        10 * (number + 1),
+        number != 3,
+    )
+
+
+def four_samples(rights: list[int]) -> list[Judged]:
+    return [judged(q, number, number < right) for q, right in enumerate(rights) for number in range(4)]
+
+
+def test_metrics_of_samples_and_of_the_greedy_answer() -> None:
+    responses = four_samples([4, 2, 0]) + [judged(q, 0, q != 2, kind="greedy") for q in range(3)]
+    (found,) = summarise(responses).values()
+    values = {name: round(metric.value, 6) for name, metric in found.metrics.items()}
+    assert values == {
+        "greedy": round(2 / 3, 6),
+        "avg@4": 0.5,
+        "pass@2": round((1 + 5 / 6 + 0) / 3, 6),  # of two right in four, one pair of six is wrong
+        "pass@4": round(2 / 3, 6),
+        "maj@4": 0.5,  # of two against two, half
+    }
+    assert (found.questions, found.responses) == (3, 15) and found.truncated_ratio == pytest.approx(3 / 15)
+    assert found.length_mean == pytest.approx((3 * 100 + 3 * 10) / 15) and found.length_95 == 40
+
+
+def test_sets_are_kept_apart_in_their_order_and_uneven_samples_use_what_all_have() -> None:
+    responses = [judged(0, 0, True, name="b", kind="greedy"), *four_samples([4, 0]), judged(2, 0, True)]
+    found = summarise(responses)
+    assert list(found) == ["b", "a"] and list(found["a"].metrics) == ["avg@1"]
+    assert found["a"].metrics["avg@1"].value == pytest.approx(2 / 3)
+
+
+def test_differences_are_paired_by_question_and_over_those_that_both_have() -> None:
+    before, after = four_samples([0, 2, 4]), four_samples([1, 2, 4, 0])
+    found = compare(before, after)["a"]
+    assert found["avg@4"].value == pytest.approx(0.25 / 3) and found["avg@4"].questions == 3
+    assert compare(before, [judged(0, 0, True, name="other")]) == {}
+
+
+def test_results_come_back_as_they_were(tmp_path: Path) -> None:
+    responses = [*four_samples([3, 1]), judged(7, 0, False, kind="greedy", final="-")]
+    write_results(results_file(tmp_path, 12), responses)
+    assert read_results(results_file(tmp_path, 12)) == responses and kept_versions(tmp_path) == [12]
+    (tmp_path / "evaluations" / "version_000003.parquet").write_bytes(b"no")
+    with pytest.raises(DataError, match="holds no results"):
+        read_results(results_file(tmp_path, 3))
