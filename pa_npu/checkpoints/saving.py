@@ -222,7 +222,7 @@ class Checkpointing:
         if not options.keep_last:
             return
         evaluations = read_evaluations(self._config.run.dir) if options.keep_best else []
-        accuracy = {entry["version"]: float(entry["accuracy"]) for entry in evaluations}
+        accuracy = {entry["version"]: float(entry.get("best_by", entry["accuracy"])) for entry in evaluations}
         for path in store.superfluous(self._parent, options.keep_last, options.keep_best, accuracy):
             store.delete(path)
             logger.info("deleted checkpoint %s (checkpoint.keep_last, keep_best)", path)

@@ -461,6 +461,33 @@ class ScheduleConfig(Section):
     )
 
 
+class EvaluateConfig(Section):
+    sets: dict[str, str] = Field(
+        default_factory=dict,
+        description="Further held-out sets beside data.test, by name: files in its formats, and those of published benchmarks.",
+    )
+    greedy: bool = Field(True, description="Answer every question greedily.")
+    samples: int = Field(
+        0, ge=0, le=4096, description="Sampled answers per question, for avg@n, pass@k and maj@k; 0 samples none."
+    )
+    temperature: float = Field(1.0, gt=0, le=10, description="Temperature of the sampled answers.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of the sampled answers.")
+    max_response_tokens: int | None = Field(
+        None, ge=1, description="Longest answer in tokens; none means rollout.max_response_tokens, which is the most."
+    )
+    overlap: bool = Field(
+        False,
+        description="Evaluate while trainers work on the iteration, after it has been generated; what is not complete when they "
+        "are ready is left out, so that training never waits. The last version is evaluated in full.",
+    )
+    metric: str | None = Field(
+        None,
+        min_length=1,
+        description="What checkpoint.keep_best goes by, SET/NAME such as test/greedy or aime/pass@8; none means "
+        "the first set's first number.",
+    )
+
+
 class PublishConfig(Section):
     bucket_mib: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = Field(
         "auto", description="Size of one bucket of the weight broadcast; auto goes by the device's free memory."

@@ -1,64 +1,211 @@
-"""Greedy accuracy on the held-out prompts, through the same engines, clients and rewards as training."""
+"""Evaluation through the engines, clients, environment and rewards of training: greedy answers and samples on named sets.
+
+    all questions, in an order of their own ──admit──> environment on an engine ──samples──> rewards ──> Judged responses
+                                     (window per engine)
+
+What a question samples follows from the run's seed and the question, not from the weights' version, so that two checkpoints meet
+the same chance. A run's evaluation either has the engines for itself or, overlapped, gets them when an iteration has been
+generated, until the next weights are published: then it ends with the questions before the first one that has no answer yet.
+Their order is drawn once, so these are a random choice that does not depend on how long answers are, but for the last few.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from pa_npu.control.tasks import TaskScope
+from pa_npu.config.schema import Config
+from pa_npu.control.tasks import TaskScope, cancel
 from pa_npu.coordinator.episode import Rewards, run_episode, score
+from pa_npu.data.benchmarks import CHOICE_COLUMN
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Environment
-from pa_npu.errors import PaNpuError
+from pa_npu.errors import InvariantViolation, PaNpuError
+from pa_npu.evaluation.results import GREEDY, SAMPLE, Judged, as_record, summarise
+from pa_npu.rewards.answers import extract_answer
+from pa_npu.rewards.choices import chosen_letter
+from pa_npu.samples.seeds import group_seed
+from pa_npu.samples.types import Sample
+
+# Beside all iterations of training, whose groups have seeds of their own.
+_SEED_ITERATION = 2**62
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """accuracy: share of questions whose greedy answer is correct."""
+    """What was answered of `planned` questions at a weight version. responses: of the questions that are complete.
+
+    names: of all sets, in the configuration's order.
+    """
 
     version: int
-    accuracy: float
+    responses: tuple[Judged, ...]
     questions: int
+    planned: int
     seconds: float
+    names: tuple[str, ...]
+
+    def record(self, metric: str | None) -> dict[str, Any]:
+        """For evaluations.jsonl. accuracy: of the first set, greedy where it has that; best_by: the metric, SET/NAME."""
+        found = summarise(self.responses)
+        sets = {name: found[name] for name in self.names if name in found}
+        first = next(iter(sets.values()))
+        accuracy = next(iter(first.metrics.values())).value
+        name, _, wanted = (metric or "").partition("/")
+        chosen = sets[name].metrics[wanted].value if name in sets and wanted in sets[name].metrics else accuracy
+        return {
+            "version": self.version,
+            "accuracy": accuracy,
+            "questions": self.questions,
+            "planned": self.planned,
+            "seconds": self.seconds,
+            "best_by": chosen,
+            "sets": as_record(sets),
+        }
 
 
-async def evaluate(
-    version: int,
-    prompts: Sequence[Prompt],
-    pool: EnginePool,
-    environment: Environment,
-    rewards: Rewards,
-    sampling: Sampling,
-    *,
-    max_in_flight: int,
-    request_timeout_s: float,
-    engine_wait_s: float,
-) -> Evaluation:
-    """One greedy response per prompt, max_in_flight per engine. sampling: as in training, but for the temperature."""
-    if not prompts:
-        raise PaNpuError("evaluation: there are no held-out prompts; set data.test or leave evaluation out")
-    greedy = dataclasses.replace(sampling, temperature=0.0, logprobs=False)
-    start_s = time.perf_counter()
-    correct = [False] * len(prompts)
+class Evaluator:
+    """Evaluates versions, one at a time. sets: by name, at least one prompt each. sampling: as in training."""
 
-    async def answer(number: int, prompt: Prompt, lease: Lease) -> None:
-        with pool.session(
+    def __init__(
+        self,
+        config: Config,
+        sets: Mapping[str, Sequence[Prompt]],
+        pool: EnginePool,
+        environment: Environment,
+        rewards: Rewards,
+        sampling: Sampling,
+    ) -> None:
+        if not sets or not all(sets.values()):
+            raise PaNpuError(
+                "evaluation: there are no held-out prompts; set data.test or evaluate.sets, or leave it out"
+            )
+        self._config = config
+        self._pool = pool
+        self._environment = environment
+        self._rewards = rewards
+        wishes = config.evaluate
+        length = wishes.max_response_tokens or sampling.max_tokens
+        plain = dataclasses.replace(sampling, logprobs=False, max_tokens=length)
+        self._kinds = [(GREEDY, 1, dataclasses.replace(plain, temperature=0.0))] if wishes.greedy else []
+        if wishes.samples:
+            drawn = dataclasses.replace(plain, temperature=wishes.temperature, top_p=wishes.top_p)
+            self._kinds.append((SAMPLE, wishes.samples, drawn))
+        self._names = tuple(sets)
+        self._questions: list[tuple[str, int, Prompt]] = []
+        for name, prompts in sets.items():
+            order = random.Random(name).sample(range(len(prompts)), len(prompts))
+            self._questions += [(name, number, prompts[number]) for number in order]
+        if wishes.overlap:  # what is cut short then holds something of every set
+            random.Random(len(self._questions)).shuffle(self._questions)
+        self._running: asyncio.Task[None] | None = None
+        self._answers: dict[int, list[Judged]] = {}
+
+    async def evaluate(self, version: int) -> Evaluation:
+        """All questions, on the version that the engines hold."""
+        self._answers = {}
+        start_s = time.perf_counter()
+        async with TaskScope() as scope:
+            for place, (name, number, prompt) in enumerate(self._questions):
+                responses = sum(count for _, count, _ in self._kinds)
+                longest = max(sampling.max_tokens for _, _, sampling in self._kinds)
+                lease = await self._pool.admit(
+                    responses, responses * (len(prompt.tokens) + longest), self._window, self._config.engine_wait_s
+                )
+                scope.start(self._answer(place, name, number, prompt, lease, version), f"evaluate {name} {number}")
+        return self._so_far(version, start_s)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is something for `finish` to end."""
+        return self._running is not None and not (self._running.done() and self._running.exception() is None)
+
+    def start(self, version: int, done: Callable[[Evaluation], object]) -> None:
+        """Begin, and go on in the background until all is answered, which `done` is told, or until `finish`."""
+
+        async def run() -> None:
+            done(await self.evaluate(version))
+
+        self._started_s = time.perf_counter()
+        self._running = asyncio.create_task(run(), name=f"evaluation of version {version}")
+
+    async def finish(self, version: int) -> Evaluation | None:
+        """End what `start` began, at once: what is in flight is given up. None where no question is complete, or all were."""
+        running, self._running = self._running, None
+        if running is None:
+            return None
+        if running.done():
+            running.result()
+            return None
+        await cancel([running])
+        found = self._so_far(version, self._started_s)
+        return found if found.questions else None
+
+    def _window(self, _: str) -> int:
+        return self._config.rollout.max_num_seqs
+
+    def _so_far(self, version: int, start_s: float) -> Evaluation:
+        """The questions before the first that is not complete: of the later ones, the short answers would be too many."""
+        complete = next((n for n in range(len(self._questions)) if n not in self._answers), len(self._questions))
+        responses = tuple(response for place in range(complete) for response in self._answers[place])
+        seconds = time.perf_counter() - start_s
+        return Evaluation(version, responses, complete, len(self._questions), seconds, self._names)
+
+    async def _answer(self, place: int, name: str, number: int, prompt: Prompt, lease: Lease, version: int) -> None:
+        config, found = self._config, []
+        seed = group_seed(config.run.seed, _SEED_ITERATION, number)
+        with self._pool.session(
             lease,
-            lambda _: max_in_flight,
-            deadline_s=request_timeout_s,
-            again_deadline_s=engine_wait_s,
-            what=f"held-out prompt {number} at version {version}",
+            self._window,
+            deadline_s=config.rollout.request_timeout_s,
+            again_deadline_s=config.engine_wait_s,
+            what=f"question {number} of {name} at version {version}",
         ) as session:
-            samples = await run_episode(environment, prompt, 1, session, 0, greedy)
-        result = await score(rewards, prompt, samples)
-        correct[number] = bool(result.correct[0])
+            for kind, count, sampling in self._kinds:
+                samples = await run_episode(self._environment, prompt, count, session, seed, sampling)
+                check_versions(samples, version, f"question {number} of {name}")
+                found.append((kind, samples))
+        judged = []
+        for kind, samples in found:
+            result = await score(self._rewards, prompt, samples)
+            judged += [
+                Judged(
+                    name=name,
+                    question=prompt.prompt_id,
+                    prompt=prompt.text,
+                    answer=prompt.answer,
+                    kind=kind,
+                    number=index,
+                    text=sample.text,
+                    final=final_answer(sample.text, prompt),
+                    correct=bool(result.correct[index]),
+                    reward=float(result.total[index]),
+                    tokens=sample.num_trained,
+                    finished=sample.finished,
+                )
+                for index, sample in enumerate(samples)
+            ]
+        self._answers[place] = judged
 
-    async with TaskScope() as scope:
-        for number, prompt in enumerate(prompts):
-            lease = await pool.admit(1, len(prompt.tokens) + greedy.max_tokens, lambda _: max_in_flight, engine_wait_s)
-            scope.start(answer(number, prompt, lease), f"evaluate {number}")
-    return Evaluation(version, sum(correct) / len(correct), len(correct), time.perf_counter() - start_s)
+
+def check_versions(samples: Sequence[Sample], version: int, what: str) -> None:
+    """Raises InvariantViolation where other weights than those that are evaluated wrote a token."""
+    for sample in samples:
+        written = sample.versions[sample.trained]
+        if (written != version).any():
+            raise InvariantViolation(f"{what}: version {int(written.max())} answered, version {version} is evaluated")
+
+
+def final_answer(text: str, prompt: Prompt) -> str | None:
+    """What a response ends with, for votes."""
+    if letters := prompt.row.get(CHOICE_COLUMN):
+        return chosen_letter(text, str(letters))
+    found = extract_answer(text, prompt.answer)
+    return found.strip() if found and found.strip() else None

@@ -6,7 +6,7 @@ Per weight version v, with keys in the store that the launcher hosts (PA_NPU_STO
 
     engines are asked to load v; trainers send their report of iteration v - 1, and v   (control/messages.py, pa_npu.publish)
     the schedule learns from iteration v - 1 and chooses for v                          (planning/iteration_model)
-    greedy evaluation of version v, where due                                           (evaluate.py)
+    evaluation of version v, where due; or beside training (evaluate.overlap)            (evaluate.py)
     iteration v is produced into the rollout buffer while the trainers consume it       (producer.py)
     meanwhile iteration v - 1 goes into metrics.jsonl and onto the console              (record.py)
 
@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,21 +53,19 @@ from pa_npu.control.roster import Roster
 from pa_npu.control.software import TRAINERS_RUN_ON, RunsOn
 from pa_npu.control.tasks import TaskScope, cancel
 from pa_npu.control.typed import Topic
-from pa_npu.coordinator.episode import Rewards
-from pa_npu.coordinator.evaluate import evaluate
+from pa_npu.coordinator.evaluate import Evaluation, Evaluator
 from pa_npu.coordinator.interruption import Interruptions
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.production import Produced
 from pa_npu.coordinator.record import RunRecords, iteration_record
 from pa_npu.coordinator.resumed import put_back, usable_ahead
-from pa_npu.data.prompts import Prompt, PromptStream, load_prompts
+from pa_npu.data.prompts import Prompt, PromptSet, PromptStream, load_prompts
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool, EngineUse
 from pa_npu.engines.protocol import Sampling
 from pa_npu.engines.registry import engine_kind
-from pa_npu.environments.protocol import Environment
 from pa_npu.environments.registry import make_environment
 from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.families.spec import ModelSpec
@@ -79,7 +77,7 @@ from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer, written_buffer
 from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.logs import setup_logging
-from pa_npu.telemetry.timeline import Timeline
+from pa_npu.telemetry.timeline import Timeline, now
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +108,7 @@ async def run(config: Config) -> None:
     kind = engine_kind(config.rollout.backend)
     async with AsyncExitStack() as stack:
         tokenizer = load_tokenizer(config)
-        train, test = load_prompt_sets(config, tokenizer)
+        train, held_out = load_prompt_sets(config, tokenizer)
         environment = make_environment(config, tokenizer)
         channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX))
@@ -158,14 +156,12 @@ async def run(config: Config) -> None:
             channel,
             fleet,
             pool,
-            environment,
-            rewards,
             producer,
             controller,
             publish,
             records,
             timeline,
-            sampling,
+            Evaluator(config, held_out, pool, environment, rewards, sampling) if held_out else None,
             interruptions,
         )
         ahead = usable_ahead(config)
@@ -176,7 +172,7 @@ async def run(config: Config) -> None:
         else:
             for produced, state in put_back(ahead, buffer, config.data_parallel):
                 coordinator.resume(produced, state, train)
-        await coordinator.run(train, test, first)
+        await coordinator.run(train, first)
 
 
 class Coordinator:
@@ -188,14 +184,12 @@ class Coordinator:
         channel: StoreChannel,
         fleet: Fleet,
         pool: EnginePool,
-        environment: Environment,
-        rewards: Rewards,
         producer: Producer,
         controller: ScheduleController,
         publish: CoordinatorPublish,
         records: RunRecords,
         timeline: Timeline,
-        sampling: Sampling,
+        evaluator: Evaluator | None,
         interruptions: Interruptions | None = None,
     ) -> None:
         self._interruptions = interruptions
@@ -203,14 +197,12 @@ class Coordinator:
         self._channel = channel
         self._fleet = fleet
         self._pool = pool
-        self._environment = environment
-        self._rewards = rewards
         self._producer = producer
         self._controller = controller
         self._publish = publish
         self._records = records
         self._timeline = timeline
-        self._sampling = sampling
+        self._evaluator = evaluator
         self._freshness = Freshness(config.schedule.max_staleness)
         self._published: int | None = None
         self._produced: dict[int, Produced] = {}  # not trained yet, by iteration
@@ -224,17 +216,17 @@ class Coordinator:
         self._take(produced)
         self._put_position(produced.iteration + 1, train)
 
-    async def run(self, train: PromptStream, test: Sequence[Prompt], first: int) -> None:
+    async def run(self, train: PromptStream, first: int) -> None:
         """From weight version `first` to the evaluation of the last one."""
         try:
             async with TaskScope() as scope:
-                await self._run(train, test, first, scope)
+                await self._run(train, first, scope)
         finally:
             if self._recording is not None:
                 await asyncio.wait({self._recording}, timeout=_LAST_RECORD_S)
                 await cancel([self._recording])
 
-    async def _run(self, train: PromptStream, test: Sequence[Prompt], first: int, scope: TaskScope) -> None:
+    async def _run(self, train: PromptStream, first: int, scope: TaskScope) -> None:
         last = self._config.schedule.iterations
         ahead = first + len(self._produced)  # the iteration that is produced next
         prompts: Sequence[Prompt] = ()
@@ -250,9 +242,11 @@ class Coordinator:
             if before is not None:
                 self._end(self._produced.pop(version - 1), before, border, version)
             evaluation = None
-            if test and self._evaluation_due(version):
+            due = self._evaluator is not None and self._evaluation_due(version)
+            overlapped = self._config.evaluate.overlap and version != last
+            if due and not overlapped:
                 await self._recorded()
-                evaluation = await self._evaluate(version, test)
+                evaluation = await self._evaluate(version)
             if version == last:
                 await self._recorded()
                 return
@@ -268,6 +262,8 @@ class Coordinator:
                 until += 1
             if self._interruptions is not None:
                 await self._interrupt(version, self._interruptions)
+            if due and overlapped and self._evaluator is not None:
+                self._evaluator.start(version, self._record_evaluation)
             before = _Window(evaluation, border, until - ahead)
             ahead = until
 
@@ -329,6 +325,10 @@ class Coordinator:
         """Weight version `version` from trainers to engines. prompt: for a probe."""
         trainer = self._config.trainer
         within_s = trainer.startup_timeout_s if is_first else trainer.wait_timeout_s
+        if self._evaluator is not None and self._evaluator.is_running:
+            # engines that wait inside a load answer nothing: with an evaluation they are asked when the trainers are ready
+            await READY.wait_async(self._channel, within_s, version=version)
+            await self._end_overlapped_evaluation(version - 1)
         with self._timeline.span("publish", version=version):
             held = await self._publish.publish(version, prompt, within_s)
         self._published = version
@@ -340,21 +340,21 @@ class Coordinator:
             return True
         return bool(schedule.evaluate_every) and version % schedule.evaluate_every == 0
 
-    async def _evaluate(self, version: int, test: Sequence[Prompt]) -> dict[str, Any]:
+    async def _evaluate(self, version: int) -> dict[str, Any]:
+        assert self._evaluator is not None
         with self._timeline.span("evaluate", version=version):
-            result = await evaluate(
-                version,
-                test,
-                self._pool,
-                self._environment,
-                self._rewards,
-                self._sampling,
-                max_in_flight=self._config.rollout.max_num_seqs,
-                request_timeout_s=self._config.rollout.request_timeout_s,
-                engine_wait_s=self._config.engine_wait_s,
-            )
-        record = {**asdict(result), "time": time.time()}
-        self._records.write_evaluation(record)
+            return self._record_evaluation(await self._evaluator.evaluate(version))
+
+    async def _end_overlapped_evaluation(self, version: int) -> None:
+        """Engines are needed for the next weights: what has been answered of an evaluation beside training is what counts."""
+        if self._evaluator is not None and (found := await self._evaluator.finish(version)) is not None:
+            self._record_evaluation(found)
+
+    def _record_evaluation(self, found: Evaluation) -> dict[str, Any]:
+        record = {**found.record(self._config.evaluate.metric), "time": time.time()}
+        if self._config.evaluate.overlap:
+            self._timeline.complete("evaluate", now() - found.seconds, now(), "evaluation", version=found.version)
+        self._records.write_evaluation(record, found.responses)
         return record
 
     def _end(self, produced: Produced, start: _Window, end: _Border, version: int) -> None:
@@ -465,17 +465,20 @@ def load_tokenizer(config: Config) -> Any:
     return AutoTokenizer.from_pretrained(config.model.path)
 
 
-def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[PromptStream, Sequence[Prompt]]:
-    """Training stream at the position of the checkpoint, and held-out prompts (empty when there are none)."""
+def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[PromptStream, dict[str, PromptSet]]:
+    """Training stream at the position of the checkpoint, and sets of held-out prompts by name."""
     train = load_prompts(config.data.train, tokenizer, config.data)
     logger.info("training on %s", train.summary)
-    test = load_prompts(config.data.test, tokenizer, config.data) if config.data.test else None
-    if test is not None:
-        logger.info("evaluating on %s", test.summary)
+    held_out = {
+        name: load_prompts(path, tokenizer, config.data, config.key_of_set(name))
+        for name, path in config.evaluation_sets.items()
+    }
+    for name, prompts in held_out.items():
+        logger.info("evaluating on %s: %s", name, prompts.summary)
     stream = PromptStream(train, config.run.seed, config.data.shuffle)
     if config.checkpoint.load:
         stream.restore(read_meta(Path(config.checkpoint.load)).data)
-    return stream, test or ()
+    return stream, held_out
 
 
 def first_version(config: Config) -> int:

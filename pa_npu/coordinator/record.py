@@ -13,6 +13,7 @@ from pa_npu.control.messages import BorderReport, IterationReport
 from pa_npu.control.software import RunsOn
 from pa_npu.coordinator.production import Produced
 from pa_npu.engines.pool import EngineUse
+from pa_npu.evaluation.results import Judged, kept_versions, results_file, write_results
 from pa_npu.planning.iteration_model.messages import Prediction
 from pa_npu.publish.coordinator_side import EnginesHold
 from pa_npu.telemetry.metrics import MetricsWriter, drop_records
@@ -40,6 +41,10 @@ class RunRecords:
         self._metrics = MetricsWriter(run_dir, config.telemetry.tensorboard, first_iteration)
         drop_records(run_dir / SAMPLES, "iteration", first_iteration)
         self._samples = RecordFile(run_dir / SAMPLES)
+        for version in kept_versions(run_dir):
+            if version >= first_iteration:
+                file = results_file(run_dir, version)
+                attempt(file, file.unlink)
         self._kept = SampleStore(run_dir, first_iteration, piece)
 
     def __enter__(self) -> RunRecords:
@@ -74,12 +79,20 @@ class RunRecords:
         total = self._config.schedule.iterations
         say(progress_line(record, total, remaining_s(self._seconds, total - self._first)))
 
-    def write_evaluation(self, record: Mapping[str, Any]) -> None:
+    def write_evaluation(self, record: Mapping[str, Any], responses: Sequence[Judged] = ()) -> None:
+        """One evaluation, its results per question, and its lines on the console."""
         self._metrics.write_evaluation(record)
+        if responses:
+            write_results(results_file(self._config.run.dir, record["version"]), responses)
+        part = "" if record["questions"] == record["planned"] else f" of {record['planned']}"
         say(
-            f"| evaluation of version {record['version']}: accuracy {record['accuracy']:.3f} on {record['questions']} "
+            f"| evaluation of version {record['version']}: accuracy {record['accuracy']:.3f} on {record['questions']}{part} "
             f"questions, {record['seconds']:.1f} s"
         )
+        for name, found in record["sets"].items():
+            if len(record["sets"]) > 1 or len(found["metrics"]) > 1:
+                metrics = ", ".join(f"{metric} {value['value']:.3f}" for metric, value in found["metrics"].items())
+                say(f"|   {name}: {metrics}; {found['length_mean']:.0f} tokens, {found['truncated_ratio']:.0%} cut")
 
 
 def iteration_record(

@@ -7,8 +7,8 @@
     question, choices: {text, label}, answerKey    ARC (allenai/ai2_arc)
 
 GSM8K, MATH-500 (problem, answer), AIME of HuggingFaceH4 and math-ai (problem | question, answer) need nothing. A multiple choice
-becomes a question with lettered options; the order of GPQA's is drawn from the question itself, so that it is the same everywhere and
-always. The row keeps its columns, and `choice_letters` tells the math reward to compare letters.
+becomes a question with lettered options; the order of GPQA's is drawn from the question itself, so that it is the same everywhere
+and always. The row keeps its columns, and `choice_letters` tells the math reward to compare letters.
 """
 
 from __future__ import annotations
@@ -34,13 +34,9 @@ def published(row: Mapping[str, Any]) -> dict[str, Any]:
         labels, texts = list(choices.get("label", ())), list(choices.get("text", ()))
         if row["answerKey"] in labels and len(labels) == len(texts):
             return found | _choice(str(row.get("question")), texts, labels.index(row["answerKey"]))
-    if (
-        isinstance(choices, (list, tuple))
-        and isinstance(row.get("answer"), int)
-        and not isinstance(row["answer"], bool)
-    ):
-        if 0 <= row["answer"] < len(choices) <= len(LETTERS):
-            return found | _choice(str(row.get("question")), choices, row["answer"])
+    right = row.get("answer")
+    if isinstance(choices, (list, tuple)) and type(right) is int and 0 <= right < len(choices) <= len(LETTERS):
+        return found | _choice(str(row.get("question")), choices, right)
     if "Problem" in row and "Answer" in row and not {"problem", "question", "prompt", "messages"} & set(row):
         found |= {"problem": row["Problem"], "answer": row["Answer"]}
     answer = found.get("answer")

@@ -73,9 +73,12 @@ class PromptSet(Sequence[Prompt]):
         )
 
 
-def load_prompts(path: str, tokenizer: Any, config: DataConfig) -> PromptSet:
-    """Reads, renders and tokenizes a dataset. tokenizer: a transformers tokenizer. Raises DataError for unusable data."""
-    key = "data.test" if path == config.test and path != config.train else "data.train"
+def load_prompts(path: str, tokenizer: Any, config: DataConfig, key: str = "") -> PromptSet:
+    """Reads, renders and tokenizes a dataset. tokenizer: a transformers tokenizer. Raises DataError for unusable data.
+
+    key: the configuration key that names it, for messages; data.train or data.test where it is one of these.
+    """
+    key = key or ("data.test" if path == config.test and path != config.train else "data.train")
     records = list(read_records(path, key))
     if not records:
         raise DataError(f"{key}: {path} is empty; it needs at least one row with a question and its answer")

@@ -127,6 +127,9 @@ def check_surroundings(
                 prompts = local(lambda key=key: check_dataset(key, tokenizer, config), path)  # type: ignore[misc]
                 findings.counts.append(f"data.{key}: {prompts.summary if prompts else 'not here'}")
                 sample = sample or (prompts[0] if prompts else None)
+        for name, path in config.evaluate.sets.items():
+            prompts = local(lambda name=name: check_held_out(name, tokenizer, config), path)  # type: ignore[misc]
+            findings.counts.append(f"evaluate.sets.{name}: {prompts.summary if prompts else 'not here'}")
     check_rewards(config, sample)
     check_algorithm(config.algorithm)
     engine_kind(config.rollout.backend).check_keys(config)
@@ -269,6 +272,13 @@ def check_dataset(key: str, tokenizer: Any, config: Config) -> PromptSet:
             f"would hold some twice; lower it or give more prompts"
         )
     return prompts
+
+
+def check_held_out(name: str, tokenizer: Any, config: Config) -> PromptSet:
+    """Read a set of evaluate.sets as the coordinator will."""
+    from pa_npu.data.prompts import load_prompts
+
+    return load_prompts(config.evaluate.sets[name], tokenizer, config.data, config.key_of_set(name))
 
 
 def check_rewards(config: Config, sample: Prompt | None) -> None:

@@ -1,7 +1,7 @@
 r"""The letter that a response to a multiple choice ends with.
 
-The last \boxed{C}; else the last #### C, "answer is (C)" or "Answer: C"; else a last line that is nothing but the letter. Letters in
-running text are not answers: "A good start" is none.
+The last \boxed{C}; else the last #### C, "answer is (C)" or "Answer: C"; else a last line that is nothing but the letter. Letters
+in running text are not answers: "A good start" is none.
 """
 
 from __future__ import annotations

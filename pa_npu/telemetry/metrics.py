@@ -50,10 +50,14 @@ class MetricsWriter:
         self._plot(clean, int(record["iteration"]), "")
 
     def write_evaluation(self, record: Mapping[str, Any]) -> None:
-        """One evaluation: {version, accuracy, questions, seconds, time}; version v is before iteration v."""
+        """One evaluation: {version, accuracy, questions, seconds, time, sets}; version v is before iteration v."""
         clean = _json_ready(record)
         self._evaluations.write(json_line(clean))
-        self._plot({"accuracy": clean["accuracy"]}, int(record["version"]), "evaluation/")
+        metrics = {
+            name: {metric: value["value"] for metric, value in found["metrics"].items()}
+            for name, found in clean.get("sets", {}).items()
+        }
+        self._plot({"accuracy": clean["accuracy"], **metrics}, int(record["version"]), "evaluation/")
 
     def close(self) -> None:
         self._metrics.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from pa_npu.evaluation.results import read_results
 from pa_npu.publish.messages import (
     BROKEN,
     LATE_ANSWER,
@@ -109,6 +111,51 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
 def all_load(engines: list[Served], version: int) -> bool:
     """Whether every engine was asked to."""
     return all(any(n == "pa_receive" and a[0] == version for n, a in served.engine.calls) for served in engines)
+
+
+def test_an_evaluation_beside_training_ends_when_the_trainers_are_ready(tmp_path, runs):
+    """Several sets, with samples. Answers of version 1 that would take 24 s are given up, and nobody waits for them."""
+    evaluate = {"sets": {"more": str(tmp_path / "test.jsonl")}, "samples": 2, "overlap": True, "metric": "more/avg@2"}
+    schedule = {"iterations": 2, "prompts_per_iteration": GROUPS, "evaluate_every": 1}
+    with stand_in_engines(1, Speed(stride=4)) as engines:
+        engine = engines[0].engine
+        run = Run(tmp_path, engines, evaluate=evaluate, schedule=schedule)
+        runs.append(run)
+
+        def asked(n: int) -> int:
+            return sum(request["n"] == n for request in engine.requests)
+
+        run.announce_weights()
+        run.announce(0, None)
+        run.published(0)
+        run.consume(0)
+        done = run.dir / "evaluations.jsonl"
+        run._wait_until(lambda: done.exists() and done.read_text(), "recorded, while the trainers are still at work")
+        assert asked(2) == 12
+        run.announce(1, {"loss": 0.0})
+        run.published(1)
+        assert [record["version"] for record in run.lines("evaluations.jsonl")] == [0]
+        before = asked(1)
+        run._wait_until(lambda: asked(RESPONSES) == 2 * GROUPS, "the last group was asked")
+        engine.speed = Speed(step_s=2.0, stride=1)
+        run.consume(1)
+        run._wait_until(lambda: asked(1) > before, "the evaluation of version 1 has begun")
+        engine.speed = Speed(stride=4)
+        began_s = time.monotonic()
+        run.announce(2, {"loss": 0.0})
+        run.published(2)
+        assert time.monotonic() - began_s < 15
+        output = run.end()
+    assert run.process.returncode == 0, output
+    records = {record["version"]: record for record in run.lines("evaluations.jsonl")}
+    assert records[2]["questions"] == records[2]["planned"] == 12, "the last version's is whole"
+    assert records[0]["planned"] == records[0]["questions"] == 12 and list(records[2]["sets"]) == ["test", "more"]
+    assert 1 not in records or records[1]["questions"] < 12
+    metrics = records[2]["sets"]["more"]["metrics"]
+    assert list(metrics) == ["greedy", "avg@2", "pass@2"] and records[2]["best_by"] == metrics["avg@2"]["value"]
+    kept = read_results(run.dir / "evaluations" / "version_000002.parquet")
+    assert len(kept) == 12 * 3 and {response.name for response in kept} == {"test", "more"}
+    assert "evaluation of version 2: accuracy" in output and "more: greedy" in output
 
 
 def contents(groups: list[Group]) -> list[tuple[int, int, bytes, bytes]]:

@@ -10,7 +10,15 @@ from pa_npu.engines.transformers.decoding import nucleus
 
 @pytest.mark.parametrize(
     ("top_p", "left"),
-    [(0.05, [2]), (0.4, [2]), (0.45, [2, 0]), (0.69, [2, 0]), (0.75, [2, 0, 3]), (0.999, [2, 0, 3, 1]), (1.0, [2, 0, 3, 1])],
+    [
+        (0.05, [2]),
+        (0.4, [2]),
+        (0.45, [2, 0]),
+        (0.69, [2, 0]),
+        (0.75, [2, 0, 3]),
+        (0.999, [2, 0, 3, 1]),
+        (1.0, [2, 0, 3, 1]),
+    ],
 )
 def test_the_smallest_set_with_that_probability_is_left_and_renormalised(top_p: float, left: list[int]) -> None:
     probabilities = torch.tensor([0.3, 0.1, 0.4, 0.2])

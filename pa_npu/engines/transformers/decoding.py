@@ -92,7 +92,7 @@ class Decoder:
 
 
 def nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Log-probs [vocabulary] of the smallest set of the likeliest tokens with together at least top_p, renormalised; -inf elsewhere.
+    """Log-probs [vocabulary] of the fewest likeliest tokens with together at least top_p, renormalised; -inf elsewhere.
 
     Holtzman et al. 2020 (arXiv 1904.09751).
     """
