@@ -72,7 +72,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import IterationTimes, Prediction, Rules
 from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish, EnginesHold
-from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, StageManifest
+from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, StageManifest
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer, written_buffer
 from pa_npu.samples.wire import from_bytes

@@ -130,7 +130,9 @@ def test_an_evaluation_beside_training_ends_when_the_trainers_are_ready(tmp_path
         run.published(0)
         run.consume(0)
         done = run.dir / "evaluations.jsonl"
-        run._wait_until(lambda: done.exists() and done.read_text(), "recorded, while the trainers are still at work")
+        run._wait_until(
+            lambda: done.exists() and done.stat().st_size > 0, "recorded, while the trainers are still at work"
+        )
         assert asked(2) == 12
         run.announce(1, {"loss": 0.0})
         run.published(1)
