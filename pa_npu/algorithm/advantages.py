@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.config.user_code import describe, import_function, source_of
+from pa_npu.config.user_code import describe, find_function, source_of
 from pa_npu.errors import ConfigError
 
 Rewards = npt.NDArray[np.float32]
@@ -46,13 +46,8 @@ GROUP_ADVANTAGES: dict[str, GroupAdvantage] = {
 
 def find_group_advantage(name: str) -> GroupAdvantage:
     """The registered function, or the one that `module:function` names. Raises ConfigError when there is none."""
-    if name in GROUP_ADVANTAGES:
-        return GROUP_ADVANTAGES[name]
-    if ":" not in name:
-        raise ConfigError(
-            f"algorithm.advantage: {name!r} is none of {', '.join(GROUP_ADVANTAGES)} and not module:function; use one of these"
-        )
-    return import_function("algorithm.advantage", name)
+    found: GroupAdvantage = find_function("algorithm.advantage", name, GROUP_ADVANTAGES)
+    return found
 
 
 def group_advantages(rewards: Rewards, kind: str) -> Rewards:

@@ -14,8 +14,7 @@ import torch
 
 from pa_npu.algorithm.batch import TokenBatch
 from pa_npu.config.sections import AlgorithmConfig
-from pa_npu.config.user_code import import_function
-from pa_npu.errors import ConfigError
+from pa_npu.config.user_code import find_function
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {"clip": clip, "gspo": gspo, "cispo": cis
 
 def find_policy_loss(name: str) -> PolicyLoss:
     """The registered loss, or the function that `module:function` names. Raises ConfigError when there is none."""
-    if name in POLICY_LOSSES:
-        return POLICY_LOSSES[name]
-    if ":" not in name:
-        raise ConfigError(
-            f"algorithm.loss: {name!r} is none of {', '.join(POLICY_LOSSES)} and not module:function; use one of these"
-        )
-    return import_function("algorithm.loss", name)
+    found: PolicyLoss = find_function("algorithm.loss", name, POLICY_LOSSES)
+    return found
 
 
 def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig) -> PolicyTerms:

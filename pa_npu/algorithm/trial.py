@@ -1,25 +1,18 @@
 """A user's own loss and advantage, called once on a small made-up batch before a run: what is wrong is one line.
 
-python -m pa_npu.algorithm.trial      AlgorithmConfig as JSON on stdin; {"problem": null | one line} on stdout
-
-It is a process of its own (`check_algorithm`), because a user's module may do anything while it is imported.
+python -m pa_npu.algorithm.trial      AlgorithmConfig as JSON on stdin; see pa_npu.control.trial
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-import pa_npu
 from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.config.user_code import describe, source_of
+from pa_npu.control.trial import ask, serve
 from pa_npu.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,44 +29,23 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     own = [what for what in own if what.count(":") > 1]
     if not own:
         return
-    root = str(Path(pa_npu.__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
-    try:
-        finished = subprocess.run(
-            [sys.executable, "-m", "pa_npu.algorithm.trial"],
-            input=config.model_dump_json().encode(),
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            timeout=TIME_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"{' and '.join(own)}: not imported and called within {TIME_LIMIT_S:.0f} s; make it import and return faster"
-        ) from None
-    try:
-        problem = json.loads(finished.stdout)["problem"]
-    except (ValueError, LookupError, TypeError):
-        raise ConfigError(
-            f"{' and '.join(own)}: the process that tried it ended with {finished.returncode}; correct what its output says"
-        ) from None
+    problem = ask(
+        "pa_npu.algorithm.trial",
+        config.model_dump_json().encode(),
+        TIME_LIMIT_S,
+        " and ".join(own),
+        f"not imported and called within {TIME_LIMIT_S:.0f} s; make it import and return faster",
+    )
     if problem is not None:
         raise ConfigError(problem)
 
 
-def main() -> int:
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the user's code prints goes to stderr
-    config = AlgorithmConfig.model_validate_json(sys.stdin.read())
-    problem = None
-    try:
-        if ":" in config.advantage:
-            group_advantages(np.array(_REWARDS, np.float32), config.advantage)
-        if ":" in config.loss:
-            try_loss(config)
-    except ConfigError as error:
-        problem = str(error)
-    print(json.dumps({"problem": problem}), file=replies, flush=True)
-    return 0
+def _try(request: bytes) -> None:
+    config = AlgorithmConfig.model_validate_json(request)
+    if ":" in config.advantage:
+        group_advantages(np.array(_REWARDS, np.float32), config.advantage)
+    if ":" in config.loss:
+        try_loss(config)
 
 
 def try_loss(config: AlgorithmConfig) -> None:
@@ -144,4 +116,4 @@ def _made_up_batch() -> TokenBatch:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    serve(_try)

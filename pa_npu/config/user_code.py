@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,40 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen")
 
 
+def find_function(key: str, name: str, known: Mapping[str, Callable[..., Any]], form: str = "module:function") -> Any:
+    """The function or class of a key: a known one by its name, or the user's own. Raises ConfigError where there is none."""
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        raise ConfigError(f"{key}: {name!r} is none of {', '.join(known)} and not {form}; use one of these")
+    return import_function(key, name)
+
+
 def import_function(key: str, name: str) -> Callable[..., Any]:
     """`module:function`, importable from the working directory or PYTHONPATH. Raises ConfigError that names the key."""
-    module_name, _, function_name = name.partition(":")
+    function = import_object(key, name, "module:function")
+    if not callable(function):
+        raise ConfigError(f"{key}: {name} is a {type(function).__name__}, not a function; name a function")
+    found: Callable[..., Any] = function
+    return found
+
+
+def import_object(key: str, name: str, form: str) -> Any:
+    """What `module:name` names, importable from the working directory or PYTHONPATH. form: how to write it, for the message."""
+    module_name, _, object_name = name.partition(":")
     directory = os.getcwd()
     if directory not in sys.path:
         sys.path.insert(0, directory)
     try:
-        function: Any = importlib.import_module(module_name)
-        for part in function_name.split("."):
-            function = getattr(function, part)
+        found: Any = importlib.import_module(module_name)
+        for part in object_name.split("."):
+            found = getattr(found, part)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         raise ConfigError(
-            f"{key}: {name} cannot be imported ({describe(error)}); name an importable module:function "
+            f"{key}: {name} cannot be imported ({describe(error)}); name an importable {form} "
             f"(searched: {directory} and PYTHONPATH)"
         ) from None
-    if not callable(function):
-        raise ConfigError(f"{key}: {name} is a {type(function).__name__}, not a function; name a function")
-    return function
+    return found
 
 
 def describe(error: BaseException) -> str:

@@ -1,31 +1,25 @@
 """An environment with code of the user's, tried on one prompt before a run: what is wrong with it is one line.
 
-python -m pa_npu.coordinator.environment_trial      {"config", "prompt"} as JSON on stdin; {"problem": null | one line} on stdout
+python -m pa_npu.coordinator.environment_trial      {"config", "prompt"} as JSON on stdin; see pa_npu.control.trial
 
-It is a process of its own, because a user's module may do anything. The policy's part is made up: every turn it writes the
-reference answer.
+The policy's part is made up: every turn it writes the reference answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-import pa_npu
 from pa_npu.config.load import load_tree
 from pa_npu.config.schema import Config
-from pa_npu.control.child_process import private_pipes
+from pa_npu.control.trial import ask, serve
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation, Sampling
-from pa_npu.errors import ConfigError, PaNpuError
+from pa_npu.errors import ConfigError
 
 _TIME_LIMIT_S = 60.0  # importing transformers and a user's modules on a busy machine
 _LOGPROB = -0.5
@@ -46,29 +40,14 @@ def check_environment(config: Config, prompt: Prompt | None) -> None:
             "row": prompt.row,
         }
     request = {"config": config.model_dump(mode="json"), "prompt": given}
-    root = str(Path(pa_npu.__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
     limit_s = _TIME_LIMIT_S + config.environment.timeout_s
-    try:
-        finished = subprocess.run(
-            [sys.executable, "-m", "pa_npu.coordinator.environment_trial"],
-            input=json.dumps(request, default=str).encode(),
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            timeout=limit_s,
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"environment.name: {name} has not made samples of a made-up policy's responses within {limit_s:.0f} s; make it "
-            f"import and end sooner"
-        ) from None
-    try:
-        problem = json.loads(finished.stdout)["problem"]
-    except (ValueError, LookupError, TypeError):
-        raise ConfigError(
-            f"environment.name: {name}: the process that tried it ended with {finished.returncode}; correct what its output "
-            f"says"
-        ) from None
+    problem = ask(
+        "pa_npu.coordinator.environment_trial",
+        json.dumps(request, default=str).encode(),
+        limit_s,
+        f"environment.name: {name}",
+        f"has not made samples of a made-up policy's responses within {limit_s:.0f} s; make it import and end sooner",
+    )
     if problem is not None:
         raise ConfigError(problem if problem.startswith("environment.") else f"environment.name: {problem}")
 
@@ -104,18 +83,10 @@ async def _try(config: Config, given: dict[str, Any] | None) -> None:
     await run_episode(environment, prompt, config.rollout.responses_per_prompt, policy, 0, sampling)
 
 
-def main() -> int:
-    requests, replies = private_pipes()
-    request = json.loads(requests.read())
-    problem = None
-    try:
-        asyncio.run(_try(load_tree(request["config"], "environment"), request["prompt"]))
-    except PaNpuError as error:
-        problem = str(error)
-    replies.write(json.dumps({"problem": problem}).encode())
-    replies.flush()
-    os._exit(0)  # a user's threads must not keep the launcher waiting
+def _attempt(request: bytes) -> None:
+    given = json.loads(request)
+    asyncio.run(_try(load_tree(given["config"], "environment"), given["prompt"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    serve(_attempt)

@@ -12,14 +12,13 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from pa_npu.config.user_code import describe
 from pa_npu.control.tasks import gather
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import GroupSession
 from pa_npu.engines.protocol import Generation, Sampling
-from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate
+from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate, Turn
 from pa_npu.errors import PaNpuError
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.seeds import turn_seed
@@ -96,7 +95,7 @@ def reward_input(prompt: Prompt, samples: Sequence[Sample]) -> RewardInput:
     )
 
 
-class GroupGenerate:
+class GroupGenerate(Generate):
     """The Generate of one group. Seeds follow from the group, the sample and the turn, never from time or engine (I4)."""
 
     def __init__(self, session: GroupSession, seed: int, sampling: Sampling) -> None:
@@ -105,22 +104,11 @@ class GroupGenerate:
         self._seed = seed
         self._sampling = sampling
 
-    async def __call__(
-        self,
-        tokens: npt.NDArray[np.int32],
-        *,
-        n: int = 1,
-        sample: int = 0,
-        turn: int = 0,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-    ) -> list[Generation]:
-        most = self._sampling.max_tokens if max_tokens is None else min(max_tokens, self._sampling.max_tokens)
-        if most < 1 or n < 1:
-            raise ValueError(f"generate: n = {n} and max_tokens = {most} must be at least 1")
-        sampling = replace(self._sampling, max_tokens=most, stop=tuple(stop))
-        if turn == 0:  # seeds of the first turn follow one another, so that one request gives all samples
-            return await self._session.generate(tokens, n, turn_seed(self._seed, sample, 0), sampling)
-        seeds = [turn_seed(self._seed, number, turn) for number in range(sample, sample + n)]
-        several = await gather([self._session.generate(tokens, 1, seed, sampling) for seed in seeds])
+    async def _write(self, turn: Turn) -> list[Generation]:
+        most = self._sampling.max_tokens
+        sampling = replace(self._sampling, max_tokens=min(turn.max_tokens or most, most), stop=turn.stop)
+        if turn.turn == 0:  # seeds of the first turn follow one another, so that one request gives all samples
+            return await self._session.generate(turn.tokens, turn.n, turn_seed(self._seed, turn.sample, 0), sampling)
+        seeds = [turn_seed(self._seed, number, turn.turn) for number in range(turn.sample, turn.sample + turn.n)]
+        several = await gather([self._session.generate(turn.tokens, 1, seed, sampling) for seed in seeds])
         return [generation for generations in several for generation in generations]

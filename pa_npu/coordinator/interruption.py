@@ -26,6 +26,7 @@ import numpy.typing as npt
 from pa_npu.control.tasks import gather
 from pa_npu.engines.pool import GroupSession
 from pa_npu.engines.protocol import Generation, Sampling
+from pa_npu.environments.protocol import Generate, Turn
 from pa_npu.samples.seeds import turn_seed
 from pa_npu.samples.types import Group, SampleBuilder
 
@@ -210,7 +211,7 @@ class Interruptions:
         )
 
 
-class GenerateInParts:
+class GenerateInParts(Generate):
     """The Generate of one group whose responses go on under newer weights."""
 
     def __init__(
@@ -222,19 +223,12 @@ class GenerateInParts:
         self._seed = seed
         self._sampling = sampling
 
-    async def __call__(
-        self,
-        tokens: npt.NDArray[np.int32],
-        *,
-        n: int = 1,
-        sample: int = 0,
-        turn: int = 0,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-    ) -> list[Generation]:
-        if sample or turn or max_tokens is not None or stop:
+    async def _write(self, turn: Turn) -> list[Generation]:
+        if turn.sample or turn.turn or turn.max_tokens is not None or turn.stop:
             raise ValueError("generate: only a single turn of all samples together can go on under newer weights")
-        return await self._interruptions.write(self._session, self._place, tokens, n, self._seed, self._sampling)
+        return await self._interruptions.write(
+            self._session, self._place, turn.tokens, turn.n, self._seed, self._sampling
+        )
 
 
 def _open(responses: Sequence[Written], max_tokens: int) -> list[int]:

@@ -5,7 +5,6 @@ A kind of your own: write a module with an EngineKind in it and set rollout.back
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 import pa_npu
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import RolloutConfig
+from pa_npu.config.user_code import import_object
 from pa_npu.engines.protocol import RolloutEngine
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
@@ -65,14 +65,7 @@ def engine_kind(backend: str) -> EngineKind:
         raise ConfigError(
             f"rollout.backend: {backend!r} is none of {', '.join(_KINDS)} and not module:NAME; use one of these"
         )
-    module, _, name = _KINDS.get(backend, backend).partition(":")
-    try:
-        kind = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a user's module may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ConfigError(
-            f"rollout.backend: {backend} cannot be imported ({reason}); name an importable module:NAME"
-        ) from None
+    kind = import_object("rollout.backend", _KINDS.get(backend, backend), "module:NAME")
     if not isinstance(kind, EngineKind):
         raise ConfigError(f"rollout.backend: {backend} is no EngineKind; see pa_npu/engines/registry.py")
     return kind

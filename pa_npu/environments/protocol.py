@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
@@ -20,7 +21,19 @@ class EnvironmentFailed(PaNpuError):
     """An environment raised, or returned what is no sample; the message names it, the group, and the place in its code."""
 
 
-class Generate(Protocol):
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """What an environment asks of the policy: the arguments of Generate."""
+
+    tokens: npt.NDArray[np.int32]
+    n: int
+    sample: int
+    turn: int
+    max_tokens: int | None
+    stop: tuple[str, ...]
+
+
+class Generate(ABC):
     """Lets the policy write. The same arguments give the same tokens, whatever engine answers and however often it is asked."""
 
     async def __call__(
@@ -37,7 +50,15 @@ class Generate(Protocol):
 
         max_tokens: of each; None is rollout.max_response_tokens. stop: texts that end a continuation, which keeps the tokens that
         complete one. Every generation's `version` is the weight version that wrote it. Requests may run at the same time.
+        Raises ValueError for fewer than one continuation or token.
         """
+        if n < 1 or (max_tokens is not None and max_tokens < 1):
+            raise ValueError(f"generate: n = {n} and max_tokens = {max_tokens} must be at least 1")
+        return await self._write(Turn(tokens, n, sample, turn, max_tokens, tuple(stop)))
+
+    @abstractmethod
+    async def _write(self, turn: Turn) -> list[Generation]:
+        """turn.n generations."""
 
 
 class Environment(Protocol):

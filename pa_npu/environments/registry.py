@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pa_npu.config.schema import Config
-from pa_npu.config.user_code import describe, import_function
+from pa_npu.config.user_code import describe, find_function
 from pa_npu.environments.protocol import Environment, EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.tools import ToolEnvironment
@@ -42,10 +42,7 @@ def make_environment(config: Config, tokenizer: Any) -> Environment:
 
 def find_environment(name: str) -> Callable[[EnvironmentContext], Environment]:
     """The class of a name. Raises ConfigError where there is none."""
-    if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name]
-    if ":" not in name:
-        raise ConfigError(
-            f"environment.name: {name!r} is none of {', '.join(ENVIRONMENTS)} and not module:Class; use one of these"
-        )
-    return import_function("environment.name", name)
+    found: Callable[[EnvironmentContext], Environment] = find_function(
+        "environment.name", name, ENVIRONMENTS, "module:Class"
+    )
+    return found

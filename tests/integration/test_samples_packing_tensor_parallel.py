@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -22,9 +19,9 @@ from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch, cut, pack
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from tests.helpers.rank_processes import rank_processes
 from tests.helpers.trainer_rank import make_groups
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS, RESPONSES, MAX_TOKENS, PAD = 2, 4, 100, 4
 # slots put together, the one that the ranks wait for last, so that the others are there when it is
 ARRIVALS = ((0,), (2, 3, 1), (5, 4))
@@ -78,47 +75,24 @@ def rank_main(rank: int, port: int) -> None:
 
 @pytest.mark.integration
 def test_tensor_parallel_ranks_pack_what_the_leader_found() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    channel = StoreChannel(connect("127.0.0.1", server.port, 30.0))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(server.port)], env=environment)
-        for rank in range(RANKS)
-    ]
-    deadline = time.monotonic() + 60
-
-    def wait_until_taken(number: int) -> None:
-        while channel.add(f"taken/{number}", 0) < RANKS:
-            assert time.monotonic() < deadline and not any(process.poll() for process in ranks), "a rank hangs or died"
-            time.sleep(0.02)
-
-    try:
-        buffer = StoreRolloutBuffer(channel, "run", readers=RANKS)
+    with rank_processes(__file__, RANKS, timeout_s=60) as ranks:
+        buffer = StoreRolloutBuffer(ranks.channel, "run", readers=RANKS)
         for number, slots in enumerate(ARRIVALS):
             if number:
-                wait_until_taken(number - 1)
+                ranks.wait_until_all_have_added(f"taken/{number - 1}")
             if number == 1:
                 time.sleep(PAUSE_S)
             for slot in slots:
                 buffer.put(GROUPS[slot], 0, slot)
-        while any(process.poll() is None for process in ranks):
-            assert time.monotonic() < deadline and not any(process.poll() for process in ranks), "a rank hangs or died"
-            time.sleep(0.02)
-        results = [
-            json.loads(channel.wait_bytes(f"result/{rank}", 1.0, f"the result of rank {rank}")) for rank in range(RANKS)
-        ]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        results = ranks.results()
+        left = [slot for slot in range(len(GROUPS)) if ranks.channel.exists(f"buffer/run/0/0/{slot}")]
+        assert not left, f"slots {left} stayed in the store after all ranks were done"
     packs = [[piece for slot in sorted(slots) for piece in cut(GROUPS[slot], RESPONSES)] for slots in ARRIVALS]
     microbatches = [pack(pieces, True, PAD) for pieces in packs]
     assert all(microbatch.layout.total <= MAX_TOKENS for microbatch in microbatches), "the test's own numbers"
     expected = [digest(microbatch) for microbatch in microbatches]
     for rank, digests in enumerate(results):
         assert digests == expected, f"rank {rank} packed something else"
-    left = [slot for slot in range(len(GROUPS)) if channel.exists(f"buffer/run/0/0/{slot}")]
-    assert not left, f"slots {left} stayed in the store after all ranks were done"
 
 
 if __name__ == "__main__":

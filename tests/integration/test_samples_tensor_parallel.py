@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +25,8 @@ from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.samples.types import Group
 from pa_npu.samples.wire import to_bytes
+from tests.helpers.rank_processes import rank_processes
 
-ROOT = Path(__file__).resolve().parents[2]
 TENSOR_PARALLEL, PIPELINE_PARALLEL = 2, 2
 RANKS = TENSOR_PARALLEL * PIPELINE_PARALLEL
 GROUPS, RESPONSES, MICROBATCH_RESPONSES, PAD = 3, 4, 2, 4
@@ -118,35 +115,16 @@ def rank_main(rank: int, port: int) -> None:
 
 @pytest.mark.integration
 def test_all_ranks_of_a_replica_get_the_same_microbatches_from_a_late_producer() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    channel = StoreChannel(connect("127.0.0.1", server.port, 30.0))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(server.port)], env=environment)
-        for rank in range(RANKS)
-    ]
-    try:
-        deadline = time.monotonic() + 120
-        while channel.add("ready", 0) < RANKS:
-            assert time.monotonic() < deadline and all(process.poll() is None for process in ranks)
-            time.sleep(0.05)
-        buffer = StoreRolloutBuffer(channel, "run", readers=RANKS)
+    with rank_processes(__file__, RANKS, timeout_s=120) as ranks:
+        ranks.wait_until_all_have_added("ready")
+        buffer = StoreRolloutBuffer(ranks.channel, "run", readers=RANKS)
         groups = [make_group(index) for index in range(GROUPS)]
         assert len(to_bytes(groups[-1])) > CHUNK_BYTES
         buffer.put(groups[0], 0, 0)
         time.sleep(PRODUCER_DELAY_S)
         for slot in (2, 1):  # out of order, as groups complete
             buffer.put(groups[slot], 0, slot)
-        while any(process.poll() is None for process in ranks):
-            assert time.monotonic() < deadline and not any(process.poll() for process in ranks), "a rank hangs or died"
-            time.sleep(0.05)
-        results = [
-            json.loads(channel.wait_bytes(f"result/{rank}", 1.0, f"the result of rank {rank}")) for rank in range(RANKS)
-        ]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        results = ranks.results()
     expected = digest(m for group in groups for m in build_microbatches(group, MICROBATCH_RESPONSES, True, PAD))
     for rank, result in enumerate(results):
         assert result["digests"] == expected, f"rank {rank} trained something else"
@@ -154,7 +132,7 @@ def test_all_ranks_of_a_replica_get_the_same_microbatches_from_a_late_producer()
         assert f"deadline of {MISSING_TIMEOUT_S:g} s reached" in result["deadline"]
         assert "the group of slot 0, replica 0, iteration 1" in result["deadline"]
     assert [result["reads"] for result in results] == [GROUPS, 0, GROUPS, 0], "only the leader of a stage reads"
-    left = [slot for slot in range(GROUPS) if channel.exists(f"buffer/run/0/0/{slot}")]
+    left = [slot for slot in range(GROUPS) if ranks.channel.exists(f"buffer/run/0/0/{slot}")]
     assert not left, f"slots {left} stayed in the store after all ranks were done"
 
 

@@ -20,17 +20,12 @@ from pa_npu.algorithm.agreement import DifferenceSums, learn_noise
 from pa_npu.backends.protocol import ProbeResult
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError, InvariantViolation
-from pa_npu.families.spec import ModelSpec
-from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.samples.types import Group
-from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import NOISE_FILE, Agreement
-from tests.helpers.megatron import PLATFORM, model_config, single_process
+from tests.helpers.backend import Source, make_backend
+from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
-
-# these import megatron, which the helper above has prepared
-from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
-from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 
 GROUPS, RESPONSES, TOKENS, PROBE_TOKENS = 8, 8, 16, 16
 
@@ -78,33 +73,21 @@ class Engine:
         )
 
 
-class Source:
-    waited_s = 0.0
-    is_last = False  # of one replica nobody asks
-
-    def __init__(self, groups: list[Group]) -> None:
-        self._microbatches = iter([m for group in groups for m in build_microbatches(group, RESPONSES, True, 1)])
-
-    def __iter__(self) -> Source:
-        return self
-
-    def __next__(self) -> Microbatch:
-        return next(self._microbatches)
-
-
 class Run:
     def __init__(self, model: Path, directory: Path, learning_rate: float) -> None:
         self.directory = directory
         self.config = configuration(model, directory, learning_rate)
-        spec = ModelSpec.read(self.config.model.path)
-        stage = load_stage(self.config, spec, PLATFORM)
-        self.backend = MegatronBackend(stage, self.config, spec, PLATFORM, torch.device("cpu"), Timeline(None, ""))
+        self.backend, _ = make_backend(self.config)
         self.agreement = Agreement(self.config, writes=True)
 
     def iteration(self, version: int, engine: Engine) -> None:
         self.backend.publish(version)
-        self.backend.accumulate(Source([engine.group(version, index) for index in range(GROUPS)]))
+        self.backend.accumulate(self._source(version, engine))
         self.agreement.check_trained(version, self.backend.step().differences)
+
+    def _source(self, version: int, engine: Engine) -> Source:
+        groups = [engine.group(version, index) for index in range(GROUPS)]
+        return Source(m for group in groups for m in build_microbatches(group, RESPONSES, True, 1))
 
     def first_group(self, version: int, engine: Engine) -> list[ProbeResult]:
         """Trains an iteration whose first group is the probe of its version."""
@@ -115,7 +98,7 @@ class Run:
             self.agreement.check_probe(version, first)
 
         self.backend.publish(version)
-        self.backend.accumulate(Source([engine.group(version, index) for index in range(GROUPS)]), judge)
+        self.backend.accumulate(self._source(version, engine), judge)
         update = self.backend.step()
         assert update.first == judged[0] and update.first.differences.responses == RESPONSES
         assert update.differences.responses == GROUPS * RESPONSES

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from pa_npu.algorithm.agreement import DifferenceSums
@@ -16,19 +15,14 @@ from pa_npu.backends.protocol import TrainedResponse
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import DISPATCHED, Dispatched, DispatchedGroup
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
-from pa_npu.families.spec import ModelSpec
-from pa_npu.samples.microbatch import Microbatch, build_microbatches
-from pa_npu.telemetry.timeline import Timeline
+from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.checks import IterationChecks
 from pa_npu.trainer.exactly_once import check_dispatched, check_trained
-from tests.helpers.megatron import PLATFORM, model_config, single_process
+from tests.helpers.backend import Source, make_backend
+from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import make_groups
-
-# these import megatron, which the helper above has prepared
-from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
-from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 
 LENGTHS = {0: (3, 5), 1: (2, 2), 2: (7, 1), 3: (4, 4)}
 # order=completion: any group may be on any replica
@@ -123,22 +117,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
-class Source:
-    """Microbatches as a faulty schedule would ask for them."""
-
-    waited_s = 0.0
-    is_last = False  # of one replica nobody asks
-
-    def __init__(self, microbatches: list[Microbatch]) -> None:
-        self._microbatches = iter(microbatches)
-
-    def __iter__(self) -> Source:
-        return self
-
-    def __next__(self) -> Microbatch:
-        return next(self._microbatches)
-
-
 @pytest.mark.parametrize("fault", [None, "twice", "left out", "another group's"])
 def test_a_microbatch_trained_twice_or_left_out_inside_a_replica_ends_the_iteration(
     fault: str | None, model: Path, tmp_path: Path
@@ -160,9 +138,7 @@ def test_a_microbatch_trained_twice_or_left_out_inside_a_replica_ends_the_iterat
         "left out": [*microbatches[:3], *microbatches[4:]],
         "another group's": [*microbatches[:-1], microbatches[0]],
     }[fault]
-    spec = ModelSpec.read(config.model.path)
-    stage = load_stage(config, spec, PLATFORM)
-    backend = MegatronBackend(stage, config, spec, PLATFORM, torch.device("cpu"), Timeline(None, ""))
+    backend, _ = make_backend(config)
     trained = backend.accumulate(Source(wrong))
     update = backend.step()
 

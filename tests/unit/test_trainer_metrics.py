@@ -21,15 +21,14 @@ from pa_npu.control.messages import AgreementReport, IterationReport, ProbeRepor
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.samples.types import Group
-from pa_npu.telemetry.timeline import Timeline
+from tests.helpers.backend import Source, make_backend
 from tests.helpers.groups import with_trained
-from tests.helpers.megatron import PLATFORM, model_config, single_process
+from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import make_groups
 
 # these import megatron, which the helper above has prepared
 from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
-from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 
 RESPONSES, SHARES, CLIP, CAP, KL, TEMPERATURE = 4, 2, 0.1, 1.2, 0.05, 0.8
 LEARNING_RATE = 3e-3
@@ -40,22 +39,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = make_model(tmp_path_factory.mktemp("model"))
     with single_process(model_config(path)):
         yield path
-
-
-class Source:
-    """Microbatches as they are."""
-
-    waited_s = 0.25
-    is_last = False  # of one replica nobody asks
-
-    def __init__(self, groups: list[Group]) -> None:
-        self._microbatches = iter([m for group in groups for m in build_microbatches(group, RESPONSES, True, 1)])
-
-    def __iter__(self) -> Source:
-        return self
-
-    def __next__(self):  # type: ignore[no-untyped-def]
-        return next(self._microbatches)
 
 
 class Policy:
@@ -127,8 +110,7 @@ def configuration(model: Path) -> Config:
 def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) -> None:
     config = configuration(model)
     spec = ModelSpec.read(config.model.path)
-    stage = load_stage(config, spec, PLATFORM)
-    backend = MegatronBackend(stage, config, spec, PLATFORM, torch.device("cpu"), Timeline(None, ""))
+    backend, stage = make_backend(config)
     # the reference is another model than the first version, or its KL would be 0 in the first update
     start = Policy(model)
     with torch.no_grad():
@@ -145,7 +127,7 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
     gradient_norms = []
     for share in range(SHARES):
         own = groups[2 * share : 2 * share + 2]
-        source = Source(own)
+        source = Source([m for group in own for m in build_microbatches(group, RESPONSES, True, 1)], waited_s=0.25)
         trained = backend.accumulate(source)
         assert sum(response.tokens for response in trained) == sum(group.num_trained for group in own)
         updates.append(backend.step())

@@ -7,20 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from pa_npu.families.spec import ModelSpec
-from pa_npu.samples.microbatch import Microbatch, cut, pack
+from pa_npu.samples.microbatch import cut, pack
 from pa_npu.samples.types import Group
-from pa_npu.telemetry.timeline import Timeline
-from tests.helpers.megatron import PLATFORM, model_config, single_process
+from tests.helpers.backend import Source, make_backend
+from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.reports import numbers
 from tests.helpers.trainer_rank import make_groups
-
-# these import megatron, which the helper above has prepared
-from pa_npu.backends.megatron.factory import load_stage  # isort: skip
-from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
 
 GROUPS, RESPONSES = 4, 4
 # every consumer of response_index and of the token weights
@@ -39,22 +33,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
-class Source:
-    """A MicrobatchSource of what is already there."""
-
-    waited_s = 0.0
-    is_last = False  # of one replica nobody asks
-
-    def __init__(self, microbatches: list[Microbatch]) -> None:
-        self._microbatches = iter(microbatches)
-
-    def __iter__(self) -> Iterator[Microbatch]:
-        return self
-
-    def __next__(self) -> Microbatch:
-        return next(self._microbatches)
-
-
 def update(model: Path, algorithm: dict[str, Any], packs: list[list[Group]], shared: bool = True) -> dict[str, float]:
     """The report of one iteration from fresh weights."""
     config = model_config(
@@ -63,9 +41,7 @@ def update(model: Path, algorithm: dict[str, Any], packs: list[list[Group]], sha
         rollout={"responses_per_prompt": RESPONSES, "max_response_tokens": 16},
         schedule={"prompts_per_iteration": GROUPS},
     )
-    spec = ModelSpec.read(config.model.path)
-    stage = load_stage(config, spec, PLATFORM)
-    backend = MegatronBackend(stage, config, spec, PLATFORM, torch.device("cpu"), Timeline(None, ""))
+    backend, _ = make_backend(config)
     backend.accumulate(Source([pack(pieces, shared, 1) for pieces in packs]))
     return numbers(backend.step().report)
 

@@ -18,9 +18,9 @@ from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.samples.types import Group
 from pa_npu.samples.wire import to_bytes
-from pa_npu.telemetry.timeline import Timeline
+from tests.helpers.backend import make_backend
 from tests.helpers.groups import sample_advantages, with_trained
-from tests.helpers.megatron import PLATFORM, TriModel, model_config, single_process
+from tests.helpers.megatron import PLATFORM, model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.reports import numbers, update_report
 from tests.helpers.trainer_rank import make_groups
@@ -28,7 +28,6 @@ from tests.helpers.trainer_rank import make_groups
 # these import megatron, which the helper above has prepared
 from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip
-from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
 
 GROUPS, RESPONSES, LEARNING_RATE = 4, 4, 3e-3
 
@@ -86,12 +85,6 @@ def make_config(model: Path, /, **sections: dict[str, Any]) -> Config:
     return model_config(
         model, **{name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
     )
-
-
-def make_backend(config: Config) -> tuple[MegatronBackend, TriModel]:
-    spec = ModelSpec.read(config.model.path)
-    stage = load_stage(config, spec, PLATFORM)
-    return MegatronBackend(stage, config, spec, PLATFORM, torch.device("cpu"), Timeline(None, "")), stage
 
 
 def by_hand(config: Config, iterations: list[list[Group]], updates: int) -> tuple[dict[str, torch.Tensor], list[float]]:

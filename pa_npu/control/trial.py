@@ -1,0 +1,60 @@
+"""A user's code tried in a process of its own before a run, because it may do anything: what is wrong with it is one line.
+
+the launcher                        the process: python -m MODULE
+ask(MODULE, request, ...)   ---->   serve(attempt): attempt(request), in which a PaNpuError says what is wrong
+                            <----   {"problem": null | one line}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pa_npu
+from pa_npu.control.child_process import private_pipes
+from pa_npu.errors import ConfigError, PaNpuError
+
+
+def ask(module: str, request: bytes, limit_s: float, what: str, too_slow: str) -> str | None:
+    """What is wrong with the user's code, in one line; None where nothing is.
+
+    what: names key and code; too_slow: rule and remedy where the limit is reached. Raises ConfigError, beginning with `what`,
+    where the process does not answer.
+    """
+    root = str(Path(pa_npu.__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-m", module],
+            input=request,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{what}: {too_slow}") from None
+    try:
+        problem: str | None = json.loads(finished.stdout)["problem"]
+    except (ValueError, LookupError, TypeError):
+        raise ConfigError(
+            f"{what}: the process that tried it ended with {finished.returncode}; correct what its output says"
+        ) from None
+    return problem
+
+
+def serve(attempt: Callable[[bytes], None]) -> NoReturn:
+    """The process's whole life. What the user's code prints goes to stderr, and its threads do not keep anybody waiting."""
+    requests, replies = private_pipes()
+    problem = None
+    try:
+        attempt(requests.read())
+    except PaNpuError as error:
+        problem = str(error)
+    replies.write(json.dumps({"problem": problem}).encode())
+    replies.flush()
+    os._exit(0)
