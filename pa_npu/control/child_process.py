@@ -1,4 +1,4 @@
-"""What a helper process does first: end with its parent, and keep its pipes from the users' code that it runs."""
+"""Start of a helper process that runs users' code: it ends with its parent, and keeps its pipes from that code."""
 
 from __future__ import annotations
 

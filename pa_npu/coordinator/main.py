@@ -1,4 +1,4 @@
-"""The coordinator process: prompts in, groups out, engines under control; one asyncio loop.
+"""Entry and main loop of the coordinator: publish every weight version, probe it, evaluate it, and produce its iteration.
 
     python -m pa_npu.coordinator.main --config RUN/config.yaml
 
@@ -11,7 +11,7 @@ Per weight version v, with keys in the store that the launcher hosts (PA_NPU_STO
     meanwhile iteration v - 1 goes into metrics.jsonl and onto the console              (record.py)
 
 With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. The last version is only published
-and evaluated. Engines may die, hang, leave and join meanwhile (fleet.py). Any other failure ends the process with one line; the
+and evaluated. Engines may die, hang, leave and join meanwhile (engines/membership.py). Any other failure ends the process with one line; the
 launcher starts coordinator and trainers again from the newest checkpoint.
 """
 

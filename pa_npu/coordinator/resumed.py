@@ -1,4 +1,4 @@
-"""What a run that is continued had produced before it was interrupted: taken from the checkpoint, put into the buffer again.
+"""Puts back what a continued run had produced before it was interrupted: from the checkpoint into the buffer.
 
 Only with schedule.max_staleness: otherwise a checkpoint lies between two iterations, and nothing is ahead of it.
 """

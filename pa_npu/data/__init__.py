@@ -1,1 +1,1 @@
-"""Prompts and rewards: what is asked, and what an answer is worth."""
+"""Prompts: dataset rows read, rendered with the chat template, tokenised, and served in seeded epochs."""

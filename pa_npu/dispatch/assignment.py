@@ -1,4 +1,4 @@
-"""Which replica trains a group, and as its how-manieth: the slots of one iteration."""
+"""Which replica trains a group, and in which of the replica's slots of the iteration."""
 
 from __future__ import annotations
 

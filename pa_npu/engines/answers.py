@@ -1,4 +1,4 @@
-"""What every response of an engine must be before anything uses it: as many tokens as can be, of the vocabulary, with log-probs."""
+"""Checks every response of an engine before anything uses it: its length, token ids within the vocabulary, possible log-probs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a group is waited for: an engine that is slow gets more time, one that hangs is gone, and no group takes for ever."""
+"""How long to wait for a group: a slow engine gets more time, one that hangs is given up, and no group takes for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine is to the coordinator: the RolloutEngine protocol and the data that crosses it."""
+"""The RolloutEngine protocol: what the coordinator asks of an engine, and the data that crosses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an environment is: one object with one method, from a prompt to samples, and what it is given to work with."""
+"""The Environment protocol: one method that turns a prompt into samples, and what it is given to work with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and what has their config.json."""
+"""Llama 2 and 3, and other models that have their config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which CANN this process's environment names."""
+"""The release of CANN, Ascend's toolkit, that this process's environment names."""
 
 from __future__ import annotations
 

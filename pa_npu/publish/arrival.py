@@ -1,4 +1,4 @@
-"""What arrived in each engine is what was sent, bucket by bucket, and no version is sent twice under two numbers (invariant I5).
+"""Checks that each engine holds what the trainers sent, bucket by bucket, and that a late engine got what all others got (I5).
 
     an engine's digests against the trainers' of the same publish   a skipped or partial load, weights changed on the way, a stale
                                                                      copy that calls itself the new version

@@ -1,4 +1,4 @@
-"""Arithmetic of a publish: how large its buckets should be, and how many seconds it should take."""
+"""How large the buckets of a publish should be, and how many seconds it should take, by arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward functions that keep failing: training on their zeros teaches nothing, so the run ends."""
+"""Ends a run whose reward functions keep failing: training on their zeros teaches nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reward function receives and what a pool returns."""
+"""RewardInput and RewardResult: what a reward function receives, and what the pool returns."""
 
 from __future__ import annotations
 

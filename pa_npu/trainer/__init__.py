@@ -1,1 +1,1 @@
-"""Trainer ranks: the entry, the loop, the step, the iteration border, checkpoints."""
+"""The trainer process, one per rank: its entry, the training loop, the border between iterations, and the invariants' checks."""

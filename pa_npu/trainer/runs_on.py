@@ -1,4 +1,4 @@
-"""What trainers run with, said by rank 0 before anything is trained."""
+"""What the trainers run with (devices, software, kernels), told to the coordinator by rank 0 before anything is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher needs of the machines that a run's engines and trainer ranks are on, whichever these are.
+"""The Cluster protocol: what the launcher asks of the machines that engines and trainer ranks run on.
 
 A cluster turns the configuration into things to start, starts them, and knows the address of every engine. The coordinator is not
 its business: it always runs beside the launcher, as the run's store does.

@@ -1,4 +1,4 @@
-"""A command as seen past its keeper: whether it has ended and its keeper, stopped or stuck, does not say so.
+"""Looks past a keeper at its command: a keeper that is stopped or stuck does not say that the command has ended.
 
 A keeper that works reaps its command at once, and ends itself a few seconds later at most. One that is stopped (SIGSTOP, a
 debugger) leaves the dead command lying, and whoever waits for the keeper waits for ever. Linux only; elsewhere nothing is seen.

@@ -1,4 +1,4 @@
-"""What the supervisor and the recovery of a run need of its processes, wherever these run."""
+"""The protocol by which supervisor and recovery start, watch and stop a run's processes, on whichever machine."""
 
 from __future__ import annotations
 

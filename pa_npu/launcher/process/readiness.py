@@ -1,4 +1,4 @@
-"""When a process of the run is ready: engines answer /health, trainer stages have announced their weights."""
+"""How the launcher knows that a process is ready: engines answer /health, trainer stages have announced their weights."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 Trainers get nothing before the groups that begin on engines on their devices have ended.
 
-The order of dispatch, the windows, which engine a group goes to and which replica trains it as its how-manieth are decided by
+The order of dispatch, the windows, which engine a group goes to and which replica trains it in which slot are decided by
 pa_npu/dispatch, as in a run. Replicas take their slots in turn and wait for each other at an optimizer step.
 """
 
