@@ -11,8 +11,8 @@ Per weight version v, with keys in the store that the launcher hosts (PA_NPU_STO
     meanwhile iteration v - 1 goes into metrics.jsonl and onto the console              (record.py)
 
 With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. The last version is only published
-and evaluated. Engines may die, hang, leave and join meanwhile (engines/membership.py). Any other failure ends the process with one line; the
-launcher starts coordinator and trainers again from the newest checkpoint.
+and evaluated. Engines may die, hang, leave and join meanwhile (engines/membership.py). Any other failure ends the process with one
+line; the launcher starts coordinator and trainers again from the newest checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""tools/bench_schedule.py: its rows are all combinations; its optimum is no later than any constant window, and within the bound."""
+"""tools/bench_schedule.py: its rows are all combinations; its optimum is no later than any constant window and within the bound."""
 
 from __future__ import annotations
 
