@@ -12,6 +12,7 @@ import torch
 
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
+from pa_npu.evaluation.statistics import wilson
 from pa_npu.telemetry.sample_store import KeptResponse, SampleStore, TrainerLogprobs
 
 ITERATIONS, GROUPS, RESPONSES = 12, 6, 4
@@ -38,10 +39,7 @@ def make_run(directory: Path, iterations: int = ITERATIONS, **sections: dict[str
     )
     (directory / "config.yaml").write_text(dump_config(config))
     lines(directory / "metrics.jsonl", [metrics(iteration) for iteration in range(iterations)])
-    evaluations = [
-        {"version": version, "accuracy": round(0.31 + 0.6 * version / ITERATIONS, 3), "questions": 200, "seconds": 1.5}
-        for version in range(0, iterations + 1, 4)
-    ]
+    evaluations = [evaluation(version) for version in range(0, iterations + 1, 4)]
     lines(directory / "evaluations.jsonl", evaluations)
     write_timeline(directory, iterations)
     write_samples(directory, min(iterations, 3))
@@ -53,6 +51,29 @@ def make_run(directory: Path, iterations: int = ITERATIONS, **sections: dict[str
     (logs / "launcher.log").write_text("2026-01-01 00:00:00 engine-0 on core 0\n2026-01-01 00:01:00 done\n")
     (logs / "trainer-0.log").write_text("2026-01-01 00:00:00.000 E trainer-0 loop: something failed\n")
     return directory
+
+
+def evaluation(version: int) -> dict[str, Any]:
+    """Of two sets; the second with samples, and cut short at version 4."""
+
+    def share(value: float) -> dict[str, Any]:
+        low, high = wilson(value, 200)
+        return {"value": value, "low": low, "high": high, "questions": 200}
+
+    part = version / ITERATIONS
+    lengths = {"length_mean": 40.0, "length_median": 38.0, "length_95": 60, "truncated_ratio": 0.02}
+    sampled = {"avg@8": share(0.1 + 0.3 * part), "pass@8": share(0.3 + 0.4 * part), "maj@8": share(0.15 + 0.35 * part)}
+    return {
+        "version": version,
+        "accuracy": round(0.31 + 0.6 * part, 3),
+        "questions": 200 if version == 4 else 400,
+        "planned": 400,
+        "seconds": 1.5,
+        "sets": {
+            "gsm8k": {"questions": 200, "responses": 200, "metrics": {"greedy": share(0.31 + 0.6 * part)}, **lengths},
+            "aime24": {"questions": 200, "responses": 1600, "metrics": sampled, **lengths},
+        },
+    }
 
 
 def metrics(iteration: int) -> dict[str, Any]:

@@ -183,6 +183,20 @@ def test_samples_are_filtered_and_their_tokens_coloured_by_difference(browser: B
     assert "reward" in facts and "my_reward:brevity" in facts and "advantage" in facts
 
 
+def test_evaluations_have_every_set_and_number_with_its_interval(browser: Browser, url: str) -> None:
+    browser.look(1280)
+    browser.open(f"{url}#evaluation")
+    assert browser.evaluate("[...document.querySelectorAll('.chart h2')].map((node) => node.textContent)") == [
+        "gsm8k",
+        "aime24",
+    ]
+    rows = browser.evaluate("[...document.querySelectorAll('tbody tr')].map((row) => row.innerText)")
+    assert len(rows) == 4 and "31 %" in rows[0] and "25 % to 38 %" in rows[0] and "cut short" in rows[1]
+    browser.open(f"{url}#evaluation?set=aime24/maj@8")
+    assert "maj@8" in browser.evaluate("document.querySelector('thead').innerText")
+    assert browser.evaluate("document.querySelector('tbody tr').innerText").split()[1] == "15"
+
+
 def test_hostile_texts_are_texts(browser: Browser, url: str, tmp_path: Path) -> None:
     browser.look(1280)
     run = make_run(tmp_path / "<b>run&")

@@ -1,29 +1,53 @@
-/* Evaluations by weight version: accuracy with its interval, as a curve and a table. */
+/* Evaluations by weight version: every set and number with its interval, as curves and a table. */
 
-function evaluationSets(run) { return run.evaluations.length ? [""] : []; }
+/* A series is a set and one of its numbers; older records have one accuracy, whose interval (Wilson's, 95 %) is made here. */
+function evaluationSets(run) {
+  const found = new Set();
+  for (const record of run.evaluations) {
+    if (record.sets) for (const [set, summary] of Object.entries(record.sets)) for (const metric of Object.keys(summary.metrics || {})) found.add(set + "/" + metric);
+    else if (typeof record.accuracy === "number") found.add("");
+  }
+  return [...found];
+}
 function setName(set) { return set || "evaluation"; }
 
-/* 95% interval of a share (Wilson). */
 function interval(share, n) {
   const z = 1.96, middle = (share + z * z / (2 * n)) / (1 + z * z / n), half = z / (1 + z * z / n) * Math.sqrt(share * (1 - share) / n + z * z / (4 * n * n));
   return [Math.max(0, middle - half), Math.min(1, middle + half)];
 }
 
 function evaluationPoints(run, set) {
-  return run.evaluations.filter((record) => typeof record.accuracy === "number").map((record) => {
+  const [name, metric] = set.split("/");
+  return run.evaluations.flatMap((record) => {
+    if (record.sets) {
+      const found = record.sets[name]?.metrics?.[metric], summary = record.sets[name];
+      return found ? [{ version: record.version, value: found.value, low: found.low, high: found.high, questions: found.questions, seconds: record.seconds, length: summary.length_mean, cut: summary.truncated_ratio, part: record.planned > record.questions }] : [];
+    }
+    if (set || typeof record.accuracy !== "number") return [];
     const [low, high] = record.questions ? interval(record.accuracy, record.questions) : [record.accuracy, record.accuracy];
-    return { version: record.version, value: record.accuracy, low, high, questions: record.questions, seconds: record.seconds };
+    return [{ version: record.version, value: record.accuracy, low, high, questions: record.questions, seconds: record.seconds, length: null, cut: null, part: false }];
   });
 }
 
 function evaluationView(main) {
-  if (!state.run.evaluations.length) { fill(main, h("div", { class: "panel empty" }, "No evaluation yet (data.test, schedule.evaluate_every).")); return; }
-  const points = evaluationPoints(state.run, "");
-  const all = [state.run, ...state.compare].map((run, number) => ({ run, number, points: evaluationPoints(run, "") })).filter((entry) => entry.points.length);
-  const curve = chart({ title: "Greedy accuracy on held-out questions", unit: "share, with 95 % interval", kind: "share", xUnit: "weight version",
-    series: all.map(({ run, number, points: own }) => ({ name: run.name, x: own.map((p) => p.version), values: own.map((p) => p.value), low: own.map((p) => p.low), high: own.map((p) => p.high), points: true, color: number, other: number > 0 })) });
-  const first = points[0];
-  fill(main, curve, h("section", { class: "panel" }, h("div", { class: "scroll" }, h("table", { class: "list" },
-    h("thead", {}, h("tr", {}, ["version", "accuracy", "95 % interval", "since the first", "questions", "seconds"].map((name) => h("th", { class: "number" }, name)))),
-    h("tbody", {}, points.map((point) => h("tr", {}, [point.version, format(point.value, "share"), `${format(point.low, "share")} to ${format(point.high, "share")}`, point === first ? "" : (point.value >= first.value ? "+" : "−") + format(Math.abs(point.value - first.value), "share"), point.questions, format(point.seconds)].map((value) => h("td", { class: "number" }, value)))))))));
+  const names = evaluationSets(state.run);
+  if (!names.length) { fill(main, h("div", { class: "panel empty" }, "No evaluation yet (data.test, schedule.evaluate_every).")); return; }
+  const wanted = place.read().set, chosen = names.includes(wanted) ? wanted : names[0];
+  const sets = [...new Set(names.map((name) => name.split("/")[0]))];
+  const curves = sets.map((set) => {
+    const own = names.filter((name) => name.split("/")[0] === set);
+    const series = [state.run, ...state.compare].flatMap((run, number) => own.map((name, color) => {
+      const points = evaluationPoints(run, name);
+      return { name: (name.split("/")[1] || "greedy") + (number ? ` (${run.name})` : ""), run: run.name, x: points.map((p) => p.version), values: points.map((p) => p.value), low: points.map((p) => p.low), high: points.map((p) => p.high), points: true, color, other: number > 0 };
+    })).filter((entry) => entry.x.length);
+    return chart({ title: set || "Greedy accuracy on held-out questions", unit: "share, with 95 % interval", kind: "share", xUnit: "weight version", series });
+  });
+  const points = evaluationPoints(state.run, chosen), first = points[0];
+  const picker = names.length > 1 && h("div", { class: "bar" }, h("label", {}, "table of", h("select", { "aria-label": "set and number", onchange: (event) => show("evaluation", { set: event.target.value }) }, names.map((name) => h("option", { value: name, selected: name === chosen }, shown(name))))));
+  const rows = points.map((point) => [point.version, format(point.value, "share"), `${format(point.low, "share")} to ${format(point.high, "share")}`,
+    point === first ? "" : (point.value >= first.value ? "+" : "−") + format(Math.abs(point.value - first.value), "share"),
+    point.questions + (point.part ? " (cut short)" : ""), point.length === null ? "–" : format(point.length), point.cut === null ? "–" : format(point.cut, "share"), format(point.seconds)]);
+  fill(main, h("div", { class: "charts" }, curves), h("section", { class: "panel" }, picker, h("div", { class: "scroll", tabindex: 0, "aria-label": "evaluations" }, h("table", { class: "list" },
+    h("thead", {}, h("tr", {}, ["version", shown(chosen.split("/")[1] || "accuracy"), "95 % interval", "since the first", "questions", "tokens", "cut", "seconds"].map((name) => h("th", { class: "number" }, name)))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((value) => h("td", { class: "number" }, value)))))))));
 }

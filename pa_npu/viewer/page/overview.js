@@ -32,9 +32,9 @@ function chartOf(spec) {
       if (key === "accuracy_dispatched" && values.every((value, i) => Math.abs(value - column("accuracy", run)[i]) < 1e-9)) return;
       series.push({ name: other ? `${name} (${run.name})` : name, run: run.name, x: column("iteration", run), color, other, values: spec.scale ? values.map((value) => value && value * spec.scale) : values });
     });
-    if (spec.evaluations) for (const set of evaluationSets(run)) {
+    if (spec.evaluations) for (const set of evaluationSets(run).slice(0, 3)) {
       const points = evaluationPoints(run, set);
-      series.push({ name: other ? `${setName(set)} (${run.name})` : setName(set), x: points.map((p) => p.version), values: points.map((p) => p.value), low: points.map((p) => p.low), high: points.map((p) => p.high), points: true, run: run.name, color: other ? 3 : 2, other });
+      series.push({ name: other ? `${setName(set)} (${run.name})` : setName(set), x: points.map((p) => p.version), values: points.map((p) => p.value), low: points.map((p) => p.low), high: points.map((p) => p.high), points: true, run: run.name, color: 2 + series.filter((one) => one.points && one.other === other).length, other });
     }
   };
   addSeries(state.run, false);
