@@ -83,6 +83,7 @@ def run(args: argparse.Namespace, variant: Variant) -> dict[str, torch.Tensor]:
     settings = [
         f"run.dir={directory}",
         f"schedule.iterations={args.iterations}",
+        "schedule.compare_iterations=0",  # each variant is one kind of iteration
         f"optimizer.epsilon={EPSILON}",
         "model.dtype=fp32",
         "data.test=null",

@@ -33,7 +33,7 @@ class TypicalSpeed:
 _TYPICAL_SPEED = {
     "npu": TypicalSpeed("Ascend 910B", 313e12, 1.6e12, 0.35, 0.008, 2e-5, 0.02),
     "cuda": TypicalSpeed("A100", 312e12, 2.0e12, 0.4, 0.008, 2e-5, 0.02),
-    "cpu": TypicalSpeed("a core", 60e9, 20e9, 0.6, 0.004, 1e-4, 0.008),
+    "cpu": TypicalSpeed("a core", 60e9, 20e9, 0.8, 0.005, 1.3e-4, 0.009),
 }
 
 
