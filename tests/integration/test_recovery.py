@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.messages import DISPATCHED
+from pa_npu.launcher.placement import free_ports
 from pa_npu.publish.messages import LATE_DECISION, MANIFEST, READY, VERDICT
 from tests.helpers.launched import ENGINE_SERVERS, Launched, settings
 
@@ -71,10 +72,12 @@ class Result:
 class Watched:
     """A launched run, with eyes on its store and its processes."""
 
-    def __init__(self, launched: Launched, ahead: int = 0) -> None:
-        """ahead: how far the iteration that a version completes is ahead of the one that it trains."""
+    def __init__(self, launched: Launched, ahead: int = 0, engine_port: int | None = None) -> None:
+        """ahead: how far the iteration that a version completes is ahead of the one that it trains. engine_port: of the first
+        engine, by which engines of one kind are told apart."""
         self.run = launched
         self._ahead = ahead
+        self._ports = {} if engine_port is None else {f"engine-{n}": f"--port {engine_port + n}" for n in range(9)}
         self._clients: dict[int, StoreChannel] = {}
 
     @property
@@ -137,7 +140,11 @@ class Watched:
     def _find(self, kind: str) -> Iterator[int]:
         keeper = kind.startswith("keeper of ")
         name = kind.removeprefix("keeper of ")
-        patterns = {"coordinator": "coordinator.main", "reward worker": "rewards.worker", "engine-0": VLLM[0]}
+        patterns = {
+            "coordinator": "coordinator.main",
+            "reward worker": "rewards.worker",
+            "engine-0": VLLM[0],
+        } | self._ports
         pattern = "trainer.main" if name.startswith("trainer-") else patterns.get(name, name)
         for pid, line in self.run.family().items():
             if (
@@ -316,6 +323,43 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0, watched.run.output
     Result.of(directory).assert_equal(undisturbed("vllm"))
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(
+            (
+                ("engine-1", "generation"),
+                ("engine-1", "publish"),
+                ("trainer-0", "generation"),
+                ("trainer-0", "training"),
+            ),
+            id="some",
+        ),
+        pytest.param(tuple(each(["engine-1", "engine-0", *WORKERS])), id="all", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_run_with_an_engine_on_a_trainers_device_ends_with_the_weights_of_one_without_whatever_is_killed(
+    kills: Kills,
+    launch: Callable[..., Launched],
+    tiny: Path,
+    tmp_path: Path,
+    undisturbed: Callable[[str], Result],
+) -> None:
+    """engine-1 is beside trainer-0."""
+    directory = tmp_path / "run"
+    (port,) = free_ports("127.0.0.1", 1)
+    shared = {"rollout.shared_engines": 1, "placement.engine_port": port}
+    watched = Watched(launch(*keys(tiny, directory, "transformers", **shared)), engine_port=port)
+    watched.run.wait_for(lambda: "engine-1 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
+    kill_all(watched, kills)
+    watched.run.popen.wait(TIMEOUT_S)
+    assert watched.run.popen.returncode == 0, watched.run.output
+    Result.of(directory).assert_equal(undisturbed("transformers"))
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert all(record["devices"] == 3 for record in records), "one engine and two trainer ranks"
+    assert any(record["shared_engine_busy"] > 0 for record in records), "negative control: it generated"
 
 
 AHEAD = 1
