@@ -340,6 +340,11 @@ class EnginePool:
             use.advance()
         return {name: EngineUse(**vars(self._uses[name])) for name in self._engines}
 
+    def is_shared(self, engine: RolloutEngine) -> bool:
+        """Whether the engine is on a trainer's device."""
+        use = self._uses.get(engine.name)
+        return use is not None and use.shared
+
     async def shared_idle(self) -> None:
         """Until no engine on a trainer's device has anything in flight, which groups' own deadlines bring about."""
         while any(use.shared and use.in_flight_sequences for use in self._uses.values()):

@@ -40,7 +40,6 @@ from pa_npu.planning.places import with_places
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.base import Platform
 from pa_npu.platform.busy import busy_devices
-from pa_npu.weight_transfer import collectives
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet
@@ -111,7 +110,6 @@ def check_surroundings(
     elif config.placement.cluster == "local":
         findings.placement = local(lambda: place(config, _num_devices(platform), available_cores()))
         findings.placements = [findings.placement] if findings.placement else []
-    check_shared_engines(config, platform)
     findings.spec = local(lambda: check_model_files(config), config.model.path)
     if findings.spec is None:
         findings.spec = _planned_model(config, findings)
@@ -147,17 +145,6 @@ def check_surroundings(
         findings.notes += [f"versions: {problem}" for problem in trainer_problems(platform.name)]
         findings.notes += device_notes(platform, findings.placement) if findings.placement else []
     return findings
-
-
-def check_shared_engines(config: Config, platform: Platform | None) -> None:
-    """Engines on the trainers' devices can be in the trainers' publish groups."""
-    if not config.rollout.shared_engines or platform is None:
-        return
-    if not collectives.rules(platform.comm_backend).shares_device:
-        raise ConfigError(
-            f"rollout.shared_engines: {config.rollout.shared_engines}: {platform.comm_backend} cannot have an engine in a group "
-            f"with the trainer on its own device; set it to 0"
-        )
 
 
 def settle_places(config: Config, findings: Findings) -> Config:

@@ -50,7 +50,8 @@ from pa_npu.publish.messages import (
     StageManifest,
 )
 from pa_npu.samples.seeds import group_seed
-from pa_npu.weight_transfer.transport import Abandonment
+from pa_npu.weight_transfer import collectives
+from pa_npu.weight_transfer.transport import HOST_BACKEND, Abandonment
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,8 @@ class CoordinatorPublish:
         Raises EngineError or DeadlineExceeded where the engine is to blame.
         """
         number, self._late_number = self._late_number, self._late_number + 1
-        LATE_REQUEST.put(self._channel, LateRequest(version, self._workers), number=number)
+        through_host = self._through_host(engine)
+        LATE_REQUEST.put(self._channel, LateRequest(version, self._workers, through_host), number=number)
         answers = [
             await LATE_ANSWER.wait_async(self._channel, self._deadline_s, number=number, rank=rank)
             for rank in self._sending_ranks()
@@ -200,6 +202,20 @@ class CoordinatorPublish:
             self._arrival.check_late(version, sent, {engine.name: loaded})
         return True
 
+    def _through_host(self, engine: RolloutEngine) -> bool:
+        """Whether an engine is in the groups that go through host memory: it is on a trainer's device, and the backend cannot
+        have both in a group."""
+        return not collectives.rules(self._connection.backend).shares_device and self._pool.is_shared(engine)
+
+    def _numbered(self, members: Sequence[Member]) -> tuple[list[int], tuple[int, int]]:
+        """(each member's number in its groups, how many are in the usual ones and how many in those through host memory)."""
+        numbers, counts = [], [0, 0]
+        for member in members:
+            through_host = self._through_host(member.engine)
+            numbers.append(counts[through_host])
+            counts[through_host] += 1
+        return numbers, (counts[0], counts[1])
+
     def _sending_ranks(self) -> list[int]:
         """Replica 0: tensor parallel varies fastest, then data parallel, then pipeline."""
         trainer = self._config.trainer
@@ -223,14 +239,16 @@ class CoordinatorPublish:
         joins = self._connected != list(members)
         self._epoch += joins
         self._connected = list(members)
-        MEMBERS.put(self._channel, PublishMembers(self._epoch, self._workers * len(members)), **place)
+        numbers, counts = self._numbered(members)
+        MEMBERS.put(self._channel, PublishMembers(self._epoch, *(self._workers * count for count in counts)), **place)
         if joins:
             await ready
         begins_within_s = None if ready.done() else trainers_within_s + _GRACE_S
 
         async def load(number: int, engine: RolloutEngine) -> LoadedWeights:
             if joins:
-                await self._connect(engine, number, len(members), self._connection.stages, self._epoch)
+                count = counts[self._through_host(engine)]
+                await self._connect(engine, numbers[number], count, self._connection.stages, self._epoch)
             return await self._load_on(engine, version, begins_within_s)
 
         loads = [self._while_healthy(member.engine, load(i, member.engine)) for i, member in enumerate(members)]
@@ -294,20 +312,22 @@ class CoordinatorPublish:
 
     def _abandon(self, stages: Sequence[StageManifest], epoch: int, reason: str) -> None:
         for stage in stages:
-            Abandonment(*self._connection.store, stage.of_epoch(epoch).name).declare(reason)
+            for groups in (stage, stage.through_host()):
+                Abandonment(*self._connection.store, groups.of_epoch(epoch).name).declare(reason)
 
     async def _connect(
         self, engine: RolloutEngine, number: int, count: int, stages: Sequence[StageManifest], epoch: int
     ) -> None:
         """The engine's workers join one group per stage, as numbers 1 + number * workers and following.
 
-        Workers are numbered through all `count` engines; rank 0 of each group is the stage's leader.
+        Workers are numbered through the `count` engines of its groups; rank 0 of each group is the stage's leader.
         """
+        backend = self._connection.backend
+        if self._through_host(engine):
+            backend, stages = HOST_BACKEND, [stage.through_host() for stage in stages]
         named = [stage.of_epoch(epoch).to_json() for stage in stages]
         rank, world_size = 1 + number * self._workers, 1 + count * self._workers
-        groups = WeightGroups(
-            self._connection.store, rank, world_size, named, self._connection.backend, self._deadline_s
-        )
+        groups = WeightGroups(self._connection.store, rank, world_size, named, backend, self._deadline_s)
         await engine.join_weight_groups(groups, deadline_s=self._deadline_s + _GRACE_S)
 
     async def _load_late(self, engine: RolloutEngine, version: int, number: int) -> LoadedWeights:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pa_npu.control.typed import Topic
-from pa_npu.weight_transfer.transport import epoch_name
+from pa_npu.weight_transfer.transport import epoch_name, host_name
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,10 @@ class StageManifest:
     def of_epoch(self, epoch: int) -> StageManifest:
         """For the groups that formed after the `epoch`-th change of their members; a group's name serves once."""
         return StageManifest(epoch_name(self.name, epoch), self.manifest)
+
+    def through_host(self) -> StageManifest:
+        """For the groups that go through host memory."""
+        return StageManifest(host_name(self.name), self.manifest)
 
     def to_json(self) -> dict[str, Any]:
         """As Receiver.join takes it."""
@@ -47,10 +51,15 @@ READY = Topic("publish/{version}/ready", TrainersReady, "trainers: rank 0 to ann
 
 @dataclass(frozen=True)
 class PublishMembers:
-    """Who takes part in an attempt: `workers` engine workers, in the groups of this epoch."""
+    """Who takes part in an attempt: `workers` engine workers, in the groups of this epoch.
+
+    host_workers: further ones, of engines on the trainers' devices, which the backend of collectives cannot have in a group with
+    the trainer there: they are in groups of their own, which go through host memory.
+    """
 
     epoch: int
     workers: int
+    host_workers: int = 0
 
 
 MEMBERS = Topic("publish/{version}/{attempt}/members", PublishMembers, "engines that can load weight version {version}")
@@ -111,10 +120,11 @@ VERDICT = Topic("publish/{version}/{attempt}/verdict", PublishVerdict, "the engi
 
 @dataclass(frozen=True)
 class LateRequest:
-    """One engine of `workers` workers wants `version` inside its iteration."""
+    """One engine of `workers` workers wants `version` inside its iteration. through_host: as PublishMembers.host_workers."""
 
     version: int
     workers: int
+    through_host: bool = False
 
 
 LATE_REQUEST = Topic("late/{number}", LateRequest, "the coordinator to ask for late delivery {number}")

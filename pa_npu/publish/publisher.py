@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,7 @@ from pa_npu.weight_transfer.digest import Digests
 from pa_npu.weight_transfer.manifest import Manifest
 
 _GATHER_MARGIN_S = 10.0
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,13 @@ class Publisher:
         """
         self._source = source
         self._store = (store_host, store_port)
-        self._engine_workers = 0
         self._epoch: int | None = None
         self._begun: int | None = None  # the version that was sent last in this group
         self._abandonment: transport.Abandonment | None = None
         self._timeout_s = timeout_s
         self._backend = backend
         self._device = device
-        self._group: dist.ProcessGroup | None = None
+        self._wires: list[_Wire] = []
         # A group's name serves once, in the store and in every member: a publisher that starts again must not meet its
         # own past.
         self._name = f"{scope}publish-{self._stage}-{uuid.uuid4().hex[:12]}"
@@ -131,20 +131,27 @@ class Publisher:
         if not self.is_leader or members.epoch == self._epoch:
             return
         self.close()
-        self._engine_workers = members.workers
-        name = transport.epoch_name(self._name, members.epoch)
-        self._abandonment = transport.Abandonment(*self._store, name)
-        self._group = transport.join_group(
-            *self._store,
-            name,
-            rank=0,
-            size=1 + members.workers,
-            backend=self._backend,
-            device=self._device,
-            timeout_s=self._timeout_s,
-            describe=f"stage {self._stage} publishes to {self._workers}",
-            members_timeout_s=timeout_s,
+        self._abandonment = transport.Abandonment(*self._store, transport.epoch_name(self._name, members.epoch))
+        wanted = (
+            (self._name, members.workers, self._backend, self._device),
+            (transport.host_name(self._name), members.host_workers, transport.HOST_BACKEND, _HOST),
         )
+        for base, workers, backend, device in wanted:
+            if not workers:
+                continue
+            name = transport.epoch_name(base, members.epoch)
+            group = transport.join_group(
+                *self._store,
+                name,
+                rank=0,
+                size=1 + workers,
+                backend=backend,
+                device=device,
+                timeout_s=self._timeout_s,
+                describe=f"stage {self._stage} publishes to {_workers(workers, name)}",
+                members_timeout_s=timeout_s,
+            )
+            self._wires.append(_Wire(group, workers, device, name))
         self._epoch, self._begun = members.epoch, None
 
     def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats:
@@ -175,15 +182,15 @@ class Publisher:
     def close(self) -> None:
         """Leave the group."""
         self._epoch = None
-        if self._group is not None:
-            transport.leave_group(self._group)
-            self._group = None
+        for wire in self._wires:
+            transport.leave_group(wire.group)
+        self._wires = []
 
     def _drop(self) -> None:
-        """Forget a group that lost a member."""
-        if self._group is not None:
-            transport.drop_group(self._group, self._device)
-        self._group, self._epoch = None, None
+        """Forget groups of which one lost a member."""
+        for wire in self._wires:
+            transport.drop_group(wire.group, wire.device)
+        self._wires, self._epoch = [], None
 
     def _send(
         self, version: int, members: PublishMembers | None, digests: Digests, deadline: transport.Deadline
@@ -194,7 +201,7 @@ class Publisher:
         try:
             if members is not None:
                 self.connect(members)
-            if self._group is None or self._abandonment is None:
+            if not self._wires or self._abandonment is None:
                 raise transport.WeightSyncError(
                     f"stage {self._stage} has no connection to the engines; call connect() before publish()"
                 )
@@ -215,38 +222,59 @@ class Publisher:
     ) -> float:
         assert self._source is not None
         plan = self._source.manifest.buckets
-        assert self._group is not None
         header = torch.tensor([version, self._source.manifest.digest], dtype=torch.int64, device=self._device)
-        progress.announce_begin(self._group, version, self._begun)
+        for wire in self._wires:
+            progress.announce_begin(wire.group, version, self._begun)
         self._begun = version
-        on_the_wire, sending = transport.broadcast(self._group, header), "the header"
+        on_the_wire, sending = self._start(header), "the header"
         waited = 0.0
         for index, buffer in enumerate(buckets):
             assert buffer is not None
-            work = transport.broadcast(self._group, buffer)
+            works = self._start(buffer)
             digests.add(buffer)
             # Bucket i-1 must have left before the next step of the loop packs bucket i+1 into its buffer.
             waited += self._wait(on_the_wire, deadline, version, sending)
-            on_the_wire, sending = work, f"bucket {index + 1} of {len(plan)} ({plan[index].summary})"
+            on_the_wire, sending = works, f"bucket {index + 1} of {len(plan)} ({plan[index].summary})"
         return waited + self._wait(on_the_wire, deadline, version, sending)
 
-    def _wait(self, work: dist.Work, deadline: transport.Deadline, version: int, sending: str) -> float:
+    def _start(self, tensor: torch.Tensor) -> list[dist.Work]:
+        """A broadcast on every wire; copies to host memory, which the works keep, are made meanwhile."""
+        direct = [transport.broadcast(wire.group, tensor) for wire in self._wires if wire.device == self._device]
+        copied = [wire for wire in self._wires if wire.device != self._device]
+        if not copied:
+            return direct
+        host = tensor.to(_HOST)
+        return [*direct, *(transport.broadcast(wire.group, host) for wire in copied)]
+
+    def _wait(self, works: Sequence[dist.Work], deadline: transport.Deadline, version: int, sending: str) -> float:
         start = time.perf_counter()
-        transport.wait(
-            work,
-            deadline,
-            f"publish of version {version}, stage {self._stage}, {sending}: broadcast to {self._workers}",
-            "check in the engines' logs that each is alive and in pa_receive of this version, or raise "
-            "publish.timeout_s",
-            blame=lambda: self._laggards(version),
-        )
+        for work, wire in zip(works, self._wires, strict=True):
+            transport.wait(
+                work,
+                deadline,
+                f"publish of version {version}, stage {self._stage}, {sending}: broadcast to "
+                f"{_workers(wire.workers, wire.name)}",
+                "check in the engines' logs that each is alive and in pa_receive of this version, or raise "
+                "publish.timeout_s",
+                blame=lambda wire=wire: self._laggards(wire, version),  # type: ignore[misc]
+            )
         return time.perf_counter() - start
 
-    def _laggards(self, version: int) -> str:
-        assert self._group is not None and self._source is not None
+    def _laggards(self, wire: _Wire, version: int) -> str:
+        assert self._source is not None
         messages = 1 + len(self._source.manifest.buckets)
-        return progress.laggards(self._group, range(1, 1 + self._engine_workers), version, messages)
+        return progress.laggards(wire.group, range(1, 1 + wire.workers), version, messages)
 
-    @property
-    def _workers(self) -> str:
-        return f"engine workers (ranks 1 to {self._engine_workers} of group {self._name})"
+
+@dataclass(frozen=True)
+class _Wire:
+    """A group that this leader sends in, the memory that its tensors are in, and how many engine workers receive."""
+
+    group: dist.ProcessGroup
+    workers: int
+    device: torch.device
+    name: str
+
+
+def _workers(count: int, group: str) -> str:
+    return f"engine workers (ranks 1 to {count} of group {group})"

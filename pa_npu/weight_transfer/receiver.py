@@ -102,7 +102,9 @@ class Receiver:
                 transport.drop_group(group, device)
             raise
         abandonments = [Abandonment(*store, name) for name in names]
-        return cls(manifests, groups, rank, device, timeout_s, abandonments)
+        # an engine on a trainer's device receives in host memory, from where its loader takes tensors as from a file
+        memory = torch.device("cpu") if backend == transport.HOST_BACKEND else device
+        return cls(manifests, groups, rank, memory, timeout_s, abandonments)
 
     @property
     def digests(self) -> tuple[str, ...]:

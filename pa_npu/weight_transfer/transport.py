@@ -6,6 +6,9 @@ Everything flows from rank 0 by broadcast. A publish is, in each stage's group a
     header       int64 [2]: weight version, digest of the manifest
     bucket 0..n  one flat tensor each; its segments, laid out one after another, are pieces of flattened HF tensors
 
+Engines on the trainers' devices, where the backend does not let two ranks of a group share one, are in a second group of each
+stage, which goes through host memory (HOST_BACKEND); the same leader sends the same messages there.
+
 Keys under a group's own prefix in the store: `member/RANK` (it is about to join), `abandoned` (it is given up, and why), and those
 of pa_npu.weight_transfer.progress. What backends of collectives do differently is in pa_npu.weight_transfer.collectives.
 """
@@ -39,6 +42,8 @@ _ABANDONED_POLL_S = 0.1
 _ABANDONED_CONNECT_S = 30.0
 _ABORT_S = 30.0
 _CPU = torch.device("cpu")
+HOST_BACKEND = "gloo"
+"""Of groups that go through host memory."""
 # Groups that were dropped, and threads that never came back from making one: the end of the interpreter would wait for them.
 _left_behind: list[object] = []
 # The backend's own timeout comes after ours, whose message says more.
@@ -299,6 +304,11 @@ def _wait_for_members(store: dist.Store, rank: int, size: int, terms: str, deadl
 def epoch_name(name: str, epoch: int) -> str:
     """The group's name after the `epoch`-th change of its members; a name serves once."""
     return f"{name}.{epoch}" if epoch else name
+
+
+def host_name(name: str) -> str:
+    """The name of the group beside it that goes through host memory."""
+    return f"{name}.host"
 
 
 def leave_group(group: dist.ProcessGroup) -> None:

@@ -46,7 +46,7 @@ class Publisher:
         self._work = work
 
     def connect(self, members: PublishMembers) -> None:
-        self.calls.append(("connect", members.epoch, members.workers))
+        self.calls.append(("connect", members.epoch, members.workers, members.host_workers))
 
     def publish(self, version: int) -> PublishStats:
         self.calls.append(("publish", version))
@@ -89,7 +89,7 @@ def test_a_late_engine_is_sent_the_version_when_all_ranks_hold_it(fails: bool) -
         assert ask(channel, 1, version=4, go=True)
         assert not ask(channel, 2, version=3, go=False)
     wait_until(lambda: gate.hold(4), "the weights stay held")
-    assert publisher.calls == [("connect", 1, 2), ("publish", 4), ("close",)], (
+    assert publisher.calls == [("connect", 1, 2, 0), ("publish", 4), ("close",)], (
         "the first was called off, the third is outdated"
     )
     assert LATE_BROKEN.exists(channel, number=1) == fails

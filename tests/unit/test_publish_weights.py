@@ -221,6 +221,42 @@ def test_manifest_that_does_not_cover_its_tensors_is_refused(break_it: str, tmp_
         Manifest.from_json(raw)
 
 
+def test_engines_on_the_trainers_devices_receive_the_same_weights_through_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a group of their own beside the others', and alone, as in a late delivery; their loss ends the publish for both."""
+    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
+    world = World(monkeypatch, spec)
+    (leader,) = world.publishers(timeout_s=5.0)
+    expected = load_file(tmp_path / "model.safetensors")
+
+    def joined(base: str, epoch: int) -> Receiver:
+        name = transport.epoch_name(base, epoch)
+        group = gloo_group(world.store, name, 1, 2, 30.0)
+        abandonment = transport.Abandonment("127.0.0.1", world.server.port, name)
+        return Receiver([Manifest.from_json(announced.manifest)], [group], 1, torch.device("cpu"), 5.0, [abandonment])
+
+    announced = leader.manifest()
+    names = [announced.name, announced.through_host().name]
+    assert len(set(names)) == 2
+    for epoch, members, bases in ((0, PublishMembers(0, 1, 1), names), (1, PublishMembers(1, 0, 1), names[1:])):
+        _, *receivers = run_threads(
+            lambda m=members: leader.connect(m), *(lambda b=base, e=epoch: joined(b, e) for base in bases)
+        )
+        stats, *results = run_threads(lambda e=epoch: leader.publish(e), *(received(r, epoch) for r in receivers))
+        assert isinstance(stats, PublishStats) and len(results) == len(bases), stats
+        for weights, receiver in zip(results, receivers, strict=True):
+            assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+            assert receiver.digests == (stats.digests,)
+    error, _ = run_threads(
+        lambda: leader.publish(2),
+        lambda: transport.Abandonment("127.0.0.1", world.server.port, transport.epoch_name(names[0], 1)).declare(
+            "gone"
+        ),
+    )
+    assert isinstance(error, transport.WeightSyncError) and names[1] in str(error) and "gone" in str(error)
+
+
 def test_only_the_tp_leader_of_the_first_replica_speaks(tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     other_replica = publisher(Stage().load(spec, 0), spec, Position(replica=1))

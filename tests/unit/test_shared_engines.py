@@ -14,7 +14,9 @@ from helpers.virtual_cluster import CPU, NPU, Case, Lengths, rules_of, run_contr
 
 from pa_npu.config import Config
 from pa_npu.dispatch.schedule import Dispatching, Schedule, Turn, engine_with_room, same_windows
+from pa_npu.engines.membership import Member
 from pa_npu.engines.pool import EnginePool
+from pa_npu.engines.protocol import Sampling, WeightGroups
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.placement import place, place_nodes
@@ -25,6 +27,8 @@ from pa_npu.planning.iteration_model.simulate import simulate
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.planning.shortages import shortages
+from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish
+from pa_npu.publish.messages import StageManifest
 
 GIB = 2**30
 
@@ -212,6 +216,44 @@ async def test_a_shared_engine_that_dies_before_it_has_its_group_keeps_nobody_wa
         first.close()
         pool.suspend(own)
         assert (await waiting).engine is shared, "the last that serves"
+
+
+class Joining:
+    """An engine that notes which groups it was told to join."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.joined: list[WeightGroups] = []
+
+    async def join_weight_groups(self, groups: WeightGroups, *, deadline_s: float) -> None:
+        self.joined.append(groups)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl", "hccl"])
+async def test_no_publish_group_has_two_ranks_on_a_device_where_the_backend_forbids_it(backend: str):
+    """Two engines of two workers, the shared one started first, and one stage."""
+    config = shared_config(rollout={"tensor_parallel": 2}, trainer={"devices": 2})
+    async with EnginePool() as pool:
+        engines = {name: Joining(name) for name in ("shared", "own")}
+        for name, engine in engines.items():
+            pool.add(engine, shared=name == "shared")
+        connection = Connection(("127.0.0.1", 1), backend, [StageManifest("stage", {})], [StageManifest("late", {})])
+        fleet = SimpleNamespace(deliver_late=None)
+        publish = CoordinatorPublish(config, fleet, pool, None, connection, Sampling(8, 1.0))
+        members = [Member(number, 0, True, engine) for number, engine in enumerate(engines.values())]
+        numbers, counts = publish._numbered(members)
+        for number, member in zip(numbers, members, strict=True):
+            count = counts[publish._through_host(member.engine)]
+            await publish._connect(member.engine, number, count, connection.stages, 0)
+    found = {name: engine.joined[0] for name, engine in engines.items()}
+    shape = {name: (g.backend, g.stages[0]["name"], g.first_rank, g.world_size) for name, g in found.items()}
+    if backend == "gloo":
+        assert shape == {"shared": ("gloo", "stage", 1, 5), "own": ("gloo", "stage", 3, 5)}
+    else:
+        assert shape == {"shared": ("gloo", "stage.host", 1, 3), "own": (backend, "stage", 1, 3)}
 
 
 # ------------------------------------------------------------------------------------------------------- the model
