@@ -49,6 +49,7 @@ def test_every_number_is_what_its_definition_gives() -> None:
 
     before = {"a": EngineUse(requests=5, tokens=100, busy_s=2.0), "gone": EngineUse(requests=9, busy_s=9.0)}
     after = {"a": EngineUse(requests=8, tokens=160, busy_s=6.0), "new": EngineUse(requests=2, tokens=40, busy_s=1.0)}
+    after["beside a trainer"] = EngineUse(requests=1, tokens=20, busy_s=2.0, shared=True)
     record = iteration_record(
         Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}),
         produced,
@@ -87,6 +88,7 @@ def test_every_number_is_what_its_definition_gives() -> None:
         "trainer_idle": 2.0 / SECONDS,
         # two engines that serve at the end: one busy for 4 s of the 8, one new and busy for 1
         "engine_idle": 1 - (4.0 + 1.0) / (2 * SECONDS),
+        "shared_engine_busy": 2.0 / SECONDS,
         "tpspd": (tokens + prompt_tokens) / SECONDS / DEVICES,
         "tpspd_response": tokens / SECONDS / DEVICES,
         "tpspd_computed": 70 / SECONDS / DEVICES,
@@ -103,7 +105,9 @@ def test_every_number_is_what_its_definition_gives() -> None:
     for name, value in expected.items():
         assert record[name] == pytest.approx(value), name
     assert record["rewards"] == {"math": pytest.approx(2 * total.mean())}
-    assert record["engines"] == {"a": {"requests": 3, "tokens": 60}, "new": {"requests": 2, "tokens": 40}}
+    assert record["engines"] == {"a": {"requests": 3, "tokens": 60}, "new": {"requests": 2, "tokens": 40}} | {
+        "beside a trainer": {"requests": 1, "tokens": 20}
+    }
     assert [(g.index, g.replica, list(g.response_tokens)) for g in produced.dispatched.groups] == [
         (index, index % 2, length[index].tolist()) for index in range(3)
     ]
