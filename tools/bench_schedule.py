@@ -19,6 +19,7 @@ lengths known; these speeds; and how far the model's predictions were off.
 
     python tools/bench_schedule.py [--iterations 16] [--rows equal-16,...] [--constant 16,32,64] [--json FILE] [--markdown FILE]
     python tools/bench_schedule.py --simulate             # what any schedule can reach, by the engine's speed; no engines, a minute
+    python tools/bench_schedule.py --shared-engines 1     # each row also with an engine on the trainer's core, runs in turn
     python tools/bench_schedule.py --shared-prompt        # P=512, R=64, G=8 with attention.shared_prompt on and off
 """
 
@@ -94,7 +95,11 @@ CASES = tuple(_cases())
 class Row:
     """Medians, in seconds. generate_s, train_s: Tg, Tt. border_s: what no schedule can hide, left out of all but sync_s and
     periodic_s. constant_s: the best constant window's; optimum_s: simulated with all lengths known. errors: of predictions.
-    step_ms, sequence_ms: what a decode step takes and what each sequence adds, as learned."""
+    step_ms, sequence_ms: what a decode step takes and what each sequence adds, as learned.
+
+    shared_s: periodic iterations without border of each run with shared engines, shared_busy: the share of them that these
+    generated. Tg and Tt are always those without.
+    """
 
     name: str
     groups: int
@@ -111,6 +116,10 @@ class Row:
     sequence_ms: float
     constant_s: float | None = None
     constant_window: int | None = None
+    shared_s: list[float] | None = None
+    shared_busy: float | None = None
+    shared_errors: list[float] | None = None
+    shared_schedule: str | None = None
 
     @property
     def longer_s(self) -> float:
@@ -127,6 +136,7 @@ def main() -> int:
     parser.add_argument("--response", type=int, default=64, help="mean tokens of a response")
     parser.add_argument("--rows", default=",".join(case.name for case in CASES), help="which rows, by name")
     parser.add_argument("--constant", default="", help="constant windows to run beside it, a run each, in sequences")
+    parser.add_argument("--shared-engines", type=int, default=0, help="further engines, on the trainer's core")
     parser.add_argument(
         "--shared-prompt", action="store_true", help="measure attention.shared_prompt on and off instead"
     )
@@ -217,18 +227,22 @@ class Bench:
         self._scratch = scratch
         self._args = args
         self._runs = 0
-        self._urls: list[str] = []
+        self._urls: list[str] = []  # of shared engines last
+        self._dedicated = 0
         self._model = scratch / "tiny" / "model"
         command = [sys.executable, "tools/make_tiny_model.py", "--out", str(self._model.parent), "--random"]
         subprocess.run([*command, "--hidden", "192", "--layers", "4"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
     @contextlib.contextmanager
     def engines(self, count: int) -> Iterator[None]:
+        self._dedicated = count
+        count += self._args.shared_engines
         first = free_ports("127.0.0.1", 1)[0]
         ports = [first + i for i in range(count)]  # as the launcher counts
         self._urls = [f"http://127.0.0.1:{port}" for port in ports]
         log_path = self._scratch / f"engines{count}.log"
         settings = [f"placement.engine_port={ports[0]}", f"run.dir={self._scratch / f'engines{count}'}"]
+        settings.append(f"rollout.shared_engines={self._args.shared_engines}")
         with log_path.open("w") as log:
             process = subprocess.Popen(
                 self._command("engines", settings), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
@@ -252,6 +266,8 @@ class Bench:
         for case in cases:
             prompt = case.prompt or self._prompt_for(group_generate_s / case.ratio, train_at)
             row = self._measure(case, prompt, [])
+            if self._args.shared_engines:
+                row = self._with_shared(case, row)
             for window in [int(text) for text in self._args.constant.split(",") if text]:
                 constant = self._measure(case, prompt, [f"rollout.window={window}"])
                 seconds = constant.periodic_s - constant.border_s
@@ -262,6 +278,21 @@ class Bench:
             rows.append(row)
             print(f"# {row.over_bound:.3f} {row}", file=sys.stderr, flush=True)
         return rows
+
+    def _with_shared(self, case: Case, row: Row) -> Row:
+        """With shared engines, without once more, and with them once more; the means of the runs without."""
+        runs = [self._measure(case, row.prompt_tokens, [], shared=shared) for shared in (True, False, True)]
+        first, again, second = runs
+        names = ("generate_s", "train_s", "border_s", "sync_s", "periodic_s", "optimum_s")
+        means = {name: statistics.mean([getattr(row, name), getattr(again, name)]) for name in names}
+        return replace(
+            row,
+            **means,
+            shared_s=[run.periodic_s - run.border_s for run in (first, second)],
+            shared_busy=statistics.mean([first.shared_busy or 0.0, second.shared_busy or 0.0]),
+            shared_errors=first.errors + second.errors,
+            shared_schedule=second.schedule,
+        )
 
     def shared_prompt_rows(self) -> list[Row]:
         return [
@@ -283,9 +314,9 @@ class Bench:
         prompt = p0 + (train_s - t0) * (p1 - p0) / (t1 - t0)
         return int(min(max(prompt, 8), MAX_PROMPT))
 
-    def _measure(self, case: Case, prompt: int, overrides: list[str]) -> Row:
+    def _measure(self, case: Case, prompt: int, overrides: list[str], *, shared: bool = False) -> Row:
         settings = ["rollout.window=auto", "schedule.stream=alternate", *overrides]
-        every = self._records(case, prompt, self._args.iterations, settings)
+        every = self._records(case, prompt, self._args.iterations, settings, shared=shared)
         records = every[WARMUP:]
         sync, periodic = ([r for r in records if r["iteration"] % 2 == odd] for odd in (0, 1))
         return Row(
@@ -302,6 +333,7 @@ class Bench:
             periodic[-1]["schedule"],
             1000 * every[-1]["learned"]["decode_step_s"],
             1000 * every[-1]["learned"]["decode_sequence_s"],
+            shared_busy=statistics.median(r["shared_engine_busy"] for r in periodic) if shared else None,
         )
 
     def _optimum_s(self, case: Case, prompt: int, record: dict[str, Any], learned: dict[str, float]) -> float:
@@ -329,7 +361,9 @@ class Bench:
         limit = MOST_OF_MEAN * self._args.response
         return median_for(self._args.response, limit), limit
 
-    def _records(self, case: Case, prompt: int, iterations: int, overrides: list[str]) -> list[dict[str, Any]]:
+    def _records(
+        self, case: Case, prompt: int, iterations: int, overrides: list[str], *, shared: bool = False
+    ) -> list[dict[str, Any]]:
         """The iteration records of one run."""
         self._runs += 1
         run_dir = self._scratch / f"run{self._runs}"
@@ -341,7 +375,8 @@ class Bench:
             f"data.train={data}",
             f"schedule.iterations={iterations}",
             f"schedule.prompts_per_iteration={case.groups}",
-            f"rollout.attach=[{','.join(self._urls)}]",
+            f"rollout.shared_engines={self._args.shared_engines if shared else 0}",
+            f"rollout.attach=[{','.join(self._urls if shared else self._urls[: self._dedicated])}]",
             f"rollout.key_file={engines / 'api_key'}",
             f"rollout.max_response_tokens={self._args.response}",
             *overrides,
@@ -359,7 +394,7 @@ class Bench:
         return read_records(run_dir)
 
     def _command(self, action: str, settings: list[str]) -> list[str]:
-        engines = len(self._urls)
+        engines = self._dedicated
         cores = len(os.sched_getaffinity(0))
         # the trainer has the last core to itself; engines that have no core each share the first
         engine_cores = list(range(engines)) if cores > engines else [0] * engines
@@ -474,6 +509,23 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
         cells += [f"{(r.generate_s + r.train_s) / r.longer_s:.2f}x"]
         cells += [f"{r.step_ms:.1f} + {r.sequence_ms:.2f}", f"{statistics.median(errors):.1%}, {max(errors):.1%}"]
         lines.append(f"| {' | '.join(cells)} |")
+    if args.shared_engines:
+        lines += [
+            "",
+            f"With rollout.shared_engines={args.shared_engines}, in turn with the runs above (without, with, without, with); over "
+            f"max(Tg, Tt) of the runs without, which separate devices cannot go below:",
+            "",
+            "| row | without | with, each run | with | shared engine busy | model's error: median, worst |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
+        for r in rows:
+            runs = [seconds / r.longer_s for seconds in r.shared_s or []]
+            errors = [abs(error) for error in r.shared_errors or []] or [math.nan]
+            cells = [r.name, f"{r.over_bound:.2f}", ", ".join(f"{value:.2f}" for value in runs)]
+            cells += [f"{statistics.mean(runs):.2f}", f"{r.shared_busy or 0.0:.0%}"]
+            cells += [f"{statistics.median(errors):.1%}, {max(errors):.1%}"]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines += ["", *(f"- {r.name}, with a shared engine: {r.shared_schedule}" for r in rows)]
     lines += ["", "Schedules of the last periodic iterations:", "", *(f"- {r.name}: {r.schedule}" for r in rows)]
     return "\n".join(lines)
 

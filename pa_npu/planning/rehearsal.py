@@ -18,7 +18,7 @@ from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.backwards import backwards_turns
-from pa_npu.planning.iteration_model.candidates import SLACKS, place_levels
+from pa_npu.planning.iteration_model.candidates import SLACKS, begin_on_shared, place_levels, shared_levels
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
 from pa_npu.planning.iteration_model.simulate import simulate
 from pa_npu.planning.memory import kv_bytes_per_token
@@ -36,12 +36,14 @@ _MOST_SEQUENCES = 8192
 # Seconds per group before over those after, from which on a change is worth naming: below is what two draws differ by.
 _WORTH = 1.05
 _ENOUGH = 0.9
+# Of the numbers of groups that may begin on an engine on a trainer's device, every so manieth is tried.
+_SHARED_STEP = 3
 
 
 @dataclass(frozen=True)
 class Rehearsal:
     """Seconds of an iteration without border. generate_s, train_s: Tg, Tt of a synchronous one, Tg under the window that generates
-    fastest. waves: an engine's sequences over those that it has in flight at most."""
+    fastest, without engines on the trainers' devices. waves: an engine's sequences over those that it has in flight at most."""
 
     waves: float
     generate_s: float
@@ -55,7 +57,7 @@ class Rehearsal:
 
     @property
     def of_bound(self) -> float:
-        """What is reached of the bound (Tg + Tt) / max(Tg, Tt) of overlapping."""
+        """What is reached of the bound (Tg + Tt) / max(Tg, Tt) of overlapping; engines on the trainers' devices go beyond it."""
         return max(self.generate_s, self.train_s) / self.iteration_s
 
     @property
@@ -71,12 +73,13 @@ def rehearse(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Rehearsa
     """The schedule that is best on one draw of lengths, on another."""
     cluster = _cluster(config, spec, typical)
     known, unknown = (_groups(config, spec, typical, number) for number in (0, 1))
-    schedules = _schedules(config, cluster, known)
+    apart = _schedules(config, cluster, known)
+    schedules = [*apart, *_with_shared(config, cluster, known, apart)]
     best = min(schedules, key=lambda schedule: simulate(cluster, known, schedule).end_s)
     outcome = simulate(cluster, unknown, best)
-    generate_s = min(simulate(cluster, unknown, schedule).generated_s for schedule in schedules)
+    generate_s = min(simulate(cluster, unknown, schedule).generated_s for schedule in apart)
     in_flight = min(best.largest_window, cluster.max_num_seqs)
-    sequences = len(unknown) * config.rollout.responses_per_prompt / len(cluster.engines)
+    sequences = len(unknown) * config.rollout.responses_per_prompt / len(cluster.dedicated)
     return Rehearsal(max(1.0, sequences / in_flight), generate_s, outcome.train_s, outcome.end_s)
 
 
@@ -127,7 +130,7 @@ def can_rehearse(config: Config) -> bool:
 
 def _schedules(config: Config, cluster: Cluster, groups: Sequence[VirtualGroup]) -> list[Schedule]:
     """Prompts come in order: nothing is known of them when they come for the first time."""
-    responses, names = config.rollout.responses_per_prompt, tuple(cluster.engines)
+    responses, names = config.rollout.responses_per_prompt, tuple(cluster.dedicated)
     share = math.ceil(len(groups) / len(names))
     most = max(1, min(share, 2 * cluster.max_num_seqs // responses))
     window = config.rollout.window
@@ -142,6 +145,26 @@ def _schedules(config: Config, cluster: Cluster, groups: Sequence[VirtualGroup])
     return schedules
 
 
+def _with_shared(
+    config: Config, cluster: Cluster, groups: Sequence[VirtualGroup], schedules: Sequence[Schedule]
+) -> list[Schedule]:
+    """These, with groups that begin on the trainers' devices."""
+    updates, most = config.schedule.updates_per_iteration, cluster.max_num_seqs // config.rollout.responses_per_prompt
+    levels = shared_levels(len(groups) // updates, len(cluster.dedicated), len(cluster.shared), most)
+    found = []
+    for each in levels[::_SHARED_STEP] if cluster.shared else ():
+        constant = (schedule for schedule in schedules if not schedule.turns)
+        found += [begin_on_shared(schedule, cluster.shared, each, (), updates) for schedule in constant]
+        for schedule in schedules:
+            if schedule.turns:
+                places = schedule.largest_window // config.rollout.responses_per_prompt * len(cluster.dedicated)
+                shared = cluster.shared * each
+                order, turns = backwards_turns(cluster, groups, places, 1.0, shared)
+                found.append(Schedule("", order, schedule.windows, turns, shared))
+                break
+    return found
+
+
 def _cluster(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Cluster:
     rollout = config.rollout
     shards, element = rollout.tensor_parallel, _BYTES[config.model.dtype]
@@ -154,7 +177,7 @@ def _cluster(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Cluster:
         typical.sequence_s + cache_s + _NOT_HIDDEN * arithmetic_s,
         arithmetic_s / _NOT_HIDDEN,
     )
-    names = [f"engine-{number}" for number in range(rollout.engines)]
+    names = [f"engine-{number}" for number in range(config.num_engines)]
     schedule = config.schedule
     return Cluster(
         dict.fromkeys(names, speed),
@@ -162,6 +185,7 @@ def _cluster(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Cluster:
         config.data_parallel,
         schedule.order,
         schedule.updates_per_iteration,
+        shared=tuple(names[rollout.engines :]),
     )
 
 
