@@ -27,6 +27,8 @@ META_FILE = "pa_npu.json"
 _PREFIX = "iteration_"
 _INCOMPLETE, _REPLACED, _DELETED = ".incomplete", ".replaced", ".deleted"
 
+_LARGEST_META_BYTES = 64 << 20  # a line per file, of thousands of ranks
+
 
 @dataclass(frozen=True)
 class CheckpointMeta:
@@ -187,10 +189,15 @@ def list_files(directory: Path) -> dict[str, int]:
 def _read(directory: Path) -> CheckpointMeta | str:
     """The meta data of a complete checkpoint, or what is wrong with it."""
     try:
-        values = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
+        # NONBLOCK: opening a named pipe would wait for a writer
+        with open(os.open(directory / META_FILE, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
+            content = stream.read(_LARGEST_META_BYTES + 1)
+        if len(content) > _LARGEST_META_BYTES:
+            return f"{META_FILE} is damaged (more than {_LARGEST_META_BYTES} bytes)"
+        values = json.loads(content.decode("utf-8"))
     except OSError as error:
         return f"{META_FILE} cannot be read ({error.strerror})"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"{META_FILE} is damaged ({error})"
     if not isinstance(values, dict):
         return f"{META_FILE} is damaged (not an object)"
@@ -200,6 +207,8 @@ def _read(directory: Path) -> CheckpointMeta | str:
     meta = CheckpointMeta(**{field.name: values[field.name] for field in fields(CheckpointMeta)})
     for name, size in meta.files.items():
         path = directory / name
+        if not isinstance(size, int) or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"{META_FILE} is damaged (its file {name!r:.60} of {size!r:.20} bytes)"
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:

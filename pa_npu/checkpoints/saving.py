@@ -96,6 +96,7 @@ class Checkpointing:
         self._ahead = ahead
         self._parent = Path(config.run.dir) / store.CHECKPOINTS
         self._saving: _Saving | None = None
+        self._why = ""  # of the last failure
         self.saved: int | None = None
 
     def load(self) -> int:
@@ -130,7 +131,7 @@ class Checkpointing:
                 self._complete(wait=True)
         if self.saved != version:
             raise CheckpointError(
-                f"the last checkpoint, of version {version}, could not be written, for the reason above; free space, or fix "
+                f"the last checkpoint, of version {version}, could not be written ({self._why}); free space, or fix "
                 f"permissions, in {self._parent} and continue with checkpoint.resume=auto (usable: {self._usable()})"
             )
 
@@ -231,13 +232,13 @@ class Checkpointing:
         if writer is not None:
             writer.cancel()
         _gather("")  # no rank writes any more
+        self._why = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
         if dist.get_rank() == 0:
             store.abandon(self._parent, version)
-            why = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
             logger.error(
                 "checkpoint %s could not be written (%s); the run goes on, and the next one is tried when it is due; usable: %s",
                 self._parent / store.directory_name(version),
-                why,
+                self._why,
                 self._usable(),
             )
         return version

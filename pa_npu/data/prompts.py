@@ -134,7 +134,7 @@ def _encoded(
         if num_characters < ENCODE_CHARACTERS and number < len(records):
             continue
         # A rendered template brings its own special tokens; plain text gets the tokenizer's (a llama's first token).
-        encoded = tokenizer([text for _, text in batch], add_special_tokens=not with_template)["input_ids"]
+        encoded = _tokens([text for _, text in batch], tokenizer, with_template)
         for (encoded_record, encoded_text), tokens in zip(batch, encoded, strict=True):
             if not tokens:
                 raise DataError(
@@ -142,6 +142,20 @@ def _encoded(
                 )
             yield encoded_record, encoded_text, tokens
         batch, num_characters = [], 0
+
+
+def _tokens(texts: list[str], tokenizer: Any, with_template: bool) -> list[list[int]]:
+    try:
+        tokens: list[list[int]] = tokenizer(texts, add_special_tokens=not with_template)["input_ids"]
+    except BaseException as error:  # what a damaged tokenizer raises is anything, a panic of its native code included
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"model.path: its tokenizer cannot encode a prompt ({type(error).__name__}: {reason}); restore the tokenizer's files "
+            f"from the model's source"
+        ) from None
+    return tokens
 
 
 def _use_template(tokenizer: Any, config: DataConfig) -> bool:

@@ -239,7 +239,11 @@ def load_tokenizer(path: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises anything from OSError to bare Exception here
+    except (
+        BaseException
+    ) as error:  # transformers raises anything from OSError to bare Exception, its native code panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = " ".join(str(error).split())[:200]
         raise DataError(
             f"model.path: {path}: its tokenizer cannot be loaded ({reason}); add the model's tokenizer files"

@@ -85,7 +85,7 @@ class SampleStore:
             table = [{**asdict(row), "pieces": [self._text(token) for token in row.tokens]} for row in rows]
             _write_table(path, table, _schema(rows[0].rewards))
         except Exception as error:  # whatever the disk or the library does to a record
-            note_lost(path, error)
+            note_lost(path.parent, error)
 
     def _text(self, token: int) -> str:
         if token not in self._pieces:
@@ -136,7 +136,7 @@ class TrainerLogprobs:
         try:
             _write_table(path, rows, _trainer_schema())
         except Exception as error:
-            note_lost(path, error)
+            note_lost(path.parent, error)
 
 
 def sample_iterations(run_dir: Path | str) -> list[int]:

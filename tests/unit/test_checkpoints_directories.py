@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
 
 from pa_npu.checkpoints import directories as store
 from pa_npu.errors import UserError
+from tests.helpers.mutations import json_near
 
 
 def make_meta(version: int, directory: Path) -> store.CheckpointMeta:
@@ -95,6 +99,38 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_one_line_and_the_next_older
     assert len(said) == 1 and str(newest) in said[0] and reason in said[0]
     with pytest.raises(UserError, match=r"checkpoint.load: .* is not a complete checkpoint: .*; give another"):
         store.read_meta(newest)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("fuzz"), 4)
+
+
+META = asdict(make_meta(4, Path("nowhere"))) | {"files": {"__0_0.distcp": 7, ".metadata": 5}}
+
+
+@given(content=json_near(META))
+@example(content=b"[" * 100_000)
+@example(content=json.dumps(META | {"files": {"a\0b": 1}}).encode())
+@example(content=json.dumps(META | {"files": {"../../../etc/passwd": 1}}).encode())
+@example(content=json.dumps(META | {"files": {"": 4096}}).encode())
+@example(content=b" " * (65 << 20))
+def test_any_meta_data_are_those_of_a_checkpoint_or_what_is_wrong_in_one_line(written: Path, content: bytes) -> None:
+    (written / store.META_FILE).write_bytes(content)
+    problem = store.problem(written)
+    if problem is None:
+        assert store.read_meta(written).files.items() <= {"__0_0.distcp": 7, ".metadata": 5}.items()
+        return
+    assert problem.isprintable() and len(problem) < 500, problem
+    said: list[str] = []
+    assert store.newest(written.parent, said.append) is None and len(said) == 1
+
+
+def test_meta_data_that_are_a_pipe_are_not_waited_for(tmp_path: Path) -> None:
+    path = write(tmp_path, 4)
+    (path / store.META_FILE).unlink()
+    os.mkfifo(path / store.META_FILE)
+    assert store.META_FILE in (store.problem(path) or "")
 
 
 def test_what_is_not_complete_is_neither_found_nor_left_behind(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 from tokenizers import Tokenizer
@@ -27,6 +27,7 @@ from pa_npu.engines.answers import decode_object
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.engines.vllm.codec import decode_response
 from pa_npu.errors import DataError
+from pa_npu.launcher.run_checks import load_tokenizer
 from pa_npu.samples.types import GroupFormatError
 from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.telemetry.metrics import MetricsWriter, read_evaluations, read_records
@@ -52,6 +53,34 @@ VOCABULARY = Tokenizer(WordLevel({"<unk>": 0, "how": 1, "u": 2}, unk_token="<unk
 VOCABULARY.pre_tokenizer = Whitespace()
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=VOCABULARY, unk_token="<unk>")
 TOKENIZER.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    TOKENIZER.save_pretrained(directory)
+    (directory / "row.jsonl").write_bytes(jsonl(ROWS[:1]))
+    return directory
+
+
+@settings(max_examples=settings().max_examples // 5)
+@given(data=st.data(), name=st.sampled_from(["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]))
+def test_a_models_tokenizer_files_are_a_tokenizer_or_a_data_error(
+    tokenizer_files: Path, data: st.DataObject, name: str
+) -> None:
+    """What they hold, up to what they make of a row."""
+    file = tokenizer_files / name
+    good = file.read_bytes()
+    near = changed_bytes(good) if name.endswith(".jinja") else json_near(json.loads(good), most=2)
+    file.write_bytes(data.draw(near))
+    try:
+        tokenizer = load_tokenizer(str(tokenizer_files))
+        prompts = load_prompts(str(tokenizer_files / "row.jsonl"), tokenizer, DataConfig(train="t"))
+        assert all(len(prompt.tokens) for prompt in prompts)
+    except DataError as error:
+        assert "\n" not in str(error)
+    finally:
+        file.write_bytes(good)
 
 
 def jsonl(rows: Any) -> bytes:
