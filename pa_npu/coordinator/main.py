@@ -237,8 +237,11 @@ class Coordinator:
                 prompts = self._prompts(train)
             # between the first and the last version the first groups are the probe
             probes = version in (first, last) or not self._config.probe_rides
+            preparing = self._prepare(ahead, prompts) if ahead < last else None
             border = await self._cross(version, prompts[0] if probes else None, is_first=version == first)
             await self._recorded()
+            if preparing is not None:
+                await preparing
             if before is not None:
                 self._end(self._produced.pop(version - 1), before, border, version)
             evaluation = None
@@ -266,6 +269,12 @@ class Coordinator:
                 self._evaluator.start(version, self._record_evaluation)
             before = _Window(evaluation, border, until - ahead)
             ahead = until
+
+    def _prepare(self, iteration: int, prompts: Sequence[Prompt]) -> asyncio.Task[None] | None:
+        """The schedule of the next iteration is chosen while trainers still train; not beside responses that go on."""
+        if self._interruptions is not None:
+            return None
+        return asyncio.create_task(self._producer.prepare(iteration, prompts), name=f"schedule of {iteration}")
 
     def _prompts(self, train: PromptStream) -> Sequence[Prompt]:
         return train.take(self._config.schedule.prompts_per_iteration)

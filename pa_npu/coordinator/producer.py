@@ -81,6 +81,10 @@ class Producer:
         self._interruptions = interruptions
         self._lengths = ResponseLengths(sampling.max_tokens)
 
+    async def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
+        """Choose the schedule of an iteration ahead of `produce`, in a thread; nothing may be produced meanwhile."""
+        await asyncio.to_thread(self._controller.prepare, self._outlook(iteration, prompts))
+
     async def produce(
         self,
         iteration: int,

@@ -288,6 +288,29 @@ def test_choosing_takes_a_hundredth_of_an_iteration_at_most():
     assert per_choice <= 1.5 * 0.01 * ran[1].end_s * 200_000, per_choice
 
 
+def test_a_schedule_that_was_prepared_is_taken_and_costs_nothing_at_the_border(monkeypatch):
+    from pa_npu.planning.iteration_model import controller as module
+
+    controller = ScheduleController(rules_of(CPU), lambda prompt, lengths: prompt + sum(lengths))
+    groups, outlooks = CPU.work(0)
+    outlook = IterationOutlook(outlooks, CPU.names)
+    controller.prepare(outlook)  # nothing is known yet: the first iteration's schedule is chosen when it begins
+    predictions = []
+    for number in range(6):
+        if number:
+            controller.prepare(outlook)
+        with monkeypatch.context() as patch:
+            if number > 1:
+                patch.setattr(module, "simulate", lambda *_, **__: pytest.fail("it was chosen before"))
+            schedule = controller.begin_iteration(outlook)
+        outcome = simulate(CPU.cluster, groups, schedule)
+        for timing in outcome.timings:
+            controller.observe(timing)
+        controller.prepare(IterationOutlook(outlooks[:4], CPU.names))  # of another iteration than the one that comes
+        predictions.append(controller.end_iteration(IterationTimes(outcome.end_s, 0.0, outcome.train_s, 0.0)))
+    assert abs(predictions[-1].error) <= 0.02
+
+
 def test_what_steps_take_beside_many_sequences_decides_the_window_not_a_rule():
     """An engine that sequences slow down in full gains nothing from many; one that they do not slow down needs all."""
     saturated = replace(CPU, engines=(EngineSpeed(0.0001, 0.001),), groups=64, lengths=EQUAL, train=0.5)

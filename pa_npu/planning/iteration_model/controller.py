@@ -1,5 +1,6 @@
 """Chooses each iteration's schedule at its border, with what the run's own iterations have taught, and says how wrong it was.
 
+    prepare           does the same before the border, while trainers still train, with what is known by then
     begin_iteration   simulates the coming iteration under some candidates, with lengths drawn from what was seen, takes the best
     observe           a group was generated
     end_iteration     speeds, shapes of groups and the border are learned; what was predicted is compared with what was measured
@@ -69,13 +70,22 @@ class ScheduleController:
         self._learned = Learned(rules, work)
         self._last: dict[bool, Candidate] = {}  # by streams
         self._running: _Running | None = None
+        self._prepared: _Running | None = None
         self._last_error: float | None = None
+
+    def prepare(self, outlook: IterationOutlook) -> None:
+        """Choose for the coming iteration before the one that runs is ended; with nothing else called meanwhile."""
+        outlook = outlook.without_roles
+        self._prepared = self._choose(outlook) if self._learned.enough and outlook.engines else None
 
     def begin_iteration(self, outlook: IterationOutlook) -> Schedule:
         """The schedule of the coming iteration; an iteration that was begun and not ended is forgotten."""
         everywhere = bool(outlook.shared) and not outlook.without_roles.shared
         outlook = outlook.without_roles
-        self._running = self._choose(outlook) if self._learned.enough and outlook.engines else self._first(outlook)
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared.outlook != outlook:
+            prepared = self._choose(outlook) if self._learned.enough and outlook.engines else self._first(outlook)
+        self._running = prepared
         self._running.schedule = replace(self._running.schedule, everywhere=everywhere)
         return self._running.schedule
 
