@@ -15,8 +15,7 @@ What has been written of groups that are not trained yet goes into checkpoints; 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -71,6 +70,7 @@ class Interruptions:
         self._resume_deadline_s = resume_deadline_s
         self._version = -1
         self._working = 0
+        self._waiting = 0  # for the next version
         self._changed = asyncio.Event()
         self._published = asyncio.Event()
         self._written: dict[int, dict[int, list[Written]]] = {}  # by iteration and index
@@ -83,6 +83,8 @@ class Interruptions:
         self._version = version
         for iteration in [i for i in self._written if i < version]:
             del self._written[iteration], self._prompts[iteration]
+        # they have work from now on, not from when they run next: nobody may find it quiet before that
+        self._working, self._waiting = self._working + self._waiting, 0
         self._published.set()
         self._published = asyncio.Event()
 
@@ -162,9 +164,8 @@ class Interruptions:
         while open_ := _open(groups[index], sampling.max_tokens):
             last = max(int(response.versions[-1]) for response in groups[index])
             if self._version <= last:
-                with self._waiting():
-                    session.pause()
-                    await self._version_after(last)
+                session.pause()
+                await self._version_after(last)
                 await session.resume(len(open_), self._resume_deadline_s)
             version, written = self._version, groups[index]
             several = await gather(
@@ -188,16 +189,11 @@ class Interruptions:
         return replace(sampling, max_tokens=left if self._version >= iteration else min(left, self._tokens))
 
     async def _version_after(self, version: int) -> None:
+        """Without work until a later one is published."""
+        self._waiting += 1
+        self._end()
         while self._version <= version:
             await self._published.wait()
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self._end()
-        try:
-            yield
-        finally:
-            self._begin()
 
     def _generation(self, response: Written) -> Generation:
         tokens = response.tokens[:-1] if response.finished else response.tokens
