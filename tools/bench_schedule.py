@@ -21,6 +21,7 @@ lengths known; these speeds; and how far the model's predictions were off.
     python tools/bench_schedule.py --simulate             # what any schedule can reach, by the engine's speed; no engines, a minute
     python tools/bench_schedule.py --shared-engines 1     # each row also with an engine on the trainer's core, runs in turn
     python tools/bench_schedule.py --shared-prompt        # P=512, R=64, G=8 with attention.shared_prompt on and off
+    python tools/bench_schedule.py --staleness 0,1,2      # schedule.max_staleness at 1, 2, 4 and 16 waves, Tg = Tt, equal lengths
 """
 
 from __future__ import annotations
@@ -143,6 +144,10 @@ def main() -> int:
     parser.add_argument(
         "--simulate", action="store_true", help="print the optimum by the engine's speed, in virtual time"
     )
+    parser.add_argument(
+        "--staleness", default="", help="measure these values of schedule.max_staleness over waves instead"
+    )
+    parser.add_argument("--waves", default="1,2,4,16", help="of --staleness: an iteration's sequences over the window")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
@@ -155,6 +160,8 @@ def main() -> int:
     if args.simulate:
         print(simulated(args.response))
         return 0
+    if args.staleness:
+        return measure_staleness(args)
     cases = [case for case in CASES if case.name in args.rows.split(",")]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench_schedule_") as scratch:
@@ -168,6 +175,37 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     table = render(rows, args)
+    print(table)
+    if args.markdown:
+        args.markdown.write_text(table + "\n")
+    return 0
+
+
+@dataclass(frozen=True)
+class StaleRow:
+    """Medians, in seconds, of iterations whose window has both an iteration produced and one trained. waves: of an iteration."""
+
+    staleness: int
+    waves: int
+    generate_s: float
+    train_s: float
+    border_s: float
+    iteration_s: float
+
+    @property
+    def over_bound(self) -> float:
+        return (self.iteration_s - self.border_s) / max(self.generate_s, self.train_s)
+
+
+def measure_staleness(args: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="bench_schedule_") as scratch:
+        bench = Bench(Path(scratch), args)
+        with bench.engines(1):
+            waves, staleness = ([int(text) for text in given.split(",")] for given in (args.waves, args.staleness))
+            rows = bench.stale_rows(waves, staleness)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    table = render_stale(rows, args)
     print(table)
     if args.markdown:
         args.markdown.write_text(table + "\n")
@@ -293,6 +331,28 @@ class Bench:
             shared_errors=first.errors + second.errors,
             shared_schedule=second.schedule,
         )
+
+    def stale_rows(self, waves: Sequence[int], staleness: Sequence[int]) -> list[StaleRow]:
+        """Tg and Tt are those of synchronous iterations with the same window."""
+        case, rows = Case("staleness", 16), []
+        measured = {prompt: self._calibrate(prompt) for prompt in (32, 256)}
+        group_generate_s = statistics.mean(generate for generate, _ in measured.values())
+        prompt = self._prompt_for(group_generate_s, {prompt: train for prompt, (_, train) in measured.items()})
+        iterations = self._args.iterations
+        for number in waves:
+            window = [f"rollout.window={case.groups * RESPONSES // number}"]
+            sync = self._records(case, prompt, iterations, [*window, "schedule.stream=false"])[WARMUP:]
+            times = [statistics.median(r[key] for r in sync) for key in ("generate_s", "train_s")]
+            for k in staleness:
+                settings = [*window, f"schedule.max_staleness={k}", "algorithm.importance_sampling=token"]
+                # the first windows produce several iterations, the last ones none
+                records = self._records(case, prompt, iterations, settings)[max(2, k) : iterations - k]
+                border_s, iteration_s = (
+                    statistics.median(r[key] for r in records) for key in ("publish_s", "iteration_s")
+                )
+                rows.append(StaleRow(k, number, *times, border_s, iteration_s))
+                print(f"# {rows[-1].over_bound:.3f} {rows[-1]}", file=sys.stderr, flush=True)
+        return rows
 
     def shared_prompt_rows(self) -> list[Row]:
         return [
@@ -527,6 +587,21 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
             lines.append(f"| {' | '.join(cells)} |")
         lines += ["", *(f"- {r.name}, with a shared engine: {r.shared_schedule}" for r in rows)]
     lines += ["", "Schedules of the last periodic iterations:", "", *(f"- {r.name}: {r.schedule}" for r in rows)]
+    return "\n".join(lines)
+
+
+def render_stale(rows: list[StaleRow], args: argparse.Namespace) -> str:
+    lines = [
+        f"One vLLM engine and one trainer rank, pinned to {len(os.sched_getaffinity(0))} cores ({processor()}); 16 groups of "
+        f"{RESPONSES} responses of {args.response} tokens. Tg, Tt: of synchronous iterations with the same window.",
+        "",
+        "| max_staleness | waves | Tg s | Tt s | border s | iteration s | over max(Tg, Tt), border left out | of the bound |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        times = (r.generate_s, r.train_s, r.border_s, r.iteration_s)
+        cells = [str(r.staleness), str(r.waves), *(f"{t:.2f}" for t in times)]
+        lines.append(f"| {' | '.join([*cells, f'{r.over_bound:.2f}', f'{1 / r.over_bound:.2f}'])} |")
     return "\n".join(lines)
 
 

@@ -1,0 +1,48 @@
+"""tools/bench_staleness.py: which runs it makes, and a table whose numbers are those of the runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pa_npu.config.load import load_config
+from tools import bench_staleness
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_case_is_a_configuration_that_is_accepted() -> None:
+    found = bench_staleness.cases([0, 1, 4], list(bench_staleness.CORRECTIONS))
+    assert [case.name for case in found][:3] == ["k0-on-policy", "k1-sampling", "k1-decoupled"] and len(found) == 9
+    ratios = {}
+    for case in found:
+        config = load_config([str(ROOT / "configs" / "grpo_tiny.yaml")], list(case.settings))
+        ratios[case.name] = (config.schedule.max_staleness, config.ratio, config.algorithm.importance_rule)
+    assert ratios["k1-sampling"] == (1, "sampling", "truncate")
+    assert ratios["k4-icepop"] == (4, "proximal", "mask")
+    assert ratios["k4-uncorrected"] == (4, "proximal", "truncate")
+
+
+def write_run(directory: Path, accuracy: float, age: float) -> None:
+    directory.mkdir(parents=True)
+    records = [{"iteration": i, "age_mean": age * (i >= 6), "clip_ratio": 0.1} for i in range(8)]
+    evaluations = [{"version": 0, "accuracy": 0.1}, {"version": 8, "accuracy": accuracy}]
+    for name, lines in (("metrics.jsonl", records), ("evaluations.jsonl", evaluations)):
+        (directory / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_table_has_mean_and_range_over_seeds_and_the_last_quarters_means(tmp_path: Path) -> None:
+    for seed, accuracy in ((1, 0.5), (2, 0.75)):
+        write_run(tmp_path / f"k2-decoupled-{seed}", accuracy, age=2.0)
+    chosen = bench_staleness.cases([2], ["decoupled"])
+    last = bench_staleness.render(chosen, [1, 2], tmp_path).splitlines()[-1]
+    cells = [cell.strip() for cell in last.strip("|").split("|")]
+    assert cells == ["2", "decoupled", "0.625", "0.500", "0.750", "2.000", "", "", "0.100"]
+
+
+def test_an_unknown_correction_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_staleness.main(["--corrections", "nope"])
+    assert "nope not among sampling, decoupled" in capsys.readouterr().err

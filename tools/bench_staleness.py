@@ -1,0 +1,172 @@
+#!/usr/bin/env python
+"""What off-policyness costs: final accuracy over seeds for schedule.max_staleness x correction, at the same number of samples.
+
+Every run is the quick start's (configs/grpo_tiny.yaml) but for the keys below; runs that are complete in --work are not made again.
+
+  sampling     ratios against the policy that sampled (what max_staleness does unless told otherwise)
+  decoupled    ratios against the proximal policy, truncated weights of tokens (AReaL with TIS)
+  icepop       the same with tokens masked below 0.5 and above 5
+  uncorrected  ratios against the proximal policy, no weights: as if every token were new
+
+    python tools/bench_staleness.py [--staleness 0,1,2,4] [--seeds 1,2,3] [--iterations 20] [--markdown FILE] [--plot NAME]
+                                    [key=value ...]
+
+The table has mean and range over seeds of the last evaluation, and means over the last quarter of the iterations of what the
+records say of age and weights. The plot, of held-out accuracy with its range over seeds, needs matplotlib:
+pip install 'pa_npu[plots]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pa_npu.telemetry.compare import RunGroup, curve, load_runs
+from pa_npu.telemetry.metrics import read_evaluations, read_records
+from pa_npu.telemetry.plots import line_style, new_figure, save
+
+ROOT = Path(__file__).resolve().parent.parent
+CORRECTIONS: dict[str, tuple[str, ...]] = {
+    "sampling": (),
+    "decoupled": ("algorithm.importance_sampling=token", "algorithm.importance_cap=2"),
+    "icepop": (
+        "algorithm.importance_sampling=token",
+        "algorithm.importance_rule=mask",
+        "algorithm.importance_cap=5",
+        "algorithm.importance_floor=0.5",
+    ),
+    "uncorrected": ("algorithm.ratio=proximal",),
+}
+ON_POLICY = "on-policy"
+_SAID = ("age_mean", "effective_sample_size", "importance_truncated_ratio", "clip_ratio")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Runs that differ in their seed only."""
+
+    staleness: int
+    correction: str
+    settings: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"k{self.staleness}-{self.correction}"
+
+
+def cases(staleness: Sequence[int], corrections: Sequence[str]) -> list[Case]:
+    """On-policy once, every correction for the others."""
+    found = []
+    for k in staleness:
+        key = f"schedule.max_staleness={k}"
+        if not k:
+            found.append(Case(0, ON_POLICY, (key,)))
+            continue
+        found += [Case(k, name, (key, *CORRECTIONS[name])) for name in corrections]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--staleness", default="0,1,2,4", help="values of schedule.max_staleness")
+    parser.add_argument("--corrections", default=",".join(CORRECTIONS), help="which, by name")
+    parser.add_argument("--seeds", default="1,2,3", help="values of run.seed")
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--config", default=str(ROOT / "configs" / "grpo_tiny.yaml"))
+    parser.add_argument("--work", type=Path, default=Path("runs/staleness"), help="where the runs are written")
+    parser.add_argument("--markdown", type=Path, help="also write the table there")
+    parser.add_argument("--plot", type=Path, help="write a picture under this name, .png, .svg or both")
+    parser.add_argument("overrides", nargs="*", help="further keys of all runs, as key=value")
+    args = parser.parse_args(arguments)
+    corrections = args.corrections.split(",")
+    if unknown := set(corrections) - CORRECTIONS.keys():
+        parser.error(f"--corrections: {', '.join(sorted(unknown))} not among {', '.join(CORRECTIONS)}")
+    staleness, seeds = ([int(text) for text in given.split(",")] for given in (args.staleness, args.seeds))
+    chosen = cases(staleness, corrections)
+    for case in chosen:
+        for seed in seeds:
+            run(case, seed, args)
+    groups = [RunGroup(case.name, load_runs([args.work / f"{case.name}-{seed}" for seed in seeds])) for case in chosen]
+    table = render(chosen, seeds, args.work)
+    print(table)
+    if args.markdown:
+        args.markdown.write_text(table + "\n", encoding="utf-8")
+    if args.plot:
+        draw(groups, args.plot)
+    return 0
+
+
+def run(case: Case, seed: int, args: argparse.Namespace) -> None:
+    """One run, unless it is complete already."""
+    directory = args.work / f"{case.name}-{seed}"
+    if directory.is_dir() and any(e["version"] == args.iterations for e in read_evaluations(directory)):
+        return
+    print(f"# {directory}", file=sys.stderr, flush=True)
+    settings = [
+        f"run.dir={directory}",
+        f"run.seed={seed}",
+        f"schedule.iterations={args.iterations}",
+        "schedule.evaluate_every=2",
+        "schedule.order=prompt",
+        "telemetry.tensorboard=false",
+        *case.settings,
+        *args.overrides,
+    ]
+    command = [sys.executable, "-m", "pa_npu.launcher", "run", "--config", args.config, *settings]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"bench_staleness: {directory} failed:\n{(result.stdout + result.stderr)[-3000:]}")
+
+
+def render(chosen: Sequence[Case], seeds: Sequence[int], work: Path) -> str:
+    """The table, in Markdown."""
+    lines = [
+        f"Held-out accuracy after the last iteration over {len(seeds)} seeds, and means over the last quarter of the iterations.",
+        "",
+        "| k | correction | accuracy: mean | lowest | highest | mean age | effective sample size | truncated or masked | clipped |",
+        "|---:|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for case in chosen:
+        directories = [work / f"{case.name}-{seed}" for seed in seeds]
+        accuracy = [float(read_evaluations(directory)[-1]["accuracy"]) for directory in directories]
+        records = [record for directory in directories for record in _last_quarter(read_records(directory))]
+        said = [_mean(records, name) for name in _SAID]
+        numbers = (statistics.fmean(accuracy), min(accuracy), max(accuracy))
+        cells = [str(case.staleness), case.correction, *(f"{number:.3f}" for number in numbers)]
+        cells += ["" if value is None else f"{value:.3f}" for value in said]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(groups: Sequence[RunGroup], path: Path) -> list[Path]:
+    """Held-out accuracy over trained samples: the mean over seeds, and their range as a band."""
+    figure, (axes,) = new_figure()
+    for number, group in enumerate(groups):
+        points = curve(group, "eval_accuracy", "samples")
+        x, mean, low, high = ([point[i] for point in points] for i in range(4))
+        style = line_style(number)
+        axes.plot(x, mean, label=group.label, **style)
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.12, linewidth=0)
+    axes.set_xlabel("trained samples")
+    axes.set_ylabel("held-out accuracy")
+    axes.legend(fontsize=7)
+    return save(figure, path)
+
+
+def _last_quarter(records: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    return records[-max(1, len(records) // 4) :]
+
+
+def _mean(records: Sequence[dict[str, Any]], name: str) -> float | None:
+    values = [float(record[name]) for record in records if record.get(name) is not None]
+    return statistics.fmean(values) if values else None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
