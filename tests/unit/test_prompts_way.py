@@ -85,6 +85,7 @@ ASIDE = {
     "attention/transform.py": "layouts of other forms",
     "backends/megatron/statistics.py": "metrics",
     "coordinator/production.py": "numbers of the iteration's record",
+    "data/benchmarks.py": "columns of public benchmarks, by name",
     "dispatch/lengths.py": "expected lengths",
     "engines/protocol.py": "definitions",
     "rewards/types.py": "definitions",
