@@ -342,7 +342,7 @@ class Bench:
         for number in waves:
             window = [f"rollout.window={case.groups * RESPONSES // number}"]
             sync = self._records(case, prompt, iterations, [*window, "schedule.stream=false"])[WARMUP:]
-            times = [statistics.median(r[key] for r in sync) for key in ("generate_s", "train_s")]
+            generate_s, train_s = (statistics.median(r[key] for r in sync) for key in ("generate_s", "train_s"))
             for k in staleness:
                 settings = [*window, f"schedule.max_staleness={k}", "algorithm.importance_sampling=token"]
                 # the first windows produce several iterations, the last ones none
@@ -350,7 +350,7 @@ class Bench:
                 border_s, iteration_s = (
                     statistics.median(r[key] for r in records) for key in ("publish_s", "iteration_s")
                 )
-                rows.append(StaleRow(k, number, *times, border_s, iteration_s))
+                rows.append(StaleRow(k, number, generate_s, train_s, border_s, iteration_s))
                 print(f"# {rows[-1].over_bound:.3f} {rows[-1]}", file=sys.stderr, flush=True)
         return rows
 
