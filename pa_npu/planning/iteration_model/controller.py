@@ -191,7 +191,7 @@ class ScheduleController:
             return {Candidate("window", places, o): self._fixed(outlook, rules.window, o) for o in orders}
         share = math.ceil(len(outlook.groups) / len(outlook.dedicated))
         most = self._most_places(outlook, varies=varies)
-        levels = place_levels(share, most)
+        levels = self._within_reach(place_levels(share, most), outlook.streams)
         candidates = [Candidate("window", places, order) for order in orders for places in levels]
         found = {c: window_schedule(c, cluster, longest, most, rules.responses) for c in candidates}
         if outlook.streams and rules.updates == 1 and (rules.dispatch == "auto" or not varies):
@@ -221,6 +221,14 @@ class ScheduleController:
         most = self._rules.max_num_seqs // self._rules.responses
         groups = len(outlook.groups) // self._rules.updates
         return shared_levels(groups, len(outlook.dedicated), len(outlook.shared), most)
+
+    def _within_reach(self, levels: list[int], streams: bool) -> list[int]:
+        """Not less than half of the last window: what a step takes with far fewer sequences than were seen is extrapolated, and one
+        iteration that something disturbed can make small windows look free. The next border can go on from there."""
+        last = self._last.get(streams)
+        if last is None or last.kind != "window":
+            return levels
+        return [places for places in levels if 2 * places >= last.places] or levels[:1]
 
     def _orders(self, streams: bool) -> tuple[OrderName, ...]:
         """What schedule.dispatch allows, the usual one first."""
