@@ -1,0 +1,136 @@
+"""Evaluation without training: engines with the model as it is, every question of every set, a table, results per question."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pa_npu.config.schema import Config
+from pa_npu.coordinator.evaluate import Evaluation, Evaluator
+from pa_npu.data.prompts import load_prompts
+from pa_npu.engines.pool import EnginePool
+from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
+from pa_npu.engines.registry import engine_kind
+from pa_npu.environments.registry import make_environment
+from pa_npu.errors import DeadlineExceeded, PaNpuError
+from pa_npu.evaluation.results import compare, read_results, results_file, summarise, write_results
+from pa_npu.evaluation.statistics import Estimate
+from pa_npu.families.spec import ModelSpec
+from pa_npu.launcher.engine_key import engine_key
+from pa_npu.launcher.placement import engine_ports
+from pa_npu.launcher.process.commands import engine_command, engine_url
+from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
+from pa_npu.launcher.process.readiness import engine_answers
+from pa_npu.launcher.run_checks import check_engines, resolve_device
+from pa_npu.rewards.pool import RewardPool
+from pa_npu.telemetry.record_file import say
+
+_POLL_S = 0.5
+_VERSION = 0  # of a model that nobody trains
+
+
+def evaluate(config: Config, checkpoint: str | None = None, other: str | None = None) -> int:
+    """checkpoint: exported to model.path first. other: results of an evaluation to compare with. Returns the exit code."""
+    before = read_results(other) if other else None
+    directory = Path(config.run.dir)
+    if checkpoint:
+        from pa_npu.backends.registry import export_checkpoint
+
+        export_checkpoint(Path(checkpoint), Path(config.model.path), None)
+    config, platform = resolve_device(config)
+    assert platform
+    spec = ModelSpec.read(config.model.path)
+    key = engine_key(config)
+    with _engines(config, platform, key, directory) as urls:
+        found = asyncio.run(_evaluate(config, spec, urls, key))
+    file = results_file(directory, _VERSION)
+    write_results(file, found.responses)
+    for line in lines(found):
+        say(line)
+    if before is not None:
+        for name, metrics in compare(before, found.responses).items():
+            for metric, difference in metrics.items():
+                say(f"{name} {metric}: {_signed(difference)} against {other}, {difference.questions} questions in both")
+    say(f"results by question: {file}")
+    return 0
+
+
+def lines(found: Evaluation) -> list[str]:
+    """The table: one line for each set and number, and what its answers are like."""
+    said = []
+    for name, summary in summarise(found.responses).items():
+        for metric, value in summary.metrics.items():
+            said.append(f"{name} {metric}: {value.value:.3f} ({value.low:.3f} to {value.high:.3f})")
+        said.append(
+            f"{name}: {summary.questions} questions, {summary.responses} answers of {summary.length_mean:.0f} tokens on average "
+            f"(median {summary.length_median:.0f}, 95% up to {summary.length_95:.0f}), {summary.truncated_ratio:.1%} cut"
+        )
+    return [*said, f"{found.seconds:.1f} s"]
+
+
+def _signed(difference: Estimate) -> str:
+    return f"{difference.value:+.3f} ({difference.low:+.3f} to {difference.high:+.3f})"
+
+
+@contextmanager
+def _engines(config: Config, platform: Any, key: str, directory: Path) -> Iterator[Sequence[str]]:
+    """URLs of engines that answer: those of rollout.attach, or started for this and stopped after it."""
+    if config.rollout.attach:
+        yield config.rollout.attach
+        return
+    spec, placement = check_engines(config, platform)
+    ports = engine_ports(config, placement.engines)
+    urls = [engine_url(config.placement.address, port) for port in ports]
+    with ProcessTree(directory / "logs", GRACE_S) as tree:
+        for index, port in zip(placement.engines, ports, strict=True):
+            tree.launch(engine_command(config, spec, platform, placement, index, port, key))
+        deadline = time.monotonic() + config.rollout.startup_timeout_s
+        say(f"starting {len(urls)} engines; their logs are in {directory / 'logs'}")
+        while not all(map(engine_answers, urls)):
+            if ended := tree.ended():
+                raise PaNpuError(
+                    f"{ended[0].name} ended while it started; see {directory / 'logs'}/{ended[0].name}.log"
+                )
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"engines did not answer within {config.rollout.startup_timeout_s:g} s")
+            time.sleep(_POLL_S)
+        yield urls
+
+
+class Untrained:
+    """An engine whose weights came from its model directory: what it writes is of version 0."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self.name = engine.name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, *arguments: Any, **options: Any) -> list[Generation]:
+        return [replace(one, version=_VERSION) for one in await self._engine.generate(*arguments, **options)]
+
+
+async def _evaluate(config: Config, spec: ModelSpec, urls: Sequence[str], key: str) -> Evaluation:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    sets = {
+        name: load_prompts(path, tokenizer, config.data, config.key_of_set(name))
+        for name, path in config.evaluation_sets.items()
+    }
+    kind = engine_kind(config.rollout.backend)
+    async with AsyncExitStack() as stack:
+        clients: list[Any] = [Untrained(kind.client(url, spec.vocab_size, key)) for url in urls]
+        pool = await stack.enter_async_context(EnginePool(clients, config.rollout.probe_timeout_s))
+        for client in clients:
+            await client.wait_ready(deadline_s=config.rollout.startup_timeout_s)
+        rewards = await stack.enter_async_context(RewardPool(config.reward))
+        sampling = Sampling(config.rollout.max_response_tokens, 1.0, stop_token_ids=spec.eos_token_ids)
+        evaluator = Evaluator(config, sets, pool, make_environment(config, tokenizer), rewards, sampling)
+        return await evaluator.evaluate(_VERSION)

@@ -1,0 +1,51 @@
+"""`pa-npu evaluate`: a model or checkpoint on named sets of questions, without training; results per question in a file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from pa_npu.config.load import load_config
+from pa_npu.config.schema import Config
+from pa_npu.errors import UserError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.add_argument("--config", action="append", default=[], metavar="YAML", help="configuration; later ones win")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", metavar="HF", help="HF model directory")
+    source.add_argument("--checkpoint", metavar="DIR", help="a directory .../iteration_NNNNNN; it is exported for this")
+    parser.add_argument(
+        "--data", action="append", required=True, metavar="NAME=FILE", help="a set of questions; repeatable"
+    )
+    parser.add_argument("--output", default="runs/evaluate", metavar="DIR", help="where results and logs go")
+    parser.add_argument("--compare", metavar="FILE", help="results of another evaluation to compare with, by question")
+    parser.add_argument("--device", choices=("auto", "npu", "cuda", "cpu"), help="short for run.device=KIND")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="configuration keys, such as evaluate.samples=8"
+    )
+
+
+def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    config = _config(options, rest)
+    from pa_npu.launcher.evaluation import evaluate
+
+    return evaluate(config, options.checkpoint, options.compare)
+
+
+def _config(options: argparse.Namespace, rest: Sequence[str]) -> Config:
+    for argument in rest:
+        if argument.startswith("-"):
+            raise UserError(f"command line: {argument}: unknown option; see --help")
+    sets = []
+    for text in options.data:
+        name, separator, file = text.partition("=")
+        if not separator or not name or not file:
+            raise UserError(f"command line: --data {text}: is not NAME=FILE, as in gsm8k=data/gsm8k/test.jsonl")
+        sets.append((name, file))
+    given = [*options.overrides, *rest, *([f"run.device={options.device}"] if options.device else [])]
+    given += [f"run.dir={options.output}", f"data.train={sets[0][1]}"]  # a configuration needs one; it is not read
+    given += [f"evaluate.sets.{name}={file}" for name, file in sets]
+    given += [f"model.path={options.model or f'{options.output}/model'}"]
+    return load_config(options.config, given)

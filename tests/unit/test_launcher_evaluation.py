@@ -1,0 +1,56 @@
+"""`pa-npu evaluate` over an engine that is attached: a table, results by question, a comparison; bad input is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pa_npu.evaluation.results import read_results
+from pa_npu.launcher.cli import main
+from tests.helpers.coordinator_run import write_model
+from tests.helpers.stand_in_engine import API_KEY, stand_in_engines
+from tools.stand_in import Speed
+
+
+def test_a_model_is_evaluated_and_compared_by_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", API_KEY)
+    write_model(tmp_path / "model")
+    rows = [{"question": f"w{3 + i} w{4 + i}", "answer": str(i)} for i in range(6)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with stand_in_engines(1, Speed(stride=4)) as engines:
+        command = ["evaluate", "--model", str(tmp_path / "model"), "--data", f"a={tmp_path / 'a.jsonl'}"]
+        keys = [
+            f"rollout.attach=[{engines[0].url}]",
+            "run.device=cpu",
+            "rollout.max_response_tokens=24",
+            "evaluate.samples=4",
+        ]
+        assert main([*command, "--output", str(tmp_path / "one"), *keys]) == 0
+        first = capsys.readouterr().out
+        results = tmp_path / "one" / "evaluations" / "version_000000.parquet"
+        assert main([*command, "--output", str(tmp_path / "two"), "--compare", str(results), *keys]) == 0
+    second = capsys.readouterr().out
+    for name in ("greedy", "avg@4", "pass@2", "pass@4", "maj@4"):
+        assert f"a {name}: " in first
+    assert "a: 6 questions, 30 answers" in first and str(results) in first
+    assert len(read_results(results)) == 6 * 5
+    assert f"a greedy: +0.000 (-0.500 to +0.500) against {results}, 6 questions in both" in second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "m", "--data", "x.jsonl"], "is not NAME=FILE"),
+        (["--model", "m", "--data", "a b=x.jsonl"], "evaluate"),
+        (["--model", "m", "--data", "a=x.jsonl", "--frobnicate"], "unknown option"),
+        (["--model", "m", "--data", "a=x.jsonl", "--compare", "none.parquet"], "holds no results"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said and len(said.splitlines()) == 1
