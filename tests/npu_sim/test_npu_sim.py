@@ -43,6 +43,7 @@ def run_inside(stubs: Path, paths: list[Path], python_path: list[Path], **variab
         "PYTHONPATH": os.pathsep.join(map(str, [ROOT, DIRECTORY, *python_path])),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "CANN_STUB_DEVICES": "1",
+        "HCCL_DETERMINISTIC": "strict",  # the tests' engines are in this process; a launcher sets it for engines and trainers
         "PA_NPU_SIM_STUBS": str(stubs),
         **variables,
     }
