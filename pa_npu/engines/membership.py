@@ -254,7 +254,10 @@ class Fleet:
                 return
             member.state = "ready"
             self._changed.set()
-            if not is_replacement or self.deliver_late is None:
+            # one that joins inside an iteration serves from the next publish on; that is too late where engines have been asked to
+            # load it already, which can be long before the trainers are through
+            missed = self._border.locked()
+            if not (is_replacement or missed) or self.deliver_late is None:
                 return
             async with self._border:
                 if self._version is None or member.state != "ready":
@@ -265,7 +268,7 @@ class Fleet:
                 finally:
                     self._counted = []
                 if delivered:
-                    logger.info("engine %s serves again, with weight version %d", member.name, self._version)
+                    logger.info("engine %s serves, with weight version %d", member.name, self._version)
                     self._serves(member)
         except (EngineError, DeadlineExceeded) as error:
             await self.lost(member.engine, str(error))

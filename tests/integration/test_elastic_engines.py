@@ -116,10 +116,15 @@ def test_an_engine_joins_with_one_command_serves_from_the_next_publish_and_leave
 ):
     with stand_in_engines(1, Speed(step_s=0.02)) as engines:
         run = begin(tmp_path, engines, started)
-        assert iterate(run, 0)["workers"] == 1
+        run.announce(0, None)
+        assert run.published(0)["workers"] == 1
+        assert engines[0].wait_for_request(lambda _: True, WAIT_S)
+        engines[0].engine.speed = Speed(step_s=0.5)  # so that the iteration lasts until the other has joined
         joiner = Joiner(run, tmp_path, 0)
         started.append(joiner)
         joiner.wait_joined()
+        engines[0].engine.speed = Speed(step_s=0.02)
+        assert sorted(group.index for group in run.consume(0)) == list(range(GROUPS)), "I2"
         assert [API_KEY in line for line in joiner.seen.values()].count(True) == 0, "no key on a command line"
         assert iterate(run, 1)["workers"] == 2
         run.announce(2, {"loss": 0.0})

@@ -70,9 +70,16 @@ def test_a_run_on_a_full_disk_goes_on_until_its_last_checkpoint_and_later_from_t
     assert f"iteration {ITERATIONS}/{ITERATIONS}" in said, "the work goes on to its end"
     assert "Traceback" not in said
     (reason,) = {line.partition("CheckpointError: ")[2] for line in said.splitlines() if "CheckpointError: " in line}
-    assert f"the last checkpoint, of version {ITERATIONS}, could not be written" in reason and "No space left on device" in reason
+    assert (
+        f"the last checkpoint, of version {ITERATIONS}, could not be written" in reason
+        and "No space left on device" in reason
+    )
     assert "checkpoint.resume=auto" in reason
-    lost = [line.partition(": cannot be written")[0] for line in said.splitlines() if "goes on without these records" in line]
+    lost = [
+        line.partition(": cannot be written")[0]
+        for line in said.splitlines()
+        if "goes on without these records" in line
+    ]
     assert len(lost) == len(set(lost)), f"one line for each kind of records, however many are lost:\n{said}"
     filler.unlink()
     again = Launched(tmp_path, "run", *arguments, "checkpoint.resume=auto")

@@ -39,14 +39,17 @@ def _missing() -> str | None:
 
 def run_inside(stubs: Path, paths: list[Path], python_path: list[Path], **variables: str) -> None:
     cann_stub.build(DIRECTORY / "torch_npu", stubs)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, DIRECTORY, *python_path])),
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "CANN_STUB_DEVICES": "1",
-        "HCCL_DETERMINISTIC": "strict",  # the tests' engines are in this process; a launcher sets it for engines and trainers
-        "PA_NPU_SIM_STUBS": str(stubs),
-        **variables,
-    }
+    environment = (
+        os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(map(str, [ROOT, DIRECTORY, *python_path])),
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            "CANN_STUB_DEVICES": "1",
+            "HCCL_DETERMINISTIC": "strict",  # the tests' engines are in this process; a launcher sets it for engines and trainers
+            "PA_NPU_SIM_STUBS": str(stubs),
+            **variables,
+        }
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, paths)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S)
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"

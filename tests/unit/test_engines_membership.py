@@ -147,6 +147,37 @@ async def test_an_engine_that_joined_before_a_publish_takes_part_in_it_and_one_t
         assert asyncio.get_running_loop().time() - began < 20
 
 
+async def test_an_engine_that_joins_while_others_are_asked_to_load_gets_that_version_right_after():
+    """They are asked when nothing is in flight any more, which may be long before the trainers have the version."""
+    job = Job()
+    delivered: list[tuple[str, int]] = []
+
+    async def deliver_late(engine: Any, version: int) -> bool:
+        delivered.append((engine.name, version))
+        return True
+
+    async with job.fleet:
+        job.fleet.deliver_late = deliver_late
+        await job.serving("a")
+        inside = job.roster.announce(
+            "b", restarts=False
+        )  # the control: inside an iteration it waits for the next publish
+        await job.until(lambda: "b" in job.engines, "the fleet sees it")
+        job.engines["b"].answers.set()
+        await job.until(lambda: job.fleet._members[inside].state == "ready", "it is ready")
+        async with job.fleet.border():
+            members = await job.fleet.members()
+            assert [member.name for member in members] == ["a", "b"]
+            index = job.roster.announce("c", restarts=False)
+            await job.until(lambda: "c" in job.engines, "the fleet sees it")
+            job.engines["c"].answers.set()
+            await job.until(lambda: job.fleet._members[index].state == "ready", "it is ready")
+            assert delivered == [], "not among the loads of a publish"
+            job.fleet.serve(members, 1)
+        await job.until(lambda: job.fleet._members[index].state == "serving", "it serves inside the iteration")
+    assert delivered == [("c", 1)]
+
+
 async def test_a_fleet_that_ends_while_it_removes_an_engine_ends():
     """What it removes takes a while to stop; the end of the fleet comes in between and must not be taken for that."""
     job = Job()
