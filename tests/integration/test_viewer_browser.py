@@ -99,6 +99,7 @@ def test_curves_have_axes_with_units_and_values_by_arrow_keys(browser: Browser, 
         browser.evaluate("document.querySelector('[data-topic=tpspd] .unit').textContent")
         == "tokens per second per device"
     )
+    browser.wait_for("document.querySelector('[data-topic=entropy] text')")  # drawn once its size is known
     ticks = browser.evaluate(
         "[...document.querySelectorAll('[data-topic=entropy] text')].map((node) => node.textContent)"
     )
