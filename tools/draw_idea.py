@@ -1,10 +1,10 @@
 """Draw what periodic asynchrony is: a synchronous and a periodic iteration of one run, from its timeline.
 
-    bash launch/run_grpo_tiny.sh schedule.stream=alternate schedule.iterations=8 run.dir=runs/alternate
-    python tools/draw_idea.py runs/alternate --output docs/pictures/idea.svg
+    bash launch/run_grpo_tiny.sh
+    python tools/draw_idea.py runs/grpo_tiny --output docs/pictures/idea.svg
 
-With schedule.stream=alternate iterations 0, 2, 4 ... are synchronous and 1, 3, 5 ... periodic, on the same engines, trainers and
-kind of work. By default the last pair is drawn.
+With schedule.stream=alternate, and in the last schedule.compare_iterations of a run, even iterations are synchronous and odd ones
+periodic, on the same engines, trainers and kind of work. By default the last pair is drawn.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer, written_buffer
 from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.logs import setup_logging
-from pa_npu.telemetry.timeline import Timeline, now
+from pa_npu.telemetry.timeline import Timeline, now, on_clock
 
 logger = logging.getLogger(__name__)
 
@@ -338,8 +338,9 @@ class Coordinator:
             # engines that wait inside a load answer nothing: with an evaluation they are asked when the trainers are ready
             await READY.wait_async(self._channel, within_s, version=version)
             await self._end_overlapped_evaluation(version - 1)
-        with self._timeline.span("publish", version=version):
-            held = await self._publish.publish(version, prompt, within_s)
+        held = await self._publish.publish(version, prompt, within_s)
+        # engines were asked before: that ran beside training
+        self._timeline.complete("publish", on_clock(held.ready_s), now(), version=version)
         self._published = version
         return _Border(held, self._pool.use(), self._fleet.size)
 

@@ -29,6 +29,11 @@ def now() -> float:
     return _WALL_ANCHOR_S + time.perf_counter()
 
 
+def on_clock(perf_counter_s: float) -> float:
+    """A moment of this process, by time.perf_counter(), on the timeline's clock."""
+    return _WALL_ANCHOR_S + perf_counter_s
+
+
 class Timeline:
     """Appends the events of one process; thread-safe. `Timeline(None, name)` records nothing and costs nothing.
 

@@ -134,6 +134,7 @@ def test_an_evaluation_beside_training_ends_when_the_trainers_are_ready(tmp_path
             lambda: done.exists() and done.stat().st_size > 0, "recorded, while the trainers are still at work"
         )
         assert asked(2) == 12
+        engine.speed = Speed(step_s=0.1)  # groups last long enough to be seen in flight, however busy the machine is
         run.announce(1, {"loss": 0.0})
         run.published(1)
         assert [record["version"] for record in run.lines("evaluations.jsonl")] == [0]
