@@ -1,6 +1,6 @@
 """The keys of the configuration: one class per section, one sentence per key, with default and bounds.
 
-Unknown keys are refused. Rules between keys are in `pa_npu.config.schema`.
+Unknown keys are refused. Rules between keys are in `pa_npu.config.rules`.
 """
 
 from __future__ import annotations

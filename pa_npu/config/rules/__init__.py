@@ -1,0 +1,36 @@
+"""The rules between keys, in the order in which they are checked: the first that is broken is what the user reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pa_npu.config.rules.algorithm import broken_algorithm
+from pa_npu.config.rules.deadlines import broken_deadlines
+from pa_npu.config.rules.engines import broken_engines
+from pa_npu.config.rules.evaluation import broken_evaluation
+from pa_npu.config.rules.functions import broken_functions
+from pa_npu.config.rules.placement import broken_placement
+from pa_npu.config.rules.staleness import broken_staleness
+from pa_npu.config.rules.training import broken_shards, broken_training
+from pa_npu.config.texts import broken_texts
+
+if TYPE_CHECKING:
+    from pa_npu.config.schema import Config
+
+
+def broken_rules(c: Config) -> Iterator[str]:
+    """One line per rule that is broken: keys, values, rule, remedy."""
+    yield from broken_texts(c)
+    yield from broken_deadlines(c)
+    shards = list(broken_shards(c))
+    if shards:
+        yield from shards
+        return  # the others divide by the number of replicas
+    yield from broken_staleness(c)
+    yield from broken_training(c)
+    yield from broken_algorithm(c)
+    yield from broken_evaluation(c)
+    yield from broken_engines(c)
+    yield from broken_placement(c)
+    yield from broken_functions(c)

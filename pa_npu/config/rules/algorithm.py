@@ -1,0 +1,105 @@
+"""Rules for the algorithm: what loss, advantages and corrections need of each other, and keys that nothing would read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pa_npu.config.presets import PRESETS
+from pa_npu.config.sections import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from pa_npu.config.schema import Config
+
+# Log-probs of a model in bf16 against the same one in fp32: differences of 0.005 to 0.01 (tests/unit/test_backends_frozen.py).
+_FROZEN_ROUNDING = 0.01
+
+
+def broken_algorithm(c: Config) -> Iterator[str]:
+    """One line per rule that is broken: keys, values, rule, remedy."""
+    r, s = c.rollout, c.schedule
+    uncorrected = c.algorithm.importance_sampling == "none"
+    if s.updates_per_iteration > 1 and c.algorithm.loss == "reinforce":
+        yield (
+            f"schedule.updates_per_iteration: {s.updates_per_iteration}: algorithm.loss=reinforce has no ratio to the policy "
+            f"that sampled, so that it is exact for one update only; set it to 1, or algorithm.loss=clip"
+        )
+    if c.algorithm.ratio == "sampling" and not uncorrected:
+        yield (
+            f"algorithm.ratio: sampling with algorithm.importance_sampling={c.algorithm.importance_sampling}, which counts the "
+            f"sampling policy twice; set ratio to proximal, or importance_sampling to none"
+        )
+    narrowest = min(c.algorithm.clip_low, c.algorithm.clip_high)
+    if "old" in c.frozen_models and c.frozen_dtype != c.model.dtype and narrowest < _FROZEN_ROUNDING:
+        yield (
+            f"model.frozen_dtype: bf16 rounds the old policy's log-probs by about {_FROZEN_ROUNDING}, more than the clip range "
+            f"{narrowest} of algorithm.clip_low and clip_high, so that rounding would be clipped instead of the update; set "
+            f"frozen_dtype to same, or schedule.updates_per_iteration to 1"
+        )
+    if (
+        c.algorithm.kl_in == "reward"
+        and c.algorithm.kl_coef
+        and c.algorithm.advantage not in ("centred", "leave-one-out")
+    ):
+        yield (
+            f"algorithm.kl_in: reward with algorithm.advantage={c.algorithm.advantage}: the trainer knows the KL only after the "
+            f"coordinator has divided rewards by their deviation; set advantage to centred or leave-one-out, or kl_in to loss"
+        )
+    if c.algorithm.kl_in == "reward" and c.algorithm.kl_coef and c.microbatch_responses != r.responses_per_prompt:
+        yield (
+            f"algorithm.kl_in: reward needs all responses of a group in one microbatch, but microbatch.responses = "
+            f"{c.microbatch_responses} of {r.responses_per_prompt}; remove microbatch.responses, or set kl_in to loss"
+        )
+    yield from _unread_keys(c.algorithm)
+    if c.algorithm.dual_clip is not None and c.algorithm.delta is not None:
+        yield (
+            f"algorithm.delta: {c.algorithm.delta} with algorithm.dual_clip = {c.algorithm.dual_clip}: both bound the loss of "
+            f"tokens with a negative advantage; remove one"
+        )
+    if c.algorithm.delta is not None and c.algorithm.delta <= 1 + c.algorithm.clip_high:
+        yield (
+            f"algorithm.delta: {c.algorithm.delta} is not above 1 + algorithm.clip_high = {1 + c.algorithm.clip_high:g}, where "
+            f"ratios are clipped already; raise it, or remove the key"
+        )
+    refresh = c.algorithm.reference_refresh_every
+    if refresh and not c.algorithm.kl_coef:
+        yield (
+            f"algorithm.reference_refresh_every: {refresh}: there is no reference with algorithm.kl_coef = 0; set kl_coef, or "
+            f"remove the key"
+        )
+    if s.stream and c.algorithm.advantage == "batch-std":
+        yield (
+            f"algorithm.advantage: batch-std{of_preset(c, 'advantage')} needs the whole batch before the first update, but "
+            f"schedule.stream={str(s.stream).lower()} trains while groups arrive; set schedule.stream=false or "
+            f"algorithm.advantage=group-std"
+        )
+
+
+def _unread_keys(a: AlgorithmConfig) -> Iterator[str]:
+    """Keys that were changed and do nothing with the others as they are; a preset's own values stand for when they do."""
+    preset = PRESETS[a.name].algorithm if a.name else {}
+    has_ratio = a.loss != "reinforce"
+    weighs = a.importance_sampling != "none"
+    two_sided = a.loss not in ("cispo", "reinforce")
+    for key, is_read, remedy in (
+        ("kl_in", a.kl_coef > 0, "set algorithm.kl_coef"),
+        ("kl_estimator", a.kl_coef > 0, "set algorithm.kl_coef"),
+        ("importance_cap", weighs, "set algorithm.importance_sampling to token or sequence"),
+        ("importance_rule", weighs, "set algorithm.importance_sampling to token or sequence"),
+        ("importance_floor", weighs and a.importance_rule == "mask", "set algorithm.importance_rule to mask"),
+        ("ratio", has_ratio, "take an algorithm.loss with a ratio"),
+        ("clip_low", has_ratio, "take an algorithm.loss with a ratio to clip"),
+        ("clip_high", has_ratio, "take an algorithm.loss with a ratio to clip"),
+        ("dual_clip", two_sided, "set algorithm.loss to clip or gspo"),
+        ("delta", two_sided, "set algorithm.loss to clip or gspo"),
+    ):
+        value = getattr(a, key)
+        if not is_read and value not in (AlgorithmConfig.model_fields[key].default, preset.get(key)):
+            yield f"algorithm.{key}: {value} would be read by nothing; {remedy}, or remove the key"
+
+
+def of_preset(c: Config, key: str, section: str = "algorithm") -> str:
+    """Says so where a key's value may be a preset's, which the user has not written."""
+    preset = PRESETS.get(c.algorithm.name) if c.algorithm.name else None
+    known = preset.sections()[section] if preset else ()
+    return f" (of algorithm.name={c.algorithm.name})" if key in known else ""

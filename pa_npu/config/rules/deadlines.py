@@ -1,0 +1,73 @@
+"""Rules for deadlines: what waits for something ends after what it waits for, and trainer.wait_timeout_s follows the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pa_npu.config.presets import set_keys
+from pa_npu.config.sections import CUT_SHARE, SLOWEST_TOKEN_S, RolloutConfig, TrainerConfig
+
+if TYPE_CHECKING:
+    from pa_npu.config.schema import Config
+
+_LONGEST_WAIT_S = 10_000_000  # four months; the clocks of some libraries overflow above
+
+# How much later a backend's own timeout comes than the wait that it stands behind.
+COLLECTIVE_MARGIN_S = 120.0
+
+
+def request_limit_s(request_timeout_s: float, max_response_tokens: int, too_long: str) -> float:
+    """Seconds that a request of this length may take; where groups are cut, with the time of a second one."""
+    limit_s = request_timeout_s + SLOWEST_TOKEN_S * max_response_tokens
+    if too_long != "cut":
+        return limit_s
+    return limit_s + request_timeout_s + SLOWEST_TOKEN_S * (max_response_tokens // CUT_SHARE)
+
+
+def fill_wait(tree: Any) -> Any:
+    """The tree with trainer.wait_timeout_s where the user left it out and a request may take longer than the default."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("trainer", {}), dict | TrainerConfig):
+        return tree  # the sections' own checks say what is wrong
+    trainer = set_keys(tree.get("trainer"))
+    if "wait_timeout_s" in trainer:
+        return tree
+    given = set_keys(tree.get("rollout"))
+    values = [
+        given.get(key, RolloutConfig.model_fields[key].default)
+        for key in ("request_timeout_s", "max_response_tokens", "too_long")
+    ]
+    if not all(type(value) in (int, float) for value in values[:2]):
+        return tree
+    needed_s = request_limit_s(*values)
+    if not TrainerConfig.model_fields["wait_timeout_s"].default < needed_s <= _LONGEST_WAIT_S:
+        return tree
+    return {**tree, "trainer": {**trainer, "wait_timeout_s": needed_s}}
+
+
+def broken_deadlines(c: Config) -> Iterator[str]:
+    """What waits for something ends after what it waits for: otherwise the error names the wrong party."""
+    for section, values in c:
+        for key, value in values:
+            if key.endswith("_s") and value is not None and value > _LONGEST_WAIT_S:
+                yield f"{section}.{key}: {value:g} s is longer than any run; set it to {_LONGEST_WAIT_S} or less"
+    wait_s = c.trainer.wait_timeout_s
+    if wait_s < c.request_limit_s:
+        cut = ", once more for a group that is cut" if c.rollout.too_long == "cut" else ""
+        yield (
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.request_limit_s:g} s that a request may take "
+            f"(rollout.request_timeout_s = {c.rollout.request_timeout_s:g} and {SLOWEST_TOKEN_S:g} s for each of "
+            f"rollout.max_response_tokens = {c.rollout.max_response_tokens}{cut}), so that trainers would give up on a group that "
+            f"still has time; set it to at least that, or remove it"
+        )
+    if c.rollout.too_long == "cut" and c.schedule.order == "prompt":
+        yield (
+            "rollout.too_long: cut with schedule.order=prompt: which groups are cut depends on the clock, and the run would not be "
+            "bit for bit the synchronous one; set too_long to end, or order to completion"
+        )
+    if c.collective_timeout_s < c.publish_peer_timeout_s + COLLECTIVE_MARGIN_S:
+        yield (
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than twice publish.timeout_s = {c.publish.timeout_s:g} s, for which "
+            f"the tensor-parallel peers of a rank that joins engines and sends to them may wait in a collective; set it to at "
+            f"least {c.publish_peer_timeout_s:g}, or lower publish.timeout_s"
+        )

@@ -1,0 +1,57 @@
+"""Rules for engines: sampling that trainers can recompute, windows and lengths that fit, attached and shared engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pa_npu.config.schema import Config
+
+_LEAST_TEMPERATURE = 0.01  # what vLLM raises smaller ones to, but for 0
+
+
+def broken_engines(c: Config) -> Iterator[str]:
+    """One line per rule that is broken: keys, values, rule, remedy."""
+    t, r, s = c.trainer, c.rollout, c.schedule
+    if r.temperature < _LEAST_TEMPERATURE:
+        yield (
+            f"rollout.temperature: {r.temperature}: engines sample at {_LEAST_TEMPERATURE} instead of less, and the trainer's "
+            f"log-probs would not match; set it to {_LEAST_TEMPERATURE} or more"
+        )
+    if r.top_p != 1.0:
+        yield f"rollout.top_p: {r.top_p}: the trainer's log-probs would not match a truncated distribution; set it to 1.0"
+    if r.top_k != -1:
+        yield f"rollout.top_k: {r.top_k}: the trainer's log-probs would not match a truncated distribution; set it to -1"
+    if r.attach and len(r.attach) != c.num_engines:
+        beside = f" + rollout.shared_engines = {r.shared_engines}" if r.shared_engines else ""
+        yield f"rollout.attach: {len(r.attach)} URLs for rollout.engines = {r.engines}{beside}; list one URL per engine"
+    if r.shared_engines and s.max_staleness:
+        yield (
+            f"rollout.shared_engines: {r.shared_engines} with schedule.max_staleness = {s.max_staleness}: trainers that are behind "
+            f"never wait for rollouts, which is when engines on their devices work; set one of them to 0"
+        )
+    if r.shared_engines * r.tensor_parallel > t.devices:
+        yield (
+            f"rollout.shared_engines: {r.shared_engines} engines of {r.tensor_parallel} devices (rollout.tensor_parallel) are more "
+            f"than the {t.devices} trainer devices; set it to at most {t.devices // r.tensor_parallel}"
+        )
+    if r.key_file and not r.attach:
+        yield "rollout.key_file: only attached engines have a key already (rollout.attach); remove the key"
+    if r.window != "auto" and r.window < r.responses_per_prompt:
+        yield (
+            f"rollout.window: {r.window} sequences cannot hold one group of rollout.responses_per_prompt = "
+            f"{r.responses_per_prompt}; set it to at least {r.responses_per_prompt} or to auto"
+        )
+    longest = c.data.max_prompt_tokens + r.max_response_tokens
+    if longest > r.max_num_batched_tokens:
+        yield (
+            f"rollout.max_num_batched_tokens: {r.max_num_batched_tokens} is less than data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {c.data.max_prompt_tokens} + {r.max_response_tokens}, so that a sequence would be "
+            f"prefilled in chunks, which seeded sampling does not allow; raise it to at least {longest}"
+        )
+    if r.max_num_seqs > r.max_num_batched_tokens:
+        yield (
+            f"rollout.max_num_seqs: {r.max_num_seqs} exceeds rollout.max_num_batched_tokens = {r.max_num_batched_tokens}; "
+            f"lower it, a step has one token per sequence at least"
+        )

@@ -1,0 +1,55 @@
+"""Rules for where processes stand: nodes, devices, ports, and engines that come with nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pa_npu.config.schema import Config
+
+
+def broken_placement(c: Config) -> Iterator[str]:
+    """One line per rule that is broken: keys, values, rule, remedy."""
+    t, r = c.trainer, c.rollout
+    if c.placement.nnodes > 1 and c.placement.cluster == "local":
+        yield (
+            f"placement.nnodes: {c.placement.nnodes} with placement.cluster=local, which is this machine alone; set "
+            f"placement.cluster=ray, or nnodes to 1"
+        )
+    if r.max_engines is not None and r.max_engines < r.engines:
+        yield f"rollout.engines: {r.engines} is above rollout.max_engines = {r.max_engines}; lower it, or raise the maximum"
+    if (r.max_engines or r.engines) > r.engines and (c.placement.cluster == "local" or r.attach):
+        yield (
+            f"rollout.max_engines: {r.max_engines}: more than rollout.engines = {r.engines} come with nodes of a Ray cluster only, "
+            f"and not beside rollout.attach; set placement.cluster=ray, or one number of engines"
+        )
+    if c.placement.nnodes > 1 and c.placement.devices_per_node is None and c.num_devices % c.placement.nnodes:
+        yield (
+            f"placement.nnodes: {c.num_devices} devices of engines and trainers cannot be divided evenly among "
+            f"{c.placement.nnodes} nodes; change rollout.engines, trainer.devices or placement.nnodes, or set "
+            f"placement.devices_per_node to what each node has"
+        )
+    if c.num_devices > c.placement.nnodes * (c.placement.devices_per_node or c.num_devices):
+        yield (
+            f"placement.devices_per_node: {c.num_devices} devices of engines and trainers are more than "
+            f"{c.placement.nnodes} nodes of {c.placement.devices_per_node}; lower rollout.engines or trainer.devices, or raise "
+            f"placement.nnodes"
+        )
+    first, last = c.placement.engine_port, c.placement.engine_port + c.num_engines - 1
+    if first and not r.attach and last > 65535:
+        yield (
+            f"placement.engine_port: {first} and the ports of {c.num_engines} engines run past 65535; set it to at most "
+            f"{65536 - c.num_engines}, or 0 for free ones"
+        )
+    if first and not r.attach and first <= c.placement.store_port <= last:
+        yield (
+            f"placement.engine_port: the engines take ports {first} to {last}, among them {c.placement.store_port} of "
+            f"the store (placement.store_port); choose another"
+        )
+    for key, devices, wanted in (
+        ("engine_devices", c.placement.engine_devices, r.engines * r.tensor_parallel),
+        ("trainer_devices", c.placement.trainer_devices, t.devices),
+    ):
+        if devices is not None and len(devices) != wanted:
+            yield f"placement.{key}: {len(devices)} indices for {wanted} devices; list exactly {wanted} or remove the key"

@@ -1,0 +1,65 @@
+"""Rules for tokens of older weights: what cannot be exact with them, and what makes no sense without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pa_npu.config.rules.algorithm import of_preset
+
+if TYPE_CHECKING:
+    from pa_npu.config.schema import Config
+
+
+def broken_staleness(c: Config) -> Iterator[str]:
+    """What cannot be exact, or makes no sense, with or without tokens of older weights."""
+    s, a = c.schedule, c.algorithm
+    if s.tokens_per_version is not None and not c.interrupts:
+        yield (
+            f"schedule.tokens_per_version: {s.tokens_per_version} would be read by nothing; set schedule.on_publish=continue, or "
+            f"remove the key"
+        )
+    if c.interrupts and not s.max_staleness:
+        yield (
+            "schedule.on_publish: continue with schedule.max_staleness = 0, where a response has one version; set max_staleness "
+            "to 1 or more, or on_publish to finish"
+        )
+    if c.interrupts and c.environment.name != "single_turn":
+        yield (
+            f"schedule.on_publish: continue with environment.name={c.environment.name}: only a single turn can go on under newer "
+            f"weights; set on_publish to finish"
+        )
+    if c.interrupts and s.dynamic_sampling:
+        yield (
+            f"schedule.on_publish: continue with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}: which "
+            f"groups are replaced is known only when all are complete; set on_publish to finish, or dynamic_sampling to false"
+        )
+    if not s.max_staleness:
+        if a.age_exponent:
+            yield (
+                f"algorithm.age_exponent: {a.age_exponent}: with schedule.max_staleness = 0 every token has the age 0; set "
+                f"max_staleness, or remove the key"
+            )
+        return
+    ahead = f"schedule.max_staleness = {s.max_staleness}"
+    if s.max_staleness >= s.iterations:
+        yield (
+            f"schedule.max_staleness: {s.max_staleness} versions ahead in a run of schedule.iterations = {s.iterations}: the last "
+            f"iteration would be sampled by the first model; lower max_staleness"
+        )
+    if a.advantage == "batch-std":
+        yield (
+            f"algorithm.advantage: batch-std{of_preset(c, 'advantage')} with {ahead}: it divides by the deviation of rewards that "
+            f"other weights than the trained ones have earned; set advantage to group-std, or max_staleness to 0"
+        )
+    if s.stream == "alternate" or s.compare_iterations:
+        key = "stream: alternate" if s.stream == "alternate" else f"compare_iterations: {s.compare_iterations}"
+        yield (
+            f"schedule.{key} with {ahead}: it measures streamed against synchronous iterations, and neither is what runs ahead; "
+            f"set stream to true and compare_iterations to 0, or max_staleness to 0"
+        )
+    if a.loss == "reinforce" and a.importance_sampling == "none":
+        yield (
+            f"algorithm.loss: reinforce{of_preset(c, 'loss')} with {ahead}: it has no ratio to the older policy that sampled; set "
+            f"algorithm.importance_sampling to token or sequence, or algorithm.loss to clip"
+        )

@@ -1,0 +1,64 @@
+"""Rules for how an iteration is divided among trainers: replicas, updates, microbatches, and what of it is profiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pa_npu.config.schema import Config
+
+
+def broken_shards(c: Config) -> Iterator[str]:
+    """Devices that no number of replicas uses up."""
+    t = c.trainer
+    shard = t.tensor_parallel * t.pipeline_parallel
+    if t.devices % shard:
+        yield (
+            f"trainer.devices: {t.devices} is not a multiple of tensor_parallel x pipeline_parallel = {shard}; "
+            f"set trainer.devices to a multiple of {shard}"
+        )
+
+
+def broken_training(c: Config) -> Iterator[str]:
+    """One line per rule that is broken: keys, values, rule, remedy."""
+    t, s = c.trainer, c.schedule
+    if s.prompts_per_iteration % c.data_parallel:
+        yield (
+            f"schedule.prompts_per_iteration: {s.prompts_per_iteration} groups cannot be divided evenly among "
+            f"{c.data_parallel} replicas; set it to a multiple of {c.data_parallel}"
+        )
+    if c.groups_per_replica % s.updates_per_iteration:
+        yield (
+            f"schedule.updates_per_iteration: {s.updates_per_iteration} does not divide the {c.groups_per_replica} groups per "
+            f"replica (schedule.prompts_per_iteration / data parallel size); set it to a divisor"
+        )
+    if c.rollout.responses_per_prompt % c.microbatch_responses:
+        yield (
+            f"microbatch.responses: {c.microbatch.responses} does not divide rollout.responses_per_prompt = "
+            f"{c.rollout.responses_per_prompt}; set it to a divisor"
+        )
+    if t.sequence_parallel and c.pad_multiple % t.tensor_parallel:
+        yield (
+            f"microbatch.pad_to_multiple_of: {c.microbatch.pad_to_multiple_of}: sequence parallelism needs lengths that are "
+            f"multiples of trainer.tensor_parallel = {t.tensor_parallel}; remove the key or set it to a multiple"
+        )
+    if c.microbatch.max_tokens is not None and t.pipeline_parallel > 1:
+        yield (
+            f"microbatch.max_tokens: {c.microbatch.max_tokens}: packing does not know the number of microbatches in advance, "
+            f"which trainer.pipeline_parallel = {t.pipeline_parallel} needs; remove the key or set pipeline_parallel to 1"
+        )
+    profile = c.telemetry
+    for key, values, end in (
+        ("profile_iterations", profile.profile_iterations, s.iterations),
+        ("profile_ranks", profile.profile_ranks, t.devices),
+    ):
+        if any(not 0 <= value < end for value in values):
+            yield f"telemetry.{key}: {list(values)}: the run has 0 to {end - 1}; leave out the others"
+    if t.sequence_parallel and t.tensor_parallel == 1:
+        yield "trainer.sequence_parallel: needs trainer.tensor_parallel > 1; set it to false or raise tensor_parallel"
+    if c.optimizer.min_learning_rate > c.optimizer.learning_rate:
+        yield (
+            f"optimizer.min_learning_rate: {c.optimizer.min_learning_rate} exceeds optimizer.learning_rate = "
+            f"{c.optimizer.learning_rate}; lower it"
+        )
