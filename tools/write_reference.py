@@ -14,7 +14,7 @@ from pa_npu.config.help import keys_markdown
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 _HEAD = """# Configuration
 
-<!-- Written by `python tools/write_reference.py` from pa_npu/config/sections.py. -->
+<!-- Written by `python tools/write_reference.py` from pa_npu/config/sections. -->
 
 Keys are written in YAML files, one section per heading, and as `section.key=value` on the command line; later files win over
 earlier ones, and the command line over files. `pa-npu plan --config FILE [key=value ...]` prints the whole resolved tree. An

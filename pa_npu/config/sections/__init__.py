@@ -1,0 +1,56 @@
+"""The keys of the configuration: one class per section, one sentence per key, with default and bounds.
+
+Unknown keys are refused. Rules between keys are in `pa_npu.config.rules`.
+"""
+
+from pa_npu.config.sections.base import Index, Section
+from pa_npu.config.sections.inputs import DataConfig, ModelConfig, RunConfig
+from pa_npu.config.sections.iteration import CheckpointConfig, EvaluateConfig, PublishConfig, ScheduleConfig
+from pa_npu.config.sections.learning import (
+    ADVANTAGES,
+    LOSSES,
+    REWARDS,
+    AlgorithmConfig,
+    AttentionConfig,
+    MicrobatchConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
+from pa_npu.config.sections.operation import LOOPBACK, PlacementConfig, TelemetryConfig
+from pa_npu.config.sections.rollout import (
+    CUT_SHARE,
+    SLOWEST_TOKEN_S,
+    EnvironmentConfig,
+    RewardConfig,
+    RewardFunction,
+    RolloutConfig,
+)
+
+__all__ = [
+    "ADVANTAGES",
+    "CUT_SHARE",
+    "LOOPBACK",
+    "LOSSES",
+    "REWARDS",
+    "SLOWEST_TOKEN_S",
+    "AlgorithmConfig",
+    "AttentionConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "EnvironmentConfig",
+    "EvaluateConfig",
+    "Index",
+    "MicrobatchConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PlacementConfig",
+    "PublishConfig",
+    "RewardConfig",
+    "RewardFunction",
+    "RolloutConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "Section",
+    "TelemetryConfig",
+    "TrainerConfig",
+]

@@ -1,0 +1,61 @@
+"""Keys of what a run is given: its directory and seed, the model, the data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from pa_npu.config.sections.base import Section
+
+
+class RunConfig(Section):
+    dir: str = Field("runs/default", min_length=1, description="Run directory; everything the run writes goes there.")
+    seed: int = Field(1, ge=0, lt=2**31, description="Seed of data order, sampling and initialisation.")
+    device: Literal["auto", "npu", "cuda", "cpu"] = Field(
+        "auto", description="Device kind of trainers and engines; auto takes npu, then cuda, then cpu."
+    )
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="How often coordinator and trainers are started again, from the newest checkpoint, when one of them ends; "
+        "counted within restart_window_s, and as long as no newer checkpoint has been written.",
+    )
+    restart_window_s: float = Field(
+        3600.0, gt=0, description="Starts longer ago than this no longer count towards run.restarts."
+    )
+    deterministic: bool = Field(True, description="Use deterministic kernels where the platform has a choice.")
+
+
+class ModelConfig(Section):
+    path: str = Field(..., min_length=1, description="HF model directory (config.json, safetensors, tokenizer).")
+    dtype: Literal["fp32", "bf16"] = Field(
+        "bf16", description="Type of weights and activations; master weights are fp32."
+    )
+    frozen_dtype: Literal["same", "bf16"] = Field(
+        "same",
+        description="Type in which old policy and reference are kept and computed: model.dtype, or bf16 also beside an fp32 "
+        "policy, for half their memory and pipeline traffic.",
+    )
+    head_chunk_tokens: int = Field(
+        2048, ge=1, description="Rows per chunk of the LM head's log-prob, so that full logits never exist at once."
+    )
+
+
+class DataConfig(Section):
+    train: str = Field(
+        ...,
+        min_length=1,
+        description="Training prompts: JSONL or parquet (question/answer, prompt/answer or messages).",
+    )
+    test: str | None = Field(None, description="Held-out prompts in the same formats; none disables evaluation.")
+    chat_template: Literal["auto", "always", "never"] = Field(
+        "auto", description="Render prompts with the tokenizer's chat template; auto does where the tokenizer has one."
+    )
+    system_prompt: str | None = Field(None, description="System message put before each prompt.")
+    instruction: str | None = Field(None, description="Text appended to each question, on a line of its own.")
+    max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens, template included.")
+    overlong_prompt: Literal["refuse", "truncate", "skip"] = Field(
+        "refuse", description="What happens to longer prompts: refuse the run, keep the last tokens, or skip; counted."
+    )
+    shuffle: bool = Field(True, description="Shuffle the training prompts anew in every epoch, seeded by run.seed.")

@@ -1,0 +1,142 @@
+"""Keys of an iteration and its border: schedule, publish, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pa_npu.config.sections.base import Section
+
+
+class ScheduleConfig(Section):
+    iterations: int = Field(10, ge=1, description="Iterations of the run (weight versions published).")
+    updates_per_iteration: int = Field(
+        1,
+        ge=1,
+        description="Optimizer steps per iteration, on equal shares of its groups in schedule.order (completion: which groups "
+        "share a step depends on arrival); more than 1 keeps an old policy to take ratios against.",
+    )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="Versions that engines may be ahead of training, and so a token's weights older than those it trains (I1); 0 "
+        "is strictly on-policy.",
+    )
+    on_publish: Literal["finish", "continue"] = Field(
+        "finish",
+        description="Responses that are not complete when newer weights come: finish lets a publish wait for them; continue lets "
+        "them go on under the new weights (max_staleness of at least 1).",
+    )
+    tokens_per_version: int | None = Field(
+        None,
+        ge=1,
+        description="With on_publish=continue, the most tokens of a response that a version writes before the one that trains it; "
+        "none means rollout.max_response_tokens / (max_staleness + 1).",
+    )
+    prompts_per_iteration: int = Field(16, ge=1, description="B, the number of groups per iteration.")
+    stream: bool | Literal["alternate"] = Field(
+        True,
+        description="Train while engines generate (periodic); false waits for the whole batch (sync); alternate does one "
+        "and the other in turn, sync first, to measure them against each other.",
+    )
+    compare_iterations: int = Field(
+        0,
+        ge=0,
+        description="So many of the last iterations are synchronous and periodic in turn (with stream=true), so that the run's "
+        "summary says what each takes; the update is the same either way.",
+    )
+    order: Literal["prompt", "completion"] = Field(
+        "completion", description="Order in which groups are trained; prompt makes the update bit-identical to sync."
+    )
+    dispatch: Literal["auto", "longest-first", "in-order"] = Field(
+        "auto",
+        description="Order in which prompts go to engines, by the length that earlier responses let expect; it changes no sample. "
+        "auto takes the order that lets the iteration end first, in a simulation of it.",
+    )
+    dynamic_sampling: bool = Field(
+        False,
+        description="Replace groups whose responses are all right or all wrong by further prompts, until an iteration has "
+        "prompts_per_iteration others (DAPO).",
+    )
+    dynamic_sampling_limit: int = Field(
+        8, ge=1, description="Stop the run when dynamic sampling needs more than this many times prompts_per_iteration."
+    )
+    evaluate_every: int = Field(
+        0, ge=0, description="Evaluate every n iterations; 0 only before the first and after the last."
+    )
+
+
+class EvaluateConfig(Section):
+    sets: dict[str, str] = Field(
+        default_factory=dict,
+        description="Further held-out sets beside data.test, by name: files in its formats, and those of published benchmarks.",
+    )
+    greedy: bool = Field(True, description="Answer every question greedily.")
+    samples: int = Field(
+        0, ge=0, le=4096, description="Sampled answers per question, for avg@n, pass@k and maj@k; 0 samples none."
+    )
+    temperature: float = Field(1.0, gt=0, le=10, description="Temperature of the sampled answers.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of the sampled answers.")
+    max_response_tokens: int | None = Field(
+        None, ge=1, description="Longest answer in tokens; none means rollout.max_response_tokens, which is the most."
+    )
+    overlap: bool = Field(
+        False,
+        description="Evaluate while trainers work on the iteration, after it has been generated; what is not complete when they "
+        "are ready is left out, so that training never waits. The last version is evaluated in full.",
+    )
+    metric: str | None = Field(
+        None,
+        min_length=1,
+        description="What checkpoint.keep_best goes by, SET/NAME such as test/greedy or aime/pass@8; none means "
+        "the first set's first number.",
+    )
+
+
+class PublishConfig(Section):
+    bucket_mib: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = Field(
+        "auto", description="Size of one bucket of the weight broadcast; auto goes by the device's free memory."
+    )
+    timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
+    probe_tokens: int = Field(
+        16,
+        ge=0,
+        description="Tokens per engine of the log-prob probe after the first and the last publish; between them an iteration's "
+        "first groups are the probe. 0 turns both off.",
+    )
+    probe_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Absolute limit of every |engine - trainer| log-prob of the probe, beside noise_margin; none sets none.",
+    )
+    noise_margin: float | None = Field(
+        4.0,
+        ge=1.0,
+        description="Stop where engine and trainer log-probs differ on average by more than so many times the noise of the run's "
+        "first iteration (K3: its square), over a probe or an iteration's tokens (I5); none only records.",
+    )
+    false_stop_rate: float = Field(
+        1e-7,
+        gt=0,
+        le=0.01,
+        description="Chance per iteration that chance alone exceeds the limits of noise_margin = 1; they are the wider the fewer "
+        "responses are compared.",
+    )
+
+
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0, description="Save every n iterations; 0 only after the last one.")
+    load: str | None = Field(None, description="Checkpoint directory (.../iteration_000010) to continue from.")
+    resume: Literal["auto"] | None = Field(
+        None,
+        description="auto: continue from the newest complete checkpoint of run.dir; where there is none, start from "
+        "checkpoint.load or from the beginning.",
+    )
+    asynchronous: bool = Field(True, description="Write checkpoints in the background, while training goes on.")
+    timeout_s: float = Field(600.0, gt=0, description="Deadline of writing a checkpoint.")
+    keep_last: int = Field(0, ge=0, description="Keep the newest n checkpoints and delete older ones; 0 keeps all.")
+    keep_best: int = Field(
+        0, ge=0, description="Keep, beside keep_last, the n checkpoints with the best evaluation accuracy."
+    )
+    export_hf: bool = Field(True, description="Write the final weights as an HF directory.")

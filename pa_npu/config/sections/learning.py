@@ -1,0 +1,151 @@
+"""Keys of how samples are learned from: algorithm, optimizer, trainers, microbatches, attention."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from pa_npu.config.presets import PresetName
+from pa_npu.config.sections.base import Section
+
+LOSSES = ("clip", "gspo", "cispo", "reinforce")
+ADVANTAGES = ("group-std", "centred", "leave-one-out", "batch-std")
+REWARDS = ("math", "format", "overlong")
+
+
+class AlgorithmConfig(Section):
+    name: PresetName | None = Field(
+        None, description="Preset: the values below for the keys that are not set; null sets nothing."
+    )
+    loss: str = Field("clip", description="Policy loss: clip, gspo, cispo, reinforce, or module:function of your own.")
+    advantage: str = Field(
+        "group-std",
+        description="group-std, centred, batch-std: rewards minus the group's mean, divided by the group's deviation, by nothing, "
+        "by the batch's deviation; leave-one-out: minus the mean of the group's others; or module:function of your own.",
+    )
+    clip_low: float = Field(0.2, gt=0, le=1, description="Ratio is clipped from below at 1 - clip_low; 1 never clips.")
+    clip_high: float = Field(0.2, gt=0, description="Ratio is clipped from above at 1 + clip_high.")
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="Bound of the loss of a token with a negative advantage, in units of it (clip, gspo), as verl's clip_ratio_c; "
+        "null bounds nothing.",
+    )
+    delta: float | None = Field(
+        None,
+        gt=1,
+        description="Bound of the ratio that is not clipped, which matters for negative advantages (clip, gspo), as TRL's delta; "
+        "null bounds nothing.",
+    )
+    kl_coef: float = Field(
+        0.0, ge=0, description="Coefficient of the KL divergence to the reference; 0 builds no reference."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="Estimator of the KL term; in the loss k1 has an expected gradient of zero, so use it in the reward.",
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss",
+        description="Where the KL term goes: into the loss of each token, or, summed over the response, off its reward.",
+    )
+    reference_refresh_every: int = Field(
+        0, ge=0, description="Make the reference equal to the policy every n iterations; 0 keeps the first model."
+    )
+    ratio: Literal["auto", "proximal", "sampling"] = Field(
+        "auto",
+        description="The policy that the loss takes ratios against: proximal is that of the iteration's beginning, sampling what "
+        "engines reported for each token; auto is sampling with schedule.max_staleness where importance_sampling is none.",
+    )
+    importance_sampling: Literal["none", "token", "sequence"] = Field(
+        "none",
+        description="Weights of the proximal over the sampling policy, of each token or of the whole response: they correct for "
+        "what engines compute differently, and with schedule.max_staleness for older weights.",
+    )
+    importance_rule: Literal["truncate", "mask"] = Field(
+        "truncate",
+        description="What becomes of importance weights beyond importance_cap: cut to it (TIS), or the tokens left out (MIS).",
+    )
+    importance_cap: float = Field(2.0, ge=1, description="Importance weights are truncated, or masked, above this.")
+    importance_floor: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Importance weights below this are masked too (importance_rule=mask); IcePop has both.",
+    )
+    age_exponent: float = Field(
+        0.0,
+        ge=0,
+        description="a: tokens weigh (1 + age)^-a, age being how many versions their weights are behind those they train; 0 weighs "
+        "all alike.",
+    )
+    entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
+    aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"] = Field(
+        "token-mean",
+        description="Token weights and normaliser: 1 over tokens, 1/length over sequences, 1 over sequences, 1 over "
+        "B*G*max length.",
+    )
+
+
+class OptimizerConfig(Section):
+    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
+    min_learning_rate: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
+    warmup_iterations: int = Field(0, ge=0, description="Iterations of linear warm-up.")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the decay after warm-up.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; norms and biases are exempt.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2.")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
+    clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 never clips.")
+
+
+class TrainerConfig(Section):
+    backend: Literal["megatron"] = Field("megatron", description="What trains the model.")
+    devices: int = Field(
+        1, ge=1, le=2**17, description="Trainer ranks in all nodes; must be tensor x pipeline x data parallel."
+    )
+    tensor_parallel: int = Field(1, ge=1, le=1024, description="Tensor-parallel size (TP).")
+    pipeline_parallel: int = Field(1, ge=1, le=1024, description="Pipeline-parallel size (PP).")
+    sequence_parallel: bool = Field(False, description="Shard norms and residuals over TP along the sequence (SP).")
+    distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
+    gradient_bucket_mib: float = Field(
+        160.0,
+        ge=0,
+        le=1e6,
+        description="Gradients are reduced over data-parallel ranks in buckets of this size, each as soon as the last backward "
+        "of an update has made it; 0 reduces all at once after that.",
+    )
+    wait_timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        description="Deadline of every wait of a trainer (rollouts, publish, collectives); where it is left out, at least as long "
+        "as a request may take.",
+    )
+    startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for the trainer ranks to become ready.")
+
+
+class MicrobatchConfig(Section):
+    responses: int | None = Field(
+        None, ge=1, description="Responses per microbatch; must divide rollout.responses_per_prompt; none means all."
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Pack microbatches of responses, also of several groups, together up to so many tokens, padding included; "
+        "a larger one goes alone. Only without pipeline parallelism; none packs nothing.",
+    )
+    pad_to_multiple_of: int | None = Field(
+        None,
+        ge=1,
+        description="Pad packed lengths to a multiple; none means trainer.tensor_parallel with sequence parallelism, else 1.",
+    )
+
+
+class AttentionConfig(Section):
+    shared_prompt: bool = Field(
+        True, description="Compute a group's prompt once; false packs separate sequences (baseline)."
+    )
+    implementation: Literal["auto", "dense", "merge", "gather"] = Field(
+        "auto", description="Kernel form of shared-prompt attention."
+    )

@@ -1,0 +1,73 @@
+"""Keys of operating a run: telemetry, and where its processes stand."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pa_npu.config.sections.base import Index, Section
+
+
+class TelemetryConfig(Section):
+    samples_per_iteration: int = Field(2, ge=0, description="Groups written to samples.jsonl per iteration.")
+    samples: Literal["all"] | Annotated[int, Field(ge=0)] = Field(
+        4,
+        description="Groups of each iteration kept in RUN/samples (parquet) with rewards, advantages, tokens and log-probs; "
+        "all keeps every one, 0 none.",
+    )
+    tensorboard: bool = Field(True, description="Write TensorBoard events.")
+    timeline: bool = Field(True, description="Write timeline.json (Chrome trace format).")
+    warmup_iterations: int = Field(1, ge=0, description="Iterations at the start that throughput summaries leave out.")
+    profile_iterations: tuple[int, ...] = Field(
+        (), description="Iterations whose training is profiled into RUN/profile, which slows them; none by default."
+    )
+    profile_ranks: tuple[int, ...] = Field((0,), description="Trainer ranks that profile_iterations is about.")
+
+
+LOOPBACK = "127.0.0.1"
+
+
+class PlacementConfig(Section):
+    cluster: Literal["local", "ray"] = Field(
+        "local", description="What runs engines and trainers: this machine, or the nodes of a Ray cluster."
+    )
+    ray_address: str = Field(
+        "auto", min_length=1, description="The Ray cluster, HOST:PORT; auto is the one that this machine belongs to."
+    )
+    nnodes: int = Field(1, ge=1, description="Number of nodes; several need placement.cluster=ray.")
+    devices_per_node: int | None = Field(
+        None, ge=1, description="Devices (cpu: cores) of each node that the run uses; none divides them evenly."
+    )
+    join_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Deadline of the cluster to give the run its nodes at the start, and to replace nodes that were lost.",
+    )
+    node_timeout_s: float = Field(
+        60.0, ge=4, description="A node whose processes are not heard of for this long is lost, if Ray has not said so."
+    )
+    host: str | None = Field(
+        None,
+        min_length=1,
+        description="Address of this machine that the store listens on, and with cluster=local engines and trainers too; none is "
+        "loopback, and on a Ray cluster the address that this node has there. Other nodes use theirs.",
+    )
+    store_port: int = Field(0, ge=0, le=65535, description="Port of the c10d store; 0 is a free one.")
+    engine_port: int = Field(
+        0, ge=0, le=65535, description="Port of the first engine, the others follow; 0 takes free ones."
+    )
+    engine_devices: tuple[Index, ...] | None = Field(
+        None, description="Device indices of the engines; none takes the first ones."
+    )
+    trainer_devices: tuple[Index, ...] | None = Field(
+        None, description="Device indices of the trainer ranks; none takes the next ones."
+    )
+    pin_cores: bool = Field(
+        True, description="On cpu, pin each engine and trainer rank to its core where there are enough."
+    )
+
+    @property
+    def address(self) -> str:
+        """placement.host, resolved; on a cluster the launcher has put it there."""
+        return self.host or LOOPBACK

@@ -1,0 +1,193 @@
+"""Keys of how samples come about: engines, environments, rewards."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from pa_npu.config.sections.base import Section
+
+SLOWEST_TOKEN_S = 0.25
+"""An engine that takes longer per token of a response than this, on top of its deadline, is not worth waiting for."""
+CUT_SHARE = 4
+"""A group that is cut is generated again with the configured length divided by this (rollout.too_long)."""
+
+
+class RolloutConfig(Section):
+    short_forms: ClassVar[dict[str, str]] = {"engines": r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*"}
+
+    backend: str = Field(
+        "vllm",
+        min_length=1,
+        description="Kind of engine: vllm; transformers (slow, exact, for debugging); or module:NAME, an EngineKind of your own.",
+    )
+    engines: int = Field(
+        1,
+        ge=1,
+        le=2**14,
+        description="Number of engines (servers). MIN..MAX starts MIN, and up to MAX where a cluster's nodes have free "
+        "devices (placement.cluster=ray); it is short for engines=MIN and max_engines=MAX.",
+    )
+    max_engines: int | None = Field(
+        None,
+        ge=1,
+        description="Engines that the run grows to as nodes with free devices appear; none stays at engines.",
+    )
+    shared_engines: int = Field(
+        0,
+        ge=0,
+        le=2**14,
+        description="Further engines, on the trainers' devices: they generate while trainers would wait for rollouts. One for each "
+        "replica, or none.",
+    )
+    attach: tuple[str, ...] = Field(
+        (),
+        description="URLs of running engines (see `pa-npu engines`) to use instead of starting any; they must serve "
+        "this model.path, one for each of rollout.engines, then one for each of rollout.shared_engines.",
+    )
+    key_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the API key of attached engines, which `pa-npu engines` names; none means VLLM_API_KEY of "
+        "the environment.",
+    )
+    tensor_parallel: int = Field(1, ge=1, le=1024, description="Devices per engine.")
+    python: str | None = Field(None, description="Interpreter of the engines' own environment; none means this one.")
+    responses_per_prompt: int = Field(8, ge=2, description="G, the number of responses per prompt (one group).")
+    max_response_tokens: int = Field(256, ge=1, description="Longest response in tokens.")
+    temperature: float = Field(1.0, gt=0.0, le=10.0, description="Sampling temperature; the trainer applies the same.")
+    top_p: float = Field(
+        1.0, gt=0.0, le=1.0, description="Nucleus sampling; only 1.0, which the trainer can match exactly."
+    )
+    top_k: int = Field(-1, description="Top-k sampling; only -1 (off), which the trainer can match exactly.")
+    ignore_eos: bool = Field(False, description="Always generate max_response_tokens (benchmarks with fixed work).")
+    window: Literal["auto"] | int = Field(
+        "auto",
+        description="Sequences in flight per engine; auto chooses them for each iteration, with turns and order of dispatch, by "
+        "simulating it with what was learned of engines, trainers and lengths.",
+    )
+    max_num_batched_tokens: int = Field(
+        32768, ge=1, description="vLLM's token budget per step; no prompt may be chunked."
+    )
+    max_num_seqs: int = Field(
+        256,
+        ge=1,
+        description="Most sequences that an engine decodes together. Where it is not given, the run doubles it to 512 or 1024 if "
+        "the KV cache holds so many at their longest and an iteration has them.",
+    )
+    memory_fraction: float = Field(
+        0.85, gt=0.0, le=1.0, description="Share of device memory an engine may take (npu, cuda)."
+    )
+    shared_memory_fraction: float = Field(
+        0.3,
+        gt=0.0,
+        le=1.0,
+        description="Share of device memory that an engine on a trainer's device may take beside it (npu, cuda).",
+    )
+    kv_cache_gib: float = Field(1.0, gt=0.0, le=1e6, description="KV cache of an engine in GiB (cpu).")
+    graph_mode: bool | None = Field(
+        None,
+        description="Let engines compile and capture graphs; false computes eagerly; none goes by the engine: graphs of "
+        "decode steps with vllm-ascend 0.23, else eagerly.",
+    )
+    prefix_caching: bool = Field(
+        True, description="Keep prompts' keys and values for the other responses of their group."
+    )
+    batch_invariant: bool = Field(
+        False, description="Engine kernels whose results do not depend on what else is in the batch; slower."
+    )
+    expandable_segments: bool | None = Field(
+        None, description="Allocator of engines that grows its segments (npu, cuda); none leaves it to the engine."
+    )
+    request_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Deadline of one group's generation. An engine that works is given 0.25 s more per token of "
+        "rollout.max_response_tokens; one that does not is replaced.",
+    )
+    too_long: Literal["end", "cut"] = Field(
+        "end",
+        description="A group that an engine which works does not finish in its time: end ends the run; cut generates it again with "
+        "a quarter of the tokens. Which groups are cut depends on the clock, so not with schedule.order=prompt.",
+    )
+    startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for an engine to become ready.")
+    probe_every_s: float = Field(
+        30.0, gt=0, description="Time between two probes of a serving engine: a token that it must generate."
+    )
+    probe_timeout_s: float = Field(
+        60.0, gt=0, description="Deadline of a probe; an engine that does not answer is taken for hung and replaced."
+    )
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="How often each engine that ends or hangs is started again within restart_window_s; beyond that the run goes "
+        "on without it where others serve.",
+    )
+    restart_window_s: float = Field(
+        3600.0, gt=0, description="Starts longer ago than this no longer count towards rollout.restarts."
+    )
+    extra_args: tuple[str, ...] = Field((), description="Further arguments for the vLLM server.")
+    env: dict[str, str] = Field(default_factory=dict, description="Further environment variables for the engines.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def split_range(cls, section: Any) -> Any:
+        """engines=MIN..MAX as the two keys that it is short for."""
+        if not isinstance(section, dict) or not isinstance(section.get("engines"), str):
+            return section
+        if not (found := re.fullmatch(cls.short_forms["engines"], section["engines"])):
+            return section
+        if section.get("max_engines") is not None:
+            raise ValueError(f"engines: {section['engines']} names the maximum; remove max_engines")
+        return {**section, "engines": int(found[1]), "max_engines": int(found[2])}
+
+
+class EnvironmentConfig(Section):
+    name: str = Field(
+        "single_turn",
+        min_length=1,
+        description="How a prompt becomes samples: single_turn, tools (several turns with a tool), or a class of your own, "
+        "module:Class.",
+    )
+    max_turns: int = Field(4, ge=1, le=1000, description="Most turns of the policy in one sample.")
+    timeout_s: float = Field(
+        10.0, gt=0, description="Time limit of the environment's own work in one turn, such as a tool's."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="What the environment reads itself; see its docstring, e.g. pa_npu.environments.tools.",
+    )
+
+
+class RewardFunction(Section):
+    name: str = Field(..., min_length=1, description="math, format, overlong, or module:function of your own.")
+    weight: float = Field(1.0, description="Factor of this reward in the sum.")
+    pattern: str | None = Field(None, description="Regular expression a response must match (format only).")
+    max_tokens: int | None = Field(
+        None, ge=1, description="Length with reward -1 (overlong only); null means rollout.max_response_tokens."
+    )
+    buffer_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens before max_tokens over which the reward falls from 0 to -1 (overlong only); null means a fifth.",
+    )
+
+
+class RewardConfig(Section):
+    functions: tuple[RewardFunction, ...] = Field(
+        (RewardFunction(name="math"),),
+        min_length=1,
+        description="Reward functions; a response's reward is their weighted sum.",
+    )
+    timeout_s: float = Field(
+        10.0, gt=0, description="Time limit for rewarding one group; then its reward is zero, logged."
+    )
+    max_failing_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="End the run when one function failed for more than this share of the last 64 groups; 1 never ends it.",
+    )
+    workers: int = Field(1, ge=1, le=256, description="Processes that compute rewards.")

@@ -1,0 +1,323 @@
+"""The iteration protocol of the coordinator: publish a weight version, evaluate it, produce its iteration, record the last one.
+
+Per weight version v, with keys in the store that the launcher hosts, where the roster of engines is too:
+
+    engines are asked to load v; trainers send their report of iteration v - 1, and v   (control/messages.py, pa_npu.publish)
+    the schedule learns from iteration v - 1 and chooses for v                          (planning/iteration_model)
+    evaluation of version v, where due; or beside training (evaluate.overlap)            (evaluate.py)
+    iteration v is produced into the rollout buffer while the trainers consume it       (producer.py)
+    meanwhile iteration v - 1 goes into metrics.jsonl and onto the console              (record.py)
+
+With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. The last version is only published
+and evaluated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.freshness import Freshness
+from pa_npu.control.messages import (
+    BORDER,
+    DATA_POSITION,
+    DISPATCHED,
+    PRODUCED_AHEAD,
+    REPORT,
+    WRITTEN_AHEAD,
+    DataPosition,
+    IterationReport,
+    ProducedAhead,
+    WrittenAhead,
+)
+from pa_npu.control.tasks import TaskScope, cancel
+from pa_npu.coordinator.evaluate import Evaluation, Evaluator
+from pa_npu.coordinator.interruption import Interruptions
+from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.production import Produced
+from pa_npu.coordinator.record import RunRecords, iteration_record
+from pa_npu.data.prompts import Prompt, PromptStream
+from pa_npu.engines.membership import Fleet
+from pa_npu.engines.pool import EnginePool, EngineUse
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import IterationTimes, Prediction
+from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold
+from pa_npu.publish.messages import READY
+from pa_npu.samples.rollout_buffer import written_buffer
+from pa_npu.telemetry.timeline import Timeline, now, on_clock
+
+# How long the record of a finished iteration may still take when the run fails in the next one.
+_LAST_RECORD_S = 2.0
+
+
+class Coordinator:
+    """The iteration protocol over parts that are already running."""
+
+    def __init__(
+        self,
+        config: Config,
+        channel: StoreChannel,
+        fleet: Fleet,
+        pool: EnginePool,
+        producer: Producer,
+        controller: ScheduleController,
+        publish: CoordinatorPublish,
+        records: RunRecords,
+        timeline: Timeline,
+        evaluator: Evaluator | None,
+        interruptions: Interruptions | None = None,
+    ) -> None:
+        self._interruptions = interruptions
+        self._config = config
+        self._channel = channel
+        self._fleet = fleet
+        self._pool = pool
+        self._producer = producer
+        self._controller = controller
+        self._publish = publish
+        self._records = records
+        self._timeline = timeline
+        self._evaluator = evaluator
+        self._freshness = Freshness(config.schedule.max_staleness)
+        self._published: int | None = None
+        self._produced: dict[int, Produced] = {}  # not trained yet, by iteration
+        self._complete: dict[int, asyncio.Event] = {}  # of iterations whose responses come in parts
+        self._recording: asyncio.Task[None] | None = None  # of the iteration before the one that runs
+
+    def resume(self, produced: Produced, state: dict[str, Any], train: PromptStream) -> None:
+        """Take an iteration that was produced before the run was interrupted, and is in the buffer again. In order."""
+        self._put_position(produced.iteration, train)
+        train.restore(state)
+        self._take(produced)
+        self._put_position(produced.iteration + 1, train)
+
+    async def run(self, train: PromptStream, first: int) -> None:
+        """From weight version `first` to the evaluation of the last one."""
+        try:
+            async with TaskScope() as scope:
+                await self._run(train, first, scope)
+        finally:
+            if self._recording is not None:
+                await asyncio.wait({self._recording}, timeout=_LAST_RECORD_S)
+                await cancel([self._recording])
+
+    async def _run(self, train: PromptStream, first: int, scope: TaskScope) -> None:
+        last = self._config.schedule.iterations
+        ahead = first + len(self._produced)  # the iteration that is produced next
+        prompts: Sequence[Prompt] = ()
+        self._put_position(ahead, train)
+        before: _Window | None = None
+        for version in range(first, last + 1):
+            if ahead < last or not prompts:
+                prompts = self._prompts(train)
+            # between the first and the last version the first groups are the probe
+            probes = version in (first, last) or not self._config.probe_rides
+            preparing = self._prepare(ahead, prompts) if ahead < last else None
+            border = await self._cross(version, prompts[0] if probes else None, is_first=version == first)
+            await self._recorded()
+            if preparing is not None:
+                await preparing
+            if before is not None:
+                self._end(self._produced.pop(version - 1), before, border, version)
+            evaluation = None
+            due = self._evaluator is not None and self._evaluation_due(version)
+            overlapped = self._config.evaluate.overlap and version != last
+            if due and not overlapped:
+                await self._recorded()
+                evaluation = await self._evaluate(version)
+            if version == last:
+                await self._recorded()
+                return
+            if self._interruptions is not None:
+                self._interruptions.publish(version)
+            until = ahead
+            while until < last and self._freshness.may_produce(until, self._published):
+                prompts = prompts if until == ahead else self._prompts(train)
+                if self._interruptions is None:
+                    await self._produce(until, prompts, train)
+                else:
+                    self._begin(until, prompts, train, scope)
+                until += 1
+            if self._interruptions is not None:
+                await self._interrupt(version, self._interruptions)
+            if due and overlapped and self._evaluator is not None:
+                self._evaluator.start(version, self._record_evaluation)
+            before = _Window(evaluation, border, until - ahead)
+            ahead = until
+
+    def _prepare(self, iteration: int, prompts: Sequence[Prompt]) -> asyncio.Task[None] | None:
+        """The schedule of the next iteration is chosen while trainers still train; not beside responses that go on."""
+        if self._interruptions is not None:
+            return None
+        return asyncio.create_task(self._producer.prepare(iteration, prompts), name=f"schedule of {iteration}")
+
+    def _prompts(self, train: PromptStream) -> Sequence[Prompt]:
+        return train.take(self._config.schedule.prompts_per_iteration)
+
+    async def _produce(self, iteration: int, prompts: Sequence[Prompt], train: PromptStream) -> None:
+        """An iteration, whole, by the version that engines hold."""
+        self._freshness.check_production(iteration, self._published)
+        with self._timeline.span("produce", iteration=iteration):
+            produced = await self._producer.produce(iteration, prompts, lambda: train.take(1)[0])
+        self._take(produced)
+        self._put_position(iteration + 1, train)
+
+    def _begin(self, iteration: int, prompts: Sequence[Prompt], train: PromptStream, scope: TaskScope) -> None:
+        """An iteration from this version on, its responses in parts."""
+        self._freshness.check_production(iteration, self._published)
+        self._put_position(iteration + 1, train)
+        done = self._complete[iteration] = asyncio.Event()
+
+        async def produce() -> None:
+            self._take(await self._producer.produce(iteration, prompts))
+            done.set()
+
+        assert self._interruptions is not None
+        self._interruptions.admits()
+        scope.start(produce(), f"iteration {iteration}")
+
+    async def _interrupt(self, version: int, interruptions: Interruptions) -> None:
+        """All that this version may write is written, and the iteration that it trains is complete."""
+        await interruptions.quiet()
+        await self._complete.pop(version).wait()
+        following, schedule = version + 1, self._config.schedule
+        every = self._config.checkpoint.every
+        if not every or following % every or following >= schedule.iterations:
+            return
+        iterations = list(range(following, min(following + schedule.max_staleness, schedule.iterations)))
+        buffer = written_buffer(self._channel, following)
+        for iteration in iterations:
+            for group in interruptions.so_far(iteration):
+                buffer.put(group, 0, group.index)
+        message = WrittenAhead(iterations, schedule.prompts_per_iteration)
+        WRITTEN_AHEAD.put(self._channel, message, version=following)
+
+    def _take(self, produced: Produced) -> None:
+        """All of an iteration's groups are in the buffer: for the trainers to check (I2), and to put into checkpoints."""
+        iteration = produced.iteration
+        self._produced[iteration] = produced
+        DISPATCHED.put(self._channel, produced.dispatched, iteration=iteration)
+        if self._config.schedule.max_staleness:
+            message = ProducedAhead(produced.numbers, produced.samples)
+            PRODUCED_AHEAD.put(self._channel, message, iteration=iteration)
+
+    def _put_position(self, iteration: int, train: PromptStream) -> None:
+        """Which prompts were taken before an iteration, for checkpoints."""
+        DATA_POSITION.put(self._channel, DataPosition(train.state()), iteration=iteration)
+
+    async def _cross(self, version: int, prompt: Prompt | None, *, is_first: bool) -> _Border:
+        """Weight version `version` from trainers to engines. prompt: for a probe."""
+        trainer = self._config.trainer
+        within_s = trainer.startup_timeout_s if is_first else trainer.wait_timeout_s
+        if self._evaluator is not None and self._evaluator.is_running:
+            # engines that wait inside a load answer nothing: with an evaluation they are asked when the trainers are ready
+            await READY.wait_async(self._channel, within_s, version=version)
+            await self._end_overlapped_evaluation(version - 1)
+        held = await self._publish.publish(version, prompt, within_s)
+        # engines were asked before: that ran beside training
+        self._timeline.complete("publish", on_clock(held.ready_s), now(), version=version)
+        self._published = version
+        return _Border(held, self._pool.use(), self._fleet.size)
+
+    def _evaluation_due(self, version: int) -> bool:
+        schedule = self._config.schedule
+        if version in (0, schedule.iterations):
+            return True
+        return bool(schedule.evaluate_every) and version % schedule.evaluate_every == 0
+
+    async def _evaluate(self, version: int) -> dict[str, Any]:
+        assert self._evaluator is not None
+        with self._timeline.span("evaluate", version=version):
+            return self._record_evaluation(await self._evaluator.evaluate(version))
+
+    async def _end_overlapped_evaluation(self, version: int) -> None:
+        """Engines are needed for the next weights: what has been answered of an evaluation beside training is what counts."""
+        if self._evaluator is not None and (found := await self._evaluator.finish(version)) is not None:
+            self._record_evaluation(found)
+
+    def _record_evaluation(self, found: Evaluation) -> dict[str, Any]:
+        record = {**found.record(self._config.evaluate.metric), "time": time.time()}
+        if self._config.evaluate.overlap:
+            self._timeline.complete("evaluate", now() - found.seconds, now(), "evaluation", version=found.version)
+        self._records.write_evaluation(record, found.responses)
+        return record
+
+    def _end(self, produced: Produced, start: _Window, end: _Border, version: int) -> None:
+        """What was trained between two publishes, of which the second is `version`, gets its record, which is begun here; what was
+        produced there is learned from."""
+        report = REPORT.get(self._channel, iteration=version - 1)
+        iteration_s = end.held.done_s - start.border.held.done_s
+        prediction = Prediction("", None, None)
+        if start.iterations_produced == 1:
+            evaluation_s = start.evaluation["seconds"] if start.evaluation else 0.0
+            prediction = self._controller.end_iteration(
+                IterationTimes(
+                    iteration_s=iteration_s - evaluation_s,
+                    border_s=end.publish_s,
+                    train_s=report.training.train_s,
+                    step_s=report.training.step_s,
+                )
+            )
+        recording = self._record(produced, report, prediction, iteration_s, start, end, version)
+        self._recording = asyncio.create_task(recording, name=f"record of iteration {produced.iteration}")
+
+    async def _recorded(self) -> None:
+        """The last iteration that was ended has its record. Raises what went wrong with that."""
+        if self._recording is not None:
+            await self._recording
+            self._recording = None
+
+    async def _record(
+        self,
+        produced: Produced,
+        report: IterationReport,
+        prediction: Prediction,
+        iteration_s: float,
+        start: _Window,
+        end: _Border,
+        version: int,
+    ) -> None:
+        """The iteration's record; the trainers' account of the border comes when they have crossed it."""
+        border = await BORDER.wait_async(self._channel, self._config.trainer.wait_timeout_s, version=version)
+        record = iteration_record(
+            self._config,
+            produced,
+            report,
+            border,
+            prediction,
+            iteration_s=iteration_s,
+            publish=end.held,
+            evaluation=start.evaluation,
+            use_before=start.border.use,
+            use_after=end.use,
+            devices=self._config.trainer.devices + start.border.engines * self._config.rollout.tensor_parallel,
+        )
+        self._records.write_iteration(record, produced.samples, produced.kept)
+
+
+@dataclass(frozen=True)
+class _Border:
+    """The publish between two iterations, and the engines' counters and number after it."""
+
+    held: EnginesHold
+    use: dict[str, EngineUse]
+    engines: int
+
+    @property
+    def publish_s(self) -> float:
+        """From the trainers' readiness to the end."""
+        return self.held.done_s - self.held.ready_s
+
+
+@dataclass(frozen=True)
+class _Window:
+    """From one publish to the next. border: the publish that began it."""
+
+    evaluation: dict[str, Any] | None
+    border: _Border
+    iterations_produced: int
