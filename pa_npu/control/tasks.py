@@ -77,7 +77,10 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     A task may not wait for itself, so the one that calls this is left out. A cancellation of the caller is not mistaken for
     one of theirs: it is raised, once they have ended.
     """
-    left = [task for task in tasks if not task.done() and task is not asyncio.current_task()]
+    left = [task for task in tasks if not task.done()]
+    if not left:
+        return
+    left = [task for task in left if task is not asyncio.current_task()]
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)

@@ -63,8 +63,8 @@ def _check(environment: Environment, prompt: Prompt, samples: Sequence[Sample], 
     if len(samples) != num_samples or not all(isinstance(sample, Sample) for sample in samples):
         raise EnvironmentFailed(f"{what}: must return {num_samples} samples, returned {len(samples)}; correct rollout")
     for number, sample in enumerate(samples):
-        lengths = {len(getattr(sample, name)) for name in ("tokens", "trained", "logprobs", "versions")}
-        if len(lengths) != 1 or not sample.num_trained or sample.trained[0]:
+        same_length = len(sample.tokens) == len(sample.trained) == len(sample.logprobs) == len(sample.versions)
+        if not same_length or not sample.num_trained or sample.trained[0]:
             raise EnvironmentFailed(
                 f"{what}: sample {number} must have arrays of one length and trained tokens behind an untrained first one; "
                 f"put it together with SampleBuilder"

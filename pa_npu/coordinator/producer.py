@@ -106,7 +106,7 @@ class Producer:
         )
         tail = TailMeter(self._pool)
         kept = kept_groups(config.telemetry.samples)
-        production = Production(iteration, config.telemetry.samples_per_iteration, kept)
+        production = Production(iteration, config.telemetry.samples_per_iteration, kept, interrupts=config.interrupts)
         held: list[tuple[int, int]] = []  # (dispatch index, number) of groups to train, by completion
         scored: dict[int, tuple[Prompt, list[Sample], RewardResult]] = {}
         seen: dict[int, tuple[Prompt, list[int]]] = {}

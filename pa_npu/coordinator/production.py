@@ -36,15 +36,16 @@ class Production:
     """Accumulates the groups of one iteration: all as they are scored (judge), and those that are trained (add).
 
     num_samples: the groups of the lowest dispatch indices, this many, are kept as samples; which ones does not depend on timing.
-    num_kept: the same for those that are kept with their tokens.
+    num_kept: the same for those that are kept with their tokens. interrupts: whether a response may have several versions.
     """
 
-    def __init__(self, iteration: int, num_samples: int, num_kept: float = 0) -> None:
+    def __init__(self, iteration: int, num_samples: int, num_kept: float = 0, *, interrupts: bool = False) -> None:
         self.iteration = iteration
         self._samples: list[dict[str, Any]] = []
         self._kept: list[KeptResponse] = []
         self._num_samples = num_samples
         self._num_kept = num_kept
+        self._interrupts = interrupts
         self._start_s = time.perf_counter()
         self._seconds = 0.0
         self._window = 0
@@ -79,7 +80,8 @@ class Production:
         self._sample_prompt_tokens += sum(len(sample.tokens) - sample.num_trained for sample in samples)
         self._response_tokens += sum(sample.num_trained for sample in samples)
         self._finished += sum(sample.finished for sample in samples)
-        self._interrupted += sum(len(set(sample.versions[sample.trained].tolist())) > 1 for sample in samples)
+        if self._interrupts:
+            self._interrupted += sum(sample.is_of_several_versions for sample in samples)
         self._correct += int(sum(map(bool, result.correct)))
         self._reward += float(sum(result.total))
         for name, values in result.functions.items():

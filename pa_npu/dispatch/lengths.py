@@ -42,6 +42,7 @@ class ResponseLengths:
         self._x, self._xx = 0.0, 0.0
         self._y, self._xy = np.zeros(2), np.zeros(2)
         self._ratios: dict[int, npt.NDArray[np.float64]] = {}
+        self._expected: dict[tuple[int, int], tuple[float, float]] = {}  # by prompt and its length, until more is seen
 
     @property
     def num_observed(self) -> int:
@@ -50,17 +51,18 @@ class ResponseLengths:
 
     def mean(self, prompt: Prompt) -> float:
         """Expected tokens of a response."""
-        return float(self._expect(prompt)[0])
+        return self._expect(prompt)[0]
 
     def longest(self, prompt: Prompt) -> float:
         """Expected tokens of the longest response of a group."""
-        return float(self._expect(prompt)[1])
+        return self._expect(prompt)[1]
 
     def observe(self, groups: Sequence[tuple[Prompt, Sequence[int]]]) -> None:
         """Response lengths of an iteration's groups.
 
         All at once: those that finish first are short, and a baseline of them alone would make all others look long.
         """
+        self._expected.clear()
         keep = 1.0 - 1.0 / _MEMORY
         pairs = [np.array([np.mean(lengths), np.max(lengths)]) for _, lengths in groups]
         for (prompt, _), pair in zip(groups, pairs, strict=True):
@@ -73,9 +75,16 @@ class ResponseLengths:
             ratio = self._ratios.get(prompt.prompt_id, np.ones(2))
             self._ratios[prompt.prompt_id] = ratio + _NEWEST * (pair / self._baseline(prompt) - ratio)
 
-    def _expect(self, prompt: Prompt) -> npt.NDArray[np.float64]:
-        expected = self._baseline(prompt) * self._ratios.get(prompt.prompt_id, 1.0)
-        return np.clip(expected, 1.0, self._max_tokens)
+    def _expect(self, prompt: Prompt) -> tuple[float, float]:
+        key = prompt.prompt_id, len(prompt.tokens)
+        known = self._expected.get(key)
+        if known is None:
+            mean, longest = self._baseline(prompt) * self._ratios.get(prompt.prompt_id, 1.0)
+            known = self._expected[key] = self._possible(mean), self._possible(longest)
+        return known
+
+    def _possible(self, length: float) -> float:
+        return min(max(float(length), 1.0), float(self._max_tokens))
 
     def _baseline(self, prompt: Prompt) -> npt.NDArray[np.float64]:
         if not self._count:

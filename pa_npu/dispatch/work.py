@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pa_npu.attention import PrefixLayout
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 
@@ -27,8 +26,4 @@ class GroupWork:
             response_lengths[start : start + self._responses]
             for start in range(0, len(response_lengths), self._responses)
         ]
-        return sum(self._piece(prompt_length, lengths) for lengths in pieces)
-
-    def _piece(self, prompt_length: int, lengths: Sequence[int]) -> float:
-        layout = PrefixLayout.from_groups([(prompt_length, lengths)])
-        return self._flops.step(layout if self._shared_prompt else layout.separate(), sum(lengths))
+        return sum(self._flops.group(prompt_length, lengths, shared=self._shared_prompt) for lengths in pieces)

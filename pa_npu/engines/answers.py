@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,56 +19,86 @@ _LOGPROB_ROUNDING = 1e-4
 _LOGPROB_CLAMP = -9999.0
 
 
-def checked_generation(
-    number: int,
-    token_ids: Sequence[int],
-    logprobs: Sequence[float],
-    text: str,
-    finish_reason: str | None,
+class Answered(NamedTuple):
+    """One response as an engine sent it."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    text: str
+    finish_reason: str | None
+
+
+def checked_generations(
+    responses: Sequence[Answered],
     sampling: Sampling,
     vocab_size: int,
     engine: str,
     version: int | None = None,
     instance: str | None = None,
-) -> Generation:
-    """Response `number` of an answer. Raises EngineError when a length, id, value or reason is impossible."""
-    what = f"engine {engine}: response {number}"
-    if finish_reason not in ("stop", "length"):
-        raise EngineError(f"{what} ended with reason {finish_reason!r} instead of stop or length; see the engine's log")
-    length = len(token_ids)
-    if not 1 <= length <= sampling.max_tokens:
-        raise EngineError(f"{what} has {length} tokens, must be 1 to {sampling.max_tokens}")
+) -> list[Generation]:
+    """All responses of an answer, in order. Raises EngineError when a length, id, value or reason is impossible.
+
+    Arrays are made and checked for all together, which is several times cheaper than one by one, and cut apart.
+    """
+    lengths = [len(response.token_ids) for response in responses]
+    for number, (response, length) in enumerate(zip(responses, lengths, strict=True)):
+        what = f"engine {engine}: response {number}"
+        if response.finish_reason not in ("stop", "length"):
+            raise EngineError(
+                f"{what} ended with reason {response.finish_reason!r} instead of stop or length; see the engine's log"
+            )
+        if not 1 <= length <= sampling.max_tokens:
+            raise EngineError(f"{what} has {length} tokens, must be 1 to {sampling.max_tokens}")
+        if sampling.logprobs and len(response.logprobs) != length:
+            raise EngineError(f"{what} has {len(response.logprobs)} log-probs for {length} tokens")
+    bounds = [0, *accumulate(lengths)]
+    tokens = _checked_tokens([*chain.from_iterable(r.token_ids for r in responses)], bounds, vocab_size, engine)
+    logprobs = np.empty(0, np.float32)
+    if sampling.logprobs:
+        logprobs = _checked_logprobs([*chain.from_iterable(r.logprobs for r in responses)], bounds, engine)
+    return [
+        Generation(
+            tokens=tokens[start:end],
+            logprobs=logprobs[start:end],
+            text=response.text,
+            finish_reason="stop" if response.finish_reason == "stop" else "length",
+            version=version,
+            instance=instance,
+        )
+        for response, (start, end) in zip(responses, pairwise(bounds), strict=True)
+    ]
+
+
+def _checked_tokens(token_ids: list[int], bounds: list[int], vocab_size: int, engine: str) -> npt.NDArray[np.int32]:
     try:
         tokens = np.array(token_ids, dtype=np.int64)
     except OverflowError:
-        raise EngineError(f"{what} has a token id of more than 64 bits; does it serve another model?") from None
+        raise EngineError(f"engine {engine}: a token id has more than 64 bits; does it serve another model?") from None
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        position = int(((tokens < 0) | (tokens >= vocab_size)).argmax())
         raise EngineError(
-            f"{what} has token id {wrong} outside of the vocabulary of {vocab_size}; does it serve another model?"
+            f"engine {engine}: response {_response_at(position, bounds)} has token id {tokens[position]} outside of the vocabulary "
+            f"of {vocab_size}; does it serve another model?"
         )
-    return Generation(
-        tokens=tokens.astype(np.int32),
-        logprobs=_checked_logprobs(logprobs, length, what) if sampling.logprobs else np.empty(0, np.float32),
-        text=text,
-        finish_reason="stop" if finish_reason == "stop" else "length",
-        version=version,
-        instance=instance,
-    )
+    return tokens.astype(np.int32)
 
 
-def _checked_logprobs(values: Sequence[float], length: int, what: str) -> npt.NDArray[np.float32]:
-    if len(values) != length:
-        raise EngineError(f"{what} has {len(values)} log-probs for {length} tokens")
+def _checked_logprobs(values: list[float], bounds: list[int], engine: str) -> npt.NDArray[np.float32]:
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
         logprobs = np.array(values, dtype=np.float32)
     # NaN fails both comparisons
     if not (logprobs.min() > _LOGPROB_CLAMP and logprobs.max() <= _LOGPROB_ROUNDING):
-        wrong = logprobs[~((logprobs > _LOGPROB_CLAMP) & (logprobs <= _LOGPROB_ROUNDING))][0]
+        position = int((~((logprobs > _LOGPROB_CLAMP) & (logprobs <= _LOGPROB_ROUNDING))).argmax())
         raise EngineError(
-            f"{what} has log-prob {wrong}, must be finite and at most 0; are the engine's weights finite?"
+            f"engine {engine}: response {_response_at(position, bounds)} has log-prob {logprobs[position]}, must be finite and at "
+            f"most 0; are the engine's weights finite?"
         )
     return logprobs
+
+
+def _response_at(position: int, bounds: list[int]) -> int:
+    """The number of the response that has this token of all."""
+    return bisect_right(bounds, position) - 1
 
 
 def decode_object(data: bytes, engine: str) -> dict[str, Any]:

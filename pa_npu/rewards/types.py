@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class RewardResult:
         judging = (values for name, values in self.functions.items() if name.partition("#")[0] not in SHAPING)
         return next(judging, self.total)
 
-    @property
+    @cached_property
     def is_informative(self) -> bool:
         """Whether the rewards for content (not for form, such as length) differ within the group."""
         return bool(np.any(self.judged != self.judged[0]))

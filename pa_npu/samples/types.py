@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -68,14 +69,19 @@ class Sample:
     text: str = ""
     reward: float | None = None
 
-    @property
+    @cached_property
     def num_trained(self) -> int:
         return int(np.count_nonzero(self.trained))
 
-    @property
+    @cached_property
     def prompt_length(self) -> int:
         """Tokens before the first trained one."""
         return int(self.trained.argmax())
+
+    @property
+    def is_of_several_versions(self) -> bool:
+        """Whether it was written by more than one weight version; later tokens never have older ones."""
+        return bool(self.versions.max() != self.versions[self.prompt_length])
 
 
 class SampleBuilder:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from pa_npu.engines.answers import checked_generation
+from pa_npu.engines.answers import Answered, checked_generations
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.engines.vllm.codec import decode_response, encode_request
 from pa_npu.samples.seeds import group_seed
@@ -104,7 +104,20 @@ def test_wrong_number_of_responses_is_refused():
 
 def test_not_a_number_is_refused_in_the_last_line_of_defence():
     with pytest.raises(EngineError, match="log-prob nan"):
-        checked_generation(0, [1, 2], [-0.5, math.nan], "", "stop", SAMPLING, 100, "http://e")
+        checked_generations([Answered([1, 2], [-0.5, math.nan], "", "stop")], SAMPLING, 100, "http://e")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": [7, 100]}, "response 1 has token id 100 outside"),
+        ({"logprobs": {"token_logprobs": [-0.5, 0.1]}}, "response 1 has log-prob 0.1"),
+    ],
+)
+def test_what_is_impossible_is_named_with_its_response(changes, message):
+    """Checked together with the others, the second of three is still the one that is named."""
+    with pytest.raises(EngineError, match=message):
+        decode(choice(0), choice(1, **changes), choice(2), n=3)
 
 
 def test_group_seeds_are_31_bit_distinct_and_stable():

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.engines.answers import checked_generation, excerpt
+from pa_npu.engines.answers import Answered, checked_generations, excerpt
 from pa_npu.engines.http_client import HttpEngine
 from pa_npu.engines.protocol import (
     EngineCapabilities,
@@ -56,21 +56,8 @@ class TransformersEngine(HttpEngine):
         responses = self._decode(data, GenerateAnswer).responses
         if len(responses) != n:
             raise EngineError(f"engine {self.name}: {len(responses)} responses, but {n} were asked for")
-        return [
-            checked_generation(
-                number,
-                response.tokens,
-                response.logprobs,
-                response.text,
-                response.finish_reason,
-                sampling,
-                self._vocab_size,
-                self.name,
-                version,
-                instance,
-            )
-            for number, response in enumerate(responses)
-        ]
+        answered = [Answered(one.tokens, one.logprobs, one.text, one.finish_reason) for one in responses]
+        return checked_generations(answered, sampling, self._vocab_size, self.name, version, instance)
 
     async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
         request = JoinRequest(

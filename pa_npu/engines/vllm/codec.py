@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.engines.answers import checked_generation, excerpt
+from pa_npu.engines.answers import Answered, checked_generations, excerpt
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
 
 SERVED_MODEL = "policy"
@@ -82,18 +82,13 @@ def decode_response(
     choices.sort(key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(n)):
         raise EngineError(f"engine {engine}: {len(choices)} responses, but {n} were asked for")
-    return [
-        checked_generation(
-            choice.index,
+    responses = [
+        Answered(
             choice.token_ids,
-            choice.logprobs.token_logprobs if choice.logprobs is not None else [],
+            choice.logprobs.token_logprobs if choice.logprobs is not None else (),
             choice.text,
             choice.finish_reason,
-            sampling,
-            vocab_size,
-            engine,
-            version,
-            instance,
         )
         for choice in choices
     ]
+    return checked_generations(responses, sampling, vocab_size, engine, version, instance)
