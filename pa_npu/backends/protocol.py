@@ -173,6 +173,10 @@ class TrainBackend(Protocol):
         members that are left.
         """
 
+    def skip_publish(self, version: int) -> None:
+        """Begin `version` as `publish` does, while engines keep the version that was published last, and so do the trainers for
+        engines that come late."""
+
     def policy_digest(self) -> str:
         """Digest of the weights that this rank trains (publish.digest.digest_of). Not collective."""
 

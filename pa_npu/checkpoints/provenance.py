@@ -68,6 +68,7 @@ CHANGES: dict[str, Change] = {
             "optimizer": "learning_rate min_learning_rate warmup_iterations decay weight_decay beta1 beta2 epsilon clip_grad",
             "schedule": "max_staleness on_publish tokens_per_version updates_per_iteration prompts_per_iteration order "
             "dynamic_sampling",
+            "publish": "when divergence",
         },
         Change.NEVER: {
             "run": "seed",

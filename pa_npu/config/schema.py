@@ -119,8 +119,30 @@ class Config(Section):
     @property
     def keeps_published(self) -> bool:
         """Whether trainers keep a copy of the published weights: with max_staleness they change while engines still need them."""
-        is_old = "old" in self.frozen_models and self.frozen_dtype == self.model.dtype
+        is_old = "old" in self.frozen_models and self.frozen_dtype == self.model.dtype and self.publish.when == "every"
         return self.schedule.max_staleness > 0 and not is_old
+
+    @property
+    def iterations_ahead(self) -> int:
+        """How many iterations producing runs ahead of training: max_staleness, unless a part of that is for something else.
+
+        One is enough for engines never to wait for trainers; with publish.when=divergence the rest is how many publishes in a row may
+        be skipped, at least one.
+        """
+        staleness = self.schedule.max_staleness
+        return staleness if self.publish.when == "every" else min(1, max(0, staleness - 1))
+
+    @property
+    def probe_responses(self) -> int:
+        """Responses of a probe, at least: one of each engine, or enough to decide about publishes, whatever engines there are."""
+        return 1 if self.publish.when == "every" else self.rollout.responses_per_prompt
+
+    def always_publishes(self, version: int) -> bool:
+        """Whether a version is published whatever the divergence: it is the last, or is saved, or evaluated."""
+        schedule, every = self.schedule, self.checkpoint.every
+        saved = bool(every) and version % every == 0
+        evaluated = bool(self.evaluation_sets and schedule.evaluate_every) and version % schedule.evaluate_every == 0
+        return version == schedule.iterations or saved or evaluated
 
     @property
     def frozen_dtype(self) -> Literal["fp32", "bf16"]:

@@ -127,17 +127,28 @@ class CheckpointReport:
 
 
 @dataclass(frozen=True)
+class DivergenceReport:
+    """With publish.when=divergence: K3's estimate of KL(engines' policy || trainers' policy) over the last probe, None where there
+    was none, and whether engines keep the version that they have."""
+
+    publish_kl: float | None = None
+    publish_skipped: bool | None = None
+
+
+@dataclass(frozen=True)
 class BorderReport:
     """A border as rank 0 saw it, from its announcement to the end of the publish. border_send_s: its own sending, border_wait_s:
-    the rest."""
+    the rest. divergence: DivergenceReport of publish.when=divergence."""
 
     border_wait_s: float
     border_send_s: float = 0.0
     checkpoint: CheckpointReport = CheckpointReport()
+    divergence: DivergenceReport = DivergenceReport()
 
     def record(self) -> dict[str, Any]:
         """Its fields under the names of metrics.jsonl, those that are None left out."""
-        return {"border_wait_s": self.border_wait_s, "border_send_s": self.border_send_s, **_given(self.checkpoint)}
+        numbers = {"border_wait_s": self.border_wait_s, "border_send_s": self.border_send_s}
+        return {**numbers, **_given(self.checkpoint, self.divergence)}
 
 
 def _given(*parts: Any) -> dict[str, Any]:

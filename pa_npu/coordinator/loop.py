@@ -83,7 +83,7 @@ class Coordinator:
         self._records = records
         self._timeline = timeline
         self._evaluator = evaluator
-        self._freshness = Freshness(config.schedule.max_staleness)
+        self._freshness = Freshness(config.schedule.max_staleness, config.iterations_ahead)
         self._published: int | None = None
         self._produced: dict[int, Produced] = {}  # not trained yet, by iteration
         self._complete: dict[int, asyncio.Event] = {}  # of iterations whose responses come in parts
@@ -136,7 +136,7 @@ class Coordinator:
             if self._interruptions is not None:
                 self._interruptions.publish(version)
             until = ahead
-            while until < last and self._freshness.may_produce(until, self._published):
+            while until < last and self._freshness.is_due(until, version):
                 prompts = prompts if until == ahead else self._prompts(train)
                 if self._interruptions is None:
                     await self._produce(until, prompts, train)
@@ -218,6 +218,11 @@ class Coordinator:
             # engines that wait inside a load answer nothing: with an evaluation they are asked when the trainers are ready
             await READY.wait_async(self._channel, within_s, version=version)
             await self._end_overlapped_evaluation(version - 1)
+        if self._config.publish.when == "divergence" and not is_first:
+            ready = await READY.wait_async(self._channel, within_s, version=version)
+            if not ready.publishes:
+                now_s = time.perf_counter()
+                return _Border(EnginesHold(None, *[now_s] * 4), self._pool.use(), self._fleet.size)
         held = await self._publish.publish(version, prompt, within_s)
         # engines were asked before: that ran beside training
         self._timeline.complete("publish", on_clock(held.ready_s), now(), version=version)

@@ -196,7 +196,7 @@ class Producer:
         names = tuple(engine.name for engine in self._pool.engines)
         shared = tuple(name for name in names if uses[name].shared)
         # trainers that are behind wait for no group: what counts is when the last one is there
-        streams = self._config.streams(iteration) and not self._config.schedule.max_staleness
+        streams = self._config.streams(iteration) and not self._config.iterations_ahead
         return IterationOutlook(groups, names, streams, shared)
 
     def _expected_work(self, prompts: Sequence[Prompt]) -> float | None:

@@ -344,7 +344,7 @@ class CoordinatorPublish:
         return loaded
 
     async def _probe(self, version: int, members: Sequence[Member], prompt: Prompt) -> Probe | None:
-        """One sampled response per engine, all to the same prompt, with log-probs for the trainers to compare (I5)."""
+        """At least one sampled response per engine, all to the same prompt, with log-probs for the trainers to compare (I5)."""
         num_tokens = self._config.publish.probe_tokens
         if not num_tokens:
             return None
@@ -355,13 +355,16 @@ class CoordinatorPublish:
             ignore_eos=True,
         )
         seed = group_seed(self._config.run.seed, version, _PROBE_INDEX)
+        # where the probe decides about publishes, what it has must not depend on which engines serve
+        count = max(len(members), self._config.probe_responses)
 
         async def sample(number: int, engine: RolloutEngine) -> ProbeResponse:
             deadline_s = self._config.rollout.request_timeout_s
             completions = await engine.generate(prompt.tokens, 1, seed + number, sampling, deadline_s=deadline_s)
             return ProbeResponse(completions[0].tokens.tolist(), completions[0].logprobs.tolist())
 
-        responses = await gather([sample(number, member.engine) for number, member in enumerate(members)])
+        asked = [members[number % len(members)].engine for number in range(count)]
+        responses = await gather([sample(number, engine) for number, engine in enumerate(asked)])
         return Probe([int(token) for token in prompt.tokens], responses)
 
 

@@ -41,9 +41,13 @@ LATE_MANIFEST = Topic("late/manifest/{stage}", StageManifest, MANIFEST.what)
 
 @dataclass(frozen=True)
 class TrainersReady:
-    """Rank 0 at a border: all trainers hold `version`, and the report of the iteration before is there."""
+    """Rank 0 at a border: all trainers hold `version`, and the report of the iteration before is there.
+
+    publishes: false where engines keep the version that they have (publish.when), and nothing of a publish follows.
+    """
 
     version: int
+    publishes: bool = True
 
 
 READY = Topic("publish/{version}/ready", TrainersReady, "trainers: rank 0 to announce weight version {version}")

@@ -92,6 +92,13 @@ class TrainerPublish:
         logger.info("published version %d in %.2f s", version, send_s)
         return Published(verdict.probe, send_s, time.perf_counter() - start - send_s)
 
+    def skip(self, version: int) -> Published:
+        """Announce `version` as one that engines do not get."""
+        if self._rank == 0:
+            READY.put(self._channel, TrainersReady(version, publishes=False), version=version)
+        logger.info("version %d is not published: the engines' policy is near it", version)
+        return Published(None, 0.0, 0.0)
+
     def _attempt(self, members: PublishMembers, version: int, attempt: int) -> float:
         """This rank's seconds; that the attempt failed here is for the coordinator to judge."""
         start = time.perf_counter()

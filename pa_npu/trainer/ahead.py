@@ -1,7 +1,7 @@
 """What was produced ahead of a version, as a checkpoint of it needs it: the buffer's groups, and what the coordinator says of them.
 
-With schedule.max_staleness = k these are iterations v to v + k - 1 at the border before iteration v: all of them are complete
-by then, or will be before the next publish, which waits for them too.
+With schedule.max_staleness = k these are iterations v to v + k - 1 at the border before iteration v, or fewer where producing runs
+fewer iterations ahead (Config.iterations_ahead): all of them are complete by then, or will be before the next publish, which waits for them too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RolloutsAhead:
     def __call__(self, version: int) -> list[AheadIteration]:
         """Iterations that are produced by versions before `version` and trained from it on. Raises DeadlineExceeded."""
         schedule = self._config.schedule
-        end = min(version + schedule.max_staleness, schedule.iterations)
+        end = min(version + self._config.iterations_ahead, schedule.iterations)
         if self._config.interrupts and version < end:
             return self._written(version)
         return [self._iteration(iteration) for iteration in range(version, end)]

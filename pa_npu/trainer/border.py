@@ -2,12 +2,13 @@
 
     report of the iteration before ─> publish: engines hold the version ─> checkpoint ─> probe, where one came with it
 
-What comes after the publish no engine waits for: they generate already.
+With publish.when=divergence a version may not be published (pa_npu.trainer.publish_when): then engines go on with theirs. What comes after the publish no engine waits for: they generate already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from pa_npu.samples.types import Group
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.ahead import RolloutsAhead
+from pa_npu.trainer.publish_when import PublishWhen
 
 
 class Border:
@@ -53,6 +55,7 @@ class Border:
         self._agreement = agreement
         stage = backend.ranks.pipeline_rank if backend.ranks.is_stage_leader else None
         self._ahead = RolloutsAhead(config, channel, StoreRolloutBuffer(channel, "run", readers=1))
+        self._when = PublishWhen(config, backend)
         self._publish = TrainerPublish(
             channel, backend.publish, backend.policy_digest, rank, stage, config.border_timeout_s, timeline
         )
@@ -66,15 +69,24 @@ class Border:
         """
         if self._rank == 0 and report is not None:
             REPORT.put(self._channel, report, iteration=report.iteration)
-        published = self._publish.publish(version)
+        decided = self._when.decide(version)
+        if decided.publish_skipped:
+            self._backend.skip_publish(version)
+            published = self._publish.skip(version)
+        else:
+            published = self._publish.publish(version)
         checkpoint = save(version) if report is not None else CheckpointReport()
         if self._rank == 0:
-            crossed = BorderReport(published.wait_s, published.send_s, checkpoint)
+            crossed = BorderReport(published.wait_s, published.send_s, checkpoint, decided)
             BORDER.put(self._channel, crossed, version=version)
         if published.probe is None:
             return ProbeReport()
         with self._timeline.span("probe", version=version):
-            return self._check_probe(version, probe_microbatches(published.probe, version, self._config))
+            microbatches = probe_microbatches(published.probe, version, self._config)
+            # engines beyond these come and go; what decides about publishes must not depend on them
+            first = replace(published.probe, responses=published.probe.responses[: self._config.probe_responses])
+            self._when.published(version, probe_microbatches(first, version, self._config))
+            return self._check_probe(version, microbatches)
 
     def data_position(self, version: int) -> dict[str, Any]:
         """PromptStream.state() of the coordinator before iteration `version`: where a resumed run goes on."""

@@ -169,19 +169,26 @@ class MegatronBackend:
 
     def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
         self._gate.close()
-        self._policy_version = version
-        if "old" in self._stage.frozen:
-            self._stage.copy_policy_to("old")
+        self._begin(version)
         if self._stage.keeps_published:
             self._stage.copy_policy_to("published")
-        refresh = self._config.algorithm.reference_refresh_every
-        if refresh and version and version % refresh == 0:
-            self._stage.copy_policy_to("reference")
-            self._reference_version = version
         self._gate.open(version)
         if self._publisher is None or members is None:
             return None
         return self._publisher.publish(version, members)
+
+    def skip_publish(self, version: int) -> None:
+        self._begin(version)
+
+    def _begin(self, version: int) -> None:
+        """The policy is that of `version`: the old policy and the reference follow it where they are due."""
+        self._policy_version = version
+        if "old" in self._stage.frozen:
+            self._stage.copy_policy_to("old")
+        refresh = self._config.algorithm.reference_refresh_every
+        if refresh and version and version % refresh == 0:
+            self._stage.copy_policy_to("reference")
+            self._reference_version = version
 
     def policy_digest(self) -> str:
         return digest_of(self._stage.policy.parameters())

@@ -34,6 +34,7 @@ def broken_staleness(c: Config) -> Iterator[str]:
             f"schedule.on_publish: continue with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}: which "
             f"groups are replaced is known only when all are complete; set on_publish to finish, or dynamic_sampling to false"
         )
+    yield from _broken_divergence(c)
     if not s.max_staleness:
         if a.age_exponent:
             yield (
@@ -62,4 +63,29 @@ def broken_staleness(c: Config) -> Iterator[str]:
         yield (
             f"algorithm.loss: reinforce{of_preset(c, 'loss')} with {ahead}: it has no ratio to the older policy that sampled; set "
             f"algorithm.importance_sampling to token or sequence, or algorithm.loss to clip"
+        )
+
+
+def _broken_divergence(c: Config) -> Iterator[str]:
+    """What publish.when needs, and what it cannot go with."""
+    p, staleness = c.publish, c.schedule.max_staleness
+    if p.when == "every":
+        if p.divergence is not None:
+            yield (
+                f"publish.divergence: {p.divergence} would be read by nothing; set publish.when=divergence, or remove the key"
+            )
+        return
+    if not staleness:
+        yield (
+            "publish.when: divergence with schedule.max_staleness = 0, where every token is trained by the version that generated "
+            "it; set max_staleness to 1 or more, or when to every"
+        )
+    if p.divergence is None:
+        yield "publish.when: divergence needs publish.divergence, the KL from which on a version is published; set it, e.g. to 0.01"
+    if not p.probe_tokens:
+        yield "publish.when: divergence is measured on the probe, which publish.probe_tokens = 0 turns off; raise it"
+    if c.interrupts:
+        yield (
+            "publish.when: divergence with schedule.on_publish=continue: responses that wait for the next version would wait for an "
+            "unknown one; set on_publish to finish, or when to every"
         )

@@ -99,6 +99,17 @@ class PublishConfig(Section):
         "auto", description="Size of one bucket of the weight broadcast; auto goes by the device's free memory."
     )
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
+    when: Literal["every", "divergence"] = Field(
+        "every",
+        description="Which versions are published: every one, or, with schedule.max_staleness, those by which the trainers' policy is "
+        "further than publish.divergence from that of the engines.",
+    )
+    divergence: float | None = Field(
+        None,
+        gt=0,
+        description="With publish.when=divergence: KL(engines' policy || trainers' policy) per token of the probe, in nats, from which "
+        "on a version is published.",
+    )
     probe_tokens: int = Field(
         16,
         ge=0,
