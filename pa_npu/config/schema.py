@@ -126,8 +126,8 @@ class Config(Section):
     def iterations_ahead(self) -> int:
         """How many iterations producing runs ahead of training: max_staleness, unless a part of that is for something else.
 
-        One is enough for engines never to wait for trainers; with publish.when=divergence the rest is how many publishes in a row may
-        be skipped, at least one.
+        One is enough for engines never to wait for trainers; with publish.when=divergence the rest is how many publishes in a
+        row may be skipped, at least one.
         """
         staleness = self.schedule.max_staleness
         return staleness if self.publish.when == "every" else min(1, max(0, staleness - 1))

@@ -8,7 +8,8 @@ Per weight version v, with keys in the store that the launcher hosts, where the 
     iteration v is produced into the rollout buffer while the trainers consume it       (producer.py)
     meanwhile iteration v - 1 goes into metrics.jsonl and onto the console              (record.py)
 
-With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. The last version is only published
+With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. With publish.when=divergence trainers
+may say that engines keep the version that they have; then that version produces what is due. The last version is only published
 and evaluated.
 """
 

@@ -39,9 +39,19 @@ def summarise(run_dir: Path | str) -> str:
         parts.append(f"Throughput: none ({error})")
     listing = [f"  {run_dir / name!s:<40} {meaning}" for name, meaning in _WRITTEN if (run_dir / name).exists()]
     parts.append("\n".join(["Written:", *listing]))
-    if line := overlap_line(records):
-        parts.append(line)
+    parts += [line for line in (overlap_line(records), saved_publishes_line(records)) if line]
     return "\n\n".join(parts)
+
+
+def saved_publishes_line(records: list[dict[str, Any]]) -> str | None:
+    """How many publishes publish.when=divergence saved; None where every version is published."""
+    borders = [record for record in records if record.get("publish_skipped") is not None]
+    if not borders:
+        return None
+    kls = [number(record, "publish_kl") for record in borders if record.get("publish_kl") is not None]
+    skipped = sum(bool(record["publish_skipped"]) for record in borders)
+    largest = f"; KL from the engines' policy up to {max(kls):.3g} nats a token" if kls else ""
+    return f"Publishes saved: {skipped} of {len(borders)}{largest}."
 
 
 def overlap_line(records: list[dict[str, Any]]) -> str | None:

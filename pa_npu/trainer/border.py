@@ -2,7 +2,8 @@
 
     report of the iteration before ─> publish: engines hold the version ─> checkpoint ─> probe, where one came with it
 
-With publish.when=divergence a version may not be published (pa_npu.trainer.publish_when): then engines go on with theirs. What comes after the publish no engine waits for: they generate already.
+With publish.when=divergence a version may be left out (pa_npu.trainer.publish_when): then engines go on with theirs. What comes
+after the publish no engine waits for: they generate already.
 """
 
 from __future__ import annotations

@@ -144,12 +144,12 @@ class Run:
             text=True,
         )
 
-    def announce(self, version: int, report: dict[str, Any] | None) -> None:
+    def announce(self, version: int, report: dict[str, Any] | None, *, publishes: bool = True) -> None:
         """Weight version `version`, with the report of the iteration before, as fields of UpdateReport."""
         if report is not None:
             REPORT.put(self.channel, iteration_report(version - 1, **report), iteration=version - 1)
         BORDER.put(self.channel, BorderReport(border_wait_s=0.0), version=version)
-        READY.put(self.channel, TrainersReady(version), version=version)
+        READY.put(self.channel, TrainersReady(version, publishes), version=version)
 
     def announce_weights(self) -> None:
         for kind, topic in (("publish", MANIFEST), ("late", LATE_MANIFEST)):

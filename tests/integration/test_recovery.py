@@ -120,6 +120,8 @@ class Watched:
         return late + sum(self._published(version) for version in range(ITERATIONS + 1))
 
     def _published(self, version: int) -> bool:
+        if READY.exists(self._channel, version=version) and not READY.get(self._channel, version=version).publishes:
+            return True  # engines keep the version that they have, and that is all there is to wait for
         places = ({"version": version, "attempt": attempt} for attempt in range(4))
         return any(
             VERDICT.get(self._channel, **place).done for place in places if VERDICT.exists(self._channel, **place)
@@ -411,3 +413,35 @@ def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed
     # responses have 24 tokens, of which the version before the one that trains them writes 12
     interrupted = [0.0, *[float(on_publish == "continue")] * (ITERATIONS - 1)]
     assert [record["interrupted_ratio"] for record in records] == interrupted
+
+
+@pytest.mark.nightly
+def test_a_run_that_skips_publishes_ends_with_the_same_weights_whatever_is_killed(
+    launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+) -> None:
+    """Which versions are skipped follows from divergences, which are the same numbers in a run that continues."""
+    skipping = {
+        "schedule.max_staleness": 2,
+        "publish.when": "divergence",
+        "publish.divergence": "0.02",
+        "algorithm.importance_sampling": "token",
+        "checkpoint.every": 3,
+    }
+    calm = launch(*keys(tiny, tmp_path / "calm", "transformers"), *(f"{k}={v}" for k, v in skipping.items()))
+    calm.popen.wait(TIMEOUT_S)
+    assert calm.popen.returncode == 0, calm.output
+    watched = Watched(
+        launch(*keys(tiny, tmp_path / "run", "transformers"), *(f"{k}={v}" for k, v in skipping.items())), ahead=1
+    )
+    watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
+    kill_all(watched, ((TRANSFORMERS, "generation"), ("coordinator", "generation"), ("trainer-1", "training")))
+    watched.run.popen.wait(TIMEOUT_S)
+    assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output
+    Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
+    decided = []
+    for name in ("calm", "run"):
+        records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        decided.append([(record["publish_kl"], record["publish_skipped"], record["age_max"]) for record in records])
+    assert decided[0] == decided[1]
+    assert any(skipped for _, skipped, _ in decided[0]) and max(age for _, _, age in decided[0]) == 2
+    assert "Publishes saved:" in calm.output

@@ -26,11 +26,13 @@ ITERATIONS, RESUMED_AT = 5, 2
 
 @dataclass
 class Outcome:
-    """trained: by iteration. records: of metrics.jsonl, by iteration. sampled: seeds of the requests for groups."""
+    """trained: by iteration. records: of metrics.jsonl, by iteration. sampled: seeds of the requests for groups.
+    probes: by version."""
 
     trained: dict[int, list[Group]] = field(default_factory=dict)
     records: dict[int, dict[str, Any]] = field(default_factory=dict)
     sampled: set[int] = field(default_factory=set)
+    probes: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 def run_coordinator(
@@ -41,8 +43,12 @@ def run_coordinator(
     first: int = 0,
     checkpoints: Path | None = None,
     on_publish: str = "finish",
+    skipped: frozenset[int] = frozenset(),
 ) -> Outcome:
-    """From version `first`, its trainers played here. first = 0: leaves a checkpoint of RESUMED_AT in `checkpoints`."""
+    """From version `first`, its trainers played here. first = 0: leaves a checkpoint of RESUMED_AT in `checkpoints`.
+
+    skipped: versions that the trainers do not publish.
+    """
     directory.mkdir()
     data = directory.parent / "whole" / "train.jsonl"  # the same prompts, or it would be another run
     outcome = Outcome()
@@ -58,12 +64,14 @@ def run_coordinator(
             },
             reward={"functions": [{"name": "format", "pattern": "t77|t78"}]},
             checkpoint={"load": str(load) if load else None, "every": RESUMED_AT},
+            publish={"probe_tokens": 5, **({"when": "divergence", "divergence": 0.1} if skipped else {})},
         )
         try:
             run.announce_weights()
             for version in range(first, ITERATIONS + 1):
-                run.announce(version, None if version == first else {"loss": 0.0})
-                run.published(version)
+                run.announce(version, None if version == first else {"loss": 0.0}, publishes=version not in skipped)
+                if version not in skipped:
+                    outcome.probes[version] = run.published(version)["probe"]
                 if version == RESUMED_AT and not first and checkpoints:
                     save_checkpoint(checkpoints, run)
                 if version < ITERATIONS:
@@ -186,3 +194,25 @@ def test_responses_that_go_on_under_newer_weights_are_the_same_in_a_resumed_run(
         assert [to_bytes(group) for group in ours] == [to_bytes(group) for group in expected], f"iteration {iteration}"
         for key in ("reward_mean", "interrupted_ratio"):
             assert resumed.records[iteration][key] == whole.records[iteration][key]
+
+
+def test_engines_go_on_with_the_version_they_have_where_trainers_do_not_publish(tmp_path: Path) -> None:
+    """k = 2: one iteration ahead, and one publish in a row may be skipped. Version 2 is saved, hence published."""
+    fast, skipped = Speed(step_s=0.0005, stride=4), frozenset({1, 3})
+    whole = run_coordinator(tmp_path / "whole", STALENESS, fast, 2, 0, tmp_path / "checkpoints", skipped=skipped)
+    slow = Speed(step_s=0.002, stride=8)
+    resumed = run_coordinator(
+        tmp_path / "resumed", STALENESS, slow, 1, RESUMED_AT, tmp_path / "checkpoints", skipped=skipped
+    )
+    # iterations 0 and 1 at the border of version 0, 2 at the one of version 1, which keeps version 0, and so on
+    assert [versions(groups) for _, groups in sorted(whole.trained.items())] == [
+        *({(0, 0)}, {(0, 0)}, {(0, 0)}),
+        *({(2, 2)}, {(2, 2)}),
+    ]
+    for iteration in range(RESUMED_AT, ITERATIONS):
+        ours, expected = resumed.trained[iteration], whole.trained[iteration]
+        assert [group.index for group in expected] == list(range(GROUPS)), "I2: every group once, in its slot"
+        assert [to_bytes(group) for group in ours] == [to_bytes(group) for group in expected], f"iteration {iteration}"
+    assert set(whole.probes) == {0, 2, 4, 5}
+    assert all(len(probe["responses"]) == RESPONSES for probe in whole.probes.values()), "two engines, four responses"
+    assert resumed.probes[2] == whole.probes[2], "what decides about publishes does not depend on which engines serve"

@@ -71,9 +71,7 @@ def _broken_divergence(c: Config) -> Iterator[str]:
     p, staleness = c.publish, c.schedule.max_staleness
     if p.when == "every":
         if p.divergence is not None:
-            yield (
-                f"publish.divergence: {p.divergence} would be read by nothing; set publish.when=divergence, or remove the key"
-            )
+            yield f"publish.divergence: {p.divergence} is read with publish.when=divergence only; set that, or remove the key"
         return
     if not staleness:
         yield (
@@ -86,6 +84,6 @@ def _broken_divergence(c: Config) -> Iterator[str]:
         yield "publish.when: divergence is measured on the probe, which publish.probe_tokens = 0 turns off; raise it"
     if c.interrupts:
         yield (
-            "publish.when: divergence with schedule.on_publish=continue: responses that wait for the next version would wait for an "
-            "unknown one; set on_publish to finish, or when to every"
+            "publish.when: divergence with schedule.on_publish=continue: which version a response goes on under would depend on "
+            "divergences to come; set on_publish to finish, or when to every"
         )

@@ -101,14 +101,14 @@ class PublishConfig(Section):
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
     when: Literal["every", "divergence"] = Field(
         "every",
-        description="Which versions are published: every one, or, with schedule.max_staleness, those by which the trainers' policy is "
-        "further than publish.divergence from that of the engines.",
+        description="Which versions are published: every one, or, with schedule.max_staleness, those by which the trainers' policy "
+        "is publish.divergence or more from that of the engines.",
     )
     divergence: float | None = Field(
         None,
         gt=0,
-        description="With publish.when=divergence: KL(engines' policy || trainers' policy) per token of the probe, in nats, from which "
-        "on a version is published.",
+        description="With publish.when=divergence: KL(engines' policy || trainers' policy) per token of the probe, in nats, from "
+        "which on a version is published.",
     )
     probe_tokens: int = Field(
         16,
