@@ -1,7 +1,8 @@
 """What was produced ahead of a version, as a checkpoint of it needs it: the buffer's groups, and what the coordinator says of them.
 
 With schedule.max_staleness = k these are iterations v to v + k - 1 at the border before iteration v, or fewer where producing
-runs fewer iterations ahead (Config.iterations_ahead): all of them are complete by then, or will be before the next publish, which waits for them too.
+runs fewer iterations ahead (Config.iterations_ahead): all of them are complete by then, or will be before the next publish, which
+waits for them too.
 """
 
 from __future__ import annotations
