@@ -32,6 +32,7 @@ from pa_npu import platform as platforms
 from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
+from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.types import Group
 
@@ -50,6 +51,7 @@ class FixedMicrobatches:
 
     waited_s = 0.0
     is_last = False  # of one replica nobody asks
+    traffic = Traffic()
 
     def __init__(self, microbatches: list[Microbatch]) -> None:
         self._iterator = iter(microbatches)

@@ -22,7 +22,9 @@ from pa_npu.platform.base import Platform
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher, PublishStats, WeightSource
 from pa_npu.publish.version_gate import VersionGate
+from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.replica_feed import ReplicaLinks
 from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
 
@@ -52,7 +54,7 @@ class Ranks:
 
     @property
     def is_tensor_leader(self) -> bool:
-        """The rank of its TP group that reads the buffer for the group."""
+        """The rank of its TP group that speaks for the group."""
         return self.tensor_rank == 0
 
     @property
@@ -102,10 +104,13 @@ class Update:
 class MicrobatchSource(Protocol):
     """The microbatches of one update as they arrive; `waited_s` counts the seconds spent waiting for them.
 
-    is_last: whether the microbatch handed out last is the update's last one.
+    is_last: whether the microbatch handed out last is the update's last one. traffic: how they came to this replica so far.
     """
 
     waited_s: float
+
+    @property
+    def traffic(self) -> Traffic: ...
 
     @property
     def is_last(self) -> bool: ...
@@ -133,6 +138,10 @@ class TrainBackend(Protocol):
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
         """The ranks that share one stage of one replica; None where this rank is alone."""
+
+    @property
+    def replica_links(self) -> ReplicaLinks | None:
+        """The ranks of this replica, on groups made for passing rollouts alone; None where a replica is one rank."""
 
     @property
     def gate(self) -> VersionGate:

@@ -23,7 +23,8 @@ class UpdateReport:
     importance sampling; truncated, or masked. effective_sample_size: of the weights of importance and age, or of the ratio to the
     sampling policy where there are none, as a share; None without either. age_mean, age_max: by how many versions tokens are older
     than what they train; None with max_staleness=0. With older tokens logprob_* have the updates since in them.
-    learning_rate: of the step. tokens_computed: tokens through the model, padding left out. memory_peak_bytes: the largest of
+    learning_rate: of the step. tokens_computed: tokens through the model, padding left out. rollout_*: reads of groups from the
+    buffer and their bytes, and bytes that ranks got from their replica's reader over collectives. memory_peak_bytes: the largest of
     all ranks, since the program's start. wait_s: waiting for groups; train_s: the rest, the step (step_s) included; all three means
     over ranks.
     """
@@ -46,13 +47,28 @@ class UpdateReport:
     tokens_response: int
     tokens_computed: int
     microbatches: int
+    rollout_reads: int
+    rollout_buffer_bytes: int
+    rollout_collective_bytes: int
     memory_peak_bytes: int
     wait_s: float
     train_s: float
     step_s: float
 
 
-_ADDED = frozenset({"tokens_response", "tokens_computed", "microbatches", "wait_s", "train_s", "step_s"})
+_ADDED = frozenset(
+    {
+        "tokens_response",
+        "tokens_computed",
+        "microbatches",
+        "rollout_reads",
+        "rollout_buffer_bytes",
+        "rollout_collective_bytes",
+        "wait_s",
+        "train_s",
+        "step_s",
+    }
+)
 _LARGEST = frozenset({"logprob_diff_max", "memory_peak_bytes", "age_max"})
 _MEANS_OF_UPDATES = frozenset({"loss", "policy_loss", "grad_norm"})
 

@@ -58,6 +58,12 @@ class AcceleratorPlatform:
         # not after an error: what failed may never finish
         stream.synchronize()
 
+    @contextmanager
+    def detached_stream(self) -> Iterator[None]:
+        self._module.set_device(self._local_index)
+        with self._module.stream(self._module.Stream()):
+            yield
+
     def seed_all(self, seed: int) -> None:
         base.seed_host(seed)
         self._module.manual_seed_all(seed)

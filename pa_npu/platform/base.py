@@ -87,6 +87,12 @@ class Platform(Protocol):
         the calling thread is put on the device of set_device(). Without device queues it does nothing.
         """
 
+    def detached_stream(self) -> AbstractContextManager[None]:
+        """For a background thread that has nothing to do with training: a stream of its own that waits for nothing.
+
+        For the whole of the thread's life; the calling thread is put on the device of set_device().
+        """
+
     def profile(self, directory: Path, name: str) -> AbstractContextManager[Any]:
         """Record what runs on host and device inside, and write it to `directory` on exit, file or folder `name`....
 

@@ -66,6 +66,9 @@ class CpuPlatform:
     def side_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def detached_stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def profile(self, directory: Path, name: str) -> AbstractContextManager[Any]:
         return base.torch_profile([torch.profiler.ProfilerActivity.CPU], directory, name)
 

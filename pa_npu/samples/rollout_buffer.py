@@ -3,12 +3,11 @@
 Life of a slot (iteration, replica, slot):
 
     coordinator   put ------------.
-    every rank              wait -+-> [leader reads, broadcasts to its TP peers] -> done
-    last rank                                                                       done -> key removed
+    every rank              wait -+-> [the replica's reader reads, and passes it to the others] -> done
+    last rank                                                                                      done -> key removed
 
 All ranks of a replica wait for the key, so the key may go only when each of them has seen it: `readers` is the number
-of ranks of a replica (tensor x pipeline parallel), and every rank calls `done` once per slot, after its broadcast.
-Pipeline stages read independently, hence a blocked read cannot deadlock the 1F1B schedule.
+of ranks of a replica (tensor x pipeline parallel), and every rank calls `done` once per slot, after it has the group.
 """
 
 from __future__ import annotations

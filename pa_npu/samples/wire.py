@@ -1,6 +1,6 @@
 """The bytes in which a group travels from coordinator to trainers.
 
-Little endian: a 16-byte envelope - magic `PAGR`, format version u16, reserved u16, CRC-32 of the rest u32, reserved u32 -
+Little endian: a 16-byte envelope - magic `PAGR`, format version u16, part u16 (0: whole), CRC-32 of the rest u32, reserved u32 -
 followed by a safetensors file. What samples share is sent once, what only trained tokens have is sent for these alone, and
 what stays the same along a run of trained tokens once per run. A run is one sample's: its first token is never trained.
 
@@ -11,8 +11,9 @@ what stays the same along a run of trained tokens once per run. A run is one sam
     tokens     int32             of each sample, those that it does not share
     logprobs   float32           of the trained tokens
 
-Shared are leading tokens that are not trained. The envelope makes every damaged or foreign payload a GroupFormatError before
-anything is parsed; there is no pickle anywhere.
+Shared are leading tokens that are not trained. Between pipeline stages a group goes in two parts: numbers, spans and tokens, which
+every stage computes with, and values and logprobs, which only the last one does. The envelope makes every damaged or foreign
+payload a GroupFormatError before anything is parsed; there is no pickle anywhere.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _TENSORS: dict[str, tuple[str, str, int]] = {
     "logprobs": ("F32", "<f4", 1),
 }
 _COLUMNS = 3  # of spans
+_WHOLE, _COMMON, _LOSS = range(3)
+_PARTS = {_WHOLE: tuple(_TENSORS), _COMMON: ("numbers", "spans", "tokens"), _LOSS: ("values", "logprobs")}
 # A group of more tokens than this is damage, not data.
 _MOST_TOKENS = 2**31 - 1
 
@@ -59,8 +62,37 @@ def to_bytes(group: Group) -> bytes:
         "tokens": np.concatenate([group.tokens[start + shared : end] for (start, end), shared in own]),
         "logprobs": group.logprobs[group.trained],
     }
+    return _enveloped(_WHOLE, tensors)
+
+
+def _enveloped(part: int, tensors: dict[str, np.ndarray]) -> bytes:
     payload = save_tensors(tensors)
-    return _ENVELOPE.pack(_MAGIC, FORMAT_VERSION, 0, zlib.crc32(payload), 0) + payload
+    return _ENVELOPE.pack(_MAGIC, FORMAT_VERSION, part, zlib.crc32(payload), 0) + payload
+
+
+def split(data: bytes) -> tuple[bytes, bytes]:
+    """A group's bytes as the part that every pipeline stage computes with, and the part that only the loss needs.
+
+    Raises GroupFormatError.
+    """
+    arrays = _read(data, _WHOLE)
+    common, loss = ({name: arrays[name] for name in _PARTS[part]} for part in (_COMMON, _LOSS))
+    return _enveloped(_COMMON, common), _enveloped(_LOSS, loss)
+
+
+def from_parts(common: bytes, loss: bytes) -> Group:
+    """The group of `split`; with b"" for `loss` its log-probs, advantages and rewards are 0.
+
+    Raises GroupFormatError.
+    """
+    arrays = _read(common, _COMMON)
+    if loss:
+        return _group(arrays | _read(loss, _LOSS))
+    spans, num_samples = arrays["spans"], int(arrays["numbers"][-1])
+    num_trained = int(spans[max(0, num_samples) :, 1].sum(dtype=np.int64))
+    if not 0 <= num_trained <= _MOST_TOKENS:
+        raise GroupFormatError(f"group bytes: {num_trained} trained tokens, expected 0 to {_MOST_TOKENS}")
+    return _group(arrays | {"values": np.zeros(len(spans), "<f4"), "logprobs": np.zeros(num_trained, "<f4")})
 
 
 def from_bytes(data: bytes | bytearray | memoryview) -> Group:
@@ -68,15 +100,20 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Group:
 
     Raises GroupFormatError, and nothing else, for any bytes that `to_bytes` of this format version did not write.
     """
+    return _group(_read(data, _WHOLE))
+
+
+def _read(data: bytes | bytearray | memoryview, part: int) -> dict[str, np.ndarray]:
+    """The arrays of one part."""
     view = memoryview(data)
     if len(view) < _ENVELOPE.size:
         raise GroupFormatError(f"group bytes: {len(view)} bytes are shorter than the envelope of {_ENVELOPE.size}")
-    magic, version, flags, checksum, reserved = _ENVELOPE.unpack_from(view)
+    magic, version, found_part, checksum, reserved = _ENVELOPE.unpack_from(view)
     if magic != _MAGIC:
         raise GroupFormatError(f"group bytes: start with {magic!r} instead of {_MAGIC!r}, this is no group")
-    if version != FORMAT_VERSION or flags or reserved:
+    if version != FORMAT_VERSION or found_part != part or reserved:
         raise GroupFormatError(
-            f"group bytes: format version {version} (flags {flags}, {reserved}), this program reads version "
+            f"group bytes: format version {version} (part {found_part}, {reserved}), this program reads part {part} of version "
             f"{FORMAT_VERSION}; run coordinator and trainers from the same installation"
         )
     payload = bytes(view[_ENVELOPE.size :])
@@ -88,7 +125,7 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Group:
         tensors = dict(safetensors.deserialize(payload))
     except safetensors.SafetensorError as error:
         raise GroupFormatError(f"group bytes: payload is not safetensors ({error})") from error
-    return _group(_arrays(tensors))
+    return _arrays(tensors, part)
 
 
 def _shared(group: Group) -> list[int]:
@@ -109,10 +146,10 @@ def _common(one: bytes, other: bytes) -> int:
     return int(differs.argmax()) if differs.any() else most
 
 
-def _arrays(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
+def _arrays(tensors: dict[str, Any], part: int) -> dict[str, np.ndarray]:
     """The tensors as arrays of the types and dimensions that they must have."""
-    if tensors.keys() != _TENSORS.keys():
-        raise GroupFormatError(f"group bytes: tensors {sorted(tensors)}, expected {sorted(_TENSORS)}")
+    if tensors.keys() != set(_PARTS[part]):
+        raise GroupFormatError(f"group bytes: tensors {sorted(tensors)}, expected {sorted(_PARTS[part])}")
     arrays = {}
     for name, tensor in tensors.items():
         stored, dtype, dimensions = _TENSORS[name]
@@ -121,7 +158,7 @@ def _arrays(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
             wanted = f"[n, {_COLUMNS}]" if dimensions == 2 else "[n]"
             raise GroupFormatError(f"group bytes: {name} is {tensor['dtype']} {shape}, expected {stored} {wanted}")
         arrays[name] = np.frombuffer(tensor["data"], dtype).reshape(shape)
-    if len(arrays["numbers"]) != len(IDENTITY) + 1:
+    if "numbers" in arrays and len(arrays["numbers"]) != len(IDENTITY) + 1:
         raise GroupFormatError(
             f"group bytes: numbers has {len(arrays['numbers'])} values, expected {len(IDENTITY) + 1}"
         )

@@ -144,7 +144,7 @@ def rollout_source(
             timeout_s=config.trainer.wait_timeout_s,
             max_tokens=config.microbatch.max_tokens,
             device=backend.device,
-            tensor_group=backend.tensor_group,
+            links=backend.replica_links,
             timeline=timeline,
             freshness=Freshness(config.schedule.max_staleness),
             border=backend.gate.border,

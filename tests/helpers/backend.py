@@ -8,6 +8,7 @@ import torch
 
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
+from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.megatron import PLATFORM, TriModel
@@ -16,18 +17,25 @@ from tests.helpers.megatron import PLATFORM, TriModel
 from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
 from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 
+NONE = Traffic()
+
 
 class Source(Iterator[Microbatch]):
     """A MicrobatchSource of what is already there."""
 
     is_last = False  # of one replica nobody asks
 
-    def __init__(self, microbatches: Iterable[Microbatch], waited_s: float = 0.0) -> None:
+    def __init__(self, microbatches: Iterable[Microbatch], waited_s: float = 0.0, each: Traffic = NONE) -> None:
+        """each: how every microbatch came."""
         self._microbatches = iter(microbatches)
         self.waited_s = waited_s
+        self.traffic = Traffic()
+        self._each = each
 
     def __next__(self) -> Microbatch:
-        return next(self._microbatches)
+        microbatch = next(self._microbatches)
+        self.traffic = self.traffic.plus(self._each)
+        return microbatch
 
 
 def make_backend(config: Config) -> tuple[MegatronBackend, TriModel]:

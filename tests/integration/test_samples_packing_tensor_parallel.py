@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch, cut, pack
+from pa_npu.samples.replica_feed import ReplicaLinks
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from tests.helpers.rank_processes import rank_processes
 from tests.helpers.trainer_rank import make_groups
@@ -48,7 +49,8 @@ def rank_main(rank: int, port: int) -> None:
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
     )
-    group = dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    group = dist.new_group(list(range(RANKS)), timeout=timeout)
     channel = StoreChannel(connect("127.0.0.1", port, 30.0))
     microbatches = MicrobatchIterator(
         (BlindBuffer if rank else StoreRolloutBuffer)(channel, "run", readers=RANKS),
@@ -62,7 +64,7 @@ def rank_main(rank: int, port: int) -> None:
         pad_multiple=PAD,
         max_tokens=MAX_TOKENS,
         timeout_s=30.0,
-        tensor_group=group,
+        links=ReplicaLinks(dist.new_group(list(range(RANKS)), timeout=timeout), tensor=group),
     )
     digests = []
     for number, microbatch in enumerate(microbatches):

@@ -1,4 +1,4 @@
-"""Four ranks of one replica (TP=2, PP=2 over gloo) read the same groups from a producer that is late.
+"""Four ranks of one replica (TP=2, PP=2 over gloo) get the same groups from their reader, from a producer that is late.
 
 The test is the coordinator; run as a script this file is one rank. The collectives' timeout is shorter than the producer's
 delay, so a rank that waited for rollouts inside a collective would fail.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,9 +24,10 @@ from pa_npu.control.channel import CHUNK_BYTES, StoreChannel, connect
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.replica_feed import GroupsNotPassed, ReplicaLinks
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.samples.types import Group
-from pa_npu.samples.wire import to_bytes
+from pa_npu.samples.wire import split, to_bytes
 from tests.helpers.rank_processes import rank_processes
 
 TENSOR_PARALLEL, PIPELINE_PARALLEL = 2, 2
@@ -54,23 +57,28 @@ def make_group(index: int) -> Group:
     )
 
 
-def digest(microbatches: Iterable[Microbatch]) -> list[str]:
+COMMON, LOSS = ("tokens", "rows", "targets", "ages", "response_index"), ("engine_logprobs", "advantages")
+
+
+def digest(microbatches: Iterable[Microbatch], names: tuple[str, ...]) -> list[str]:
     digests = []
     for microbatch in microbatches:
-        sha = hashlib.sha256(repr((microbatch.group_indices, microbatch.layout.lengths)).encode())
-        for name in ("tokens", "rows", "targets", "engine_logprobs", "advantages", "response_index"):
+        sha = hashlib.sha256(repr((microbatch.group_indices, microbatch.sources, microbatch.layout.lengths)).encode())
+        for name in names:
             sha.update(getattr(microbatch, name).numpy().tobytes())
         digests.append(sha.hexdigest())
     return digests
 
 
-class CountingBuffer(StoreRolloutBuffer):
-    """Counts how often this rank fetches a group's bytes from the store."""
+class WatchedBuffer(StoreRolloutBuffer):
+    """Counts how often this rank fetches a group's bytes from the store; in iteration 2 the process ends there."""
 
     num_reads = 0
 
     def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
         self.num_reads += 1
+        if iteration == 2:
+            os._exit(0)
         return super().read_bytes(iteration, replica, slot)
 
 
@@ -81,9 +89,14 @@ def rank_main(rank: int, port: int) -> None:
         "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
     )
     stages = [list(range(s * TENSOR_PARALLEL, (s + 1) * TENSOR_PARALLEL)) for s in range(PIPELINE_PARALLEL)]
-    groups = [dist.new_group(ranks, timeout=timeout) for ranks in stages]
+    tensor = [dist.new_group(ranks, timeout=timeout) for ranks in stages]
+    with_loss = [0, *stages[-1]]
+    groups = [dist.new_group(ranks, timeout=timeout) for ranks in (list(range(RANKS)), with_loss)]
+    links = ReplicaLinks(
+        groups[0], groups[1] if rank in with_loss else None, tensor[rank // TENSOR_PARALLEL], PIPELINE_PARALLEL
+    )
     channel = StoreChannel(connect("127.0.0.1", port, 30.0))
-    buffer = CountingBuffer(channel, "run", readers=RANKS)
+    buffer = WatchedBuffer(channel, "run", readers=RANKS)
 
     def iterator(iteration: int, timeout_s: float) -> MicrobatchIterator:
         return MicrobatchIterator(
@@ -97,41 +110,73 @@ def rank_main(rank: int, port: int) -> None:
             shared_prompt=True,
             pad_multiple=PAD,
             timeout_s=timeout_s,
-            tensor_group=groups[rank // TENSOR_PARALLEL],
+            links=links,
         )
 
     channel.add("ready", 1)
     microbatches = iterator(0, 30.0)
-    result: dict[str, Any] = {"digests": digest(microbatches), "waited_s": microbatches.waited_s}
+    taken = list(microbatches)
     microbatches.finish()
+    result: dict[str, Any] = {
+        "common": digest(taken, COMMON),
+        "loss": digest(taken, LOSS),
+        "has_loss": bool(sum(microbatch.advantages.abs().sum() for microbatch in taken)),
+        "waited_s": microbatches.waited_s,
+        "traffic": asdict(microbatches.traffic),
+    }
     try:
         next(iterator(1, MISSING_TIMEOUT_S))
     except DeadlineExceeded as error:
         result["deadline"] = str(error)
     result["reads"] = buffer.num_reads
+    if rank == 0:
+        channel.put_bytes("result/0", json.dumps(result).encode())
+    start = time.monotonic()
+    try:
+        next(iterator(2, 30.0))
+    except GroupsNotPassed as error:
+        result["reader_gone"] = str(error)
+    result["told_after_s"] = time.monotonic() - start
     channel.put_bytes(f"result/{rank}", json.dumps(result).encode())
-    dist.destroy_process_group()
+    os._exit(0)  # the group has lost a member
 
 
 @pytest.mark.integration
-def test_all_ranks_of_a_replica_get_the_same_microbatches_from_a_late_producer() -> None:
+def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_what_it_computes_with() -> None:
+    """From a producer that is late. Then a group that never comes, and a reader that ends while it reads."""
     with rank_processes(__file__, RANKS, timeout_s=120) as ranks:
         ranks.wait_until_all_have_added("ready")
-        buffer = StoreRolloutBuffer(ranks.channel, "run", readers=RANKS)
+        buffer = StoreRolloutBuffer(ranks.channel, "run", readers=RANKS, ahead=2)
         groups = [make_group(index) for index in range(GROUPS)]
-        assert len(to_bytes(groups[-1])) > CHUNK_BYTES
+        sizes = [len(to_bytes(group)) for group in groups]
+        assert sizes[-1] > CHUNK_BYTES
+        buffer.put(
+            replace(groups[0], iteration=2, versions=groups[0].versions + 2 * groups[0].trained.astype(np.int32)), 0, 0
+        )
         buffer.put(groups[0], 0, 0)
         time.sleep(PRODUCER_DELAY_S)
         for slot in (2, 1):  # out of order, as groups complete
             buffer.put(groups[slot], 0, slot)
         results = ranks.results()
-    expected = digest(m for group in groups for m in build_microbatches(group, MICROBATCH_RESPONSES, True, PAD))
+    expected = [m for group in groups for m in build_microbatches(group, MICROBATCH_RESPONSES, True, PAD)]
+    parts = [split(to_bytes(group)) for group in groups]
+    sent = sum((24 + len(common)) * (RANKS - 1) + len(loss) * TENSOR_PARALLEL for common, loss in parts)
     for rank, result in enumerate(results):
-        assert result["digests"] == expected, f"rank {rank} trained something else"
+        assert result["common"] == digest(expected, COMMON), f"rank {rank} trained something else"
+        last_stage = rank >= TENSOR_PARALLEL
+        if last_stage:
+            assert result["loss"] == digest(expected, LOSS), f"rank {rank} has another loss"
+        assert result["has_loss"] == (last_stage or rank == 0), (
+            "only the reader and the last stage need the loss's columns"
+        )
         assert result["waited_s"] >= PRODUCER_DELAY_S - 0.5, "the wait must be counted as idle time"
+        assert result["traffic"] == {"reads": GROUPS, "buffer_bytes": sum(sizes), "collective_bytes": sent}
         assert f"deadline of {MISSING_TIMEOUT_S:g} s reached" in result["deadline"]
         assert "the group of slot 0, replica 0, iteration 1" in result["deadline"]
-    assert [result["reads"] for result in results] == [GROUPS, 0, GROUPS, 0], "only the leader of a stage reads"
+        if rank:
+            assert "slot 0, replica 0, iteration 2 could not be passed" in result["reader_gone"]
+            assert result["told_after_s"] < COLLECTIVE_TIMEOUT_S + 2
+    assert [result["reads"] for result in results] == [GROUPS, 0, 0, 0], "only the replica's reader reads"
     left = [slot for slot in range(GROUPS) if ranks.channel.exists(f"buffer/run/0/0/{slot}")]
     assert not left, f"slots {left} stayed in the store after all ranks were done"
 

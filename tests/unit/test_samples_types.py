@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from pa_npu.samples.types import IDENTITY, PER_SAMPLE, PER_TOKEN, Group, GroupFormatError, SampleBuilder
-from pa_npu.samples.wire import FORMAT_VERSION, from_bytes, to_bytes
+from pa_npu.samples.wire import FORMAT_VERSION, from_bytes, from_parts, split, to_bytes
 
 ENVELOPE_BYTES = 16
 
@@ -237,3 +237,18 @@ def test_serialisation_sustains_millions_of_tokens_per_second() -> None:
         from_bytes(to_bytes(group))
         rates.append(group.num_trained / (time.perf_counter() - start))
     assert max(rates) > 5e6, f"{max(rates) / 1e6:.1f} million tokens/s; is there a Python loop over tokens?"
+
+
+def test_a_group_in_two_parts_is_whole_again_and_without_the_second_has_all_but_what_the_loss_needs() -> None:
+    group = make_group()
+    data = to_bytes(group)
+    common, loss = split(data)
+    assert to_bytes(from_parts(common, loss)) == data
+    without = from_parts(common, b"")
+    for name in ("tokens", "trained", "versions", "lengths", "finished"):
+        assert np.array_equal(getattr(without, name), getattr(group, name)), name
+    for name in ("logprobs", "advantages", "rewards"):
+        assert getattr(group, name).any() and not getattr(without, name).any(), name
+    for bad in (lambda: from_bytes(common), lambda: from_parts(data, b""), lambda: from_parts(common, common)):
+        with pytest.raises(GroupFormatError, match="part"):
+            bad()

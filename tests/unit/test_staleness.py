@@ -112,7 +112,7 @@ def source(groups: list[Group], iteration: int, freshness: Freshness) -> Microba
         responses_per_microbatch=RESPONSES,
         shared_prompt=True,
         pad_multiple=1,
-        timeout_s=1.0,
+        timeout_s=30.0,
         freshness=freshness,
     )
 

@@ -19,6 +19,7 @@ from pa_npu.backends.protocol import Update
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport, IterationReport, ProbeReport, merge_updates
 from pa_npu.families.spec import ModelSpec
+from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.samples.types import Group
 from tests.helpers.backend import Source, make_backend
@@ -32,6 +33,7 @@ from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
 
 RESPONSES, SHARES, CLIP, CAP, KL, TEMPERATURE = 4, 2, 0.1, 1.2, 0.05, 0.8
 LEARNING_RATE = 3e-3
+EACH = Traffic(1, 300, 70)  # how a group came to its replica
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,9 @@ def expected(
         # every prompt once, every response
         "tokens_computed": sum(group.prompt_lengths()[0] for group in groups) + len(new),
         "microbatches": len(groups),
+        "rollout_reads": EACH.reads * len(groups),
+        "rollout_buffer_bytes": EACH.buffer_bytes * len(groups),
+        "rollout_collective_bytes": EACH.collective_bytes * len(groups),
     }
     return numbers, {"k3": k3, "k3 the other way": np.exp(engine - before) - 1 - (engine - before)}
 
@@ -127,7 +132,8 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
     gradient_norms = []
     for share in range(SHARES):
         own = groups[2 * share : 2 * share + 2]
-        source = Source([m for group in own for m in build_microbatches(group, RESPONSES, True, 1)], waited_s=0.25)
+        microbatches = [m for group in own for m in build_microbatches(group, RESPONSES, True, 1)]
+        source = Source(microbatches, waited_s=0.25, each=EACH)
         trained = backend.accumulate(source)
         assert sum(response.tokens for response in trained) == sum(group.num_trained for group in own)
         updates.append(backend.step())
@@ -158,7 +164,7 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
     counts = np.array([column["tokens_response"] for column in columns], float)
     for name in columns[0]:
         values = np.array([column[name] for column in columns])
-        if name in ("tokens_response", "tokens_computed", "microbatches"):
+        if name in ("tokens_response", "tokens_computed", "microbatches") or name.startswith("rollout_"):
             merged = values.sum()
         elif name in ("loss", "policy_loss"):
             merged = values.mean()

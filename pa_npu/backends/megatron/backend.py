@@ -44,7 +44,9 @@ from pa_npu.platform.base import Platform
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher, PublishStats
 from pa_npu.publish.version_gate import VersionGate
+from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.replica_feed import ReplicaLinks
 from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.digest import digest_of
@@ -87,6 +89,8 @@ class MegatronBackend:
         self._contents = CheckpointContents(stage, self._optimizer, self._scheduler, config, platform)
         self._kept: TrainerLogprobs | None = None
         self._judge_first: Callable[[ProbeResult], None] | None = None
+        self._links = parallel.replica_links(platform, device, config.collective_timeout_s)
+        self._traffic: Callable[[], Traffic] = Traffic  # of the update that is accumulated
         self._reset_sums()
 
     @property
@@ -104,6 +108,10 @@ class MegatronBackend:
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
         return parallel.tensor_group() if self.ranks.tensor_size > 1 else None
+
+    @property
+    def replica_links(self) -> ReplicaLinks | None:
+        return self._links
 
     @property
     def gate(self) -> VersionGate:
@@ -135,7 +143,8 @@ class MegatronBackend:
         # of use to the pipeline only, which packs nothing: every piece of a group is a microbatch
         groups = self._config.groups_per_replica // self._config.schedule.updates_per_iteration
         num_microbatches = groups * self._config.microbatches_per_group
-        waited_s = microbatches.waited_s
+        waited_s, traffic = microbatches.waited_s, microbatches.traffic
+        self._traffic = lambda: microbatches.traffic.since(traffic)
         self._run(microbatches, num_microbatches, self._training_loss, lambda: microbatches.is_last)
         self._platform.synchronize()
         self._wait_s = microbatches.waited_s - waited_s
@@ -297,6 +306,7 @@ class MegatronBackend:
         """Reduce the summed gradients over replicas and divide them, once, by the update's normaliser (invariant I3)."""
         with self._timeline.span("reduce gradients"):
             finalize_model_grads(models, None, **kwargs)
+        self._totals.traffic = self._traffic()
         self._totals = self._totals.over_replicas(self._device)
         self._normaliser = normaliser(
             self._config.algorithm.aggregation,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import math
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
@@ -20,6 +21,7 @@ from pa_npu.backends.protocol import Ranks
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.platform.base import Platform
+from pa_npu.samples.replica_feed import ReplicaLinks
 
 
 def initialise_parallel(
@@ -88,6 +90,36 @@ def side_tensor_group() -> dist.ProcessGroup:
         for first in range(0, here.world_size, here.tensor_size)
     ]
     return groups[here.rank // here.tensor_size]
+
+
+def replica_links(platform: Platform, device: torch.device, timeout_s: float) -> ReplicaLinks | None:
+    """This rank's, see ReplicaLinks; None where a replica is one rank. A collective of all.
+
+    timeout_s: of the groups' collectives.
+    """
+    here = ranks()
+    size = here.tensor_size * here.pipeline_size
+    if size == 1:
+        return None
+    timeout = datetime.timedelta(seconds=platform.group_timeout_s(timeout_s))
+    found: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup | None]] = {}
+    for replica in range(here.data_size):
+        members = [
+            tensor + here.tensor_size * (replica + here.data_size * stage)
+            for stage in range(here.pipeline_size)
+            for tensor in range(here.tensor_size)
+        ]
+        with_loss = [members[0], *members[-here.tensor_size :]]
+        group = dist.new_group(members, timeout=timeout)
+        loss = dist.new_group(with_loss, timeout=timeout) if here.pipeline_size > 1 else None
+        found[replica] = group, loss if here.rank in with_loss else None
+    group, loss = found[here.data_rank]
+    # communicators come into being with their first collective: here, in one order on all ranks, not beside training's first ones
+    for made in (group, loss):
+        if made is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=made)
+    tensor_ranks = tensor_group() if here.tensor_size > 1 else None
+    return ReplicaLinks(group, loss, tensor_ranks, here.pipeline_size, platform.detached_stream)
 
 
 def pipeline_group() -> dist.ProcessGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from pa_npu.algorithm.agreement import DifferenceSums, difference_sums
 from pa_npu.algorithm.corrections import effective_sample_size
 from pa_npu.backends.protocol import ProbeResult, TrainedResponse
 from pa_npu.control.messages import UpdateReport
+from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch
 
 
@@ -24,6 +25,7 @@ class IterationTotals:
     tokens_computed: int = 0
     num_responses: int = 0
     num_microbatches: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
 
     def add(self, microbatch: Microbatch) -> None:
         self.tokens_response += microbatch.num_response_tokens
@@ -33,13 +35,11 @@ class IterationTotals:
 
     def over_replicas(self, device: torch.device) -> IterationTotals:
         """The totals of all replicas (collective over the data-parallel group)."""
-        values = torch.tensor(
-            [self.tokens_response, self.tokens_computed, self.num_responses, self.num_microbatches],
-            dtype=torch.int64,
-            device=device,
-        )
+        own = [self.tokens_response, self.tokens_computed, self.num_responses, self.num_microbatches]
+        values = torch.tensor([*own, *astuple(self.traffic)], dtype=torch.int64, device=device)
         dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
-        return IterationTotals(*(int(v) for v in values.tolist()))
+        response, computed, responses, microbatches, *traffic = (int(v) for v in values.tolist())
+        return IterationTotals(response, computed, responses, microbatches, Traffic(*traffic))
 
 
 def trained_responses(microbatch: Microbatch) -> list[TrainedResponse]:
@@ -175,6 +175,9 @@ def update_report(
         tokens_response=totals.tokens_response,
         tokens_computed=totals.tokens_computed,
         microbatches=totals.num_microbatches,
+        rollout_reads=totals.traffic.reads,
+        rollout_buffer_bytes=totals.traffic.buffer_bytes,
+        rollout_collective_bytes=totals.traffic.collective_bytes,
         memory_peak_bytes=_largest_of_world(step.memory_peak_bytes, device),
         wait_s=wait_s,
         train_s=train_s,

@@ -261,13 +261,23 @@ def test_automatic_buckets_go_by_the_devices_free_memory(runs: Any) -> None:
     assert {rank["automatic_bucket_bytes"] for layout in LAYOUTS for rank in npu.ranks(layout)} == {64 * 2**20}
 
 
-def test_tensor_parallel_peers_get_the_groups_from_their_leader_over_the_device(runs: Any) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_rank_of_a_replica_reads_each_group_and_the_others_get_it_over_the_device(layout: str, runs: Any) -> None:
     _, npu, _ = runs
-    leader, peer = npu.ranks("TP2")
-    assert leader["reads"] == GROUPS * ITERATIONS and peer["reads"] == 0
-    assert peer["calls"]["c10d::broadcast_"] >= 2 * GROUPS * ITERATIONS, "length and payload of every group"
-    first, second = npu.ranks("DP2")
-    assert first["reads"] == second["reads"] == GROUPS * ITERATIONS // 2
+    ranks, trainer = npu.ranks(layout), LAYOUTS[layout]
+    replica = trainer.get("tensor_parallel", 1) * trainer.get("pipeline_parallel", 1)
+    groups = GROUPS * ITERATIONS * replica // len(ranks)
+    readers = range(
+        len(ranks) // replica
+    )  # tensor parallel varies fastest, and there are no replicas of several ranks here
+    assert [rank["reads"] for rank in ranks] == [groups if number in readers else 0 for number in range(len(ranks))]
+    collectives = 0 if replica == 1 else 3 if "pipeline_parallel" in trainer else 2
+    for rank in ranks:
+        assert rank["calls"].get("c10d::broadcast_", 0) >= (collectives and 2) * groups, "sizes and payload"
+        assert sum(report["rollout_reads"] for report in rank["reports"]) == GROUPS * ITERATIONS, "over all replicas"
+        assert bool(sum(report["rollout_collective_bytes"] for report in rank["reports"])) == bool(collectives)
+    if collectives == 3:
+        assert ranks[-1]["calls"]["c10d::broadcast_"] >= 3 * groups, "and what the loss needs, on the last stage"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

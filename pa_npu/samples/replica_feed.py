@@ -1,0 +1,209 @@
+"""ReplicaFeed: one reader per replica takes each group from the buffer once and passes it on over the device's collectives.
+
+Every rank of the replica has a feed, a thread that goes through the iteration's slots in order, ahead of the thread that trains:
+
+    all ranks   wait for the slot's key in the buffer    (our deadline, no collective open meanwhile)
+    the reader  reads the bytes: first tensor-parallel rank of the first pipeline stage
+    all ranks   broadcast: sizes, then what every stage computes with (tokens, lengths, versions)
+    last stage  broadcast, with the reader: what only the loss needs (log-probs, advantages, rewards)
+    all ranks   parse, and prepare the group's pieces, while the groups before it train
+
+Why that cannot deadlock. The process groups are the feed's own, used by this thread alone, in slot order, so its collectives match.
+Once a key is there every rank enters the broadcast without asking where its training is; the device's work is queued on a stream
+that waits for nothing of training's. Training waits for a group, a feed never for training, but to stay at most `ahead` groups in
+front of it, and a stage's turn for a group depends on earlier groups alone. So a pipeline stage that takes a microbatch sooner
+than the next one does finds it. Before a key is there nobody is in a collective, and a long wait trips no watchdog.
+
+A rank that dies ends its peers' broadcast, at the latest by the group's timeout; what the feed met is raised where training asks
+for that slot, and training's own wait has a deadline beside.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pa_npu.errors import DeadlineExceeded, PaNpuError
+from pa_npu.samples.group_source import Parse, Parsed, Taken, Traffic
+from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.samples.wire import split
+
+
+class GroupsNotPassed(PaNpuError):
+    """A group could not be passed between the ranks of its replica."""
+
+
+@dataclass(frozen=True)
+class ReplicaLinks:
+    """What connects the ranks of one replica for groups. The first two are made for this alone.
+
+    replica: all its ranks; its first member is the reader. loss: the reader and the ranks of the last pipeline stage, on these
+    ranks; None on others, and without a pipeline. tensor: ranks that take microbatches in step, None where a stage has one.
+    stages: pipeline stages. stream: entered by the feed's thread, see Platform.detached_stream.
+    """
+
+    replica: dist.ProcessGroup
+    loss: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+    stages: int = 1
+    stream: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.replica)
+
+    @property
+    def reads(self) -> bool:
+        return dist.get_rank(self.replica) == 0
+
+    @property
+    def ahead(self) -> int:
+        """Groups that a rank may hold beyond the one it trains: the first stage is as far in front of the last one."""
+        return self.stages
+
+
+class ReplicaFeed:
+    """GroupSource of one rank of a replica of several. `groups`: the iteration's, of this replica."""
+
+    def __init__(
+        self,
+        buffer: RolloutBuffer,
+        links: ReplicaLinks,
+        *,
+        replica: int,
+        iteration: int,
+        groups: int,
+        timeout_s: float,
+        parse: Parse,
+        device: torch.device,
+    ) -> None:
+        self._buffer = buffer
+        self._links = links
+        self._replica, self._iteration, self._groups, self._timeout_s = replica, iteration, groups, timeout_s
+        self._parse = parse
+        self._device = device
+        self._changed = threading.Condition()
+        self._arrived: dict[int, tuple[Parsed, Traffic] | Exception] = {}
+        self._next = 0  # the slot that training takes next
+        self._passing: int | None = None  # the slot that is in the buffer and on its way
+        self._closed = False
+        self.traffic = Traffic()
+        # no executor's thread: the end of the program would wait for a feed whose peer is gone
+        threading.Thread(target=self._run, name=f"groups of iteration {iteration}", daemon=True).start()
+
+    def take(self, slot: int, wait: bool) -> Taken | None:
+        if not wait and not self._leader_finds(slot):
+            return None
+        start_s = time.monotonic()
+        with self._changed:
+            if not self._changed.wait_for(lambda: slot in self._arrived, self._timeout_s):
+                self._closed = True
+                raise self._too_late(slot)
+            arrived = self._arrived.pop(slot)
+            self._next = slot + 1
+            self._changed.notify_all()
+        if isinstance(arrived, Exception):
+            raise arrived
+        parsed, traffic = arrived
+        self.traffic = self.traffic.plus(traffic)
+        return Taken(parsed, time.monotonic() - start_s)
+
+    def look_ahead(self, slot: int) -> None:
+        """The feed does, always."""
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _leader_finds(self, slot: int) -> bool:
+        """Whether the tensor-parallel leader finds the slot filled: a collective of the thread that trains."""
+        group = self._links.tensor
+        leads = group is None or dist.get_rank(group) == 0
+        with self._changed:
+            found = slot in self._arrived
+        found = leads and (found or self._buffer.ready(self._iteration, self._replica, slot))
+        if group is None:
+            return found
+        answer = torch.tensor([found], dtype=torch.int64, device=self._device)
+        dist.broadcast(answer, src=dist.get_global_rank(group, 0), group=group)
+        return bool(answer.item())
+
+    def _run(self) -> None:
+        slot = 0
+        try:
+            with self._links.stream():
+                for slot in range(self._groups):
+                    if not self._wait(slot):
+                        return
+                    self._hand_over(slot, self._pass(slot))
+        except Exception as error:
+            self._hand_over(slot, error)
+
+    def _wait(self, slot: int) -> bool:
+        """Until the slot is filled and not too far ahead; False when nobody wants it any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or slot - self._next <= self._links.ahead)
+        while not self._closed:
+            try:
+                self._buffer.wait(self._iteration, self._replica, slot, self._timeout_s)
+                return True
+            except DeadlineExceeded:
+                continue  # nobody may be waiting for it yet: the deadline is that of the thread that trains
+        return False
+
+    def _hand_over(self, slot: int, arrived: tuple[Parsed, Traffic] | Exception) -> None:
+        with self._changed:
+            self._arrived[slot] = arrived
+            self._passing = None
+            self._changed.notify_all()
+
+    def _pass(self, slot: int) -> tuple[Parsed, Traffic]:
+        self._passing = slot
+        links = self._links
+        whole = common = loss = b""
+        if links.reads:
+            whole = self._buffer.read_bytes(self._iteration, self._replica, slot)
+            common, loss = split(whole) if links.stages > 1 else (whole, b"")
+        try:
+            sizes = torch.tensor([len(whole), len(common), len(loss)], dtype=torch.int64, device=self._device)
+            dist.broadcast(sizes, src=dist.get_global_rank(links.replica, 0), group=links.replica)
+            num_whole, num_common, num_loss = sizes.tolist()
+            common = self._broadcast(common, num_common, links.replica)
+            if links.loss is not None:
+                loss = self._broadcast(loss, num_loss, links.loss)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise GroupsNotPassed(
+                f"the group of slot {slot}, replica {self._replica}, iteration {self._iteration} could not be passed between the "
+                f"replica's ranks ({reason}); one of them has probably ended, see the trainers' logs"
+            ) from error
+        with_loss = links.size // links.stages  # the reader is on the first stage
+        passed = (sizes.nbytes + num_common) * (links.size - 1) + num_loss * with_loss
+        return self._parse(common, loss if links.stages > 1 else None), Traffic(1, num_whole, passed)
+
+    def _broadcast(self, data: bytes, num_bytes: int, group: dist.ProcessGroup) -> bytes:
+        """data: the reader's; the same on all members afterwards."""
+        if self._links.reads:
+            payload = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).to(self._device)
+        else:
+            payload = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        dist.broadcast(payload, src=dist.get_global_rank(group, 0), group=group)
+        return data if self._links.reads else payload.cpu().numpy().tobytes()
+
+    def _too_late(self, slot: int) -> DeadlineExceeded:
+        what = f"the group of slot {slot}, replica {self._replica}, iteration {self._iteration}"
+        limit = f"deadline of {self._timeout_s:g} s reached"
+        if self._passing == slot:
+            return DeadlineExceeded(
+                f"waited for {what}, which is in the buffer, to be passed between the replica's ranks: {limit}; one of them has "
+                f"probably ended or hangs, see the trainers' logs"
+            )
+        return DeadlineExceeded(f"waited for {what}, from the coordinator: {limit}")
