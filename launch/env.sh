@@ -146,6 +146,19 @@ install_beside() {
   _install --quiet --target "$directory" "$@"
 }
 
+# A further environment with what pip is given, which is complete: make_beside DIRECTORY ARGUMENT ...
+make_beside() {
+  local directory=$1
+  shift
+  "$PYTHON" -m venv --clear "$directory" || return 1
+  _use_pip_settings
+  if "$PYTHON" -m uv --version >/dev/null 2>&1; then
+    "$PYTHON" -m uv pip install --quiet --no-deps --python "$directory/bin/python" "$@"
+  else
+    "$directory/bin/python" -m pip install --quiet --no-deps "$@"
+  fi
+}
+
 # uv does not read pip's configuration.
 _use_pip_settings() {
   local url

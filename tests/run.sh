@@ -22,6 +22,12 @@ if [[ $what == all || $what == nightly ]] && [ ! -d .venv-npu/torch_npu ]; then
   echo "installing torch_npu for tests/npu_sim"
   install_beside .venv-npu "torch_npu==$TORCH_VERSION" || echo "torch_npu cannot be installed here; tests/npu_sim will be skipped"
 fi
+if [[ $what == all || $what == nightly ]] && [ ! -f .venv-trackers/.complete ]; then
+  # an environment of its own, as telemetry.tracker_python names one: trackers hold back packages that engines need newer
+  echo "installing trackers for tests/integration/test_trackers_offline.py"
+  make_beside .venv-trackers -r requirements/trackers.txt && touch .venv-trackers/.complete ||
+    echo "trackers cannot be installed here; their tests will be skipped"
+fi
 if [ "${PA_NPU_INSTALL_BROWSER:-0}" = 1 ] && ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   echo "installing chromium for tests/integration/test_viewer_browser.py"
   { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 ||

@@ -473,7 +473,7 @@ class Bench:
             "rollout.ignore_eos": "true",
             "attention.shared_prompt": "false",
             "checkpoint.export_hf": "false",
-            "telemetry.tensorboard": "false",
+            "telemetry.trackers": "[]",
             "placement.engine_devices": str(engine_cores).replace(" ", ""),
             "placement.trainer_devices": f"[{max(engine_cores) + 1}]",
         }

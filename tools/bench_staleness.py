@@ -115,7 +115,7 @@ def run(case: Case, seed: int, args: argparse.Namespace) -> None:
         f"schedule.iterations={args.iterations}",
         "schedule.evaluate_every=2",
         "schedule.order=prompt",
-        "telemetry.tensorboard=false",
+        "telemetry.trackers=[]",
         *case.settings,
         *args.overrides,
     ]

@@ -62,7 +62,9 @@ class Production:
         self._interrupted = 0
         self._correct = 0
         self._reward = 0.0
+        self._reward_deviation = 0.0
         self._rewards: dict[str, float] = {}
+        self._shortest, self._longest = 0, 0
         self._errors = 0
         self._equal = 0
         self._in_buffer: list[DispatchedGroup] = []
@@ -78,12 +80,16 @@ class Production:
         self._responses += len(samples)
         self._prompt_tokens += len(prompt.tokens)
         self._sample_prompt_tokens += sum(len(sample.tokens) - sample.num_trained for sample in samples)
-        self._response_tokens += sum(sample.num_trained for sample in samples)
+        lengths = [sample.num_trained for sample in samples]
+        self._response_tokens += sum(lengths)
+        self._shortest = min(lengths) if self._groups == 1 else min(self._shortest, *lengths)
+        self._longest = max(self._longest, *lengths)
         self._finished += sum(sample.finished for sample in samples)
         if self._interrupts:
             self._interrupted += sum(sample.is_of_several_versions for sample in samples)
         self._correct += int(sum(map(bool, result.correct)))
         self._reward += float(sum(result.total))
+        self._reward_deviation += float(np.std(result.total, ddof=1))
         for name, values in result.functions.items():
             self._rewards[name] = self._rewards.get(name, 0.0) + float(sum(values))
         self._errors += len(result.errors)
@@ -115,11 +121,14 @@ class Production:
             "groups_dispatched": self._dispatched,
             "accuracy_dispatched": self._dispatched_correct / self._dispatched,
             "reward_mean": self._reward / responses,
+            "reward_std": self._reward_deviation / self._groups,
             "accuracy": self._correct / responses,
             "rewards": {name: total / responses for name, total in sorted(self._rewards.items())},
             "reward_errors": self._errors,
             "equal_reward_ratio": self._equal / self._groups,
             "response_length_mean": self._response_tokens / responses,
+            "response_length_min": self._shortest,
+            "response_length_max": self._longest,
             "prompt_length_mean": self._prompt_tokens / self._groups,
             "truncated_ratio": 1 - self._finished / responses,
             "interrupted_ratio": self._interrupted / responses,

@@ -16,11 +16,13 @@ from pa_npu.engines.pool import EngineUse
 from pa_npu.evaluation.results import Judged, kept_versions, results_file, write_results
 from pa_npu.planning.iteration_model.messages import Prediction
 from pa_npu.publish.coordinator_side import EnginesHold
+from pa_npu.telemetry.compare import flat
 from pa_npu.telemetry.metrics import MetricsWriter, drop_records
 from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
 from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, say
 from pa_npu.telemetry.sample_store import KeptResponse, SampleStore
 from pa_npu.telemetry.tpspd import Work, throughput
+from pa_npu.telemetry.trackers.feed import FAILED_RUN_S, Trackers
 
 SAMPLES = "samples.jsonl"
 RUNS_ON = "runs_on.json"
@@ -38,7 +40,7 @@ class RunRecords:
         self._first = first_iteration
         self._seconds: list[float] = []
         run_dir = Path(config.run.dir)
-        self._metrics = MetricsWriter(run_dir, config.telemetry.tensorboard, first_iteration)
+        self._metrics = MetricsWriter(run_dir, first_iteration)
         drop_records(run_dir / SAMPLES, "iteration", first_iteration)
         self._samples = RecordFile(run_dir / SAMPLES)
         for version in kept_versions(run_dir):
@@ -46,14 +48,16 @@ class RunRecords:
                 file = results_file(run_dir, version)
                 attempt(file, file.unlink)
         self._kept = SampleStore(run_dir, first_iteration, piece)
+        self._trackers = Trackers(run_dir, config.telemetry, tracked_config(config), first_iteration)
 
     def __enter__(self) -> RunRecords:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._metrics.close()
         self._samples.close()
         self._kept.close()
+        self._trackers.close(None if kind is None else FAILED_RUN_S)
 
     def write_runs_on(self, found: RunsOn) -> None:
         """What this attempt of the run runs with, and its lines on the console."""
@@ -66,7 +70,7 @@ class RunRecords:
         self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], kept: Sequence[KeptResponse] = ()
     ) -> None:
         """One finished iteration, and its line on the console."""
-        self._metrics.write(record)
+        self._trackers.write_iteration(self._metrics.write(record), kept)
         for sample in samples:
             self._samples.write(json_line(sample))
         self._kept.write(record["iteration"], kept)
@@ -81,7 +85,7 @@ class RunRecords:
 
     def write_evaluation(self, record: Mapping[str, Any], responses: Sequence[Judged] = ()) -> None:
         """One evaluation, its results per question, and its lines on the console."""
-        self._metrics.write_evaluation(record)
+        self._trackers.write_evaluation(self._metrics.write_evaluation(record))
         if responses:
             write_results(results_file(self._config.run.dir, record["version"]), responses)
         part = "" if record["questions"] == record["planned"] else f" of {record['planned']}"
@@ -93,6 +97,13 @@ class RunRecords:
             if len(record["sets"]) > 1 or len(found["metrics"]) > 1:
                 metrics = ", ".join(f"{metric} {value['value']:.3f}" for metric, value in found["metrics"].items())
                 say(f"|   {name}: {metrics}; {found['length_mean']:.0f} tokens, {found['truncated_ratio']:.0%} cut")
+
+
+def tracked_config(config: Config) -> dict[str, Any]:
+    """The resolved configuration for trackers, by key; the engines' environment without its values, which may be secret."""
+    tree = config.model_dump(mode="json")
+    tree["rollout"]["env"] = sorted(tree["rollout"]["env"])
+    return flat(tree)
 
 
 def iteration_record(

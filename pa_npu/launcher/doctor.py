@@ -46,7 +46,7 @@ _DEPENDENCIES = (
     Dependency("msgspec", ("msgspec",), "engine responses"),
     Dependency("math_verify", ("math-verify",), "math rewards by symbolic comparison (else numeric)", needed=False),
     Dependency("pyarrow", ("pyarrow",), "parquet datasets", needed=False),
-    Dependency("tensorboard", ("tensorboard",), "telemetry.tensorboard", needed=False),
+    Dependency("tensorboard", ("tensorboard",), "telemetry.trackers", needed=False),
     Dependency("ray", ("ray",), "several nodes (placement.cluster=ray)", needed=False),
 )
 

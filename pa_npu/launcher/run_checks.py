@@ -33,6 +33,7 @@ from pa_npu.launcher.placement import (
 )
 from pa_npu.launcher.resume import check_checkpoint
 from pa_npu.launcher.run_directory import check_run_directory
+from pa_npu.launcher.tracker_checks import check_trackers
 from pa_npu.launcher.trainer_versions import trainer_problems
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.model_rules import check_model
@@ -136,6 +137,7 @@ def check_surroundings(
     local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
+    local(lambda: check_trackers(config))
     changed = local(lambda: check_checkpoint(config))
     findings.notes += [changed] if changed else []
     check_run_directory(config)

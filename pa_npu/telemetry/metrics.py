@@ -1,4 +1,4 @@
-"""Iteration records: RUN/metrics.jsonl (one object per iteration), RUN/evaluations.jsonl, and TensorBoard events."""
+"""Iteration records: RUN/metrics.jsonl (one object per iteration) and RUN/evaluations.jsonl."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pa_npu.errors import DataError
-from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, lost_records, note_lost
+from pa_npu.telemetry.record_file import RecordFile, json_line, lost_records, note_lost
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
-TENSORBOARD = "tensorboard"
 _MAX_INDEX = 2**31
-_UNPLOTTED = frozenset({"iteration", "version", "time", "devices", "non_finite"})
 
 
 class MetricsWriter:
@@ -27,66 +25,40 @@ class MetricsWriter:
     wrote after its last checkpoint, are removed, so that the file reads like that of a run that was never killed (I6).
     """
 
-    def __init__(self, run_dir: Path | str, tensorboard: bool, first_iteration: int = 0) -> None:
+    def __init__(self, run_dir: Path | str, first_iteration: int = 0) -> None:
         self.run_dir = Path(run_dir)
         drop_records(self.run_dir / METRICS, "iteration", first_iteration)
         # The evaluation of version v comes before iteration v; the checkpoint that is resumed holds version v.
         drop_records(self.run_dir / EVALUATIONS, "version", first_iteration)
         self._metrics = RecordFile(self.run_dir / METRICS)
         self._evaluations = RecordFile(self.run_dir / EVALUATIONS)
-        self._board_path = self.run_dir / TENSORBOARD
-        self._board = (
-            attempt(self._board_path, lambda: _open_board(self._board_path, first_iteration)) if tensorboard else None
-        )
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """One iteration. Numbers that are not finite become null and are named under `non_finite`.
+    def write(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """One iteration, returned as written. Numbers that are not finite become null and are named under `non_finite`.
 
         What cannot be written is lost, said once in the log, and counted under `records_lost` of what can be written again.
         """
         lost = lost_records()
         clean = _json_ready({**record, "records_lost": lost} if lost else record)
         self._metrics.write(json_line(clean))
-        self._plot(clean, int(record["iteration"]), "")
+        return clean
 
-    def write_evaluation(self, record: Mapping[str, Any]) -> None:
-        """One evaluation: {version, accuracy, questions, seconds, time, sets}; version v is before iteration v."""
+    def write_evaluation(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """One evaluation, returned as written: {version, accuracy, questions, seconds, time, sets}; version v is before
+        iteration v."""
         clean = _json_ready(record)
         self._evaluations.write(json_line(clean))
-        metrics = {
-            name: {metric: value["value"] for metric, value in found["metrics"].items()}
-            for name, found in clean.get("sets", {}).items()
-        }
-        self._plot({"accuracy": clean["accuracy"], **metrics}, int(record["version"]), "evaluation/")
+        return clean
 
     def close(self) -> None:
         self._metrics.close()
         self._evaluations.close()
-        self._with_board(lambda board: board.close())
 
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def _plot(self, record: Mapping[str, Any], step: int, prefix: str) -> None:
-        def plot(board: Any) -> None:
-            for name, value in _scalars(record, prefix):
-                board.add_scalar(name, value, step)
-            board.flush()
-
-        self._with_board(plot)
-
-    def _with_board(self, action: Callable[[Any], None]) -> None:
-        """Its writer has a thread of its own, whose failure it raises as anything later on; then it is given up."""
-        if self._board is None:
-            return
-        try:
-            action(self._board)
-        except Exception as error:
-            note_lost(self._board_path, error)
-            self._board = None
 
 
 def read_records(run_dir: Path | str) -> list[dict[str, Any]]:
@@ -167,12 +139,6 @@ def _has_index(record: Any, key: str) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_INDEX
 
 
-def _open_board(directory: Path, first_iteration: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one process writes metrics
-
-    return SummaryWriter(str(directory), purge_step=first_iteration or None)
-
-
 def _json_ready(record: Mapping[str, Any]) -> dict[str, Any]:
     non_finite: list[str] = []
     clean = {str(key): _plain(value, str(key), non_finite) for key, value in record.items()}
@@ -193,13 +159,3 @@ def _plain(value: Any, path: str, non_finite: list[str]) -> Any:
         non_finite.append(path)
         return None
     return value
-
-
-def _scalars(record: Mapping[str, Any], prefix: str) -> list[tuple[str, float]]:
-    scalars: list[tuple[str, float]] = []
-    for key, value in record.items():
-        if isinstance(value, Mapping):
-            scalars.extend(_scalars(value, f"{prefix}{key}/"))
-        elif isinstance(value, (int, float)) and not (prefix == "" and key in _UNPLOTTED):
-            scalars.append((prefix + key, float(value)))
-    return scalars

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from pa_npu.errors import DataError
-from pa_npu.telemetry.metrics import EVALUATIONS, METRICS, TENSORBOARD, read_evaluations, read_records
+from pa_npu.telemetry.metrics import EVALUATIONS, METRICS, read_evaluations, read_records
 from pa_npu.telemetry.report import load_report, render_text
 from pa_npu.telemetry.timeline import MERGED
 from pa_npu.telemetry.tpspd import number
@@ -20,7 +20,7 @@ _WRITTEN = (
     (METRICS, "one object per iteration"),
     (EVALUATIONS, "one object per evaluation"),
     ("samples.jsonl", "prompts, responses and rewards"),
-    (TENSORBOARD, "TensorBoard events"),
+    ("tensorboard", "TensorBoard events"),
     (MERGED, "timeline for https://ui.perfetto.dev"),
     ("logs", "one log per process"),
     ("checkpoints", "checkpoints"),

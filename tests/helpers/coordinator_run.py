@@ -112,7 +112,7 @@ class Run:
             "trainer": {"devices": REPLICAS},
             "schedule": {"iterations": 2, "prompts_per_iteration": GROUPS},
             "publish": {"probe_tokens": 5},
-            "telemetry": {"tensorboard": False},
+            "telemetry": {"trackers": []},
         }
         for name, values in sections.items():
             tree[name] = {**tree.get(name, {}), **values}

@@ -48,7 +48,7 @@ def test_periodic_runs_equal_synchronous_ones_and_a_run_that_does_not_fails_the_
     common += [
         'reward.functions=[{name: format, pattern: "[0-4]"}]',
         "checkpoint.every=0",
-        "telemetry.tensorboard=false",
+        "telemetry.trackers=[]",
     ]
     periodic, completion, control = VARIANTS
     arguments = ["--iterations", "2", "--work", str(tmp_path / "work"), *common, *attach]

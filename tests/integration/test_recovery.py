@@ -191,7 +191,7 @@ def keys(tiny: Path, directory: Path, backend: str, **others: object) -> list[st
         "optimizer.learning_rate": "1e-3",
         "checkpoint.every": 1,
         "placement.pin_cores": "false",
-        "telemetry.tensorboard": "false",
+        "telemetry.trackers": "[]",
     }
     return settings(tiny, directory, **chosen, **others)
 

@@ -252,7 +252,7 @@ def test_retention_reads_the_evaluations_of_the_run(model: Path, tmp_path: Path)
         schedule={"evaluate_every": 1},
     )
     run.train(0)
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         for version, accuracy in enumerate((0.1, 0.2, 0.7, 0.3)):
             writer.write_evaluation({"version": version, "accuracy": accuracy})
             if version:

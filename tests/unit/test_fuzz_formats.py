@@ -312,7 +312,7 @@ def test_a_resumed_run_continues_a_damaged_record_file_or_refuses_it(directory: 
     run.mkdir(exist_ok=True)
     (run / "metrics.jsonl").write_bytes(data)
     try:
-        with MetricsWriter(run, tensorboard=False, first_iteration=2) as writer:
+        with MetricsWriter(run, first_iteration=2) as writer:
             writer.write({**RECORD, "iteration": 2})
     except DataError as error:
         assert "\n" not in str(error)

@@ -166,7 +166,7 @@ def test_a_run_goes_on_in_its_directory_at_other_sizes_but_not_as_another_run(mo
 
 
 def test_a_continued_run_keeps_its_records_and_tidies_up_what_was_half_written(model: Path, tmp_path: Path) -> None:
-    config = make_config(model, tmp_path, checkpoint=AUTO, telemetry={"tensorboard": False})
+    config = make_config(model, tmp_path, checkpoint=AUTO, telemetry={"trackers": []})
     said: list[str] = []
     with own_run_directory(config, said.append) as directory, RunRecords(config, 0) as records:
         write(config, 2)
@@ -203,7 +203,7 @@ def test_an_explicit_checkpoint_that_is_damaged_is_refused_before_anything_start
 def test_a_checkpoint_that_failed_is_said_on_the_console(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = make_config(model, tmp_path, telemetry={"tensorboard": False})
+    config = make_config(model, tmp_path, telemetry={"trackers": []})
     with RunRecords(config, 0) as records:
         records.write_iteration(make_record(0), [])
         assert "checkpoint" not in capsys.readouterr().out

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from pa_npu.errors import DataError
-from pa_npu.telemetry.metrics import METRICS, TENSORBOARD, MetricsWriter, read_evaluations, read_records
+from pa_npu.telemetry.metrics import METRICS, MetricsWriter, read_evaluations, read_records
 
 
 def test_records_come_back_in_order_with_numpy_scalars_as_numbers(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write({"iteration": 0, "loss": np.float32(0.5), "engines": {"http://a": {"tokens": np.int64(7)}}})
         writer.write({"iteration": 1, "loss": 0.25})
         assert len(read_records(tmp_path)) == 2, "a record must be readable before the writer is closed"
@@ -24,7 +24,7 @@ def test_records_come_back_in_order_with_numpy_scalars_as_numbers(tmp_path: Path
 
 
 def test_numbers_that_are_not_finite_become_null_and_are_named(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write({"iteration": 0, "loss": float("nan"), "rewards": {"math": float("inf")}, "kl": 0.0})
 
     def refuse(constant: str) -> None:
@@ -41,29 +41,16 @@ def test_numbers_that_are_not_finite_become_null_and_are_named(tmp_path: Path) -
 
 
 def test_a_resumed_run_reads_like_one_that_was_never_killed(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         for iteration in range(5):
             writer.write({"iteration": iteration, "attempt": 1})
             writer.write_evaluation({"version": iteration, "accuracy": 0.1})
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"iteration": 5, "att')  # killed in the middle of a line
-    with MetricsWriter(tmp_path, tensorboard=False, first_iteration=3) as writer:
+    with MetricsWriter(tmp_path, first_iteration=3) as writer:
         writer.write({"iteration": 3, "attempt": 2})
     assert [(r["iteration"], r["attempt"]) for r in read_records(tmp_path)] == [(0, 1), (1, 1), (2, 1), (3, 2)]
     assert [entry["version"] for entry in read_evaluations(tmp_path)] == [0, 1, 2]
-
-
-def test_tensorboard_gets_every_scalar_under_its_path(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with MetricsWriter(tmp_path, tensorboard=True) as writer:
-        writer.write({"iteration": 0, "loss": 0.5, "rewards": {"math": 0.75}, "time": 1.0, "window": None})
-        writer.write({"iteration": 1, "loss": 0.25})
-        writer.write_evaluation({"version": 2, "accuracy": 0.9})
-    events = EventAccumulator(str(tmp_path / TENSORBOARD)).Reload()
-    assert set(events.Tags()["scalars"]) == {"loss", "rewards/math", "evaluation/accuracy"}
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 0.5), (1, 0.25)]
-    assert events.Scalars("evaluation/accuracy")[0].step == 2
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_run(run_dir: Path, seconds: float, iterations: int = 4, warmup: int | None = 1, balance: bool = True) -> Path:
-    with MetricsWriter(run_dir, tensorboard=False) as writer:
+    with MetricsWriter(run_dir) as writer:
         for iteration in range(iterations):
             writer.write(
                 {
@@ -102,7 +102,7 @@ def test_a_bad_run_directory_gives_one_line_and_exit_code_2(tmp_path: Path) -> N
 
 def test_the_summary_names_accuracy_throughput_and_what_was_written(tmp_path: Path) -> None:
     run = make_run(tmp_path / "tiny", 8.0)
-    with MetricsWriter(run, tensorboard=False, first_iteration=4) as writer:
+    with MetricsWriter(run, first_iteration=4) as writer:
         for version, accuracy in ((0, 0.412), (2, 0.7), (4, 0.903)):
             writer.write_evaluation({"version": version, "accuracy": accuracy})
     text = summarise(run)

@@ -16,7 +16,26 @@ class TelemetryConfig(Section):
         description="Groups of each iteration kept in RUN/samples (parquet) with rewards, advantages, tokens and log-probs; "
         "all keeps every one, 0 none.",
     )
-    tensorboard: bool = Field(True, description="Write TensorBoard events.")
+    trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow", "trackio"], ...] = Field(
+        ("tensorboard",), description="Experiment trackers that get the run's records and samples beside its own files."
+    )
+    tracker_python: str | None = Field(
+        None, description="Interpreter of the trackers' own environment, with their libraries; none means this one."
+    )
+    project: str = Field("pa_npu", min_length=1, description="The run's project with the trackers.")
+    run_name: str | None = Field(
+        None, min_length=1, description="The run's name with the trackers; none is the name of run.dir's last folder."
+    )
+    tags: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="The run's tags with the trackers.")
+    metric_names: Literal["trl", "verl"] = Field(
+        "trl", description="Whose names metrics have in trackers; the run's own files keep those of docs/output.md."
+    )
+    offline: bool = Field(
+        False, description="Trackers write into run.dir alone, to be sent later with their own tools."
+    )
+    tracker_timeout_s: float = Field(
+        60.0, gt=0, description="Deadline of a tracker's answer, and at the end of the run of all it still has to take."
+    )
     timeline: bool = Field(True, description="Write timeline.json (Chrome trace format).")
     warmup_iterations: int = Field(1, ge=0, description="Iterations at the start that throughput summaries leave out.")
     profile_iterations: tuple[int, ...] = Field(

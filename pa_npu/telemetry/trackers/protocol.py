@@ -1,0 +1,66 @@
+"""What a tracker is: it starts a run, or goes on with one, and takes numbers and tables. Runs in a process of its own.
+
+This module and the trackers import the standard library and the tracker's own, so that the latter may live in an environment of
+its own (telemetry.tracker_python).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as a tracker is told of it.
+
+    run_dir: what the tracker writes locally goes into it. id: that the run had with this tracker before, or a new one to use;
+    resumed: which of both. first_step: of this attempt. offline: nothing may go over the network. config: resolved, flat.
+    """
+
+    run_dir: str
+    project: str
+    name: str
+    tags: Sequence[str]
+    id: str
+    resumed: bool
+    first_step: int
+    offline: bool
+    config: Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """One run with one tracker. Every method may raise anything, and may take as long as it likes: it is alone in its process."""
+
+    id: str
+    """What the run must be given next time to go on; TrackedRun.id, where the tracker takes it."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of a step. Steps of training and of evaluations ascend each on their own."""
+        ...
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Samples of a step: texts and numbers."""
+        ...
+
+    def finish(self) -> None:
+        """Everything is where it belongs when this returns."""
+        ...
+
+
+REQUIREMENTS = {
+    "tensorboard": "tensorboard>=2.14",
+    "wandb": "wandb>=0.19,<1",
+    "swanlab": "swanlab>=0.10,<1",
+    "mlflow": "mlflow>=3,<4",
+    "trackio": "trackio>=0.43,<1",
+}
+"""What each tracker needs; the extras of setup.py with the same names install it, and give the reasons of the ranges."""
+
+
+def find_start(tracker: str) -> Callable[[TrackedRun], Tracker]:
+    """The `start` of the module with the tracker's name; imports it, and with it the library."""
+    start: Callable[[TrackedRun], Tracker] = importlib.import_module(f"{__package__}.{tracker}").start
+    return start

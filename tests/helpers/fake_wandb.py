@@ -1,0 +1,62 @@
+"""A stand-in for the library wandb that writes what it is told into a file, and misbehaves as FAKE_WANDB says.
+
+FAKE_WANDB: comma-separated kind:iteration, of raise, hang and die; no_key, hang_at_finish. It is put on PYTHONPATH as wandb.py.
+"""
+
+import json
+import os
+import time
+
+WISHES = dict(part.partition(":")[::2] for part in os.environ.get("FAKE_WANDB", "").split(",") if part)
+
+
+def _note(**what: object) -> None:
+    with open(os.environ["FAKE_WANDB_FILE"], "a") as file:
+        file.write(json.dumps(what) + "\n")
+
+
+class Settings:
+    def __init__(self, **_: object) -> None:
+        pass
+
+
+class Table:
+    def __init__(self, columns: list[str], data: list[list[object]]) -> None:
+        self.columns, self.data = columns, data
+
+
+class _Run:
+    def __init__(self, given: dict) -> None:
+        self.id = given["id"]
+
+    def define_metric(self, *_: object, **__: object) -> None:
+        pass
+
+    def log(self, values: dict) -> None:
+        step = str(values["iteration"])
+        tables = {key: [value.columns, value.data] for key, value in values.items() if isinstance(value, Table)}
+        if not tables:
+            once = f"{os.environ['FAKE_WANDB_FILE']}.{step}"  # a process that is started anew behaves
+            if WISHES.get("raise") == step:
+                raise ConnectionError("no route to host")
+            if WISHES.get("hang") in (step, "all") and not os.path.exists(once):
+                open(once, "w").close()
+                time.sleep(600)
+            if WISHES.get("die") == step and not os.path.exists(once):
+                open(once, "w").close()
+                os._exit(9)
+        plain = {key: value for key, value in values.items() if key not in tables}
+        _note(log=plain, tables=tables)
+
+    def finish(self) -> None:
+        if "hang_at_finish" in WISHES:
+            time.sleep(600)
+        _note(finish=True)
+
+
+def init(**given: object) -> _Run:
+    print("the library prints what it likes")
+    if "no_key" in WISHES:
+        raise SystemExit("api_key not configured")
+    _note(init={key: value for key, value in given.items() if key != "settings"}, pid=os.getpid())
+    return _Run(given)

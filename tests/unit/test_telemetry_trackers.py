@@ -1,0 +1,312 @@
+"""Trackers: each gets every record once under one id, by the documented names, and whatever its library does costs only itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pa_npu.config.schema import Config
+from pa_npu.config.sections import TelemetryConfig
+from pa_npu.coordinator.record import tracked_config
+from pa_npu.errors import ConfigError
+from pa_npu.launcher.tracker_checks import check_trackers
+from pa_npu.telemetry import record_file
+from pa_npu.telemetry.metrics import MetricsWriter
+from pa_npu.telemetry.record_file import lost_records
+from pa_npu.telemetry.sample_store import KeptResponse
+from pa_npu.telemetry.trackers import feed
+from pa_npu.telemetry.trackers.feed import QUEUE, Trackers
+from pa_npu.telemetry.trackers.names import names_table, tracked, tracked_evaluation
+from pa_npu.telemetry.trackers.protocol import REQUIREMENTS
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 60.0  # for what ought to take a moment, on a machine that is busy
+
+
+def record(iteration: int, **more: Any) -> dict[str, Any]:
+    return {
+        "iteration": iteration,
+        "version": iteration,
+        "loss": 0.5,
+        "reward_mean": iteration / 10,
+        "time": 1.0,
+        **more,
+    }
+
+
+def evaluation(version: int) -> dict[str, Any]:
+    sets = {"test": {"metrics": {"greedy": {"value": 0.25, "low": 0.1, "high": 0.4}, "pass@4": {"value": 0.5}}}}
+    return {"version": version, "accuracy": 0.25, "sets": sets}
+
+
+def response(iteration: int, index: int, text: str = "#### 4") -> KeptResponse:
+    return KeptResponse(
+        iteration, index, 0, 7, "2+2?", 3, "4", text, "stop", 0, 1.0, {"math": 1.0}, 0.5, True, (), (1, 2), (-0.1, -0.2)
+    )
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_file, "_lost", 0)
+    monkeypatch.setattr(record_file, "_said", set())
+    monkeypatch.setattr(feed, "PAUSE_S", 0.05)
+
+
+class Fake:
+    """What the stand-in library was told."""
+
+    def __init__(self, directory: Path) -> None:
+        self.file = directory / "told.jsonl"
+
+    def told(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
+
+    def steps(self, name: str = "train/loss") -> list[int]:
+        return [told["log"]["iteration"] for told in self.told() if name in told.get("log", {})]
+
+    def inits(self) -> list[dict[str, Any]]:
+        return [told["init"] for told in self.told() if "init" in told]
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "wandb.py").write_text((ROOT / "tests/helpers/fake_wandb.py").read_text())
+    monkeypatch.setenv("PYTHONPATH", str(library))
+    monkeypatch.setenv("FAKE_WANDB_FILE", str(tmp_path / "told.jsonl"))
+    monkeypatch.delenv("FAKE_WANDB", raising=False)
+    return Fake(tmp_path)
+
+
+def telemetry(**settings: Any) -> TelemetryConfig:
+    return TelemetryConfig(
+        trackers=("wandb",), tracker_timeout_s=settings.pop("tracker_timeout_s", PATIENCE_S), **settings
+    )
+
+
+def test_the_documented_table_is_that_of_the_code() -> None:
+    assert names_table() in (ROOT / "docs" / "trackers.md").read_text(), "paste names_table() into docs/trackers.md"
+    extras = (ROOT / "setup.py").read_text()
+    assert all(f'"{requirement}"' in extras for requirement in REQUIREMENTS.values())
+
+
+def test_a_records_numbers_have_the_names_of_trl_or_of_verl_and_none_is_left_out() -> None:
+    numbers = record(
+        3,
+        rewards={"math": 0.5, "my:f#2": 1.0},
+        tokens_prompt=30,
+        tokens_response=12,
+        tpspd=9.0,
+        kl=None,
+        learned={"a": 2.0},
+    )
+    assert tracked(numbers, "trl") == {
+        "train/global_step": 3.0,
+        "train/loss": 0.5,
+        "train/reward": 0.3,
+        "train/rewards/math/mean": 0.5,
+        "train/rewards/my:f#2/mean": 1.0,
+        "pa_npu/tokens_prompt_and_tokens_response": 42.0,
+        "pa_npu/tokens_prompt": 30.0,
+        "pa_npu/tokens_response": 12.0,
+        "pa_npu/tpspd": 9.0,
+        "pa_npu/learned/a": 2.0,
+    }
+    verl = tracked(numbers, "verl")
+    assert verl["critic/score/mean"] == 0.3 and verl["reward/math/mean"] == 0.5 and verl["perf/total_num_tokens"] == 42
+    assert verl["perf/throughput"] == 9.0 and verl["training/global_step"] == 3
+    assert tracked_evaluation(evaluation(2), "trl") == {
+        "train/global_step": 2.0,
+        "eval/test/greedy": 0.25,
+        "eval/test/pass@4": 0.5,
+    }
+    assert tracked_evaluation(evaluation(2), "verl")["val-core/test/acc/greedy"] == 0.25
+
+
+def test_a_tracker_gets_every_record_and_the_samples_and_a_resumed_run_goes_on_under_its_id(
+    fake: Fake, tmp_path: Path
+) -> None:
+    """The first attempt is killed after iteration 4 was told and before 2 became its last checkpoint; 1 was never delivered."""
+    run = tmp_path / "runs" / "sums"
+    settings = telemetry(project="arithmetic", tags=("a", "b"), samples_per_iteration=1)
+    with MetricsWriter(run) as metrics, Trackers(run, settings, {"run.seed": 1}) as trackers:
+        for iteration in range(5):
+            kept = [response(iteration, 0, "x" * 9000 + "\ud800"), response(iteration, 1)]
+            trackers.write_iteration(metrics.write(record(iteration)), kept)
+        trackers.write_evaluation(metrics.write_evaluation(evaluation(0)))
+    (init,) = fake.inits()
+    assert (init["project"], init["name"], init["tags"]) == ("arithmetic", "sums", ["a", "b"])
+    assert init["config"] == {"run.seed": 1} and init["resume"] == "allow" and init["mode"] is None
+    assert fake.steps() == [0, 1, 2, 3, 4] and fake.steps("eval/test/greedy") == [0]
+    assert fake.told()[-1] == {"finish": True}
+    columns, rows = next(told["tables"]["completions"] for told in fake.told() if told.get("tables"))
+    assert columns == [
+        *("step", "prompt", "completion", "answer", "math", "reward", "advantage", "correct", "tokens"),
+    ]
+    assert len(rows) == 1 and rows[0][:2] == [0, "2+2?"] and rows[0][3:] == ["4", 1.0, 1.0, 0.5, True, 2]
+    assert len(rows[0][2]) < 4200 and rows[0][2].endswith("x?") and "[...]" in rows[0][2]
+
+    kept_identity = run / "trackers" / "wandb.json"
+    kept_identity.write_text(json.dumps({**json.loads(kept_identity.read_text()), "iteration": 0}))
+    fake.file.unlink()
+    settings = telemetry(project="another", offline=True)
+    with MetricsWriter(run, 3) as metrics, Trackers(run, settings, {}, 3) as trackers:
+        for iteration in range(3, 6):
+            trackers.write_iteration(metrics.write(record(iteration)))
+    (again,) = fake.inits()
+    assert again["id"] == init["id"] and again["project"] == "arithmetic" and again["mode"] == "offline"
+    assert fake.steps() == [1, 2, 3, 4, 5], "what was never delivered comes first, and nothing comes twice"
+
+    fake.file.unlink()
+    with MetricsWriter(run, 4) as metrics, Trackers(run, settings, {}, 4) as trackers:
+        for iteration in range(4, 7):
+            trackers.write_iteration(metrics.write(record(iteration)))
+    assert fake.steps() == [6], "iterations that ran again are not told again"
+    assert lost_records() == 0
+
+
+def test_a_record_that_is_refused_is_counted_and_said_once_and_the_others_arrive(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_WANDB", "raise:1")
+    with MetricsWriter(tmp_path) as metrics, Trackers(tmp_path, telemetry(), {}) as trackers:
+        for iteration in (0, 1, 2, 1):
+            trackers.write_iteration(metrics.write(record(iteration)))
+    assert fake.steps() == [0, 2] and len(fake.inits()) == 1
+    assert lost_records() == 2
+    printed = capsys.readouterr().out
+    assert printed.count("| tracker wandb: ConnectionError: no route to host; the run goes on") == 1
+    assert (
+        "the library prints" not in printed
+        and "the library prints" in (tmp_path / "logs/tracker-wandb.log").read_text()
+    )
+
+
+@pytest.mark.parametrize(("wish", "limit_s"), [("hang:1", 4.0), ("die:1", PATIENCE_S)])
+def test_a_tracker_that_hangs_or_dies_is_started_again_under_its_id(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wish: str, limit_s: float
+) -> None:
+    monkeypatch.setenv("FAKE_WANDB", wish)
+    trackers = Trackers(tmp_path, telemetry(tracker_timeout_s=limit_s), {})
+    start_s = time.perf_counter()
+    for iteration in range(4):
+        trackers.write_iteration(record(iteration))
+    assert time.perf_counter() - start_s < 0.5, "handing over must not wait"
+    trackers.close(PATIENCE_S)
+    assert fake.steps() == [0, 2, 3] and lost_records() == 1
+    first, second = fake.inits()
+    assert first["id"] == second["id"]
+
+
+def test_a_tracker_that_cannot_begin_is_given_up_and_later_records_are_counted(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_WANDB", "no_key")
+    trackers = Trackers(tmp_path, telemetry(), {})
+    trackers._feeds[0]._thread.join(PATIENCE_S)
+    assert not trackers._feeds[0]._thread.is_alive()
+    before = lost_records()
+    trackers.write_iteration(record(0))
+    trackers.close()
+    assert (before, lost_records()) == (feed.STARTS, feed.STARTS + 1)
+    assert capsys.readouterr().out.count("api_key not configured") == 1
+
+
+def test_a_tracker_that_takes_nothing_holds_a_bounded_number_of_records_and_never_the_run(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WANDB", "hang:all")
+    trackers = Trackers(tmp_path, telemetry(), {})
+    start_s = time.perf_counter()
+    for iteration in range(QUEUE + 20):
+        trackers.write_iteration(record(iteration))
+    handed_over_s = time.perf_counter() - start_s
+    lost_then = lost_records()
+    trackers.close(0.5)
+    assert handed_over_s < 5 and 18 <= lost_then <= 20
+    assert time.perf_counter() - start_s - handed_over_s < 5, "the end must not wait longer than it is told"
+    assert lost_records() >= QUEUE + 18
+
+
+def test_a_tracker_that_hangs_at_the_end_delays_it_by_its_deadline_only(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WANDB", "hang_at_finish")
+    trackers = Trackers(tmp_path, telemetry(tracker_timeout_s=3.0), {})
+    trackers.write_iteration(record(0))
+    start_s = time.perf_counter()
+    trackers.close()
+    assert time.perf_counter() - start_s < 10 and lost_records() >= 1
+
+
+def test_the_process_of_a_tracker_ends_the_run_and_itself_when_the_coordinator_is_killed(
+    fake: Fake, tmp_path: Path
+) -> None:
+    program = f"""
+import sys, time
+from pa_npu.config.sections import TelemetryConfig
+from pa_npu.telemetry.trackers.feed import Trackers
+trackers = Trackers({str(tmp_path)!r}, TelemetryConfig(trackers=("wandb",)), {{}})
+trackers.write_iteration({record(0)!r})
+time.sleep(600)
+"""
+    path = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
+    parent = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path})
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not fake.steps() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    (pid,) = [told["pid"] for told in fake.told() if "init" in told]
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists() and fake.told()[-1] == {"finish": True}
+
+
+def test_tensorboard_holds_scalars_and_samples_and_a_resumed_run_takes_back_what_comes_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = TelemetryConfig()
+    for first in (0, 2):
+        with MetricsWriter(tmp_path, first) as metrics, Trackers(tmp_path, settings, {}, first) as trackers:
+            for iteration in range(first, 4):
+                kept = [response(iteration, 0, "a | b\nc")]
+                trackers.write_iteration(metrics.write(record(iteration, loss=float(first))), kept)
+            trackers.write_evaluation(metrics.write_evaluation(evaluation(first)))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(0, 0), (1, 0), (2, 2), (3, 2)]
+    assert [event.step for event in events.Scalars("eval/test/greedy")] == [0, 2]
+    (text,) = events.Tensors("completions/text_summary")[-1].tensor_proto.string_val
+    assert b"| step | prompt | completion |" in text and rb"| 3 | 2+2? | a \| b c | 4 |" in text
+    assert lost_records() == 0
+
+
+def test_a_tracker_that_is_not_installed_is_refused_in_one_line_and_secrets_stay_here(tmp_path: Path) -> None:
+    def config(**settings: Any) -> Config:
+        tree = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"env": {"TOKEN": "secret"}}}
+        return Config.model_validate({**tree, "telemetry": settings})
+
+    check_trackers(config())
+    with pytest.raises(ConfigError, match=r"telemetry\.tracker_python: /no/python is not an executable"):
+        check_trackers(config(tracker_python="/no/python"))
+    for number, (found, words) in enumerate(
+        (("{}", "swanlab is not installed in"), ('{"swanlab": "0.3.1"}', "as 0.3.1, not as swanlab>=0.10"))
+    ):
+        (python := tmp_path / f"python{number}").write_text(f"#!/bin/sh\necho '{found}'\n")
+        python.chmod(0o755)
+        with pytest.raises(
+            ConfigError, match=r"^telemetry\.trackers: swanlab .*pip install 'pa_npu\[swanlab\]'"
+        ) as refused:
+            check_trackers(config(trackers=["swanlab"], tracker_python=str(python)))
+        assert words in str(refused.value) and "\n" not in str(refused.value)
+    assert "secret" not in json.dumps(tracked_config(config()))
+    assert tracked_config(config())["rollout.env"] == ["TOKEN"]
