@@ -203,7 +203,6 @@ class HttpEngine(ABC):
         """
         what = what or path
         headers = {} if keep_connection else {"Connection": "close"}
-        data = bytearray()
         async with self._failures(what, deadline_s):
             timeout = aiohttp.ClientTimeout(total=deadline_s)
             async with self._open_session().request(
@@ -211,21 +210,32 @@ class HttpEngine(ABC):
             ) as response:
                 self._responses.add(response)
                 try:
-                    async for part in response.content.iter_any():
-                        data += part
-                        if len(data) > most_bytes:
-                            raise EngineError(
-                                f"engine {self.name}: {what} answered more than {most_bytes} bytes; is it one?"
-                            )
+                    data = await self._body(response, what, most_bytes)
                 finally:
                     self._responses.discard(response)
         if response.status != 200:
-            excerpt = bytes(data[:300]).decode("utf-8", "replace").strip()
+            excerpt = data[:300].decode("utf-8", "replace").strip()
             # a server error is what the API process says when the engine behind it has died
             kind = EngineGone if response.status >= 500 else EngineError
             raise kind(f"engine {self.name}: {what} answered {response.status}: {excerpt}")
         self._recognise(response.headers.get(INSTANCE_HEADER))
-        return bytes(data), response.headers
+        return data, response.headers
+
+    async def _body(self, response: aiohttp.ClientResponse, what: str, most_bytes: int) -> bytes:
+        """Of an answer; one that is larger than any that was asked for is not read."""
+        if (response.content_length or 0) > most_bytes:
+            raise self._too_large(what, most_bytes)
+        if response.content_length is not None and not response.headers.get("Content-Encoding"):
+            return await response.read()  # as long as it says, at once
+        data = bytearray()
+        async for part in response.content.iter_any():
+            data += part
+            if len(data) > most_bytes:
+                raise self._too_large(what, most_bytes)
+        return bytes(data)
+
+    def _too_large(self, what: str, most_bytes: int) -> EngineError:
+        return EngineError(f"engine {self.name}: {what} answered more than {most_bytes} bytes; is it one?")
 
     def _recognise(self, instance: str | None) -> None:
         if self._instance is None:
