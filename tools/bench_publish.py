@@ -261,7 +261,7 @@ def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
         step(version)
         seconds.append(time.perf_counter() - start)
         if (version + 1) % max(1, publishes // 10) == 0:
-            lines.append((version + 1, statistics.median(seconds) * 1e3, platform.memory_bytes()[0] / 2**20))
+            lines.append((version + 1, statistics.median(seconds) * 1e3, platform.memory_bytes() / 2**20))
             seconds.clear()
     results.put((rank, lines))
 

@@ -24,9 +24,9 @@ class UpdateReport:
     sampling policy where there are none, as a share; None without either. age_mean, age_max: by how many versions tokens are older
     than what they train; None with max_staleness=0. With older tokens logprob_* have the updates since in them.
     learning_rate: of the step. tokens_computed: tokens through the model, padding left out. rollout_*: reads of groups from the
-    buffer and their bytes, and bytes that ranks got from their replica's reader over collectives. memory_peak_bytes: the largest of
-    all ranks, since the program's start. wait_s: waiting for groups; train_s: the rest, the step (step_s) included; all three means
-    over ranks.
+    buffer and their bytes, and bytes that ranks got from their replica's reader over collectives. memory_trainer_host_bytes,
+    memory_trainer_device_bytes: MemoryPeak of the fullest rank since the update before. wait_s: waiting for groups; train_s: the
+    rest, the step (step_s) included; all three means over ranks.
     """
 
     loss: float
@@ -50,7 +50,8 @@ class UpdateReport:
     rollout_reads: int
     rollout_buffer_bytes: int
     rollout_collective_bytes: int
-    memory_peak_bytes: int
+    memory_trainer_host_bytes: int
+    memory_trainer_device_bytes: int | None
     wait_s: float
     train_s: float
     step_s: float
@@ -69,7 +70,7 @@ _ADDED = frozenset(
         "step_s",
     }
 )
-_LARGEST = frozenset({"logprob_diff_max", "memory_peak_bytes", "age_max"})
+_LARGEST = frozenset({"logprob_diff_max", "memory_trainer_host_bytes", "memory_trainer_device_bytes", "age_max"})
 _MEANS_OF_UPDATES = frozenset({"loss", "policy_loss", "grad_norm"})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import BorderReport, IterationReport
 from pa_npu.control.software import RunsOn
+from pa_npu.coordinator.memory import PeaksAround
 from pa_npu.coordinator.production import Produced
 from pa_npu.engines.pool import EngineUse
 from pa_npu.evaluation.results import Judged, kept_versions, results_file, write_results
@@ -49,6 +50,7 @@ class RunRecords:
                 attempt(file, file.unlink)
         self._kept = SampleStore(run_dir, first_iteration, piece)
         self._trackers = Trackers(run_dir, config.telemetry, tracked_config(config), first_iteration)
+        self._memory = PeaksAround()
 
     def __enter__(self) -> RunRecords:
         return self
@@ -70,7 +72,7 @@ class RunRecords:
         self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], kept: Sequence[KeptResponse] = ()
     ) -> None:
         """One finished iteration, and its line on the console."""
-        self._trackers.write_iteration(self._metrics.write(record), kept)
+        self._trackers.write_iteration(self._metrics.write({**record, **self._memory.take()}), kept)
         for sample in samples:
             self._samples.write(json_line(sample))
         self._kept.write(record["iteration"], kept)
@@ -135,6 +137,7 @@ def iteration_record(
     busy = {name: (use.busy_s - use_before[name].busy_s) / iteration_s for name, use in use_after.items()}
     dedicated = [busy[name] for name, use in use_after.items() if not use.shared]
     shared = [busy[name] for name, use in use_after.items() if use.shared]
+    engine = {"host": publish.memory.host_bytes, "device": publish.memory.device_bytes} if publish.memory else {}
     return {
         **report.record(),
         **border.record(),
@@ -160,6 +163,7 @@ def iteration_record(
         "tpspd_response": rates.tpspd_response,
         "tpspd_computed": rates.tpspd_computed,
         "devices": devices,
+        **{f"memory_engine_{kind}_bytes": value for kind, value in engine.items() if value is not None},
         "engines": {
             name: {
                 "requests": use_after[name].requests - use_before[name].requests,

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.errors import PaNpuError
+from pa_npu.platform.memory_peaks import MemoryPeak
 
 
 class EngineError(PaNpuError):
@@ -84,10 +85,12 @@ class LoadedWeights:
     versions: None before the first load and after one that failed, when the worker must not generate.
     digests: per worker, of what each stage sent, in stage order (Receiver.digests);
     empty before the first load. A publish after which there are none is refused (I5).
+    memory: of all processes of the engine and of its fullest device since the load before; None where it does not say.
     """
 
     versions: tuple[int | None, ...]
     digests: tuple[tuple[str, ...], ...] = ()
+    memory: MemoryPeak | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pa_npu.platform import base
+from pa_npu.platform.memory_peaks import MemoryPeak, ResidentPeak, device_peak_bytes, own_processes
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES
 
 
@@ -19,6 +20,7 @@ class AcceleratorPlatform:
     name: str
     largest_bucket_bytes = LARGEST_BUCKET_BYTES
     _local_index = 0
+    _resident_peak = ResidentPeak(own_processes)
 
     @property
     def _module(self) -> Any:
@@ -34,8 +36,11 @@ class AcceleratorPlatform:
     def device_count(self) -> int:
         return int(self._module.device_count())
 
-    def memory_bytes(self) -> tuple[int, int]:
-        return int(self._module.memory_allocated()), int(self._module.max_memory_allocated())
+    def memory_bytes(self) -> int:
+        return int(self._module.memory_allocated())
+
+    def take_memory_peak(self) -> MemoryPeak:
+        return MemoryPeak(self._resident_peak.take(), device_peak_bytes(self.name))
 
     def total_memory_bytes(self) -> int:
         return int(self._module.get_device_properties(self._module.current_device()).total_memory)

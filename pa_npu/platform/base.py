@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from pa_npu.platform.memory_peaks import MemoryPeak
+
 Role = Literal["launcher", "engine", "coordinator", "trainer"]
 
 
@@ -63,8 +65,11 @@ class Platform(Protocol):
     def device_count(self) -> int:
         """Number of devices this process may use."""
 
-    def memory_bytes(self) -> tuple[int, int]:
-        """(allocated now, peak) of this process on the current device."""
+    def memory_bytes(self) -> int:
+        """What this process has allocated on the current device."""
+
+    def take_memory_peak(self) -> MemoryPeak:
+        """The most that this process and its children had on the host, and on the current device, since the last call."""
 
     def total_memory_bytes(self) -> int:
         """Memory of one device."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 
 from pa_npu.platform import base
+from pa_npu.platform.memory_peaks import MemoryPeak, ResidentPeak, own_processes, resident_bytes
 from pa_npu.platform.ops import TorchOps
 
 
@@ -28,6 +27,7 @@ class CpuPlatform:
 
     def __init__(self) -> None:
         self.ops = TorchOps()
+        self._resident_peak = ResidentPeak(own_processes)
 
     def device(self, local_index: int) -> torch.device:
         return torch.device("cpu")
@@ -38,16 +38,12 @@ class CpuPlatform:
     def device_count(self) -> int:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
-    def memory_bytes(self) -> tuple[int, int]:
-        """Resident memory of this process, now and at its peak."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak *= 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
-        try:
-            with open("/proc/self/statm", encoding="ascii") as file:
-                now = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except OSError:  # no /proc: the peak is the only figure there is
-            now = peak
-        return now, max(now, peak)
+    def memory_bytes(self) -> int:
+        """Resident memory of this process; where nobody says it, its most since the start."""
+        return resident_bytes(os.getpid()) or ResidentPeak(own_processes).take()
+
+    def take_memory_peak(self) -> MemoryPeak:
+        return MemoryPeak(self._resident_peak.take())
 
     def total_memory_bytes(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

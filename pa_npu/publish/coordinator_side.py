@@ -27,6 +27,7 @@ from pa_npu.engines.membership import Fleet, Member
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, LoadedWeights, RolloutEngine, Sampling, WeightGroups
 from pa_npu.errors import DeadlineExceeded
+from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.publish.arrival import ArrivalCheck
 from pa_npu.publish.messages import (
     BROKEN,
@@ -81,13 +82,15 @@ class Connection:
 @dataclass(frozen=True)
 class EnginesHold:
     """A version that the engines hold, and when (time.perf_counter): trainers were ready to send, engines had loaded it, what they
-    got had been compared with what was sent, and all of it was over. probe: their answers, where one was due."""
+    got had been compared with what was sent, and all of it was over. probe: their answers, where one was due. memory: the
+    most of any engine since the publish before; None where no engine says it."""
 
     probe: Probe | None
     ready_s: float
     loaded_s: float
     compared_s: float
     done_s: float
+    memory: MemoryPeak | None = None
 
 
 class TrainersBroke(EngineError):
@@ -263,7 +266,8 @@ class CoordinatorPublish:
             self._arrival.check(version, await self._sent(version, attempt), by_engine)
         compared_s = time.perf_counter()
         probe = await self._probe(version, members, prompt) if prompt is not None else None
-        return EnginesHold(probe, ready_s, max(loaded_s, ready_s), compared_s, time.perf_counter())
+        memory = MemoryPeak.largest(weights.memory for weights in loaded if weights.memory is not None)
+        return EnginesHold(probe, ready_s, max(loaded_s, ready_s), compared_s, time.perf_counter(), memory)
 
     async def _sent(self, version: int, attempt: int) -> list[SentWeights]:
         """What each stage's leader says that it sent: it does so when the last engine has the last bucket."""

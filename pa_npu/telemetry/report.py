@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
 
 from pa_npu.errors import DataError
 from pa_npu.telemetry.metrics import read_records
-from pa_npu.telemetry.tpspd import RunThroughput, run_throughput
+from pa_npu.telemetry.tpspd import RunThroughput, number, run_throughput
 
 _DEVICE_UNITS = {"npu": "one NPU die", "cuda": "one GPU", "cpu": "one CPU core"}
 _DEFAULT_WARMUP = 1
+# Bytes of a record, and what they are in words. Whatever a run does not have is left out.
+PEAKS = {
+    "memory_trainer_host_bytes": "trainer, host",
+    "memory_trainer_device_bytes": "trainer, device",
+    "memory_engine_host_bytes": "engine, host",
+    "memory_engine_device_bytes": "engine, device",
+    "memory_coordinator_bytes": "coordinator",
+    "memory_workers_bytes": "its workers",
+    "memory_launcher_bytes": "launcher and rollout buffer",
+    "memory_keepers_bytes": "keepers",
+}
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """Throughput of one run. `device` is the configured kind (npu, cuda, cpu), None if the run has no config.yaml."""
+    """Throughput of one run. `device` is the configured kind (npu, cuda, cpu), None if the run has no config.yaml.
+
+    memory: by names of PEAKS, the mean over iterations of what each needed at most, in bytes.
+    """
 
     directory: Path
     name: str
     device: str | None
     result: RunThroughput
+    memory: Mapping[str, float]
 
 
 def load_report(run_dir: Path | str, warmup_iterations: int | None = None) -> RunReport:
@@ -43,7 +60,14 @@ def load_report(run_dir: Path | str, warmup_iterations: int | None = None) -> Ru
         result = run_throughput(records, warmup_iterations)
     except DataError as error:
         raise DataError(f"{run_dir}: {error}") from error
-    return RunReport(run_dir, run_dir.name or str(run_dir), config.get("run", {}).get("device"), result)
+    peaks = memory_peaks(records[warmup_iterations:])
+    return RunReport(run_dir, run_dir.name or str(run_dir), config.get("run", {}).get("device"), result, peaks)
+
+
+def memory_peaks(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By names of PEAKS, the mean over the iterations' records of what was needed at most, in bytes."""
+    found = {name: [number(record, name) for record in records if record.get(name) is not None] for name in PEAKS}
+    return {name: fmean(values) for name, values in found.items() if values}
 
 
 def render_text(reports: Sequence[RunReport]) -> str:
@@ -80,7 +104,8 @@ def as_json(reports: Sequence[RunReport]) -> dict[str, Any]:
     for label, report in zip(labels(reports), reports, strict=True):
         values = asdict(report.result)
         rates = values.pop("throughput")
-        runs.append({"run": label, "device": report.device, **rates, **values, "ratio": _ratio(report, reports[0])})
+        ratio = _ratio(report, reports[0])
+        runs.append({"run": label, "device": report.device, **rates, **values, **report.memory, "ratio": ratio})
     return {"runs": runs, "notes": notes(reports)}
 
 
@@ -96,6 +121,8 @@ def notes(reports: Sequence[RunReport]) -> list[str]:
         "imbalance: work of the busiest replica over the mean, minus 1.",
         f"Warm-up iterations dropped: {', '.join(dropped)}. Seconds are means per iteration; evaluation and "
         f"checkpoint are part of the iteration.",
+        "Memory: what an iteration needed at most, border included, the mean over iterations; of the fullest engine and trainer "
+        "rank. Host memory is resident, a sum over processes that counts what they share for each.",
     ]
 
 
@@ -124,7 +151,16 @@ def table_rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
         row("devices", [r.devices for r in results], "d"),
         row("iterations", [r.iterations for r in results], "d"),
         row("warm-up iterations dropped", [r.dropped_iterations for r in results], "d"),
+        *(
+            row(f"memory of an iteration, MiB: {words}", [_mib(report.memory.get(name)) for report in reports], ",.0f")
+            for name, words in PEAKS.items()
+            if any(name in report.memory for report in reports)
+        ),
     ]
+
+
+def _mib(value: float | None) -> float | None:
+    return None if value is None else value / _MIB
 
 
 def _ratio(report: RunReport, first: RunReport) -> float:

@@ -12,6 +12,7 @@ from pa_npu.coordinator.record import iteration_record
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EngineUse
 from pa_npu.planning.iteration_model.messages import Prediction
+from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.publish.coordinator_side import EnginesHold
 from pa_npu.rewards.types import RewardResult
 from pa_npu.samples.types import Sample, SampleBuilder
@@ -57,7 +58,7 @@ def test_every_number_is_what_its_definition_gives() -> None:
         BorderReport(0.5, 0.125),
         Prediction("periodic", 7.0, -0.1),
         iteration_s=SECONDS,
-        publish=EnginesHold(None, 10.0, 10.25, 10.625, 10.75),
+        publish=EnginesHold(None, 10.0, 10.25, 10.625, 10.75, MemoryPeak(7000, 5000)),
         evaluation={"seconds": 1.25, "accuracy": 0.5},
         use_before=before,
         use_after=after,
@@ -104,6 +105,8 @@ def test_every_number_is_what_its_definition_gives() -> None:
         "eval_accuracy": 0.5,
         "iteration_s": SECONDS,
         "devices": DEVICES,
+        "memory_engine_host_bytes": 7000,
+        "memory_engine_device_bytes": 5000,
     }
     for name, value in expected.items():
         assert record[name] == pytest.approx(value), name

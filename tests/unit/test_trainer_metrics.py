@@ -174,8 +174,9 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
             merged = (values * counts).sum() / counts.sum()
         assert record[name] == pytest.approx(merged, rel=2e-4, abs=2e-6), name
     assert record["grad_norm"] == pytest.approx(np.mean(gradient_norms))
+    assert record["memory_trainer_host_bytes"] == max(u.report.memory_trainer_host_bytes for u in updates) > 50 * 2**20
     assert (record["logprob_diff_limit"], record["logprob_k3_limit"]) == (1.0, 2.0)
-    names = {*columns[0], "grad_norm", "learning_rate", "wait_s", "train_s", "step_s", "memory_peak_bytes"}
+    names = {*columns[0], "grad_norm", "learning_rate", "wait_s", "train_s", "step_s", "memory_trainer_host_bytes"}
     assert record.keys() == names | {"logprob_diff_limit", "logprob_k3_limit"}, "a number that nothing here checks"
 
 

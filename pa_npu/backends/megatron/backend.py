@@ -92,6 +92,7 @@ class MegatronBackend:
         self._links = parallel.replica_links(platform, device, config.collective_timeout_s)
         self._traffic: Callable[[], Traffic] = Traffic  # of the update that is accumulated
         self._reset_sums()
+        platform.take_memory_peak()  # what loading took is no iteration's
 
     @property
     def ranks(self) -> Ranks:
@@ -326,7 +327,7 @@ class MegatronBackend:
             wait_s=self._wait_s,
             train_s=self._train_s + step_s,
             step_s=step_s,
-            memory_peak_bytes=self._platform.memory_bytes()[1],
+            memory_peak=self._platform.take_memory_peak(),
         )
         # tokens that older weights sampled differ by the updates since, which is no disagreement
         one_version = "old" in self._stage.frozen or self._config.schedule.updates_per_iteration == 1

@@ -13,6 +13,7 @@ from pa_npu.algorithm.agreement import DifferenceSums, difference_sums
 from pa_npu.algorithm.corrections import effective_sample_size
 from pa_npu.backends.protocol import ProbeResult, TrainedResponse
 from pa_npu.control.messages import UpdateReport
+from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch
 
@@ -145,7 +146,7 @@ class StepNumbers:
     wait_s: float
     train_s: float
     step_s: float
-    memory_peak_bytes: int
+    memory_peak: MemoryPeak
 
 
 def update_report(
@@ -154,6 +155,8 @@ def update_report(
     """The report, equal on all ranks. statistics, totals: over all ranks. Collective over the world, for seconds and bytes."""
     sums, tokens = statistics.sums, max(1, totals.tokens_response)
     wait_s, train_s, step_s = _mean_over_world([step.wait_s, step.train_s, step.step_s], device)
+    peak = step.memory_peak
+    host_bytes, device_bytes = _largest_of_world([peak.host_bytes, peak.device_bytes or 0], device)
     return UpdateReport(
         loss=sums["loss"] / step.normaliser,
         policy_loss=sums["policy_loss"] / step.normaliser,
@@ -178,7 +181,8 @@ def update_report(
         rollout_reads=totals.traffic.reads,
         rollout_buffer_bytes=totals.traffic.buffer_bytes,
         rollout_collective_bytes=totals.traffic.collective_bytes,
-        memory_peak_bytes=_largest_of_world(step.memory_peak_bytes, device),
+        memory_trainer_host_bytes=host_bytes,
+        memory_trainer_device_bytes=None if peak.device_bytes is None else device_bytes,
         wait_s=wait_s,
         train_s=train_s,
         step_s=step_s,
@@ -196,7 +200,8 @@ def _mean_over_world(values: list[float], device: torch.device) -> list[float]:
     return means
 
 
-def _largest_of_world(value: int, device: torch.device) -> int:
-    largest = torch.tensor([value], dtype=torch.int64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return int(largest.item())
+def _largest_of_world(values: list[int], device: torch.device) -> list[int]:
+    vector = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(vector, op=dist.ReduceOp.MAX)
+    largest: list[int] = vector.tolist()
+    return largest

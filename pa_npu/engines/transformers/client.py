@@ -27,6 +27,7 @@ from pa_npu.engines.transformers.messages import (
     LoadRequest,
     WeightsAnswer,
 )
+from pa_npu.platform.memory_peaks import MemoryPeak
 
 T = TypeVar("T")
 
@@ -83,7 +84,8 @@ class TransformersEngine(HttpEngine):
 
     def _loaded(self, data: bytes) -> LoadedWeights:
         answer = self._decode(data, WeightsAnswer)
-        return LoadedWeights(tuple(answer.versions), tuple(tuple(digests) for digests in answer.digests))
+        memory = None if answer.host_bytes is None else MemoryPeak(answer.host_bytes, answer.device_bytes)
+        return LoadedWeights(tuple(answer.versions), tuple(tuple(digests) for digests in answer.digests), memory)
 
     async def _reset(self, deadline_s: float) -> bool:
         return True  # it keeps no prefixes beyond a request

@@ -56,10 +56,12 @@ class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WeightsAnswer(msgspec.Struct):
-    """Per worker, of which there is one."""
+    """Per worker, of which there is one. host_bytes, device_bytes: MemoryPeak of a load; None without one."""
 
     versions: list[int | None]
     digests: list[list[str]]
+    host_bytes: int | None = None
+    device_bytes: int | None = None
 
 
 class InfoAnswer(msgspec.Struct):

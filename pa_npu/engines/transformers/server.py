@@ -40,6 +40,7 @@ from pa_npu.engines.transformers.messages import (
 )
 from pa_npu.engines.transformers.scheduler import Busy, Scheduler
 from pa_npu.engines.transformers.weights import WeightReceiver
+from pa_npu.platform.memory_peaks import ResidentPeak, device_peak_bytes, own_processes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LARGEST_REQUEST_BYTES = 2**26
@@ -71,6 +72,8 @@ class Server:
         self._end_token_ids = _end_token_ids(model.config)
         self._identity = Identity()
         self._digests: tuple[str, ...] = ()
+        self._device = device
+        self._peak = ResidentPeak(own_processes)
         self._weights = WeightReceiver(model, device)
         self._scheduler = Scheduler(Decoder(model, device), max_num_seqs)
 
@@ -175,7 +178,9 @@ class Server:
             self._identity.version, self._digests = None, ()
             self._digests = self._weights.load(asked.version, asked.begins_within_s)
             self._identity.version = asked.version
-            return self._held()
+            held = self._held()
+            held.host_bytes, held.device_bytes = self._peak.take(), device_peak_bytes(self._device.type)
+            return held
 
         return _json(await asyncio.wrap_future(self._scheduler.call(load, alone=True)))
 

@@ -20,6 +20,7 @@ from pa_npu.engines.protocol import (
     WeightGroups,
 )
 from pa_npu.engines.vllm.codec import decode_response, encode_request
+from pa_npu.platform.memory_peaks import MemoryPeak
 
 
 class VllmEngine(HttpEngine):
@@ -62,7 +63,7 @@ class VllmEngine(HttpEngine):
                 f"engine {self.name}: its workers say that they hold weight versions {list(versions)!r:.200}"
             )
         digests = tuple(tuple(map(str, result.get("digests") or ())) for result in results)
-        return LoadedWeights(versions, digests if any(digests) else ())
+        return LoadedWeights(versions, digests if any(digests) else (), _memory(results))
 
     async def _on_workers(
         self, method: str, args: Sequence[Any], deadline_s: float
@@ -90,3 +91,10 @@ class VllmEngine(HttpEngine):
         version = decode_object(data, self.name).get("version")
         workers = await self.loaded_weights(deadline_s=deadline_s)
         return EngineCapabilities("vllm", str(version), self._instance, num_workers=len(workers.versions))
+
+
+def _memory(results: Sequence[dict[str, Any]]) -> MemoryPeak | None:
+    """Of the engine: the first worker speaks for the host, each for its own device. None where they do not say."""
+    said = [memory for result in results if isinstance(memory := result.get("memory"), dict)]
+    host, device = ([n for memory in said if type(n := memory.get(key)) is int] for key in ("host", "device"))
+    return MemoryPeak(sum(host), max(device, default=None)) if host else None

@@ -3,7 +3,8 @@
     VLLM_SERVER_DEV_MODE=1 vllm serve ... --worker-extension-cls pa_npu.engines.vllm.worker.WorkerExtension
 
     pa_connect    once: join one group per pipeline stage, check that the trainer's model is the engine's
-    pa_receive    per version: receive and load everything in one call between engine steps, then stamp the version
+    pa_receive    per version: receive and load everything in one call between engine steps, then stamp the version; says what
+                  memory was used at most since the load before
     pa_version    the version all of whose weights are loaded; None before the first and after a failed receive
     pa_close      leave the groups
 
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from pa_npu.platform.memory_peaks import ResidentPeak, device_peak_bytes, own_processes, session_leader
 from pa_npu.weight_transfer.receiver import EMBEDDING, HEAD, Receiver
 from pa_npu.weight_transfer.transport import WeightSyncError
 
@@ -85,6 +87,7 @@ class WorkerExtension:
             "bytes": receiver.num_bytes,
             "seconds": time.perf_counter() - start,
             "digests": list(receiver.digests),
+            "memory": self._pa_memory(),
         }
 
     def pa_version(self) -> dict[str, Any]:
@@ -97,6 +100,13 @@ class WorkerExtension:
         if receiver is not None:
             receiver.close()
         return {}
+
+    def _pa_memory(self) -> dict[str, int | None]:
+        """Since the call before; "host" is of all the engine's processes where this worker is the first, and 0 of the others."""
+        worker: Any = self
+        peak = self.__dict__.setdefault("_pa_resident_peak", ResidentPeak(own_processes))
+        counts = worker.rank == 0 or session_leader() is None
+        return {"host": peak.take() if counts else 0, "device": device_peak_bytes(torch.device(worker.device).type)}
 
     def _pa_get(self) -> Receiver:
         receiver: Receiver | None = self.__dict__.get("_pa_receiver")

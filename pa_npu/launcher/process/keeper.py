@@ -8,6 +8,7 @@
 - The launcher dies, however: the lifeline closes, and the keeper kills every descendant at once.
 - The keeper is killed: the kernel kills the command, and the launcher, the next reaper, kills the rest.
 - PA_NPU_SCRATCH=DIRECTORY in the environment: the keeper removes it in the end.
+- PA_NPU_SESSION in the command's environment: its process id, which is its session's too.
 
 Usage: python keeper.py LIFELINE_FD GRACE_S CORES -- COMMAND [ARGUMENT ...]      (CORES: "0,3", or "" for no pinning)
 The parent-death signal and the reaper are Linux calls; elsewhere only descendants in the command's group are reached.
@@ -29,6 +30,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_KILL_S = 5.0
 _COMMAND_NOT_STARTED = 127
 SCRATCH = "PA_NPU_SCRATCH"
+SESSION = "PA_NPU_SESSION"
 
 
 def become_reaper() -> None:
@@ -112,6 +114,7 @@ def _start(command: list[str], cores: str) -> int:
         return pid
     try:
         os.setsid()
+        os.environ[SESSION] = str(os.getpid())
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper:  # it died before the line above
             os._exit(_COMMAND_NOT_STARTED)
