@@ -112,7 +112,7 @@ def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int,
     if stage == trainer.pipeline_parallel - 1:
         working_set = max(working_set, _head_bytes(config, spec, amount))
     # frozen models keep no activations, but their hidden states arrive in the same buffer as the policy's
-    received = hidden * in_flight * len(config.frozen_models) * _BYTES[config.frozen_dtype] if stage else 0
+    received = hidden * in_flight * _num_beside(config) * _BYTES[config.frozen_dtype] if stage else 0
     return tokens * (kept * element + received), working_set
 
 
@@ -129,8 +129,13 @@ def _head_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
     logits = (2 + (config.algorithm.entropy_coef > 0)) * chunk * vocabulary * _FP32
     sum_bytes = _FP32 if element < _FP32 and chunk < rows else 0
     gradient = vocabulary * spec.hidden_size * (element + sum_bytes)
-    hidden = amount.microbatch_tokens * spec.hidden_size * element * (3 + len(config.frozen_models))
+    hidden = amount.microbatch_tokens * spec.hidden_size * element * (3 + _num_beside(config))
     return logits + gradient + hidden
+
+
+def _num_beside(config: Config) -> int:
+    """Frozen models in the policy's own pass."""
+    return len(config.frozen_models) if config.trainer.frozen_pass == "together" else 0
 
 
 def _bucket_bytes(config: Config) -> int:

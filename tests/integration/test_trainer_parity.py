@@ -66,6 +66,26 @@ def test_loss_and_grad_norm_do_not_depend_on_the_parallel_layout(
     assert single["reports"][1]["kl"] > 0, "without an update in between the second iteration would show nothing"
 
 
+def test_frozen_models_in_passes_of_their_own_change_no_bit_on_pipeline_stages(model: Path, tmp_path: Path) -> None:
+    found = []
+    for way in ("together", "separate"):
+        directory = tmp_path / way
+        config = make_config(
+            model,
+            directory,
+            trainer={**LAYOUTS["PP2"], "frozen_pass": way},
+            schedule={"updates_per_iteration": 2},
+            model={"frozen_dtype": "bf16"},
+            algorithm={"clip_low": 0.3, "clip_high": 0.3},
+        )
+        reports = run_job(Job(config, directory, last=2, export=str(directory / "hf")))
+        kept = [{name: r[name] for name in ("loss", "kl", "clip_ratio", "grad_norm")} for r in reports]
+        found.append((kept, load_file(directory / "hf" / "model.safetensors")))
+    (together, weights), (separate, same) = found
+    assert together == separate and together[1]["kl"] > 0
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
 def test_reducing_gradients_inside_the_last_backward_changes_no_bit(model: Path, tmp_path: Path) -> None:
     """Megatron raises where a bucket's reduction had not begun there; 10 KiB make dozens of them. Sharded by buckets, the optimizer
     adds up the gradient norm in another order, so that nothing is clipped by it here."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.batch import TokenBatch, normaliser, token_weights
 from pa_npu.algorithm.losses import loss_sums, metric_names
 from pa_npu.algorithm.policy_losses import find_policy_loss
+from pa_npu.attention import PrefixLayout
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
 from pa_npu.backends.megatron.checkpoint.state import CheckpointContents
+from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
 from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler
-from pa_npu.backends.megatron.schedule import Loss, run_pipelined, run_sequential, with_spans
+from pa_npu.backends.megatron.schedule import Forward, Loss, run_pipelined, run_sequential, with_spans
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.backends.megatron.statistics import (
     Differences,
@@ -146,7 +149,17 @@ class MegatronBackend:
         num_microbatches = groups * self._config.microbatches_per_group
         waited_s, traffic = microbatches.waited_s, microbatches.traffic
         self._traffic = lambda: microbatches.traffic.since(traffic)
-        self._run(microbatches, num_microbatches, self._training_loss, lambda: microbatches.is_last)
+        source: MicrobatchSource | HeldMicrobatches = microbatches
+        loss = self._training_loss
+        if self._stage.frozen and self._config.trainer.frozen_pass == "separate":
+            source = held = HeldMicrobatches(
+                microbatches, self._stage.frozen, partial(self._frozen_pass, num_microbatches)
+            )
+
+            def loss(microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
+                return self._training_loss(microbatch, replace(output, frozen=held.logprobs(microbatch)))
+
+        self._run(source, num_microbatches, self._forward, loss, lambda: source.is_last)
         self._platform.synchronize()
         self._wait_s = microbatches.waited_s - waited_s
         self._train_s = time.perf_counter() - start - self._wait_s
@@ -174,7 +187,7 @@ class MegatronBackend:
 
     def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
         self._reset_sums()
-        self._run(microbatches, len(microbatches), self._probe_loss)
+        self._run(microbatches, len(microbatches), self._forward, self._probe_loss)
         return self._metrics.over_ranks(self._device).all
 
     def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
@@ -226,6 +239,7 @@ class MegatronBackend:
         self,
         microbatches: Iterable[Microbatch],
         num_microbatches: int,
+        forward: Forward,
         loss: Loss,
         is_last: Callable[[], bool] | None = None,
     ) -> None:
@@ -234,25 +248,30 @@ class MegatronBackend:
         is_last: whether the microbatch taken last is the pass's last one; None: forward only.
         """
         forward_only = is_last is None
-
-        def forward(microbatch: Microbatch) -> Any:
-            self._totals.add(microbatch)
-            self._trained += trained_responses(microbatch)
-            return self._ddp(
-                microbatch.tokens[None],
-                microbatch.layout,
-                microbatch.rows,
-                microbatch.targets,
-                temperature=self._config.rollout.temperature,
-                chunk=self._config.model.head_chunk_tokens,
-                entropy_grad=self._config.algorithm.entropy_coef > 0,
-            )
-
         with closing(with_spans(microbatches, self._timeline)) as timed, torch.set_grad_enabled(not forward_only):
             if self._config.trainer.pipeline_parallel == 1:
                 run_sequential(self._ddp, timed, forward, loss, is_last)
             else:
                 run_pipelined(self._ddp, timed, num_microbatches, forward, loss, forward_only=forward_only)
+
+    def _forward(self, microbatch: Microbatch) -> Any:
+        self._totals.add(microbatch)
+        self._trained += trained_responses(microbatch)
+        return self._ddp(
+            *_inputs(microbatch),
+            temperature=self._config.rollout.temperature,
+            chunk=self._config.model.head_chunk_tokens,
+            entropy_grad=self._config.algorithm.entropy_coef > 0,
+        )
+
+    def _frozen_pass(self, num_microbatches: int, name: str, microbatches: Iterable[Microbatch], keep: Loss) -> None:
+        temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
+
+        def forward(microbatch: Microbatch) -> torch.Tensor:
+            return self._stage.frozen_pass(name, *_inputs(microbatch), temperature, chunk)
+
+        with self._timeline.span(f"{name} pass"):
+            self._run(microbatches, num_microbatches, forward, keep)
 
     def _training_loss(self, microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
         old_logprobs = self._old_logprobs(microbatch, output)
@@ -333,3 +352,7 @@ class MegatronBackend:
         one_version = "old" in self._stage.frozen or self._config.schedule.updates_per_iteration == 1
         differences = statistics.all.differences if one_version and not statistics.age_max else DifferenceSums()
         return Update(update_report(statistics, self._totals, step, self._device), differences, statistics.first)
+
+
+def _inputs(microbatch: Microbatch) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
+    return microbatch.tokens[None], microbatch.layout, microbatch.rows, microbatch.targets

@@ -7,6 +7,7 @@
     stage.copy_policy_to("old")
     ddp = data_parallel(stage, distributed_optimizer=True)
     output = ddp(tokens, layout, rows, targets, temperature, chunk, entropy_grad=False)
+    logprobs = stage.frozen_pass("old", tokens, layout, rows, targets, temperature, chunk)     trainer.frozen_pass=separate
         tokens int64 [1, T], layout PrefixLayout of T tokens, rows int64 [N], targets int64 [N]
         -> ModelOutput on the last stage; before it hidden states [T, 1, width] for Megatron's schedule to send
 
@@ -71,12 +72,15 @@ class TriModel(MegatronModule):
         frozen: dict[str, GPT],
         rotary: RotaryTable,
         published: GPT | None = None,
+        together: bool = True,
     ) -> None:
-        """published: memory for a copy of the weights that engines have been given, which is never computed with."""
+        """published: memory for a copy of the weights that engines have been given, which is never computed with. together: frozen
+        models go through the policy's pass; otherwise each has passes of its own."""
         super().__init__(config)
         self.policy = policy
         # plain dicts keep them out of the module tree: DDP, optimizer and checkpoints must see the policy only
         self.frozen = dict(frozen)
+        self._beside = self.frozen if together else {}
         self._copies = {**frozen} if published is None else {**frozen, "published": published}
         for model in self._copies.values():
             model.eval().requires_grad_(False)
@@ -151,7 +155,7 @@ class TriModel(MegatronModule):
 
         frozen_hidden: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for name, model in self.frozen.items():
+            for name, model in self._beside.items():
                 model.set_input_tensor(inputs.get(name))
                 frozen_hidden[name] = model(tokens, contexts[model.config.params_dtype])
         self.policy.set_input_tensor(inputs.get("policy"))
@@ -171,13 +175,36 @@ class TriModel(MegatronModule):
         )
         return ModelOutput(logprobs, entropy, frozen_logprobs)
 
+    @torch.no_grad()
+    def frozen_pass(
+        self,
+        name: str,
+        tokens: torch.Tensor,
+        layout: PrefixLayout,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk: int,
+    ) -> torch.Tensor:
+        """One microbatch through this stage of one frozen model alone: log-probs [N] on the last stage, before it what travels."""
+        self._check(tokens, layout)
+        model, dtype = self.frozen[name], self.frozen[name].config.params_dtype
+        model.set_input_tensor(None if self.input_tensor is None else self.input_tensor.view(dtype))
+        hidden = model(tokens, self._contexts(layout, tokens.device)[dtype])
+        if not self.post_process:
+            return hidden.view(self.config.params_dtype)
+        logprobs, _ = model.logprobs(
+            hidden, rows, targets, temperature=temperature, chunk=chunk, entropy=False, entropy_grad=False
+        )
+        return logprobs
+
     def _unpack(self) -> dict[str, torch.Tensor]:
         """Each model's hidden states out of what the previous stage packed; nothing on the first stage."""
         if self.input_tensor is None:
             return {}
-        frozen_dtypes = [model.config.params_dtype for model in self.frozen.values()]
+        frozen_dtypes = [model.config.params_dtype for model in self._beside.values()]
         parts = unpack_hidden(self.input_tensor, self.config.hidden_size, frozen_dtypes)
-        return dict(zip(self.gpts(), parts, strict=True))
+        return dict(zip(("policy", *self._beside), parts, strict=True))
 
     def _contexts(self, layout: PrefixLayout, device: torch.device) -> dict[torch.dtype, AttentionContext]:
         """One for each type that a model of this stage computes in."""
@@ -237,7 +264,8 @@ def build_stage(
     policy = build(megatron_config)
     models = {name: build(frozen_config) for name in frozen}
     published = build(megatron_config) if keeps_published else None
-    return TriModel(megatron_config, policy, models, RotaryTable(spec), published)
+    together = config.trainer.frozen_pass == "together"
+    return TriModel(megatron_config, policy, models, RotaryTable(spec), published, together)
 
 
 def pack_hidden(policy: torch.Tensor, frozen: list[torch.Tensor]) -> torch.Tensor:

@@ -109,6 +109,11 @@ class TrainerConfig(Section):
     sequence_parallel: bool = Field(False, description="Shard norms and residuals over TP along the sequence (SP).")
     distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
+    frozen_pass: Literal["together", "separate"] = Field(
+        "together",
+        description="together: old policy and reference go through the policy's pass, each microbatch as it arrives. separate, a "
+        "baseline with the same update: each has a pass over all of an update's microbatches before the policy's begins.",
+    )
     gradient_bucket_mib: float = Field(
         160.0,
         ge=0,

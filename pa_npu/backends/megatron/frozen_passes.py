@@ -1,0 +1,54 @@
+"""Passes of the frozen models alone over all of an update's microbatches, before the policy's (trainer.frozen_pass=separate)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from pa_npu.samples.microbatch import Microbatch
+
+Pass = Callable[[str, Iterable[Microbatch], Callable[[Microbatch, torch.Tensor], torch.Tensor]], None]
+
+
+class HeldMicrobatches:
+    """An update's microbatches that have all arrived, and the frozen models' log-probs of each."""
+
+    def __init__(self, microbatches: Iterable[Microbatch], frozen: Iterable[str], run: Pass) -> None:
+        """run(name, microbatches, keep): frozen model `name` over all of them, `keep` called with what comes out on the last stage.
+
+        Microbatches arrive during the first model's pass; those after it, and the policy's, go over what is held.
+        """
+        self._held: list[Microbatch] = []
+        self._handed_out = 0
+        self._logprobs: dict[int, dict[str, torch.Tensor]] = {}
+        source: Iterable[Microbatch] = self._holding(microbatches)
+        for name in frozen:
+            run(name, source, self._keeper(name))
+            source = self._held
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the microbatch handed out last is the last one."""
+        return self._handed_out == len(self._held)
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        for microbatch in self._held:
+            self._handed_out += 1
+            yield microbatch
+
+    def logprobs(self, microbatch: Microbatch) -> dict[str, torch.Tensor]:
+        """By model, [tokens] fp32. Of the last stage only."""
+        return self._logprobs[id(microbatch)]
+
+    def _holding(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
+        for microbatch in microbatches:
+            self._held.append(microbatch)
+            yield microbatch
+
+    def _keeper(self, name: str) -> Callable[[Microbatch, torch.Tensor], torch.Tensor]:
+        def keep(microbatch: Microbatch, logprobs: torch.Tensor) -> torch.Tensor:
+            self._logprobs.setdefault(id(microbatch), {})[name] = logprobs
+            return logprobs.new_zeros(())
+
+        return keep
