@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
-def configuration(model: Path, frozen_pass: str, **model_keys: Any) -> Config:
+def configuration(model: Path, frozen_pass: str, stages: int = 1, **model_keys: Any) -> Config:
     return model_config(
         model,
         model=model_keys,
@@ -40,7 +40,7 @@ def configuration(model: Path, frozen_pass: str, **model_keys: Any) -> Config:
         optimizer={"learning_rate": 3e-3},
         # bf16 rounds more than the usual clip range
         algorithm={"kl_coef": 0.05, "clip_low": 0.3, "clip_high": 0.3},
-        trainer={"frozen_pass": frozen_pass},
+        trainer={"frozen_pass": frozen_pass, "devices": stages, "pipeline_parallel": stages},
     )
 
 
@@ -127,6 +127,7 @@ def test_the_last_microbatch_is_known_to_the_policys_pass(model: Path) -> None:
 def test_the_memory_plan_has_no_frozen_hidden_states_in_separate_passes(model: Path) -> None:
     spec = ModelSpec.read(str(model))
     together, separate = (
-        _activation_bytes(configuration(model, way), spec, stage=1) for way in ("together", "separate")
+        _activation_bytes(configuration(model, way, stages=2), spec, stage=1) for way in ("together", "separate")
     )
-    assert all(without < with_them for without, with_them in zip(separate, together, strict=True))
+    assert separate[0] < together[0], "what arrives from the stage before"
+    assert separate[1] <= together[1], "hidden states at the head"
