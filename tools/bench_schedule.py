@@ -425,10 +425,17 @@ class Bench:
         self, case: Case, prompt: int, iterations: int, overrides: list[str], *, shared: bool = False
     ) -> list[dict[str, Any]]:
         """The iteration records of one run."""
+        return read_records(self.run(case, prompt, iterations, overrides, shared=shared))
+
+    def run(
+        self, case: Case, prompt: int, iterations: int, overrides: Sequence[str], *, shared: bool = False, seed: int = 0
+    ) -> Path:
+        """One run on the engines that are there; its directory, which stays as long as `scratch`. seed: of its prompts, none being
+        those of no other run."""
         self._runs += 1
         run_dir = self._scratch / f"run{self._runs}"
         data = self._scratch / f"prompts{self._runs}.jsonl"
-        write_prompts(data, prompt, case.groups * (EPOCH if case.heavy else iterations), self._runs)
+        write_prompts(data, prompt, case.groups * (EPOCH if case.heavy else iterations), seed or self._runs)
         engines = self._scratch / f"engines{len(self._urls)}-engines"
         settings = [
             f"run.dir={run_dir}",
@@ -451,7 +458,7 @@ class Bench:
         result = subprocess.run(self._command("run", settings), cwd=ROOT, capture_output=True, text=True, check=False)
         if result.returncode:
             raise SystemExit(f"bench_schedule: a run failed:\n{(result.stdout + result.stderr)[-3000:]}")
-        return read_records(run_dir)
+        return run_dir
 
     def _command(self, action: str, settings: list[str]) -> list[str]:
         engines = self._dedicated

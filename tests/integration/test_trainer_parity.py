@@ -75,8 +75,6 @@ def test_frozen_models_in_passes_of_their_own_change_no_bit_on_pipeline_stages(m
             directory,
             trainer={**LAYOUTS["PP2"], "frozen_pass": way},
             schedule={"updates_per_iteration": 2},
-            model={"frozen_dtype": "bf16"},
-            algorithm={"clip_low": 0.3, "clip_high": 0.3},
         )
         reports = run_job(Job(config, directory, last=2, export=str(directory / "hf")))
         kept = [{name: r[name] for name in ("loss", "kl", "clip_ratio", "grad_norm")} for r in reports]
