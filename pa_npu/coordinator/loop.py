@@ -223,7 +223,7 @@ class Coordinator:
             ready = await READY.wait_async(self._channel, within_s, version=version)
             if not ready.publishes:
                 now_s = time.perf_counter()
-                return _Border(EnginesHold(None, *[now_s] * 4), self._pool.use(), self._fleet.size)
+                return _Border(EnginesHold(None, now_s, now_s, now_s, now_s), self._pool.use(), self._fleet.size)
         held = await self._publish.publish(version, prompt, within_s)
         # engines were asked before: that ran beside training
         self._timeline.complete("publish", on_clock(held.ready_s), now(), version=version)

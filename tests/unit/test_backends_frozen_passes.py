@@ -78,16 +78,15 @@ def test_separate_passes_give_the_same_update_bit_for_bit(model: Path, frozen_dt
     assert ours[0]["kl"] > 1e-4 and ours[1]["clip_ratio"] > 0, "old policy and reference must show in the numbers"
 
 
-class Watched(Iterator[Microbatch]):
+class Watched(Source):
     """Notes when a microbatch is taken."""
 
-    waited_s, is_last = 0.0, False
-
     def __init__(self, microbatches: list[Microbatch], log: list[str]) -> None:
-        self._microbatches, self._log = iter(microbatches), log
+        super().__init__(microbatches)
+        self._log = log
 
     def __next__(self) -> Microbatch:
-        microbatch = next(self._microbatches)
+        microbatch = super().__next__()
         self._log.append("arrives")
         return microbatch
 

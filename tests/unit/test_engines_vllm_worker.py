@@ -71,6 +71,7 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         tensors = StageTensors(Stage().load(spec, 0), spec, Position(), 4096)
         worker: Any = extension.WorkerExtension()
         worker.model = FakeModel(set(tensors.manifest.shapes) | extra)
+        worker.rank, worker.device = 0, "cpu"
         worker._pa_receiver = FakeReceiver(tensors, fail)
         return worker
 
@@ -199,6 +200,7 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
     ).stdout.splitlines()
     assert lines[0] == "[]"
     rooms = (".engines", ".engines.vllm", ".engines.vllm.worker", ".weight_transfer")
+    rooms += (".platform", ".platform.memory_peaks", ".platform.typical")
     parts = ("collectives", "digest", "manifest", "progress", "receiver", "transport")
     rooms = (*rooms, *(f".weight_transfer.{part}" for part in parts))
     modules = {f"pa_npu{name}" for name in ("", ".errors", *rooms)}
