@@ -231,6 +231,12 @@ def each(kinds: Iterable[str]) -> Kills:
     return itertools.product(kinds, MOMENTS)
 
 
+def watched_when_ready(run: Launched) -> Watched:
+    watched = Watched(run)
+    run.wait_for(lambda: "engine-0 ready" in run.output, "the engine is ready", TIMEOUT_S)
+    return watched
+
+
 def kill_all(watched: Watched, kills: Kills, number: int = signal.SIGKILL) -> None:
     kinds: list[str] = []
     for kind, moment in kills:
@@ -261,8 +267,7 @@ def test_engines_that_are_killed_whenever_change_nothing(
 ) -> None:
     """Each comes back with the weights of the iteration; coordinator and trainers go on all the time."""
     directory = tmp_path / "run"
-    watched = Watched(launch(*keys(tiny, directory, backend)))
-    watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
+    watched = watched_when_ready(launch(*keys(tiny, directory, backend)))
     kill_all(watched, kills)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN not in watched.run.output, watched.run.output
@@ -296,8 +301,7 @@ def test_trainers_coordinator_reward_workers_and_launcher_that_are_killed_whenev
     undisturbed: Callable[[str], Result],
 ) -> None:
     directory = tmp_path / "run"
-    watched = Watched(launch(*keys(tiny, directory, backend)))
-    watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
+    watched = watched_when_ready(launch(*keys(tiny, directory, backend)))
     kill_all(watched, kills)
     assert "the run continues from" in watched.run.output, watched.run.output
     watched.wait_for("training", ITERATIONS - 1)

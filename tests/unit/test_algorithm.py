@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -120,6 +121,16 @@ def negative_side(bound: float, **options: Any) -> tuple[int, PolicyTerms, Token
     return changed, clip(batch, AlgorithmConfig(clip_low=0.2, clip_high=0.3, **options)), batch
 
 
+def assert_is_formula(terms: Any, batch: Any, scalar: Callable[[float, float, float], float]) -> None:
+    """Each token's loss is scalar(log-prob, old log-prob, advantage), and its gradient that of finite differences."""
+    tokens = list(zip(batch.logprobs.tolist(), batch.old_logprobs.tolist(), batch.advantages.tolist(), strict=True))
+    np.testing.assert_allclose(terms.loss.tolist(), [scalar(*token) for token in tokens], rtol=1e-12)
+    terms.loss.sum().backward()
+    step = 1e-7
+    slopes = [(scalar(logp + step, old, a) - scalar(logp - step, old, a)) / (2 * step) for logp, old, a in tokens]
+    np.testing.assert_allclose(batch.logprobs.grad.tolist(), slopes, rtol=1e-5, atol=1e-6)
+
+
 def test_dual_clip_is_verls_formula_token_by_token() -> None:
     """verl, compute_policy_loss: min(-A c, max(-r A, -clip(r) A)) where A < 0; its gradient by finite differences."""
 
@@ -129,12 +140,7 @@ def test_dual_clip_is_verls_formula_token_by_token() -> None:
         return min(-advantage * 3.0, once) if advantage < 0 else once
 
     changed, terms, batch = negative_side(3.0, dual_clip=3.0)
-    tokens = list(zip(batch.logprobs.tolist(), batch.old_logprobs.tolist(), batch.advantages.tolist(), strict=True))
-    np.testing.assert_allclose(terms.loss.tolist(), [scalar(*token) for token in tokens], rtol=1e-12)
-    terms.loss.sum().backward()
-    step = 1e-7
-    slopes = [(scalar(logp + step, old, a) - scalar(logp - step, old, a)) / (2 * step) for logp, old, a in tokens]
-    np.testing.assert_allclose(batch.logprobs.grad.tolist(), slopes, rtol=1e-5, atol=1e-6)
+    assert_is_formula(terms, batch, scalar)
     plain = clip(batch, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
     assert int((plain.loss != terms.loss).sum()) == changed
     assert int(terms.clipped.sum()) == int(plain.clipped.sum()) + changed
@@ -148,12 +154,7 @@ def test_delta_is_trls_formula_token_by_token() -> None:
         return -min(min(ratio, 2.0) * advantage, min(max(ratio, 0.8), 1.3) * advantage)
 
     changed, terms, batch = negative_side(2.0, delta=2.0)
-    tokens = list(zip(batch.logprobs.tolist(), batch.old_logprobs.tolist(), batch.advantages.tolist(), strict=True))
-    np.testing.assert_allclose(terms.loss.tolist(), [scalar(*token) for token in tokens], rtol=1e-12)
-    terms.loss.sum().backward()
-    step = 1e-7
-    slopes = [(scalar(logp + step, old, a) - scalar(logp - step, old, a)) / (2 * step) for logp, old, a in tokens]
-    np.testing.assert_allclose(batch.logprobs.grad.tolist(), slopes, rtol=1e-5, atol=1e-6)
+    assert_is_formula(terms, batch, scalar)
     plain = clip(batch, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
     assert int(terms.clipped.sum()) == int(plain.clipped.sum()) + changed
     same = clip(batch, AlgorithmConfig(clip_low=0.2, clip_high=0.3, dual_clip=2.0))

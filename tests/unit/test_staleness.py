@@ -21,8 +21,9 @@ from tests.helpers.groups import sample_advantages, with_trained
 from tests.helpers.megatron import PLATFORM, model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.reports import numbers
+from tests.helpers.shelf import shelf_iterator
 from tests.helpers.trainer_rank import make_groups
-from tests.unit.test_trainer_updates import GROUPS, LEARNING_RATE, RESPONSES, Shelf, make_backend, make_config
+from tests.unit.test_trainer_updates import GROUPS, LEARNING_RATE, RESPONSES, make_backend, make_config
 
 # these import megatron, which the helper above has prepared
 from pa_npu.backends.megatron.factory import load_stage  # isort: skip
@@ -102,19 +103,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def source(groups: list[Group], iteration: int, freshness: Freshness) -> MicrobatchIterator:
-    return MicrobatchIterator(
-        Shelf(groups),  # type: ignore[arg-type]
-        replica=0,
-        num_replicas=1,
-        iteration=iteration,
-        groups=len(groups),
-        order="prompt",
-        responses_per_microbatch=RESPONSES,
-        shared_prompt=True,
-        pad_multiple=1,
-        timeout_s=30.0,
-        freshness=freshness,
-    )
+    return shelf_iterator(groups, iteration, responses=RESPONSES, freshness=freshness)
 
 
 def aged(groups: list[Group], iteration: int) -> list[Group]:

@@ -124,8 +124,22 @@ def configuration(model: Path, directory: Path, learning_rate: float = 1e-3, **p
     )
 
 
+FAULTS = [None, "skipped publish", "scaled weights", "temperature"]
+
+
+def engine_with(fault: str | None, published: Path, before: Engine) -> Engine:
+    """What answers after a publish: an engine with the published weights, or with a fault. before: what answered until then."""
+    if fault == "skipped publish":
+        return before
+    return Engine(
+        published,
+        scale=1.01 if fault == "scaled weights" else 1.0,
+        temperature=1.3 if fault == "temperature" else 1.0,
+    )
+
+
 @pytest.mark.parametrize("learning_rate", [1e-3, 1e-6])
-@pytest.mark.parametrize("fault", [None, "skipped publish", "scaled weights", "temperature"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_ends_the_run_at_any_learning_rate_and_none_does_not(
     fault: str | None, learning_rate: float, model: Path, tmp_path: Path
 ) -> None:
@@ -134,12 +148,7 @@ def test_each_fault_ends_the_run_at_any_learning_rate_and_none_does_not(
     run.probe(0, engine)
     run.iteration(0, engine)
     published = run.exported("hf")
-    after = {
-        None: lambda: Engine(published),
-        "skipped publish": lambda: engine,
-        "scaled weights": lambda: Engine(published, scale=1.01),
-        "temperature": lambda: Engine(published, temperature=1.3),
-    }[fault]()
+    after = engine_with(fault, published, engine)
     if fault is None:
         run.backend.publish(1)
         run.probe(1, after)
@@ -156,7 +165,7 @@ def test_each_fault_ends_the_run_at_any_learning_rate_and_none_does_not(
 
 
 @pytest.mark.parametrize("learning_rate", [1e-3, 1e-6])
-@pytest.mark.parametrize("fault", [None, "skipped publish", "scaled weights", "temperature"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_first_group_shows_each_fault_before_anything_is_learned_from_it(
     fault: str | None, learning_rate: float, model: Path, tmp_path: Path
 ) -> None:
@@ -164,12 +173,7 @@ def test_the_first_group_shows_each_fault_before_anything_is_learned_from_it(
     engine = Engine(model)
     run.iteration(0, engine)
     published = run.exported("hf")
-    after = {
-        None: lambda: Engine(published),
-        "skipped publish": lambda: engine,
-        "scaled weights": lambda: Engine(published, scale=1.01),
-        "temperature": lambda: Engine(published, temperature=1.3),
-    }[fault]()
+    after = engine_with(fault, published, engine)
     if fault is None:
         assert len(run.first_group(1, after)) == 1
         return

@@ -17,12 +17,12 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.samples.types import Group
-from pa_npu.samples.wire import to_bytes
 from tests.helpers.backend import make_backend
 from tests.helpers.groups import sample_advantages, with_trained
 from tests.helpers.megatron import PLATFORM, model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.reports import numbers, update_report
+from tests.helpers.shelf import shelf_iterator
 from tests.helpers.trainer_rank import make_groups
 
 # these import megatron, which the helper above has prepared
@@ -39,41 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
-class Shelf:
-    """A rollout buffer that holds one iteration's groups."""
-
-    readers = 1
-
-    def __init__(self, groups: list[Group]) -> None:
-        self._groups = groups
-
-    def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
-        return 0.0
-
-    def ready(self, iteration: int, replica: int, slot: int) -> bool:
-        return True
-
-    def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
-        return to_bytes(self._groups[slot])
-
-    def done(self, iteration: int, replica: int, slot: int) -> None:
-        pass
-
-
 def source(groups: list[Group], iteration: int = 0, max_tokens: int | None = None) -> MicrobatchIterator:
-    return MicrobatchIterator(
-        Shelf(groups),  # type: ignore[arg-type]
-        replica=0,
-        num_replicas=1,
-        iteration=iteration,
-        groups=len(groups),
-        order="prompt",
-        responses_per_microbatch=RESPONSES,
-        shared_prompt=True,
-        pad_multiple=1,
-        timeout_s=1.0,
-        max_tokens=max_tokens,
-    )
+    return shelf_iterator(groups, iteration, responses=RESPONSES, max_tokens=max_tokens)
 
 
 def make_config(model: Path, /, **sections: dict[str, Any]) -> Config:
