@@ -6,7 +6,7 @@ import torch
 
 from pa_npu.attention.dense import dense_attention
 from pa_npu.attention.forms import gather_attention, merge_attention
-from pa_npu.attention.kernels.base import kernel_for
+from pa_npu.attention.kernels.choice import kernel_for
 from pa_npu.attention.layout import PrefixLayout
 
 IMPLEMENTATIONS = ("auto", "dense", "merge", "gather")

@@ -7,7 +7,7 @@ A family is a subclass of DenseDecoder in a file of its own that states what dif
         qk_norm = True                       norms of queries and keys per head
         default_head_dim = 128               what transformers takes where config.json is silent
 
-Everything else reads the family through its ModelSpec: a training backend builds layers from the spec's flags and finds the weights
+Everything else reads the family through a ModelSpec: a training backend builds layers from the spec's flags and finds the weights
 by role (`layer_weights`), the planner counts with `layer_activations`, dispatch with `flops`.
 
 A family whose layers differ more needs a flag in ModelSpec and the backends' support for it, once for all families that have it:
@@ -24,14 +24,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pa_npu.attention.flops import FlopsModel
 from pa_npu.families.config_json import count, flag, mapping, positive, token_ids
 from pa_npu.families.rope import parse_rope
-
-if TYPE_CHECKING:
-    from pa_npu.families.spec import ModelSpec
+from pa_npu.families.shape import ModelShape
 
 OuterRole = Literal["embedding", "final_norm", "head"]
 LayerRole = Literal[
@@ -146,7 +144,7 @@ class DenseDecoder:
     def layer_prefix(self, layer: int) -> str:
         return f"model.layers.{layer}."
 
-    def outer_weights(self, spec: ModelSpec) -> dict[OuterRole, Weight]:
+    def outer_weights(self, spec: ModelShape) -> dict[OuterRole, Weight]:
         """What does not belong to a layer; a tied head is the embedding."""
         vocabulary = (spec.vocab_size, spec.hidden_size)
         embedding = Weight("model.embed_tokens.weight", vocabulary)
@@ -156,7 +154,7 @@ class DenseDecoder:
             "head": embedding if spec.tied else Weight("lm_head.weight", vocabulary),
         }
 
-    def layer_weights(self, spec: ModelSpec) -> dict[LayerRole, Weight]:
+    def layer_weights(self, spec: ModelShape) -> dict[LayerRole, Weight]:
         """What every layer has, by role."""
         hidden, ffn = spec.hidden_size, spec.ffn_size
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -186,13 +184,13 @@ class DenseDecoder:
 
     # Work and memory
 
-    def num_parameters(self, spec: ModelSpec) -> int:
+    def num_parameters(self, spec: ModelShape) -> int:
         """Tied weights counted once."""
         layer = sum(math.prod(weight.shape) for weight in self.layer_weights(spec).values())
         outer = sum(math.prod(weight.shape) for weight in set(self.outer_weights(spec).values()))
         return spec.num_layers * layer + outer
 
-    def flops(self, spec: ModelSpec) -> FlopsModel:
+    def flops(self, spec: ModelShape) -> FlopsModel:
         """Matrix multiplications of a training step."""
         return FlopsModel(
             spec.num_layers,
@@ -204,7 +202,7 @@ class DenseDecoder:
             spec.vocab_size,
         )
 
-    def layer_activations(self, spec: ModelSpec) -> LayerActivations:
+    def layer_activations(self, spec: ModelShape) -> LayerActivations:
         heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         return LayerActivations(
             residual=4 * spec.hidden_size, attention=2 * heads, rotated=heads, feed_forward=3 * spec.ffn_size

@@ -10,29 +10,12 @@ from pa_npu.errors import DataError
 from pa_npu.families.config_json import read_config_json
 from pa_npu.families.dense import DenseDecoder
 from pa_npu.families.registry import family_named, family_of
-from pa_npu.families.rope import Rope
+from pa_npu.families.shape import ModelShape
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """What a decoder-only transformer of a supported family looks like. Sizes are counts, not bytes."""
-
-    path: str
-    family: str
-    num_layers: int
-    hidden_size: int
-    ffn_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    rope: Rope
-    norm_eps: float
-    qkv_bias: bool
-    qk_norm: bool
-    tied: bool
-    max_positions: int
-    eos_token_ids: tuple[int, ...]
+class ModelSpec(ModelShape):
+    """The shape of a model of a supported family, which knows its family."""
 
     @classmethod
     def read(cls, path: str) -> ModelSpec:

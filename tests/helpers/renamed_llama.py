@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pa_npu.families.dense import LayerRole, OuterRole, Weight
 from pa_npu.families.llama import Llama
-from pa_npu.families.spec import ModelSpec
+from pa_npu.families.shape import ModelShape
 
 
 class RenamedLlama(Llama):
@@ -15,8 +15,8 @@ class RenamedLlama(Llama):
     def layer_prefix(self, layer: int) -> str:
         return f"blocks.{layer}."
 
-    def outer_weights(self, spec: ModelSpec) -> dict[OuterRole, Weight]:
+    def outer_weights(self, spec: ModelShape) -> dict[OuterRole, Weight]:
         return {role: replace(weight, name=f"outer.{role}") for role, weight in super().outer_weights(spec).items()}
 
-    def layer_weights(self, spec: ModelSpec) -> dict[LayerRole, Weight]:
+    def layer_weights(self, spec: ModelShape) -> dict[LayerRole, Weight]:
         return {role: replace(weight, name=f"{role}.weight") for role, weight in super().layer_weights(spec).items()}
