@@ -128,35 +128,59 @@ def notes(reports: Sequence[RunReport]) -> list[str]:
 
 def table_rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
     """(title, a cell per run) of every figure."""
-    results = [report.result for report in reports]
-
-    def row(title: str, values: Sequence[float | None], layout: str) -> tuple[str, list[str]]:
-        return title, ["-" if value is None else format(value, layout) for value in values]
-
-    return [
-        row("TPSPD", [r.throughput.tpspd for r in results], ",.1f"),
-        row("  response tokens only", [r.throughput.tpspd_response for r in results], ",.1f"),
-        row("  tokens computed", [r.throughput.tpspd_computed for r in results], ",.1f"),
-        row("ratio to the first run", [_ratio(report, reports[0]) for report in reports], ".3f"),
-        row("iteration s", [r.iteration_s for r in results], ".3f"),
-        row("  generation Tg s", [r.generate_s for r in results], ".3f"),
-        row("  training Tt s", [r.train_s for r in results], ".3f"),
-        row("  publish s", [r.publish_s for r in results], ".3f"),
-        row("  evaluation s", [r.evaluation_s for r in results], ".3f"),
-        row("  checkpoint s", [r.checkpoint_s for r in results], ".3f"),
-        row("trainer idle", [r.trainer_idle for r in results], ".1%"),
-        row("engine idle", [r.engine_idle for r in results], ".1%"),
-        row("tail waste", [r.tail_waste for r in results], ".1%"),
-        row("replica imbalance", [r.replica_imbalance for r in results], ".1%"),
-        row("devices", [r.devices for r in results], "d"),
-        row("iterations", [r.iterations for r in results], "d"),
-        row("warm-up iterations dropped", [r.dropped_iterations for r in results], "d"),
-        *(
-            row(f"memory of an iteration, MiB: {words}", [_mib(report.memory.get(name)) for report in reports], ",.0f")
-            for name, words in PEAKS.items()
-            if any(name in report.memory for report in reports)
-        ),
+    columns = [figures(report, reports[0].result.throughput.tpspd) for report in reports]
+    rows = [
+        (figure.title, [shown(column[name].value, figure.layout) for column in columns])
+        for name, figure in columns[0].items()
     ]
+    return [row for row in rows if row[0] not in _MEMORY_TITLES or any(cell != "-" for cell in row[1])]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of a report. layout: as of format()."""
+
+    title: str
+    value: float | None
+    layout: str
+
+
+def figures(report: RunReport, first_tpspd: float, first: str = "the first run") -> dict[str, Figure]:
+    """All of a run by name, in the order of the table. first_tpspd: what the ratio is to, in words `first`."""
+    result, rates = report.result, report.result.throughput
+    ratio = rates.tpspd / first_tpspd if first_tpspd else 0.0
+    found = {
+        "tpspd": Figure("TPSPD", rates.tpspd, ",.1f"),
+        "tpspd_response": Figure("  response tokens only", rates.tpspd_response, ",.1f"),
+        "tpspd_computed": Figure("  tokens computed", rates.tpspd_computed, ",.1f"),
+        "ratio": Figure(f"ratio to {first}", ratio, ".3f"),
+        "iteration_s": Figure("iteration s", result.iteration_s, ".3f"),
+        "generate_s": Figure("  generation Tg s", result.generate_s, ".3f"),
+        "train_s": Figure("  training Tt s", result.train_s, ".3f"),
+        "publish_s": Figure("  publish s", result.publish_s, ".3f"),
+        "evaluation_s": Figure("  evaluation s", result.evaluation_s, ".3f"),
+        "checkpoint_s": Figure("  checkpoint s", result.checkpoint_s, ".3f"),
+        "trainer_idle": Figure("trainer idle", result.trainer_idle, ".1%"),
+        "engine_idle": Figure("engine idle", result.engine_idle, ".1%"),
+        "tail_waste": Figure("tail waste", result.tail_waste, ".1%"),
+        "replica_imbalance": Figure("replica imbalance", result.replica_imbalance, ".1%"),
+        "devices": Figure("devices", result.devices, ",.0f"),
+        "iterations": Figure("iterations", result.iterations, ",.0f"),
+        "dropped_iterations": Figure("warm-up iterations dropped", result.dropped_iterations, ",.0f"),
+    }
+    memory = {name: Figure(_memory_title(name), _mib(report.memory.get(name)), ",.0f") for name in PEAKS}
+    return found | memory
+
+
+def shown(value: float | None, layout: str) -> str:
+    return "-" if value is None else format(value, layout)
+
+
+def _memory_title(name: str) -> str:
+    return f"memory of an iteration, MiB: {PEAKS[name]}"
+
+
+_MEMORY_TITLES = frozenset(map(_memory_title, PEAKS))
 
 
 def _mib(value: float | None) -> float | None:

@@ -11,7 +11,7 @@ from pa_npu.telemetry import plots
 from pa_npu.telemetry.metrics import read_records
 from pa_npu.telemetry.report import RunReport, labels, notes, table_rows
 
-_PARTS = (
+PARTS = (
     "generate while trainers wait",
     "generate and train at once",
     "train alone",
@@ -40,7 +40,7 @@ def iteration_parts(record: Mapping[str, Any]) -> dict[str, float]:
     generate, train = min(seconds("generate_s"), left), min(seconds("train_s"), left)
     both = max(0.0, generate + train - left)
     parts = (generate - both, both, train - both, border, evaluate, checkpoint)
-    return dict(zip(_PARTS, (*parts, max(0.0, total - sum(parts))), strict=True))
+    return dict(zip(PARTS, (*parts, max(0.0, total - sum(parts))), strict=True))
 
 
 def draw_tpspd(reports: Sequence[RunReport]) -> Any:
@@ -71,7 +71,7 @@ def draw_parts(report: RunReport) -> Any:
     x = [int(record.get("iteration", number * step)) for number, record in enumerate(shown)]
     parts = [iteration_parts(record) for record in shown]
     base = [0.0] * len(shown)
-    for number, name in enumerate(_PARTS):
+    for number, name in enumerate(PARTS):
         heights = [part[name] for part in parts]
         if max(heights, default=0.0) > 0:
             panel.bar(x, heights, 0.85 * step, bottom=base, label=name, **plots.bar_style(number))
@@ -94,10 +94,10 @@ def write_plots(reports: Sequence[RunReport], directory: Path) -> list[Path]:
     return written
 
 
-def render_html(reports: Sequence[RunReport]) -> str:
-    """One page that needs nothing beside itself."""
+def render_html(reports: Sequence[RunReport], further: Sequence[tuple[str, str]] = ()) -> str:
+    """One page that needs nothing beside itself. further: headings and contents, HTML already, that come first."""
     table = plots.html_table(["", *labels(reports)], [[title, *cells] for title, cells in table_rows(reports)])
     said = "".join(f"<p>{html.escape(line)}</p>" for line in notes(reports))
-    sections = [("Throughput", table + said), ("TPSPD over time", plots.svg_fragment(draw_tpspd(reports)))]
+    sections = [*further, ("Throughput", table + said), ("TPSPD over time", plots.svg_fragment(draw_tpspd(reports)))]
     sections += [(f"Seconds of {report.name}", plots.svg_fragment(draw_parts(report))) for report in reports]
     return plots.html_page("Throughput", sections)

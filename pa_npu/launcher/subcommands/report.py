@@ -19,6 +19,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="iterations to drop; default: telemetry.warmup_iterations of each run",
     )
+    parser.add_argument(
+        "--groups",
+        action="store_true",
+        help="runs that differ only in their seed as one: the median of each figure, and its lowest and highest value",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print a markdown table")
@@ -30,18 +35,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     configuration.refuse(rest)
-    from pa_npu.telemetry import plots, report, throughput_page
+    from pa_npu.telemetry import plots, report, report_groups, throughput_page
 
     reports = [report.load_report(run, options.warmup) for run in options.runs]
+    groups = report_groups.group_reports(reports) if options.groups else []
     written = throughput_page.write_plots(reports, options.plots) if options.plots else []
+    if options.plots and groups:
+        written += report_groups.write_plots(groups, options.plots)
     if options.html:
-        written.append(plots.write_text(options.html, throughput_page.render_html(reports)))
+        further = report_groups.page_sections(groups) if groups else ()
+        written.append(plots.write_text(options.html, throughput_page.render_html(reports, further)))
     if options.json:
-        print(json.dumps(report.as_json(reports), indent=2))
+        print(json.dumps(report_groups.as_json(groups) if groups else report.as_json(reports), indent=2))
     elif options.markdown:
-        print(report.render_markdown(reports))
+        print(report_groups.render_markdown(groups) if groups else report.render_markdown(reports))
     else:
-        print(report.render_text(reports))
+        print(report_groups.render_text(groups) if groups else report.render_text(reports))
     if written:
         print("\nWritten: " + ", ".join(map(str, written)), file=sys.stderr)
     return 0
