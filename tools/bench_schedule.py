@@ -20,6 +20,7 @@ lengths known; these speeds; and how far the model's predictions were off.
     python tools/bench_schedule.py [--iterations 16] [--rows equal-16,...] [--constant 16,32,64] [--json FILE] [--markdown FILE]
     python tools/bench_schedule.py --simulate             # what any schedule can reach, by the engine's speed; no engines, a minute
     python tools/bench_schedule.py --shared-engines 1     # each row also with an engine on the trainer's core, runs in turn
+    python tools/bench_schedule.py --colocated            # each row also on the same devices in turn (placement.colocate)
     python tools/bench_schedule.py --shared-prompt        # P=512, R=64, G=8 with attention.shared_prompt on and off
     python tools/bench_schedule.py --staleness 0,1,2      # schedule.max_staleness at 1, 2, 4 and 16 waves, Tg = Tt, equal lengths
 """
@@ -99,7 +100,8 @@ class Row:
     step_ms, sequence_ms: what a decode step takes and what each sequence adds, as learned.
 
     shared_s: periodic iterations without border of each run with shared engines, shared_busy: the share of them that these
-    generated. Tg and Tt are always those without.
+    generated. Tg and Tt are always those without. colocated_s: synchronous iterations of as many engines as devices and as many
+    replicas, each pair on a device in turn.
     """
 
     name: str
@@ -121,6 +123,7 @@ class Row:
     shared_busy: float | None = None
     shared_errors: list[float] | None = None
     shared_schedule: str | None = None
+    colocated_s: float | None = None
 
     @property
     def longer_s(self) -> float:
@@ -138,6 +141,11 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(case.name for case in CASES), help="which rows, by name")
     parser.add_argument("--constant", default="", help="constant windows to run beside it, a run each, in sequences")
     parser.add_argument("--shared-engines", type=int, default=0, help="further engines, on the trainer's core")
+    parser.add_argument(
+        "--colocated",
+        action="store_true",
+        help="also engines and trainers on the same cores in turn, both on all of them",
+    )
     parser.add_argument(
         "--shared-prompt", action="store_true", help="measure attention.shared_prompt on and off instead"
     )
@@ -265,6 +273,7 @@ class Bench:
         self._scratch = scratch
         self._args = args
         self._runs = 0
+        self._beside = max(args.shared_engines, int(getattr(args, "colocated", False)))  # engines on the trainer's core
         self._urls: list[str] = []  # of shared engines last
         self._dedicated = 0
         self._model = scratch / "tiny" / "model"
@@ -274,13 +283,13 @@ class Bench:
     @contextlib.contextmanager
     def engines(self, count: int) -> Iterator[None]:
         self._dedicated = count
-        count += self._args.shared_engines
+        count += self._beside
         first = free_ports("127.0.0.1", 1)[0]
         ports = [first + i for i in range(count)]  # as the launcher counts
         self._urls = [f"http://127.0.0.1:{port}" for port in ports]
         log_path = self._scratch / f"engines{count}.log"
         settings = [f"placement.engine_port={ports[0]}", f"run.dir={self._scratch / f'engines{count}'}"]
-        settings.append(f"rollout.shared_engines={self._args.shared_engines}")
+        settings.append(f"rollout.shared_engines={self._beside}")
         with log_path.open("w") as log:
             process = subprocess.Popen(
                 self._command("engines", settings), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
@@ -306,6 +315,8 @@ class Bench:
             row = self._measure(case, prompt, [])
             if self._args.shared_engines:
                 row = self._with_shared(case, row)
+            if self._args.colocated and self._dedicated == 1:
+                row = replace(row, colocated_s=self._colocated_s(case, prompt))
             for window in [int(text) for text in self._args.constant.split(",") if text]:
                 constant = self._measure(case, prompt, [f"rollout.window={window}"])
                 seconds = constant.periodic_s - constant.border_s
@@ -331,6 +342,21 @@ class Bench:
             shared_errors=first.errors + second.errors,
             shared_schedule=second.schedule,
         )
+
+    def _colocated_s(self, case: Case, prompt: int) -> float:
+        """An iteration of two engines and two replicas on the two cores, border included."""
+        engines = len(self._urls)
+        settings = [
+            "placement.colocate=true",
+            "placement.engine_devices=null",
+            "schedule.stream=false",
+            f"rollout.engines={engines}",
+            f"rollout.attach=[{','.join(self._urls)}]",
+            f"trainer.devices={engines}",
+            f"placement.trainer_devices={list(range(engines))}".replace(" ", ""),
+        ]
+        records = self._records(case, prompt, self._args.iterations, settings)[WARMUP:]
+        return statistics.median(record["iteration_s"] for record in records)
 
     def stale_rows(self, waves: Sequence[int], staleness: Sequence[int]) -> list[StaleRow]:
         """Tg and Tt are those of synchronous iterations with the same window."""
@@ -593,6 +619,18 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
             cells += [f"{statistics.median(errors):.1%}, {max(errors):.1%}"]
             lines.append(f"| {' | '.join(cells)} |")
         lines += ["", *(f"- {r.name}, with a shared engine: {r.shared_schedule}" for r in rows)]
+    if any(r.colocated_s for r in rows):
+        lines += [
+            "",
+            "Colocated (placement.colocate): an engine and a replica on each of the two cores, in turn; border included.",
+            "",
+            "| row | sync s | periodic s | colocated s | periodic against colocated |",
+            "|---|---:|---:|---:|---:|",
+        ]
+        for r in rows:
+            if r.colocated_s:
+                cells = [r.name, *(f"{t:.2f}" for t in (r.sync_s, r.periodic_s, r.colocated_s))]
+                lines.append(f"| {' | '.join([*cells, f'{r.colocated_s / r.periodic_s:.2f}x'])} |")
     lines += ["", "Schedules of the last periodic iterations:", "", *(f"- {r.name}: {r.schedule}" for r in rows)]
     return "\n".join(lines)
 

@@ -44,23 +44,23 @@ CHANGES: dict[str, Change] = {
         Change.SAME_RUN: {
             "run": "deterministic",
             "model": "path head_chunk_tokens",
-            "data": "test max_test_rows",
+            "data": "test",
             "rollout": "backend engines max_engines shared_engines attach tensor_parallel python window max_num_batched_tokens "
             "max_num_seqs memory_fraction shared_memory_fraction kv_cache_gib graph_mode prefix_caching batch_invariant "
             "expandable_segments too_long extra_args env",
             "environment": "timeout_s",
             "reward": "timeout_s max_failing_share",
-            "trainer": "devices tensor_parallel pipeline_parallel sequence_parallel recompute gradient_bucket_mib",
+            "trainer": "devices tensor_parallel pipeline_parallel sequence_parallel recompute frozen_pass gradient_bucket_mib",
             "microbatch": "responses max_tokens pad_to_multiple_of",
             "attention": "shared_prompt implementation",
             "evaluate": "sets greedy samples temperature top_p max_response_tokens overlap metric",
             "schedule": "iterations stream compare_iterations dispatch dynamic_sampling_limit evaluate_every",
+            "placement": "colocate",
             "publish": "probe_tokens probe_tolerance false_stop_rate noise_margin",
         },
         Change.NEW_RUN: {
             "model": "frozen_dtype",
-            "data": "train question_column answer_column max_rows chat_template template_options system_prompt instruction "
-            "max_prompt_tokens overlong_prompt shuffle skip skip_after skip_epochs",
+            "data": "train chat_template system_prompt instruction max_prompt_tokens overlong_prompt shuffle",
             "rollout": "responses_per_prompt max_response_tokens temperature top_p top_k ignore_eos",
             "environment": "name max_turns options",
             "reward": "functions",

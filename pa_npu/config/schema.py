@@ -19,7 +19,6 @@ from pa_npu.config.sections import (
     AttentionConfig,
     CheckpointConfig,
     DataConfig,
-    Dataset,
     EnvironmentConfig,
     EvaluateConfig,
     MicrobatchConfig,
@@ -59,10 +58,9 @@ class Config(Section):
     placement: PlacementConfig = PlacementConfig()
 
     @property
-    def evaluation_sets(self) -> dict[str, Dataset]:
-        """Held-out questions by name: data.test as `test`, then evaluate.sets."""
-        given = ({"test": self.data.test} if self.data.test else {}) | self.evaluate.sets
-        return {name: Dataset(path=found) if isinstance(found, str) else found for name, found in given.items()}
+    def evaluation_sets(self) -> dict[str, str]:
+        """Files of held-out questions by name: data.test as `test`, then evaluate.sets."""
+        return ({"test": self.data.test} if self.data.test else {}) | self.evaluate.sets
 
     def key_of_set(self, name: str) -> str:
         """The key that names the file of a held-out set."""
@@ -215,14 +213,19 @@ class Config(Section):
         """Engines that the run starts with: those with devices of their own first, then those on the trainers' devices."""
         return self.rollout.engines + self.rollout.shared_engines
 
+    @property
+    def num_shared_engines(self) -> int:
+        """Engines on the trainers' devices, the last of num_engines: all of them with placement.colocate."""
+        return self.num_engines if self.placement.colocate else self.rollout.shared_engines
+
     def is_shared(self, index: int) -> bool:
         """Whether engine `index` is on a trainer's device; engines that join the run have devices of their own."""
-        return self.rollout.engines <= index < self.num_engines
+        return self.num_engines - self.num_shared_engines <= index < self.num_engines
 
     @property
     def num_devices(self) -> int:
         """All devices, engines and trainers, one that both share once: the denominator of TPSPD."""
-        return self.trainer.devices + self.rollout.engines * self.rollout.tensor_parallel
+        return self.trainer.devices + (self.num_engines - self.num_shared_engines) * self.rollout.tensor_parallel
 
     @property
     def devices_per_node(self) -> int:

@@ -157,7 +157,8 @@ def iteration_record(
         "evaluation_s": evaluation["seconds"] if evaluation else None,
         "eval_accuracy": evaluation["accuracy"] if evaluation else None,
         "trainer_idle": min(1.0, (report.training.wait_s + border.border_wait_s) / iteration_s),
-        "engine_idle": max(0.0, 1.0 - sum(dedicated) / max(1, len(dedicated))),
+        # of engines on the trainers' devices alone where there are no others: then it is what training takes
+        "engine_idle": max(0.0, 1.0 - sum(dedicated or shared) / max(1, len(dedicated or shared))),
         "shared_engine_busy": sum(shared) / len(shared) if shared else None,
         "tpspd": rates.tpspd,
         "tpspd_response": rates.tpspd_response,

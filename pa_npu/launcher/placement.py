@@ -20,8 +20,8 @@ _FREE_PORTS = range(20000, 32000)
 class Placement:
     """Of one node. devices: indices per process, engines with rollout.tensor_parallel of them. cores: empty where unpinned.
 
-    Shared engines (rollout.shared_engines), the last ones, have devices of trainers. engines, ranks: which engines and trainer
-    ranks of the run these are, in the order of the other fields.
+    Shared engines (rollout.shared_engines, placement.colocate), the last ones, have devices of trainers. engines, ranks: which
+    engines and trainer ranks of the run these are, in the order of the other fields.
     """
 
     engine_devices: tuple[tuple[int, ...], ...]
@@ -63,7 +63,7 @@ def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Plac
     Raises ConfigError when an index does not exist or is used twice.
     """
     per_engine = config.rollout.tensor_parallel
-    num_engine_devices = config.rollout.engines * per_engine
+    num_engine_devices = config.num_devices - config.trainer.devices
     given = config.placement
     engines = given.engine_devices
     trainers = given.trainer_devices
@@ -72,12 +72,12 @@ def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Plac
     engines = engines or tuple(next(free) for _ in range(num_engine_devices))
     trainers = trainers or tuple(next(free) for _ in range(config.trainer.devices))
     available = len(cores) if num_devices is None else num_devices
-    enough = max(*engines, *trainers) < available
+    enough = max((*engines, *trainers)) < available
     listed = given.engine_devices is not None or given.trainer_devices is not None
     if not enough and (num_devices is not None or listed):
         kind = "cores" if num_devices is None else "devices"
         raise ConfigError(
-            f"placement: the run needs {config.num_devices} {kind}, the highest index is {max(*engines, *trainers)}, "
+            f"placement: the run needs {config.num_devices} {kind}, the highest index is {max((*engines, *trainers))}, "
             f"but {available} {kind} are here; lower rollout.engines or trainer.devices, or correct placement.*_devices"
         )
     if len(set(engines) | set(trainers)) < config.num_devices and num_devices is not None:
@@ -112,7 +112,8 @@ def place_nodes(config: Config) -> list[Placement]:
             f"correct placement.*_devices"
         )
     free = [[i for i in range(n * per_node, (n + 1) * per_node) if i not in listed] for n in range(given.nnodes)]
-    engines = _units("rollout", config.rollout.tensor_parallel, config.rollout.engines, given.engine_devices, free)
+    dedicated = config.num_engines - config.num_shared_engines
+    engines = _units("rollout", config.rollout.tensor_parallel, dedicated, given.engine_devices, free)
     replicas = config.trainer.devices // config.trainer.tensor_parallel
     trainers = _units("trainer", config.trainer.tensor_parallel, replicas, given.trainer_devices, free)
     devices = [index for unit in trainers for index in unit]
@@ -142,7 +143,7 @@ def place_nodes(config: Config) -> list[Placement]:
 
 def _shared_units(config: Config, trainers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Of shared engines: the devices of the first trainer ranks, in order. trainers: of all ranks."""
-    size, count = config.rollout.tensor_parallel, config.rollout.shared_engines
+    size, count = config.rollout.tensor_parallel, config.num_shared_engines
     return tuple(tuple(trainers[at : at + size]) for at in range(0, size * count, size))
 
 

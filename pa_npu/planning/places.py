@@ -22,7 +22,7 @@ def with_places(config: Config, spec: ModelSpec, device_bytes: int | None, own_m
     (rollout.attach) or share a device with a trainer, which leaves their cache less.
     """
     rollout = config.rollout
-    if "max_num_seqs" in rollout.model_fields_set or rollout.attach or rollout.shared_engines:
+    if "max_num_seqs" in rollout.model_fields_set or rollout.attach or config.num_shared_engines:
         return config
     if own_memory and device_bytes is None:
         return config

@@ -26,8 +26,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
     trainer, rollout, amount = config.trainer, config.rollout, work(config)
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     lines = [
-        f"devices               {config.num_devices} = {rollout.engines} engines x {rollout.tensor_parallel} "
-        f"+ {trainer.devices} trainer ranks{_nodes(config)}{_shared(config)}",
+        f"devices               {_devices(config)}{_nodes(config)}{_shared(config)}",
         f"trainer ranks         TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.data_parallel}"
         + (", sequence parallel" if trainer.sequence_parallel else ""),
         f"groups per iteration  {config.schedule.prompts_per_iteration} (x {rollout.responses_per_prompt} responses = "
@@ -39,7 +38,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
     ]
     if spec is None:
         return [*lines, "memory                not known: the model cannot be read here"]
-    engine_bytes = device_bytes if own_memory else None
+    engine_bytes, colocated = device_bytes if own_memory else None, config.placement.colocate
     trainers = trainer_memory(config, spec)
     lines.append(f"model                 {spec.family}, {spec.num_parameters / 1e6:.1f} M parameters")
     lines.append(f"trainer memory        {trainers.line()}")
@@ -49,21 +48,28 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
             f"engine memory         {engines.line()} + KV cache, up to {rollout.memory_fraction:.0%} of the device"
         )
     else:
-        engines = engine_memory(config, spec, engine_bytes)
+        engines = engine_memory(config, spec, engine_bytes, shared=colocated)
         capacity = dict(engines.parts)["KV cache"] // kv_bytes_per_token(config, spec)
         lines.append(f"engine memory         {engines.line()}")
         lines.append(
             f"KV cache              {capacity} tokens, {capacity // longest} longest sequences; wanted {wanted_tokens(config)} "
             f"for {wanted_sequences(config)} in flight"
         )
-    if rollout.shared_engines and own_memory and device_bytes is not None:
+    if config.num_shared_engines and own_memory and device_bytes is not None:
         shared = engine_memory(config, spec, device_bytes, shared=True)
         both = (trainers.total + shared.total) / device_bytes
-        lines.append(f"shared engine memory  {shared.line()}; with its trainer {both:.0%} of the device")
+        lines.append(f"shared engine memory  {shared.line()}; with its trainer {both:.0%} of the device, both resident")
     lines += predicted_lines(config, spec)
     if device_bytes is not None:
         lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))
     return lines
+
+
+def _devices(config: Config) -> str:
+    engines = f"{config.rollout.engines} engines x {config.rollout.tensor_parallel}"
+    if config.placement.colocate:
+        return f"{config.num_devices} = {config.trainer.devices} trainer ranks, with {engines} on them in turn"
+    return f"{config.num_devices} = {engines} + {config.trainer.devices} trainer ranks"
 
 
 def _shared(config: Config) -> str:

@@ -70,7 +70,7 @@ class Rehearsal:
 
 
 def rehearse(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Rehearsal:
-    """The schedule that is best on one draw of lengths, on another."""
+    """The schedule that is best on one draw of lengths, on another. Colocated, training follows generation."""
     cluster = _cluster(config, spec, typical)
     known, unknown = (_groups(config, spec, typical, number) for number in (0, 1))
     apart = _schedules(config, cluster, known)
@@ -80,16 +80,19 @@ def rehearse(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Rehearsa
     generate_s = min(simulate(cluster, unknown, schedule).generated_s for schedule in apart)
     in_flight = min(best.largest_window, cluster.max_num_seqs)
     sequences = len(unknown) * config.rollout.responses_per_prompt / len(cluster.dedicated)
-    return Rehearsal(max(1.0, sequences / in_flight), generate_s, outcome.train_s, outcome.end_s)
+    end_s = generate_s + outcome.train_s if config.placement.colocate else outcome.end_s
+    return Rehearsal(max(1.0, sequences / in_flight), generate_s, outcome.train_s, end_s)
 
 
 def advice(config: Config, spec: ModelSpec, typical: TypicalSpeed, found: Rehearsal) -> list[tuple[str, Rehearsal]]:
     """Changes that make an iteration's groups cheaper by _WORTH or more, best first, and what then is predicted.
 
-    Tried alone: two and four times the groups where less than _ENOUGH of the bound is reached, and a replica's devices more for
-    either side.
+    None where engines and trainers are colocated. Tried alone: two and four times the groups where less than _ENOUGH of the bound
+    is reached, and a replica's devices more for either side.
     """
     schedule, rollout, trainer = config.schedule, config.rollout, config.trainer
+    if config.placement.colocate:  # each side has all devices already, and neither waits for the other's groups
+        return []
     replica = trainer.tensor_parallel * trainer.pipeline_parallel
     moved = math.lcm(replica, rollout.tensor_parallel)
     factors = (2, 4) if found.of_bound < _ENOUGH else ()

@@ -69,7 +69,7 @@ def shortages(config: Config, spec: ModelSpec, device_bytes: int, own_memory: bo
         return _host_shortages(config, spec, device_bytes)
     return [
         *_trainer_shortages(config, spec, device_bytes),
-        *_engine_shortages(config, spec, device_bytes),
+        *([] if config.placement.colocate else _engine_shortages(config, spec, device_bytes)),
         *_shared_shortages(config, spec, device_bytes),
     ]
 
@@ -130,7 +130,7 @@ def _engine_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
 
 def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Iterator[Shortage]:
     """Engines on the trainers' devices: both stay where they are, so that both must fit."""
-    if not config.rollout.shared_engines:
+    if not config.num_shared_engines:
         return
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
@@ -166,7 +166,8 @@ def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     proposal = _search(config, spec, moves, fits)
     after = "" if proposal is None else f"together {format_bytes(together(_changed(config, proposal)))}"
     if proposal is None:
-        proposal, after = {"rollout.shared_engines": 0}, "engines on devices of their own alone"
+        alone = "placement.colocate" if config.placement.colocate else "rollout.shared_engines"
+        proposal, after = {alone: 0 if alone.endswith("engines") else False}, "engines on devices of their own alone"
     yield Shortage("shared engine", what, too_small, proposal, after)
 
 

@@ -36,6 +36,7 @@ def broken_placement(c: Config) -> Iterator[str]:
             f"{c.placement.nnodes} nodes of {c.placement.devices_per_node}; lower rollout.engines or trainer.devices, or raise "
             f"placement.nnodes"
         )
+    yield from _broken_colocation(c)
     first, last = c.placement.engine_port, c.placement.engine_port + c.num_engines - 1
     if first and not r.attach and last > 65535:
         yield (
@@ -48,8 +49,42 @@ def broken_placement(c: Config) -> Iterator[str]:
             f"the store (placement.store_port); choose another"
         )
     for key, devices, wanted in (
-        ("engine_devices", c.placement.engine_devices, r.engines * r.tensor_parallel),
+        ("engine_devices", c.placement.engine_devices, c.num_devices - t.devices),
         ("trainer_devices", c.placement.trainer_devices, t.devices),
     ):
         if devices is not None and len(devices) != wanted:
             yield f"placement.{key}: {len(devices)} indices for {wanted} devices; list exactly {wanted} or remove the key"
+
+
+def _broken_colocation(c: Config) -> Iterator[str]:
+    """Engines and trainers in turn on the same devices."""
+    t, r, s = c.trainer, c.rollout, c.schedule
+    if not c.placement.colocate:
+        return
+    if s.stream is not False:
+        yield (
+            f"placement.colocate: with schedule.stream={str(s.stream).lower()} trainers would compute on devices that engines "
+            f"generate on; set schedule.stream=false, or colocate to false"
+        )
+    if s.max_staleness:
+        yield (
+            f"placement.colocate: engines and trainers take turns, and with schedule.max_staleness = {s.max_staleness} both work "
+            f"at once; set max_staleness to 0, or colocate to false"
+        )
+    if r.shared_engines:
+        yield (
+            f"placement.colocate: all engines are on the trainers' devices, and rollout.shared_engines = {r.shared_engines} would "
+            f"add more; set rollout.engines alone"
+        )
+    if (r.max_engines or r.engines) > r.engines:
+        yield (
+            f"placement.colocate: engines that join a run (rollout.max_engines = {r.max_engines}) have devices of their own; set "
+            f"one number of engines"
+        )
+    if r.engines * r.tensor_parallel > t.devices:
+        yield (
+            f"placement.colocate: rollout.engines = {r.engines} of {r.tensor_parallel} devices (rollout.tensor_parallel) are more "
+            f"than the {t.devices} trainer devices; set engines to at most {t.devices // r.tensor_parallel}"
+        )
+    if c.placement.engine_devices is not None:
+        yield "placement.colocate: engines have the trainers' devices; remove placement.engine_devices"

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pa_npu.config.sections.base import Section
-from pa_npu.config.sections.data import Dataset
 
 
 class ScheduleConfig(Section):
@@ -69,7 +68,7 @@ class ScheduleConfig(Section):
 
 
 class EvaluateConfig(Section):
-    sets: dict[str, str | Dataset] = Field(
+    sets: dict[str, str] = Field(
         default_factory=dict,
         description="Further held-out sets beside data.test, by name: files in its formats, and those of published benchmarks.",
     )

@@ -82,6 +82,11 @@ class PlacementConfig(Section):
     trainer_devices: tuple[Index, ...] | None = Field(
         None, description="Device indices of the trainer ranks; none takes the next ones."
     )
+    colocate: bool = Field(
+        False,
+        description="Engines on the trainers' devices and on no others: engines generate the whole batch, then trainers train it, "
+        "in turn (schedule.stream=false).",
+    )
     pin_cores: bool = Field(
         True, description="On cpu, pin each engine and trainer rank to its core where there are enough."
     )

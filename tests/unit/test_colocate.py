@@ -1,0 +1,107 @@
+"""placement.colocate: engines and trainers on the same devices in turn; what is refused, where they are, what must fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pa_npu.config import Config
+from pa_npu.launcher.placement import place, place_nodes
+from pa_npu.planning.known_models import known_spec
+from pa_npu.planning.plan_text import derived_lines
+from pa_npu.planning.rehearsal import advice, rehearse
+from pa_npu.planning.shortages import shortages
+from pa_npu.platform.typical import typical_speed
+
+GIB = 2**30
+SPEC = known_spec("models/Qwen2.5-7B")
+
+
+def colocated(**sections: dict[str, Any]) -> Config:
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "schedule": {"stream": False},
+        "placement": {"colocate": True},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return Config.model_validate(tree)
+
+
+def test_engines_take_the_trainers_devices_and_a_device_counts_once() -> None:
+    config = colocated(rollout={"engines": 2, "tensor_parallel": 2}, trainer={"devices": 4})
+    placement = place(config, 4, range(64))
+    assert placement.engine_devices == ((0, 1), (2, 3)) and placement.trainer_devices == (0, 1, 2, 3)
+    assert config.num_devices == 4 and config.num_engines == 2 and all(map(config.is_shared, range(2)))
+    assert "engine-1 on device 2,3, shared with trainers" in placement.lines()
+    on_a_core = place(colocated(), None, [7])
+    assert on_a_core.engine_cores == ((7,),) == (on_a_core.trainer_cores[0],)
+    apart = place(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}), 2, range(2))
+    assert apart.engine_devices == ((0,),) and apart.trainer_devices == (1,), "negative control"
+
+
+def test_on_several_nodes_engines_are_where_their_trainers_are() -> None:
+    config = colocated(
+        rollout={"engines": 4},
+        trainer={"devices": 4},
+        schedule={"prompts_per_iteration": 4},
+        placement={"cluster": "ray", "nnodes": 2},
+    )
+    first, second = place_nodes(config)
+    assert first.engine_devices == ((0,), (1,)) == second.engine_devices and second.engines == (2, 3)
+    assert second.trainer_devices == (0, 1) and second.ranks == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"schedule": {"stream": True}}, "set schedule.stream=false"),
+        ({"schedule": {"stream": "alternate"}}, "set schedule.stream=false"),
+        ({"schedule": {"stream": False, "max_staleness": 1}}, "set max_staleness to 0"),
+        ({"rollout": {"shared_engines": 1}, "trainer": {"devices": 1}}, "set rollout.engines alone"),
+        ({"rollout": {"engines": "1..2"}, "placement": {"cluster": "ray"}}, "set one number of engines"),
+        ({"rollout": {"engines": 3}, "trainer": {"devices": 2}}, "set engines to at most 2"),
+        ({"placement": {"engine_devices": [0]}}, "remove placement.engine_devices"),
+        ({"evaluate": {"overlap": True}}, "evaluate.overlap"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(sections: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected) as refused:
+        colocated(**sections)
+    assert "Value error, " in str(refused.value)
+    assert "\n" not in str(refused.value).partition("Value error, ")[2].partition(" [type=")[0]
+
+
+def test_the_plan_says_what_must_fit_on_a_device_together() -> None:
+    assert SPEC is not None
+    small = {"max_num_seqs": 32, "max_num_batched_tokens": 4096, "shared_memory_fraction": 0.3, "tensor_parallel": 4}
+    trainer = {"devices": 8, "tensor_parallel": 4, "sequence_parallel": True, "recompute": "full"}
+    keys = {"trainer": trainer, "schedule": {"prompts_per_iteration": 16}}
+    fits = colocated(rollout={**small, "engines": 2}, **keys)
+    text = "\n".join(derived_lines(fits, SPEC, 80 * GIB, True))
+    assert "8 = 8 trainer ranks, with 2 engines x 4 on them in turn" in text
+    assert "shared engine memory" in text and "both resident" in text
+    assert not shortages(fits, SPEC, 80 * GIB, True)
+
+    tight = colocated(rollout={**small, "engines": 2, "shared_memory_fraction": 0.7}, **keys)
+    (shortage,) = shortages(tight, SPEC, 80 * GIB, True)
+    assert "of the engine beside it are more than nine tenths" in shortage.line()
+    assert shortage.proposal is not None and shortage.proposal["rollout.shared_memory_fraction"] < 0.7
+
+    never = colocated(rollout={"max_num_seqs": 32})
+    proposals = [s.proposal for s in shortages(never, SPEC, 64 * GIB, True) if s.role == "shared engine"]
+    assert proposals == [{"placement.colocate": False}]
+
+
+def test_what_is_predicted_is_one_after_the_other() -> None:
+    assert SPEC is not None
+    keys: dict[str, Any] = {"rollout": {"engines": 2}, "trainer": {"devices": 2}}
+    typical = typical_speed("cpu")
+    config = colocated(**keys)
+    found = rehearse(config, SPEC, typical)
+    assert found.iteration_s == pytest.approx(found.generate_s + found.train_s)
+    assert advice(config, SPEC, typical, found) == [], "neither side can be given the other's devices"
+    apart = rehearse(colocated(**keys, placement={"colocate": False}), SPEC, typical)
+    assert apart.iteration_s < apart.generate_s + apart.train_s, "negative control"
