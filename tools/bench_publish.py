@@ -16,7 +16,7 @@ Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadc
 after another (medians); the publish over each of the two (the aim: at least 0.5 of the broadcast); the share of a
 publish that the leader spent waiting for the transport.
 
-With --model nothing is sent: it prints the seconds that pa_npu.publish.sizing expects on links of the given speed (GB/s,
+With --model nothing is sent: it prints the seconds that pa_npu.planning.publish_time expects on links of the given speed (GB/s,
 10^9 bytes: a port of 200 Gbit/s is 25), for several TP and bucket sizes, and their share of an iteration.
 """
 
@@ -42,9 +42,9 @@ from pa_npu.backends.megatron.weights import hf_map
 from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
 from pa_npu.families.rope import Rope
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.publish_time import Link, publish_seconds, weight_bytes
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher
-from pa_npu.publish.sizing import Link, publish_seconds, weight_bytes
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.manifest import Manifest
 from pa_npu.weight_transfer.receiver import Receiver

@@ -235,8 +235,9 @@ class Producer:
         lease = session.lease
         pace.completed(lease.engine.name)
         lengths = [sample.num_trained for sample in samples]
+        shape = {"tokens": sum(lengths), "prompt": len(prompt.tokens), "lengths": lengths}  # what a planner fits speeds to
         self._timeline.complete(
-            f"group {index}", start_s, now(), f"engine {lease.engine.name}", iteration=iteration, tokens=sum(lengths)
+            f"group {index}", start_s, now(), f"engine {lease.engine.name}", iteration=iteration, **shape
         )
         start_s = now()
         result = await score(self._rewards, prompt, samples)

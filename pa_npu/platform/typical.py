@@ -1,8 +1,10 @@
-"""Figures of usual devices, for plans that are made where the hardware is not at hand; standard library only."""
+"""Figures of usual devices, for plans that are made where the hardware is not at hand."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from pa_npu.errors import UserError
 
 # Of publish.bucket_mib=auto on accelerators. At 25 GB/s it is 2.7 ms on the wire, 27 times a collective's latency.
 LARGEST_BUCKET_BYTES = 64 * 2**20
@@ -16,7 +18,11 @@ class TypicalSpeed:
     """Of one device. flops, memory_bytes: per second, at their peaks. training: share of the peak that training reaches.
 
     decode_step_s: what a decode step costs whatever it computes. sequence_s: what each sequence adds to it beside arithmetic and
-    reading its keys and values. group_s: what a group costs a trainer beside arithmetic.
+    reading its keys and values. group_s: what a group costs a trainer beside arithmetic. layers: in a model with so many half of
+    decode_step_s and group_s goes by their number (operations that are dispatched one by one); None: nothing does.
+
+    node_bytes, wire_bytes: per second, to a device of the same node and of another one. memory_gib: of the device, None where it
+    has none of its own. prefix_block: tokens of which engines share whole ones. source: of the peaks.
     """
 
     name: str
@@ -26,15 +32,53 @@ class TypicalSpeed:
     decode_step_s: float
     sequence_s: float
     group_s: float
+    layers: int | None = None
+    node_bytes: float = 196e9
+    wire_bytes: float = 25e9
+    memory_gib: int | None = None
+    prefix_block: int = 128
+    source: str = ""
 
 
-# Peaks are the makers'. A 7B engine then has 18 ms + 0.05 ms per sequence, as was measured on such devices. cpu: one core, measured
-# with models of 0.5 to 2.4 M parameters, which are mostly dispatch of operations.
+# Peaks are the makers' for dense bf16; an Ascend 910C (A3) has two dies, each a device. A 7B engine on a 910B then has 18 ms +
+# 0.05 ms per sequence, as was measured on such devices; what the others share with it is assumed. cpu: one core, measured with
+# models of 0.5 to 2.4 M parameters, which are mostly dispatch of operations.
 _TYPICAL_SPEED = {
-    "npu": TypicalSpeed("Ascend 910B", 313e12, 1.6e12, 0.35, 0.008, 2e-5, 0.02),
-    "cuda": TypicalSpeed("A100", 312e12, 2.0e12, 0.4, 0.008, 2e-5, 0.02),
-    "cpu": TypicalSpeed("a core", 60e9, 20e9, 0.8, 0.005, 1.3e-4, 0.009),
+    "npu": TypicalSpeed(
+        *("Ascend 910B", 313e12, 1.6e12, 0.35, 0.008, 2e-5, 0.02),
+        memory_gib=64,
+        source="Atlas 800T A2: 313 Tflop/s, 64 GB at 1.6 TB/s, HCCS 392 GB/s both ways, RoCE 200 Gbit/s per device",
+    ),
+    "a3": TypicalSpeed(
+        *("A3 (a die of an Ascend 910C)", 376e12, 1.6e12, 0.35, 0.008, 2e-5, 0.02),
+        memory_gib=64,
+        source="half of a 910C, arXiv 2506.12708: 752 Tflop/s, 128 GB at 3.2 TB/s, unified bus 392 GB/s, RoCE 400 Gbit/s",
+    ),
+    "cuda": TypicalSpeed(
+        *("A100", 312e12, 2.0e12, 0.4, 0.008, 2e-5, 0.02),
+        node_bytes=300e9,
+        memory_gib=80,
+        prefix_block=16,
+        source="NVIDIA A100 80GB SXM data sheet: 312 Tflop/s, 2.04 TB/s, NVLink 600 GB/s both ways; 200 Gbit/s per device",
+    ),
+    "h100": TypicalSpeed(
+        *("H100", 989e12, 3.35e12, 0.4, 0.006, 2e-5, 0.015),
+        node_bytes=450e9,
+        wire_bytes=50e9,
+        memory_gib=80,
+        prefix_block=16,
+        source="NVIDIA H100 SXM data sheet: 989 Tflop/s dense, 3.35 TB/s, NVLink 900 GB/s both ways; 400 Gbit/s per device",
+    ),
+    "cpu": TypicalSpeed(
+        *("a core", 60e9, 20e9, 0.8, 0.005, 1.3e-4, 0.009),
+        layers=4,
+        node_bytes=1e9,
+        wire_bytes=1e9,
+        source="measured with models of 0.5 to 2.4 M parameters in fp32",
+    ),
 }
+# Names by which a device can be asked for, beside the kinds of run.device.
+_OTHER_NAMES = {"910b": "npu", "a2": "npu", "910c": "a3", "a100": "cuda"}
 
 
 def typical_memory(kind: str) -> tuple[str, int] | None:
@@ -46,3 +90,18 @@ def typical_memory(kind: str) -> tuple[str, int] | None:
 def typical_speed(kind: str) -> TypicalSpeed:
     """Of a device of this kind; Ascend's where the kind is not known."""
     return _TYPICAL_SPEED.get(kind, _TYPICAL_SPEED["npu"])
+
+
+def published_speed(name: str) -> TypicalSpeed:
+    """Of a device by its name or kind, in any case. Raises UserError for one that is not in the table."""
+    key = name.lower()
+    found = _TYPICAL_SPEED.get(_OTHER_NAMES.get(key, key))
+    if found is None:
+        known = ", ".join([*_TYPICAL_SPEED, *_OTHER_NAMES])
+        raise UserError(f"{name[:40]!r} is no device with published figures; give one of {known}")
+    return found
+
+
+def published_speeds() -> tuple[TypicalSpeed, ...]:
+    """The whole table, accelerators first."""
+    return tuple(_TYPICAL_SPEED.values())

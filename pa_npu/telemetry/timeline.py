@@ -94,7 +94,7 @@ class Timeline:
 def merge(run_dir: Path | str) -> Path:
     """Writes RUN/timeline.json from all RUN/timeline/*.jsonl and returns its path; its time 0 is the first event."""
     run_dir = Path(run_dir)
-    processes = [(path, _read_events(path)) for path in sorted((run_dir / DIRECTORY).glob("*.jsonl"))]
+    processes = [(path, read_events(path)) for path in sorted((run_dir / DIRECTORY).glob("*.jsonl"))]
     origin_s = min((event["start"] for _, events in processes for event in events), default=0.0)
     trace: list[dict[str, Any]] = []
     for pid, (path, events) in enumerate(processes, start=1):
@@ -110,8 +110,9 @@ def merge(run_dir: Path | str) -> Path:
     return merged
 
 
-def _read_events(path: Path) -> list[dict[str, Any]]:
-    """Events of one process. Only the last line of a stretch written by a killed process may be incomplete."""
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Events of one process, from RUN/timeline/<process>.jsonl. Only the last line of a stretch that a killed process wrote may be
+    incomplete."""
     events = []
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:

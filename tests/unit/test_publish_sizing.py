@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pa_npu import platform as platforms
-from pa_npu.publish.sizing import SMALLEST_BUCKET_BYTES, Link, auto_bucket_bytes, publish_seconds, weight_bytes
+from pa_npu.planning.publish_time import Link, publish_seconds, weight_bytes
+from pa_npu.publish.sizing import SMALLEST_BUCKET_BYTES, auto_bucket_bytes
 from tools.bench_publish import MODELS
 
 MIB, GIB = 2**20, 2**30

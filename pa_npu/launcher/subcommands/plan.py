@@ -12,15 +12,28 @@ from pa_npu.launcher.subcommands import configuration
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "pa-npu plan --config YAML [--config YAML ...] [--device KIND] [--device-memory-gib GIB] [key=value ...]"
+        "pa-npu plan --config YAML [--config YAML ...] [--device KIND] [--device-memory-gib GIB] [key=value ...]\n"
+        "       pa-npu plan --from RUN [--devices 8..4096] [--model DIR] [--hardware NAME] [--json] [key=value ...]\n"
+        "       pa-npu plan --config YAML --devices 8..4096 [--hardware NAME] [--json] [key=value ...]"
     )
     configuration.add_options(parser)
     parser.add_argument("--device-memory-gib", metavar="GIB", help="memory of a device to plan with")
+    cluster = parser.add_argument_group("what a cluster would take (see docs/plan.md)")
+    cluster.add_argument("--from", dest="from_run", metavar="RUN", help="predict from the records of this run")
+    cluster.add_argument("--devices", metavar="N[,N...]|N..N", help="numbers of devices, a range by doubling")
+    cluster.add_argument("--model", metavar="DIR", help="another model than the run's or the configuration's")
+    cluster.add_argument("--hardware", metavar="NAME", help="device with published figures: 910b, a3, a100, h100, cpu")
+    cluster.add_argument("--same-work", action="store_true", help="as many prompts however many devices there are")
+    cluster.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print the resolved tree and what follows from it. What this machine merely lacks becomes a note, so that a
     cluster's run can be planned."""
+    if options.from_run is not None or options.devices is not None:
+        from pa_npu.launcher.subcommands import plan_cluster
+
+        return plan_cluster.main(options, rest)
     from pa_npu.launcher.placement import placement_lines
     from pa_npu.launcher.resume import resolve_resume
     from pa_npu.launcher.run_checks import check_surroundings, resolve_device, settle_places

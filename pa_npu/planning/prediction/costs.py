@@ -1,0 +1,153 @@
+"""What an engine takes for a decode step and a prompt, and a replica for a group; and how both go over to what was not tried.
+
+A device's published figures give the shape: what of a cost is reading weights, arithmetic, dispatch, communication, and so how it
+changes with the model, the layout and the device. A run gives the factor by which its own costs differ from that. Where there is no
+run the factor is 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pa_npu.config.schema import Config
+from pa_npu.dispatch.work import GroupWork
+from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.iteration_model.cluster import EngineSpeed
+from pa_npu.planning.memory import kv_bytes_per_token
+from pa_npu.planning.publish_time import Link, publish_seconds, weight_bytes
+from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, TypicalSpeed
+
+_BYTES = {"fp32": 4, "bf16": 2}
+# Of the arithmetic of decoding, what is not hidden behind reading the weights; of that of a prompt, what a device reaches.
+_NOT_HIDDEN, _PROMPT_EFFICIENCY = 0.5, 0.5
+# Of a device's dispatch, what goes by the number of layers, in a model with TypicalSpeed.layers of them.
+_BY_LAYERS = 0.5
+# Latency of a collective within a node.
+_COLLECTIVE_S = 15e-6
+# Optimizer: bytes that a step reads and writes per parameter (weight, gradient, two moments, master copy).
+_STEP_BYTES = 40
+# Of a border, what does not go by bytes: the messages between trainers, coordinator and engines.
+_BORDER_MESSAGES_S = 0.05
+
+
+@dataclass(frozen=True)
+class EngineCost:
+    """Seconds: of a decode step; per sequence in it; per token of context of each of these; per token of a prompt that is computed.
+
+    prefix_block: tokens of which a prompt's responses share whole ones.
+    """
+
+    step_s: float
+    sequence_s: float
+    context_s: float
+    prompt_token_s: float
+    prefix_block: int
+
+    def speed(self, context: float) -> EngineSpeed:
+        """With so many tokens of context per sequence on average."""
+        return EngineSpeed(self.step_s, self.sequence_s + self.context_s * context, self.prompt_token_s)
+
+    def times(self, other: EngineCost, over: EngineCost) -> EngineCost:
+        """This one, changed as `other` is changed against `over`."""
+        return EngineCost(
+            self.step_s * other.step_s / over.step_s,
+            self.sequence_s * other.sequence_s / over.sequence_s,
+            self.context_s * other.context_s / over.context_s,
+            self.prompt_token_s * other.prompt_token_s / over.prompt_token_s,
+            other.prefix_block,
+        )
+
+
+def computed_prompt_tokens(prompt: int, responses: int, prefix_block: int) -> int:
+    """Tokens of a group's prompt that an engine computes: whole blocks once, the rest for each response."""
+    shared = (prompt - 1) // prefix_block * prefix_block
+    return shared + responses * (prompt - shared)
+
+
+def typical_engine(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> EngineCost:
+    """Of an engine on such devices."""
+    shards, element = config.rollout.tensor_parallel, _BYTES[config.model.dtype]
+    weights_s = spec.num_parameters * element / shards / typical.memory_bytes
+    arithmetic_s = 2.0 * spec.num_parameters / shards / typical.flops
+    collectives_s = 2 * spec.num_layers * _COLLECTIVE_S if shards > 1 else 0.0
+    return EngineCost(
+        typical.decode_step_s * _of_layers(spec, typical) + weights_s + collectives_s,
+        typical.sequence_s + _NOT_HIDDEN * arithmetic_s,
+        kv_bytes_per_token(config, spec) / typical.memory_bytes,
+        arithmetic_s / _PROMPT_EFFICIENCY,
+        typical.prefix_block,
+    )
+
+
+def _of_layers(spec: ModelSpec, typical: TypicalSpeed) -> float:
+    return 1.0 if typical.layers is None else 1.0 - _BY_LAYERS + _BY_LAYERS * spec.num_layers / typical.layers
+
+
+@dataclass(frozen=True)
+class TrainerCost:
+    """Seconds of one device: per microbatch, per operation; and of an optimizer step and a border of the whole configuration."""
+
+    microbatch_s: float
+    operation_s: float
+    step_s: float
+    border_s: float
+
+    def times(self, other: TrainerCost, over: TrainerCost) -> TrainerCost:
+        """This one, changed as `other` is changed against `over`."""
+        border_s = self.border_s * other.border_s / over.border_s
+        if self.border_s > over.border_s:  # what it takes beyond bytes and messages goes by neither
+            border_s = self.border_s + other.border_s - over.border_s
+        return TrainerCost(
+            self.microbatch_s * other.microbatch_s / over.microbatch_s,
+            self.operation_s * other.operation_s / over.operation_s,
+            self.step_s * other.step_s / over.step_s,
+            max(border_s, 0.0),
+        )
+
+
+def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost:
+    """Of trainers on such devices."""
+    trainer, element = config.trainer, _BYTES[config.model.dtype]
+    ranks, replicas = trainer.tensor_parallel * trainer.pipeline_parallel, config.data_parallel
+    parameters = spec.num_parameters / ranks
+    reduced_s = 2.0 * (replicas - 1) / replicas * 4 * parameters / typical.wire_bytes
+    shards = replicas if trainer.distributed_optimizer else 1
+    step_s = (
+        reduced_s + _STEP_BYTES * parameters / shards / typical.memory_bytes + _COLLECTIVE_S * math.log2(2 * replicas)
+    )
+    link = Link(typical.wire_bytes, typical.node_bytes)
+    publish_s = publish_seconds(weight_bytes(spec, element), LARGEST_BUCKET_BYTES, trainer.tensor_parallel, link)
+    return TrainerCost(
+        typical.group_s * _of_layers(spec, typical),
+        1.0 / (typical.flops * typical.training),
+        step_s,
+        publish_s + _BORDER_MESSAGES_S,
+    )
+
+
+class GroupSeconds:
+    """Seconds that a replica of a configuration takes for a group, from its prompt's and its responses' lengths."""
+
+    def __init__(self, config: Config, spec: ModelSpec, cost: TrainerCost, typical: TypicalSpeed) -> None:
+        trainer = config.trainer
+        self._work = GroupWork(spec, config)
+        self._pieces = config.microbatches_per_group
+        self._microbatch_s = cost.microbatch_s * passes(config)
+        self._operation_s = cost.operation_s * passes(config) / (trainer.tensor_parallel * trainer.pipeline_parallel)
+        shards, element = trainer.tensor_parallel, _BYTES[config.model.dtype]
+        # two reductions of the hidden states forward and two backward in each layer
+        reduced = 4 * spec.num_layers * 2.0 * (shards - 1) / shards * spec.hidden_size * element
+        self._token_s = reduced * passes(config) / typical.node_bytes / trainer.pipeline_parallel
+        self._shared_prompt = config.attention.shared_prompt
+
+    def __call__(self, prompt: int, lengths: Sequence[int]) -> float:
+        tokens = sum(lengths) + prompt * (self._pieces if self._shared_prompt else len(lengths))
+        seconds = self._pieces * self._microbatch_s + self._token_s * tokens
+        return seconds + self._operation_s * self._work(prompt, lengths)
+
+
+def passes(config: Config) -> float:
+    """Forward and backward over that of the policy alone: full recomputation is another forward, and so is each frozen model."""
+    return 1.0 + (len(config.frozen_models) + (config.trainer.recompute == "full")) / 3.0

@@ -1,0 +1,70 @@
+"""What there is once in a cluster, and how many seconds of it an iteration takes: what would break first as devices are added.
+
+Costs are those of docs/results/control_path.md and border.md, on a core of a 2-core virtual machine; a server has faster ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pa_npu.config.schema import Config
+from pa_npu.planning.prediction.virtual_run import Predicted
+from pa_npu.platform.typical import TypicalSpeed
+
+# The coordinator's processor time: per group, per response and per response token; per group and engine when a group is dispatched;
+# per engine at a border (a request to load, its answer, digests).
+_GROUP_S, _RESPONSE_S, _TOKEN_S, _ENGINE_CHOICE_S, _ENGINE_BORDER_S = 4e-4, 3e-5, 2.35e-7, 2.5e-7, 1.5e-3
+# Bytes of a token in the rollout buffer: its id, mask, log-prob, version and advantage.
+_TOKEN_BYTES = 17
+# Of the store's host: bytes per second through one thread, and connections that a process may have open by default.
+_STORE_BYTES_PER_S, _CONNECTIONS = 1e9, 65536
+_CONNECTIONS_PER_RANK = 4
+
+
+@dataclass(frozen=True)
+class Limit:
+    """seconds: of the one resource per iteration, while it goes on (beside) or in its border, where everything waits for it."""
+
+    name: str
+    seconds: float
+    in_border: bool
+
+    def share(self, iteration_s: float) -> float:
+        """Of an iteration."""
+        return self.seconds / iteration_s
+
+
+def limits(config: Config, predicted: Predicted, response_tokens: float, typical: TypicalSpeed) -> list[Limit]:
+    """Of an iteration of this size; response_tokens: mean of a response."""
+    groups, responses = config.schedule.prompts_per_iteration, config.rollout.responses_per_prompt
+    engines, replicas = config.rollout.engines, config.data_parallel
+    tokens = groups * responses * response_tokens
+    group_s = _GROUP_S + responses * _RESPONSE_S + engines * _ENGINE_CHOICE_S
+    ranks = config.trainer.devices
+    bytes_read = predicted.tokens * _TOKEN_BYTES * (1 + config.trainer.pipeline_parallel)
+    return [
+        Limit("coordinator: groups", groups * group_s + tokens * _TOKEN_S, False),
+        Limit("rollout buffer: bytes through the store's host", bytes_read / _STORE_BYTES_PER_S, False),
+        Limit("publish: a request and an answer per engine", engines * _ENGINE_BORDER_S, True),
+        Limit(
+            "publish: latency of the broadcast", 1e-4 * math.log2(1 + engines * config.rollout.tensor_parallel), True
+        ),
+        Limit("gradients: latency of the reduction", 1e-4 * math.log2(1 + replicas), True),
+        Limit(
+            "store: connections",
+            predicted.iteration_s * (ranks * _CONNECTIONS_PER_RANK + engines) / _CONNECTIONS,
+            False,
+        ),
+    ]
+
+
+def first_to_break(found: list[Limit], iteration_s: float) -> Limit:
+    """The one that takes the largest share: of an iteration, or, in the border, of a tenth of it."""
+    return max(found, key=lambda limit: limit.share(iteration_s) * (10.0 if limit.in_border else 1.0))
+
+
+def limited_s(predicted_s: float, found: list[Limit]) -> float:
+    """An iteration with what is added in its border, and no shorter than the busiest resource."""
+    border_s = sum(limit.seconds for limit in found if limit.in_border)
+    return max(predicted_s + border_s, *(limit.seconds for limit in found if not limit.in_border))

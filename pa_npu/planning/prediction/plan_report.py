@@ -1,0 +1,195 @@
+"""Plans of clusters as text of 80 columns, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pa_npu.planning.memory import format_bytes
+from pa_npu.planning.prediction.cluster_plan import Basis, ClusterPlan
+from pa_npu.planning.prediction.figures import Figure
+from pa_npu.platform.typical import published_speeds
+
+_LABEL = 22
+# An iteration that grows by more with the devices, while work grows with them, is not flat.
+FLAT = 0.10
+
+
+def plan_lines(basis: Basis, plans: Sequence[ClusterPlan]) -> list[str]:
+    """The basis, the plan of the most devices in full, and how it grows."""
+    largest = plans[-1]
+    return [*basis_lines(basis), "", *one_plan_lines(largest), "", *growth_lines(plans)]
+
+
+def basis_lines(basis: Basis) -> list[str]:
+    """What is planned from, and where it is from."""
+    calibration, workload = basis.calibration, basis.workload
+    known = f"+/-{basis.relative_error:.0%} of every time"
+    engine = calibration.engine_for(basis.base, basis.spec, basis.typical)
+    lines = [
+        _line("device", f"{basis.typical.name}: {basis.typical.source}"),
+        _line("costs", f"{calibration.origin}, {known}"),
+        _line("decode step", f"{1000 * engine.step_s:.3g} ms + {1000 * engine.sequence_s:.3g} ms a sequence"),
+        _line(
+            "lengths",
+            f"{workload.origin}: prompts {workload.prompt_mean:.0f}, responses {workload.response_mean:.0f} tokens",
+        ),
+        _line("model", f"{basis.spec.num_parameters / 1e9:.3g} billion parameters"),
+    ]
+    if calibration.origin != "estimated":
+        lines.append(_line("model of an iteration", f"off by {basis.error:.1%} on the run itself (measured)"))
+    return lines
+
+
+def one_plan_lines(plan: ClusterPlan) -> list[str]:
+    """A plan with its parallel sizes, schedule, times, bounds and memory."""
+    config, found = plan.config, plan.predicted
+    trainer, rollout = config.trainer, config.rollout
+    lines = [
+        f"{plan.devices} devices",
+        _line("split", f"{rollout.engines} engines x {rollout.tensor_parallel} + {trainer.devices} trainer ranks"),
+        _line(
+            "trainer ranks",
+            f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.data_parallel}",
+        ),
+        _line("groups", f"{config.schedule.prompts_per_iteration} of {rollout.responses_per_prompt} responses"),
+        _line("window", f"{found.window} sequences an engine, {found.waves:.1f} waves"),
+        _line("iteration", _seconds(plan.iteration_s)),
+        _line(
+            "  generation, training", f"{found.generate_s:.3g} s, {found.train_s:.3g} s; border {found.border_s:.2g} s"
+        ),
+        _line("  idle", f"engines {found.engines_idle:.0%}, trainers {found.trainers_idle:.0%}"),
+        _line("TPSPD", _range(plan.tpspd, "tokens/s per device")),
+        _line("1000 updates", _range(plan.device_hours, "device-hours")),
+        _line("bounds", ""),
+        _line("  separate devices", f"{_seconds(plan.separate_bound_s)}, whatever the schedule"),
+        _line("  colocated", f"{_seconds(plan.colocated_s)}, one after another"),
+        _line("  perfect", f"{_seconds(plan.perfect_s)}, all devices always busy"),
+        _line("trainer memory", format_bytes(plan.trainer.total) + _of(plan.trainer.total, plan.device_bytes)),
+        _line("engine memory", format_bytes(plan.engine.total) + _of(plan.engine.total, plan.device_bytes)),
+        _line("breaks first", _limit(plan)),
+    ]
+    for engines, ranks, seconds in plan.alternatives:
+        lines.append(_line("instead", f"{engines} engines + {ranks} trainer ranks: {seconds:.3g} s"))
+    return lines
+
+
+def growth_lines(plans: Sequence[ClusterPlan]) -> list[str]:
+    """A table over the numbers of devices."""
+    lines = [
+        "devices  engines  ranks TPxPPxDP   groups  iteration s   TPSPD  idle E/T  colocated  perfect",
+        *(
+            f"{plan.devices:7d}  {plan.config.rollout.engines:4d}x{plan.config.rollout.tensor_parallel:<2d}  "
+            f"{_layout(plan):>14s}  {plan.config.schedule.prompts_per_iteration:7d}  {plan.iteration_s.value:11.4g}  "
+            f"{plan.tpspd.value:6.4g}  {plan.predicted.engines_idle:3.0%}/{plan.predicted.trainers_idle:<3.0%}  "
+            f"{plan.colocated_s.value:9.4g}  {plan.perfect_s.value:7.4g}"
+            for plan in plans
+        ),
+    ]
+    if len(plans) > 1:
+        lines.append(f"flat                  {flatness(plans)}")
+    return lines
+
+
+def flatness(plans: Sequence[ClusterPlan]) -> str:
+    """Up to where an iteration per group and device takes as long as with the fewest devices."""
+    first = _per_group(plans[0])
+    flat = [plan for plan in plans if _per_group(plan) <= (1.0 + FLAT) * first]
+    beyond = [plan for plan in plans if _per_group(plan) > (1.0 + FLAT) * first]
+    text = f"within {FLAT:.0%} of {plans[0].devices} devices up to {flat[-1].devices}"
+    if beyond:
+        text += f"; at {beyond[0].devices} {_per_group(beyond[0]) / first - 1.0:+.0%}"
+    return text
+
+
+def _per_group(plan: ClusterPlan) -> float:
+    """Device-seconds of a group: iterations of different sizes can be compared by it."""
+    return plan.iteration_s.value * plan.devices / plan.config.schedule.prompts_per_iteration
+
+
+def device_table() -> list[str]:
+    """Published figures of devices, as text."""
+    lines = [f"{'device':30s} {'Tflop/s':>8s} {'TB/s':>6s} {'GiB':>5s} {'link GB/s':>10s}  source (all estimated)"]
+    for device in published_speeds():
+        memory = "" if device.memory_gib is None else str(device.memory_gib)
+        figures = (
+            f"{device.flops / 1e12:8.3g} {device.memory_bytes / 1e12:6.3g} {memory:>5s} {device.wire_bytes / 1e9:10.3g}"
+        )
+        lines.append(f"{device.name:30s} {figures}  {device.source}")
+    return lines
+
+
+def as_json(basis: Basis, plans: Sequence[ClusterPlan]) -> dict[str, Any]:
+    """Everything, with origin and interval of each figure."""
+    return {
+        "device": asdict(basis.typical),
+        "costs": {"origin": basis.calibration.origin, "relative_error": basis.relative_error},
+        "engine": asdict(basis.calibration.engine_for(basis.base, basis.spec, basis.typical)),
+        "trainer": asdict(basis.calibration.trainer_for(basis.base, basis.spec, basis.typical)),
+        "lengths": {
+            "origin": basis.workload.origin,
+            "prompt_mean": basis.workload.prompt_mean,
+            "response_mean": basis.workload.response_mean,
+        },
+        "plans": [_plan_json(plan) for plan in plans],
+    }
+
+
+def _plan_json(plan: ClusterPlan) -> dict[str, Any]:
+    config = plan.config
+    return {
+        "devices": plan.devices,
+        "keys": {
+            "rollout.engines": config.rollout.engines,
+            "rollout.tensor_parallel": config.rollout.tensor_parallel,
+            "rollout.max_num_seqs": config.rollout.max_num_seqs,
+            "trainer.devices": config.trainer.devices,
+            "trainer.tensor_parallel": config.trainer.tensor_parallel,
+            "trainer.pipeline_parallel": config.trainer.pipeline_parallel,
+            "trainer.sequence_parallel": config.trainer.sequence_parallel,
+            "schedule.prompts_per_iteration": config.schedule.prompts_per_iteration,
+        },
+        "predicted": asdict(plan.predicted),
+        "iteration_s": asdict(plan.iteration_s),
+        "tpspd": asdict(plan.tpspd),
+        "device_hours_per_1000_updates": asdict(plan.device_hours),
+        "separate_bound_s": asdict(plan.separate_bound_s),
+        "colocated_s": asdict(plan.colocated_s),
+        "perfect_s": asdict(plan.perfect_s),
+        "trainer_bytes": plan.trainer.total,
+        "engine_bytes": plan.engine.total,
+        "limits": [asdict(limit) for limit in plan.limits],
+        "breaks_first": plan.first_limit.name,
+        "alternatives": [
+            {"engines": engines, "trainer_devices": ranks, "iteration_s": seconds}
+            for engines, ranks, seconds in plan.alternatives
+        ],
+    }
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:{_LABEL}s}{text}".rstrip()
+
+
+def _seconds(value: Figure) -> str:
+    return _range(value, "s")
+
+
+def _range(value: Figure, unit: str) -> str:
+    return f"{value.value:.4g} {unit} ({value.low:.3g} to {value.high:.3g}), {value.origin}"
+
+
+def _layout(plan: ClusterPlan) -> str:
+    trainer = plan.config.trainer
+    return f"{trainer.tensor_parallel}x{trainer.pipeline_parallel}x{plan.config.data_parallel}"
+
+
+def _of(used: int, device: int | None) -> str:
+    return ", estimated" if device is None else f" of {format_bytes(device)}, estimated"
+
+
+def _limit(plan: ClusterPlan) -> str:
+    limit = plan.first_limit
+    where = "added to the border" if limit.in_border else "of the one process that does it"
+    return f"{limit.name}: {limit.seconds:.2g} s an iteration {where} ({limit.share(plan.iteration_s.value):.1%})"

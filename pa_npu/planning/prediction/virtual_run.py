@@ -1,0 +1,289 @@
+"""Some iterations of a configuration in virtual time, as its coordinator would run them.
+
+    workload ──prompts──> ResponseLengths ──outlook──> ScheduleController ──schedule──> simulate ──timings, times──> both learn
+
+Lengths are learned, schedules chosen, groups dispatched and assigned by the code of a run; only engines, trainers and the clock are
+virtual. A large cluster is represented by a part of it, with as many groups and as much training per engine.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pa_npu.config.schema import Config
+from pa_npu.data.prompts import Prompt
+from pa_npu.dispatch.lengths import ResponseLengths
+from pa_npu.dispatch.schedule import Schedule
+from pa_npu.dispatch.work import GroupWork
+from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
+from pa_npu.planning.iteration_model.simulate import Outcome, simulate
+from pa_npu.planning.prediction.calibration import Calibration, corrected
+from pa_npu.planning.prediction.costs import EngineCost, GroupSeconds, TrainerCost, computed_prompt_tokens
+from pa_npu.planning.prediction.records import SeenRun
+from pa_npu.planning.prediction.workload import Shape, Workload
+from pa_npu.platform.typical import TypicalSpeed
+
+# The first iterations are those in which a controller learns.
+_ITERATIONS, _LEARNING = 6, 3
+# Of a cluster, the largest part that is simulated: all of it takes within some 5% of what its parts take.
+_MOST_ENGINES, _MOST_GROUPS, _MOST_DRAWN = 16, 128, 2048
+# What the model of an iteration left out of the run that was given is believed up to this factor.
+_LARGEST_CORRECTION = 1.5
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Of a configuration's iterations, medians, in seconds. iteration_s: from publish to publish, border_s included.
+
+    generate_s, train_s: of an iteration's production, and of its training without waiting for groups. *_idle: shares of the
+    iteration. tokens: prompt and response of an iteration, as TPSPD counts them. window: the most sequences in flight
+    on an engine; waves: an engine's share of an iteration over that. schedule: the controller's name for the last one.
+    """
+
+    iteration_s: float
+    generate_s: float
+    train_s: float
+    border_s: float
+    engines_idle: float
+    trainers_idle: float
+    tokens: float
+    devices: int
+    window: int
+    waves: float
+    schedule: str
+
+    @property
+    def tpspd(self) -> float:
+        """Tokens per second and device."""
+        return self.tokens / self.iteration_s / self.devices
+
+
+def predict(
+    config: Config,
+    spec: ModelSpec,
+    calibration: Calibration,
+    workload: Workload,
+    typical: TypicalSpeed,
+    *,
+    streams: bool = True,
+    iterations: int = _ITERATIONS,
+) -> Predicted:
+    """Iterations of config on such devices. streams: periodic, not synchronous."""
+    engine_cost = calibration.engine_for(config, spec, typical)
+    trainer_cost = calibration.trainer_for(config, spec, typical)
+    return predict_with(
+        config,
+        spec,
+        engine_cost,
+        trainer_cost,
+        calibration.delivery_s,
+        workload,
+        typical,
+        streams=streams,
+        iterations=iterations,
+    )
+
+
+def predict_with(
+    config: Config,
+    spec: ModelSpec,
+    engine_cost: EngineCost,
+    trainer_cost: TrainerCost,
+    delivery_s: float,
+    workload: Workload,
+    typical: TypicalSpeed,
+    *,
+    streams: bool,
+    iterations: int = _ITERATIONS,
+) -> Predicted:
+    """The same with costs that are given."""
+    part = _part(config)
+    engine_cost, trainer_cost = _shared_devices(config, engine_cost, trainer_cost)
+    seconds = GroupSeconds(config, spec, trainer_cost, typical)
+    work = GroupWork(spec, config)
+    rules = replace(Rules.of(config), replicas=part.replicas)
+    controller, lengths = ScheduleController(rules, work), ResponseLengths(config.rollout.max_response_tokens)
+    fill_s = 0.0  # of a pipeline, before its last stage has work
+    ran: list[tuple[Outcome, Schedule, float, int]] = []
+    names = tuple(f"engine-{number}" for number in range(part.engines))
+    for number in range(iterations):
+        shapes = _drawn(workload, config, number, part.groups)
+        prompts = [Prompt(0, np.zeros(shape.prompt, np.int32), "", "", {}) for shape in shapes]
+        for index, prompt in enumerate(prompts):  # all different, as in a first epoch
+            prompts[index] = replace(prompt, prompt_id=number * part.groups + index)
+        outlooks = [GroupOutlook(len(p.tokens), lengths.longest(p), lengths.mean(p)) for p in prompts]
+        groups = _virtual_groups(shapes, outlooks, engine_cost, seconds, part.train_scale)
+        stages = config.trainer.pipeline_parallel
+        fill_s = (stages - 1) * statistics.mean(group.train_s for group in groups) if stages > 1 else 0.0
+        step_s = trainer_cost.step_s + fill_s
+        speed = engine_cost.speed(_context(shapes)).scaled(part.engine_scale)
+        cluster = Cluster(
+            dict.fromkeys(names, speed),
+            config.rollout.max_num_seqs,
+            part.replicas,
+            config.schedule.order,
+            config.schedule.updates_per_iteration,
+            step_s,
+            delivery_s,
+        )
+        schedule = controller.begin_iteration(IterationOutlook(outlooks, names, streams))
+        outcome = simulate(cluster, groups, schedule, streams=streams)
+        for timing in outcome.timings:
+            controller.observe(timing)
+        times = IterationTimes(
+            outcome.end_s + trainer_cost.border_s,
+            trainer_cost.border_s,
+            outcome.train_s,
+            step_s * config.schedule.updates_per_iteration,
+        )
+        controller.end_iteration(times)
+        lengths.observe([(prompt, shape.lengths) for prompt, shape in zip(prompts, shapes, strict=True)])
+        ran.append((outcome, schedule, _busy_s(outcome, names), sum(_tokens(shape) for shape in shapes)))
+    return _predicted(config, ran[min(_LEARNING, iterations - 1) :], trainer_cost.border_s, part)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Of a cluster. train_scale, engine_scale: by which costs are multiplied, where numbers do not divide evenly."""
+
+    engines: int
+    replicas: int
+    groups: int
+    train_scale: float = 1.0
+    engine_scale: float = 1.0
+
+
+def _part(config: Config) -> _Part:
+    engines, replicas = config.rollout.engines, config.data_parallel
+    groups, updates = config.schedule.prompts_per_iteration, config.schedule.updates_per_iteration
+    parts = max(math.ceil(engines / _MOST_ENGINES), groups / _MOST_GROUPS)
+    if parts <= 1:
+        return _Part(engines, replicas, groups)
+    some_engines, some_replicas = max(1, round(engines / parts)), max(1, round(replicas / parts))
+    unit = some_replicas * updates
+    some_groups = max(1, round(groups * some_engines / engines / unit)) * unit
+    return _Part(
+        some_engines,
+        some_replicas,
+        some_groups,
+        (groups / replicas) / (some_groups / some_replicas),
+        (groups / engines) / (some_groups / some_engines),
+    )
+
+
+def _drawn(workload: Workload, config: Config, seed: int, groups: int) -> list[Shape]:
+    """As many groups as are simulated: of every length as large a share as in the whole iteration, and its longest group."""
+    total = min(config.schedule.prompts_per_iteration, _MOST_DRAWN)
+    shapes = workload.draw(config, seed, max(total, groups))
+    if len(shapes) == groups:
+        return shapes
+    ranked = sorted(range(len(shapes)), key=lambda index: max(shapes[index].lengths))
+    picked = [ranked[int((number + 0.5) * len(ranked) / groups)] for number in range(groups - 1)] + [ranked[-1]]
+    return [shapes[index] for index in sorted(picked)]
+
+
+def _shared_devices(config: Config, engine: EngineCost, trainer: TrainerCost) -> tuple[EngineCost, TrainerCost]:
+    """Processes that were placed on one device (a core, say) have a part of it each."""
+    placement = config.placement
+    of_engines = Counter(placement.engine_devices or ())
+    of_trainers = Counter(placement.trainer_devices or ())
+    on_engine = max(of_engines.values(), default=1)
+    on_trainer = max(of_trainers.values(), default=1)
+    slower = EngineCost(
+        engine.step_s * on_engine,
+        engine.sequence_s * on_engine,
+        engine.context_s * on_engine,
+        engine.prompt_token_s * on_engine,
+        engine.prefix_block,
+    )
+    return slower, replace(
+        trainer, microbatch_s=trainer.microbatch_s * on_trainer, operation_s=trainer.operation_s * on_trainer
+    )
+
+
+def _virtual_groups(
+    shapes: Sequence[Shape],
+    outlooks: Sequence[GroupOutlook],
+    engine: EngineCost,
+    seconds: GroupSeconds,
+    train_scale: float,
+) -> list[VirtualGroup]:
+    groups = []
+    for index, (shape, outlook) in enumerate(zip(shapes, outlooks, strict=True)):
+        computed = computed_prompt_tokens(shape.prompt, len(shape.lengths), engine.prefix_block)
+        train_s = train_scale * seconds(shape.prompt, shape.lengths)
+        expected = len(shape.lengths) * (shape.prompt + outlook.mean)
+        groups.append(VirtualGroup(index, computed, tuple(map(float, shape.lengths)), train_s, expected))
+    return groups
+
+
+def _context(shapes: Sequence[Shape]) -> float:
+    """Tokens before the one that a sequence decodes, a mean over all that are decoded."""
+    tokens = sum(sum(shape.lengths) for shape in shapes)
+    return sum(length * (shape.prompt + 0.5 * length) for shape in shapes for length in shape.lengths) / tokens
+
+
+def _tokens(shape: Shape) -> int:
+    return len(shape.lengths) * shape.prompt + sum(shape.lengths)
+
+
+def _busy_s(outcome: Outcome, names: Sequence[str]) -> float:
+    """Mean over engines of the time in which they have something in flight."""
+    total_s = 0.0
+    for name in names:
+        until_s = 0.0
+        for timing in sorted(outcome.timings, key=lambda timing: timing.start_s):
+            if timing.engine == name:
+                total_s += max(0.0, timing.end_s - max(timing.start_s, until_s))
+                until_s = max(until_s, timing.end_s)
+    return total_s / len(names)
+
+
+def _predicted(
+    config: Config, ran: Sequence[tuple[Outcome, Schedule, float, int]], border_s: float, part: _Part
+) -> Predicted:
+    median = statistics.median
+    iteration_s = border_s + median(outcome.end_s for outcome, _, _, _ in ran)
+    train_s = median(outcome.train_s for outcome, _, _, _ in ran)
+    window = min(ran[-1][1].largest_window, config.rollout.max_num_seqs)
+    sequences = part.groups * config.rollout.responses_per_prompt / part.engines
+    return Predicted(
+        iteration_s,
+        median(outcome.generated_s for outcome, _, _, _ in ran),
+        train_s,
+        border_s,
+        max(0.0, 1.0 - median(busy_s for _, _, busy_s, _ in ran) / iteration_s),
+        max(0.0, 1.0 - train_s / iteration_s),
+        median(tokens for _, _, _, tokens in ran) * config.schedule.prompts_per_iteration / part.groups,
+        config.num_devices,
+        window,
+        max(1.0, sequences / window),
+        ran[-1][1].name,
+    )
+
+
+def against_itself(
+    run: SeenRun, spec: ModelSpec, calibration: Calibration, workload: Workload, typical: TypicalSpeed
+) -> tuple[Calibration, float]:
+    """Costs corrected by what the run's own iterations took over what is predicted of them, and that ratio."""
+    kinds = {bool(seen.record.get("periodic", run.config.schedule.stream)) for seen in run.iterations}
+    streams = True in kinds
+    measured = [
+        seen.iteration_s
+        for seen in run.iterations
+        if bool(seen.record.get("periodic", run.config.schedule.stream)) == streams
+    ]
+    predicted = predict(run.config, spec, calibration, workload, typical, streams=streams)
+    outside_s = predicted.border_s
+    ratio = (statistics.median(measured) - outside_s) / (predicted.iteration_s - outside_s)
+    ratio = min(max(ratio, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
+    return corrected(calibration, ratio), ratio

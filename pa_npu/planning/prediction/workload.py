@@ -1,0 +1,105 @@
+"""Prompts and response lengths like those that a run has seen, or as they are assumed where there was none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pa_npu.config.schema import Config
+from pa_npu.planning.prediction.figures import Origin
+from pa_npu.planning.prediction.records import SeenRun
+
+# Spread of a logarithm of lengths, by prompt and by response, and means over the limits, where nothing was seen.
+_PROMPT_SIGMA, _RESPONSE_SIGMA, _MEAN_OF_LIMIT, _PROMPT_OF_LIMIT = 0.6, 0.4, 0.3, 0.4
+_ASSUMED_GROUPS = 512
+_DRAWS = 24
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A group's prompt and the lengths of its responses, in tokens."""
+
+    prompt: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """shapes: of groups that were seen, in any order. response_scale: by which their lengths are multiplied before they are cut."""
+
+    shapes: tuple[Shape, ...]
+    origin: Origin
+    response_scale: float = 1.0
+
+    @property
+    def prompt_mean(self) -> float:
+        return float(np.mean([shape.prompt for shape in self.shapes]))
+
+    @property
+    def response_mean(self) -> float:
+        """As they were seen."""
+        return float(np.mean([length for shape in self.shapes for length in shape.lengths]))
+
+    def draw(self, config: Config, seed: int, groups: int | None = None) -> list[Shape]:
+        """As many groups as an iteration of config has, of its size, that are typical: of some draws the one whose means are
+        nearest to those of all groups that were seen."""
+        groups = groups or config.schedule.prompts_per_iteration
+        rng = np.random.default_rng([29, seed])
+        table = np.array([(shape.prompt, sum(shape.lengths), max(shape.lengths)) for shape in self.shapes], float)
+        usual = table.mean(axis=0)
+        permuted = -(-groups // len(self.shapes))
+        draws = [
+            np.concatenate([rng.permutation(len(self.shapes)) for _ in range(permuted)])[:groups] for _ in range(_DRAWS)
+        ]
+        nearest = min(draws, key=lambda order: float(np.abs(table[order].mean(axis=0) / usual - 1.0).sum()))
+        return [self._of_size(self.shapes[int(index)], config, rng) for index in nearest]
+
+    def _of_size(self, shape: Shape, config: Config, rng: np.random.Generator) -> Shape:
+        responses, limit = config.rollout.responses_per_prompt, config.rollout.max_response_tokens
+        seen = list(shape.lengths)
+        if len(seen) != responses:
+            seen = [seen[int(n)] for n in rng.integers(len(seen), size=responses)]
+        lengths = [min(limit, max(1, round(self.response_scale * length))) for length in seen]
+        return Shape(min(shape.prompt, config.data.max_prompt_tokens), tuple(lengths))
+
+
+def seen_workload(run: SeenRun) -> Workload:
+    """Of a run; from its mean lengths where its timeline does not have those of the groups."""
+    shapes = [
+        Shape(timing.prompt_tokens, timing.lengths)
+        for seen in run.complete
+        for timing in sorted(seen.groups, key=lambda timing: timing.index)
+    ]
+    if shapes:
+        return Workload(tuple(shapes), "measured")
+    mean, prompt = run.median("response_length_mean"), run.median("prompt_length_mean")
+    return Workload(_drawn_shapes(run.config, prompt, mean), "calibrated")
+
+
+def assumed_workload(config: Config) -> Workload:
+    """Heavy-tailed about a share of the limits."""
+    prompt = max(1.0, _PROMPT_OF_LIMIT * config.data.max_prompt_tokens)
+    mean = max(1.0, _MEAN_OF_LIMIT * config.rollout.max_response_tokens)
+    return Workload(_drawn_shapes(config, prompt, mean), "estimated")
+
+
+def given_workload(prompts: Sequence[int], lengths: Sequence[Sequence[int]]) -> Workload:
+    """What is known beforehand, as in a benchmark: the prompt and the responses of each group."""
+    shapes = tuple(Shape(prompt, tuple(group)) for prompt, group in zip(prompts, lengths, strict=True))
+    return Workload(shapes, "measured")
+
+
+def _drawn_shapes(config: Config, prompt: float, mean: float) -> tuple[Shape, ...]:
+    rng = np.random.default_rng(31)
+    responses, limit = config.rollout.responses_per_prompt, config.rollout.max_response_tokens
+    spread = 0.0 if config.rollout.ignore_eos else 1.0
+    of_prompt, of_response = spread * _PROMPT_SIGMA, spread * _RESPONSE_SIGMA
+    median = mean * np.exp(-0.5 * (of_prompt**2 + of_response**2))
+    shapes = []
+    for _ in range(_ASSUMED_GROUPS):
+        drawn = median * np.exp(of_prompt * rng.standard_normal() + of_response * rng.standard_normal(responses))
+        lengths = np.clip(np.round(drawn), 1, limit).astype(int)
+        shapes.append(Shape(max(1, round(prompt)), tuple(int(length) for length in lengths)))
+    return tuple(shapes)

@@ -1,0 +1,117 @@
+"""Predictions from a run's records: costs are found again, other configurations follow, and what is off is said."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.recorded_run import ENGINE, TRAINER, iteration_s, shapes, tree, write_run
+
+from pa_npu.config.schema import Config
+from pa_npu.errors import DataError
+from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.prediction import virtual_run
+from pa_npu.planning.prediction.calibration import Calibration, calibrate, published
+from pa_npu.planning.prediction.records import SeenRun, read_run
+from pa_npu.planning.prediction.virtual_run import against_itself, predict
+from pa_npu.planning.prediction.workload import Workload, seen_workload
+from pa_npu.platform.typical import published_speed
+
+CORE = published_speed("cpu")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> tuple[SeenRun, ModelSpec, Calibration, Workload]:
+    directory = write_run(tmp_path_factory.mktemp("recorded") / "run")
+    run = read_run(directory)
+    spec = ModelSpec.read(run.config.model.path)
+    return run, spec, calibrate(run, spec, CORE), seen_workload(run)
+
+
+def test_costs_of_a_run_are_found_again_from_its_timeline(recorded):
+    _, _, found, _ = recorded
+    assert found.engine.step_s == pytest.approx(ENGINE.step_s, rel=0.1)
+    # what a sequence adds with the context that these have, and a prompt's token
+    assert found.engine.speed(200).sequence_s == pytest.approx(ENGINE.speed(200).sequence_s, rel=0.1)
+    assert found.engine.prompt_token_s == pytest.approx(ENGINE.prompt_token_s, rel=0.25)
+    assert found.trainer.microbatch_s == pytest.approx(TRAINER.microbatch_s, rel=0.06)
+    assert found.trainer.operation_s == pytest.approx(TRAINER.operation_s, rel=0.06)
+    assert (found.trainer.step_s, found.trainer.border_s) == pytest.approx((TRAINER.step_s, TRAINER.border_s))
+
+
+OTHERS = {
+    "the run itself": {},
+    "a smaller window": {"rollout": {"window": 16}},
+    "two engines": {"rollout": {"engines": 2}},
+    "two replicas": {"trainer": {"devices": 2}},
+    "three times the groups": {"schedule": {"prompts_per_iteration": 72}},
+    "prompts not shared": {"attention": {"shared_prompt": False}},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_configurations_are_predicted_within_five_percent(recorded, name):
+    """Against the same engines and trainers with their true costs, whose groups come in order under a constant window."""
+    run, spec, calibration, workload = recorded
+    config = Config.model_validate(tree(Path(run.config.run.dir), **OTHERS[name]))
+    predicted = predict(config, spec, calibration, workload, CORE)
+    true_s = statistics.median(iteration_s(config, spec, shapes(config, n)).end_s for n in range(6)) + TRAINER.border_s
+    # its controller may choose a better order than that of the prompts
+    assert 0.9 * true_s <= predicted.iteration_s <= 1.05 * true_s
+
+
+def test_without_a_timeline_what_the_controller_learned_is_used(tmp_path):
+    run = read_run(write_run(tmp_path / "run", timeline=False))
+    spec = ModelSpec.read(run.config.model.path)
+    found = calibrate(run, spec, CORE)
+    assert found.engine.step_s == pytest.approx(0.004) and found.engine_error > 0.1
+    assert seen_workload(run).origin == "calibrated"
+    measured = statistics.median(seen.iteration_s for seen in run.iterations)
+    assert predict(run.config, spec, found, seen_workload(run), CORE).iteration_s == pytest.approx(measured, rel=0.15)
+
+
+def test_what_the_model_leaves_out_of_the_run_itself_is_measured_and_carried_over(tmp_path, recorded):
+    run, spec, calibration, workload = recorded
+    _, usual = against_itself(run, spec, calibration, workload, CORE)
+    assert usual == pytest.approx(1.0, abs=0.07)
+    slow = read_run(write_run(tmp_path / "run", slower=1.3))
+    corrected, ratio = against_itself(slow, spec, calibrate(slow, spec, CORE), seen_workload(slow), CORE)
+    assert ratio == pytest.approx(1.3 * usual, rel=0.03)
+    assert corrected.engine.step_s == pytest.approx(ratio * calibration.engine.step_s, rel=0.01)
+
+
+def test_costs_grow_with_the_model_and_shrink_with_the_device(recorded):
+    run, spec, calibration, workload = recorded
+    larger = replace(spec, hidden_size=256, ffn_size=768, num_heads=8, num_layers=8)
+    now = predict(run.config, spec, calibration, workload, CORE)
+    more = predict(run.config, larger, calibration, workload, CORE)
+    assert more.generate_s > 1.1 * now.generate_s and more.train_s > 2.0 * now.train_s
+    faster = replace(
+        CORE, flops=10 * CORE.flops, memory_bytes=10 * CORE.memory_bytes, decode_step_s=0.0005, sequence_s=1e-5
+    )
+    assert predict(run.config, spec, calibration, workload, faster).iteration_s < now.iteration_s
+
+
+def test_the_part_of_a_cluster_that_is_simulated_takes_as_long_as_all_of_it(recorded, monkeypatch):
+    run, spec, _, workload = recorded
+    changes = {"rollout": {"engines": 24}, "trainer": {"devices": 12}, "schedule": {"prompts_per_iteration": 384}}
+    config = Config.model_validate(tree(Path(run.config.run.dir), **changes))
+    costs = published(config, spec, CORE)
+    part = predict(config, spec, costs, workload, CORE, iterations=4)
+    monkeypatch.setattr(virtual_run, "_MOST_ENGINES", 10**6)
+    monkeypatch.setattr(virtual_run, "_MOST_GROUPS", 10**6)
+    whole = predict(config, spec, costs, workload, CORE, iterations=4)
+    assert part.iteration_s == pytest.approx(whole.iteration_s, rel=0.06)
+    assert part.tpspd == pytest.approx(whole.tpspd, rel=0.06)
+
+
+def test_a_directory_without_records_is_refused_in_one_line(tmp_path):
+    with pytest.raises(DataError, match="no run directory"):
+        read_run(tmp_path)
+    write_run(tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().replace('"train_s"', '"other_s"')
+    (tmp_path / "run" / "metrics.jsonl").write_text(lines)
+    with pytest.raises(DataError, match="train_s"):
+        read_run(tmp_path / "run")
