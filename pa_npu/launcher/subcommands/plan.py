@@ -28,12 +28,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the resolved tree and what follows from it. What this machine merely lacks becomes a note, so that a
-    cluster's run can be planned."""
     if options.from_run is not None or options.devices is not None:
-        from pa_npu.launcher.subcommands import plan_cluster
+        from pa_npu.launcher import plan_cluster
 
         return plan_cluster.main(options, rest)
+    return show(options, rest)
+
+
+def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print the resolved tree and what follows from it. What this machine merely lacks becomes a note, so that a
+    cluster's run can be planned."""
     from pa_npu.launcher.placement import placement_lines
     from pa_npu.launcher.resume import resolve_resume
     from pa_npu.launcher.run_checks import check_surroundings, resolve_device, settle_places

@@ -25,7 +25,7 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from pa_npu.launcher.resume import resolve_resume
 
     if options.dry_run:
-        return plan.main(options, rest)
+        return plan.show(options, rest)
     given = configuration.read(options, rest)
     if options.device_memory_gib is not None:
         raise UserError("command line: --device-memory-gib is for planning; add --dry-run, or remove it")
