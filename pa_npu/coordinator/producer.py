@@ -235,7 +235,11 @@ class Producer:
         lease = session.lease
         pace.completed(lease.engine.name)
         lengths = [sample.num_trained for sample in samples]
-        shape = {"tokens": sum(lengths), "prompt": len(prompt.tokens), "lengths": lengths}  # what a planner fits speeds to
+        shape = {
+            "tokens": sum(lengths),
+            "prompt": len(prompt.tokens),
+            "lengths": lengths,
+        }  # what a planner fits speeds to
         self._timeline.complete(
             f"group {index}", start_s, now(), f"engine {lease.engine.name}", iteration=iteration, **shape
         )

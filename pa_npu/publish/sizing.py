@@ -11,4 +11,3 @@ SMALLEST_BUCKET_BYTES = 4 * 2**20
 def auto_bucket_bytes(free_bytes: int, largest_bytes: int) -> int:
     """publish.bucket_mib=auto on a device with `free_bytes`, where larger ones than `largest_bytes` gain nothing."""
     return min(largest_bytes, max(SMALLEST_BUCKET_BYTES, int(free_bytes * SHARE_OF_FREE_MEMORY)))
-
