@@ -46,7 +46,8 @@ import numpy as np
 
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.producer import Producer
-from pa_npu.data.prompts import Prompt, PromptStream
+from pa_npu.data.prompts import Prompt
+from pa_npu.data.stream import PromptStream
 from pa_npu.dispatch.assignment import Assignment
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.engines.pool import EnginePool

@@ -35,7 +35,7 @@ class CheckpointMeta:
     """META_FILE.
 
     version: of the weights, which is also the iteration that comes next. updates: optimizer steps so far.
-    data: PromptStream.state() before that iteration. seed: run.seed. config, config_digest: the run's resolved tree.
+    data: TrainingStream.state() before that iteration. seed: run.seed. config, config_digest: the run's resolved tree.
     layout: trainer ranks and their TP and PP sizes. model: path and fingerprint of the HF model the run began with.
     reference: of which version the reference is (0: the HF model), and whether it is in the checkpoint; null without one.
     files: every other file of the directory with its size in bytes.

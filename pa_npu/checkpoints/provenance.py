@@ -44,7 +44,7 @@ CHANGES: dict[str, Change] = {
         Change.SAME_RUN: {
             "run": "deterministic",
             "model": "path head_chunk_tokens",
-            "data": "test",
+            "data": "test max_test_rows",
             "rollout": "backend engines max_engines shared_engines attach tensor_parallel python window max_num_batched_tokens "
             "max_num_seqs memory_fraction shared_memory_fraction kv_cache_gib graph_mode prefix_caching batch_invariant "
             "expandable_segments too_long extra_args env",
@@ -60,7 +60,8 @@ CHANGES: dict[str, Change] = {
         },
         Change.NEW_RUN: {
             "model": "frozen_dtype",
-            "data": "train chat_template system_prompt instruction max_prompt_tokens overlong_prompt shuffle",
+            "data": "train question_column answer_column max_rows chat_template template_options system_prompt instruction "
+            "max_prompt_tokens overlong_prompt shuffle skip skip_after skip_epochs",
             "rollout": "responses_per_prompt max_response_tokens temperature top_p top_k ignore_eos",
             "environment": "name max_turns options",
             "reward": "functions",

@@ -87,7 +87,7 @@ class Checkpointing:
         timeline: Timeline,
         ahead: Callable[[int], Sequence[AheadIteration]] = lambda version: (),
     ) -> None:
-        """data_position: PromptStream.state() before the iteration of a version. ahead: what was produced before it for later
+        """data_position: TrainingStream.state() before the iteration of a version. ahead: what was produced before it for later
         versions; rank 0 writes it."""
         self._config = config
         self._backend = backend

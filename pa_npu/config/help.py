@@ -12,7 +12,10 @@ from pydantic import BaseModel
 from pa_npu.config.keys import Key, all_keys, section_of
 from pa_npu.config.presets import PRESETS, PresetName
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import RewardFunction
+from pa_npu.config.sections import RewardFunction, Section, TrainingDataset
+
+_ENTRIES: dict[str, type[Section]] = {"reward.functions": RewardFunction, "data.train": TrainingDataset}
+"""Sections that are entries of a key's list."""
 
 
 def keys_help() -> str:
@@ -26,10 +29,8 @@ def keys_help() -> str:
         for key in all_keys(model, f"{section}."):
             default = "required" if key.required else f"default {_show(key.default)}"
             lines += [f"  {key.name}  ({key.type}; {default})", f"      {key.description}"]
-            if key.name == "reward.functions":
-                lines += [
-                    f"        {inner.name}: {inner.description} ({inner.type})" for inner in all_keys(RewardFunction)
-                ]
+            if entry := _ENTRIES.get(key.name):
+                lines += [f"        {inner.name}: {inner.description} ({inner.type})" for inner in all_keys(entry)]
             if key.name == "algorithm.name":
                 lines += [line for name in PRESETS for line in _preset_lines(name)]
     return "\n".join(lines[1:])
@@ -45,10 +46,8 @@ def keys_markdown() -> str:
         lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
         for key in all_keys(model, f"{section}."):
             lines.append(_row(key))
-            if key.name == "reward.functions":
-                lines += [
-                    _row(replace(inner, name=f"reward.functions[].{inner.name}")) for inner in all_keys(RewardFunction)
-                ]
+            if entry := _ENTRIES.get(key.name):
+                lines += [_row(replace(inner, name=f"{key.name}[].{inner.name}")) for inner in all_keys(entry)]
         if section == "algorithm":
             lines += ["", "Presets, `algorithm.name`, and the keys that they fill where you do not:", ""]
             for name in PRESETS:

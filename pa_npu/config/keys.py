@@ -48,19 +48,29 @@ def all_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]
 
 
 def find_annotation(path: tuple[str, ...]) -> Any:
-    """The annotation at a dotted path, looking through dictionaries and lists; None when the path leads nowhere."""
+    """The annotation at a dotted path, looking through dictionaries, lists and unions; None when the path leads nowhere."""
     annotation: Any = Config
     for part in path:
-        section, arguments = section_of(annotation), get_args(annotation)
-        if section is not None:
-            if part not in section.model_fields:
-                return None
-            annotation = section.model_fields[part].annotation
-        elif get_origin(annotation) is dict or (get_origin(annotation) is tuple and part.isdigit()):
-            annotation = arguments[1] if get_origin(annotation) is dict else arguments[0]
-        else:
+        annotation = _below(annotation, part)
+        if annotation is None:
             return None
     return annotation
+
+
+def _below(annotation: Any, part: str) -> Any:
+    section, origin, arguments = section_of(annotation), get_origin(annotation), get_args(annotation)
+    if section is not None:
+        return section.model_fields[part].annotation if part in section.model_fields else None
+    if origin is dict:
+        return arguments[1]
+    if origin is tuple:
+        return arguments[0] if part.isdigit() else None
+    if origin is Annotated:
+        return _below(arguments[0], part)
+    if is_union(annotation):  # a section, or a list of sections, beside a text or nothing
+        below = [(member, _below(member, part)) for member in arguments]
+        return next((found for member, found in below if section_of(member) or section_of(found)), None)
+    return None
 
 
 def nearest_key(path: tuple[str, ...], siblings: list[str]) -> str | None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pa_npu.config.keys import all_keys, find_annotation, is_union, nearest_key, section_of
 from pa_npu.config.schema import Config
+from pa_npu.config.sections import Section
 from pa_npu.config.yaml_source import KeyPath, Places, dump_yaml, read_value, read_yaml
 from pa_npu.errors import ConfigError
 
@@ -109,9 +110,10 @@ def _index(items: list[Any], part: str, override: str) -> int:
 
 def _takes_text(annotation: Any, value: Any) -> bool:
     """Whether the key holds text, so that a value YAML reads as a number or boolean is meant literally."""
-    if annotation is str:
-        return True
-    return is_union(annotation) and set(get_args(annotation)) == {str, type(None)} and value is not None
+    members = {get_args(member)[0] if get_origin(member) is Annotated else member for member in _members(annotation)}
+    if str not in members or members & {int, float, bool} or (value is None and type(None) in members):
+        return False
+    return not isinstance(value, (dict, list)) or members <= {str, type(None)}
 
 
 def _check_keys(values: Any, places: Places, path: KeyPath) -> None:
@@ -130,13 +132,15 @@ def _check_keys(values: Any, places: Places, path: KeyPath) -> None:
         return
     for name, value in values.items():
         here = (*path, str(name))
-        if find_annotation(here) is None and section_of(find_annotation(path)) is not None:
+        if find_annotation(here) is None and _section_at(path) is not None:
             raise ConfigError(_unknown_key(here, places))
         _check_keys(value, places, here)
 
 
 def _is_of_kind(value: Any, types: set[Any]) -> bool:
     """Whether a scalar is what the key holds: pydantic would take true and "1" for 1, and 1e3 for an integer."""
+    if Any in types:
+        return True
     if isinstance(value, bool):
         return bool in types
     if isinstance(value, str):
@@ -153,12 +157,21 @@ def _is_short_form(value: Any, path: KeyPath) -> bool:
     return pattern is not None and isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if is_union(annotation) else (annotation,)
+
+
+def _section_at(path: KeyPath) -> type[Section] | None:
+    """The section at a path, also where a text may stand instead of it."""
+    return next(filter(None, map(section_of, _members(find_annotation(path)))), None)
+
+
 def _leaf_types(annotation: Any) -> set[Any]:
     return {annotation} | {inner for argument in get_args(annotation) for inner in _leaf_types(argument)}
 
 
 def _unknown_key(path: KeyPath, places: Places) -> str:
-    siblings = section_of(find_annotation(path[:-1]))
+    siblings = _section_at(path[:-1])
     nearest = nearest_key(path, list(siblings.model_fields) if siblings else [])
     remedy = f"did you mean {nearest}?" if nearest else "see --help for all keys"
     return f"{_where(path, places)}{'.'.join(path)}: unknown key; {remedy}"
@@ -167,8 +180,12 @@ def _unknown_key(path: KeyPath, places: Places) -> str:
 def _first_line(error: ValidationError, places: Places) -> str:
     """pydantic's first error as one line of ours, with the number of further keys that have one."""
     details = error.errors(include_url=False)
-    more = len({_real_path(detail["loc"]) for detail in details}) - 1
-    return _one_line(details[0], places) + (f" (and {more} more error{'s' if more > 1 else ''})" if more else "")
+    paths = [_real_path(detail["loc"]) for detail in details]
+    # of the members of a union, the one that goes deepest into the value knows what is wrong with it
+    below = [number for number, path in enumerate(paths) if path[: len(paths[0])] == paths[0]]
+    first = max(below, key=lambda number: len(paths[number]))
+    more = len(set(paths) - {paths[0], paths[first]})
+    return _one_line(details[first], places) + (f" (and {more} more error{'s' if more > 1 else ''})" if more else "")
 
 
 def _one_line(detail: ErrorDetails, places: Places) -> str:
@@ -200,9 +217,10 @@ def _real_path(loc: tuple[int | str, ...]) -> KeyPath:
     """pydantic's location without the tags it adds for the members of a union."""
     path: KeyPath = ()
     for part in loc:
-        if find_annotation((*path, str(part))) is None:
+        if find_annotation((*path, str(part))) is not None:
+            path = (*path, str(part))
+        elif not is_union(find_annotation(path)):
             break
-        path = (*path, str(part))
     return path
 
 

@@ -19,6 +19,7 @@ from pa_npu.config.sections import (
     AttentionConfig,
     CheckpointConfig,
     DataConfig,
+    Dataset,
     EnvironmentConfig,
     EvaluateConfig,
     MicrobatchConfig,
@@ -58,9 +59,10 @@ class Config(Section):
     placement: PlacementConfig = PlacementConfig()
 
     @property
-    def evaluation_sets(self) -> dict[str, str]:
-        """Files of held-out questions by name: data.test as `test`, then evaluate.sets."""
-        return ({"test": self.data.test} if self.data.test else {}) | self.evaluate.sets
+    def evaluation_sets(self) -> dict[str, Dataset]:
+        """Held-out questions by name: data.test as `test`, then evaluate.sets."""
+        given = ({"test": self.data.test} if self.data.test else {}) | self.evaluate.sets
+        return {name: Dataset(path=found) if isinstance(found, str) else found for name, found in given.items()}
 
     def key_of_set(self, name: str) -> str:
         """The key that names the file of a held-out set."""

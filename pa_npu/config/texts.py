@@ -23,8 +23,8 @@ def broken_texts(c: Config) -> Iterator[str]:
     for key, path in (
         ("run.dir", c.run.dir),
         ("model.path", c.model.path),
-        ("data.train", c.data.train),
-        ("data.test", c.data.test),
+        *((c.data.key_of(number), dataset.path) for number, dataset in enumerate(c.data.datasets)),
+        *((c.key_of_set(name), dataset.path) for name, dataset in c.evaluation_sets.items()),
         ("rollout.key_file", c.rollout.key_file),
         ("rollout.python", c.rollout.python),
         ("checkpoint.load", c.checkpoint.load),

@@ -199,7 +199,7 @@ DISPATCHED = Topic(
 
 @dataclass(frozen=True)
 class DataPosition:
-    """PromptStream.state() of the coordinator before an iteration."""
+    """TrainingStream.state() of the coordinator before an iteration."""
 
     state: dict[str, Any]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pa_npu.config.schema import Config
@@ -42,7 +42,8 @@ from pa_npu.coordinator.interruption import Interruptions
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.production import Produced
 from pa_npu.coordinator.record import RunRecords, iteration_record
-from pa_npu.data.prompts import Prompt, PromptStream
+from pa_npu.data.prompts import Prompt
+from pa_npu.data.stream import TrainingStream
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool, EngineUse
 from pa_npu.planning.iteration_model.controller import ScheduleController
@@ -54,6 +55,8 @@ from pa_npu.telemetry.timeline import Timeline, now, on_clock
 
 # How long the record of a finished iteration may still take when the run fails in the next one.
 _LAST_RECORD_S = 2.0
+# Trainers that cross the border of version v ask for positions from v on, when that of v + max_staleness + 1 may be there already.
+_POSITIONS_KEPT = 3
 
 
 class Coordinator:
@@ -90,14 +93,14 @@ class Coordinator:
         self._complete: dict[int, asyncio.Event] = {}  # of iterations whose responses come in parts
         self._recording: asyncio.Task[None] | None = None  # of the iteration before the one that runs
 
-    def resume(self, produced: Produced, state: dict[str, Any], train: PromptStream) -> None:
+    def resume(self, produced: Produced, state: dict[str, Any], train: TrainingStream) -> None:
         """Take an iteration that was produced before the run was interrupted, and is in the buffer again. In order."""
         self._put_position(produced.iteration, train)
         train.restore(state)
         self._take(produced)
         self._put_position(produced.iteration + 1, train)
 
-    async def run(self, train: PromptStream, first: int) -> None:
+    async def run(self, train: TrainingStream, first: int) -> None:
         """From weight version `first` to the evaluation of the last one."""
         try:
             async with TaskScope() as scope:
@@ -107,7 +110,7 @@ class Coordinator:
                 await asyncio.wait({self._recording}, timeout=_LAST_RECORD_S)
                 await cancel([self._recording])
 
-    async def _run(self, train: PromptStream, first: int, scope: TaskScope) -> None:
+    async def _run(self, train: TrainingStream, first: int, scope: TaskScope) -> None:
         last = self._config.schedule.iterations
         ahead = first + len(self._produced)  # the iteration that is produced next
         prompts: Sequence[Prompt] = ()
@@ -157,25 +160,25 @@ class Coordinator:
             return None
         return asyncio.create_task(self._producer.prepare(iteration, prompts), name=f"schedule of {iteration}")
 
-    def _prompts(self, train: PromptStream) -> Sequence[Prompt]:
+    def _prompts(self, train: TrainingStream) -> Sequence[Prompt]:
         return train.take(self._config.schedule.prompts_per_iteration)
 
-    async def _produce(self, iteration: int, prompts: Sequence[Prompt], train: PromptStream) -> None:
+    async def _produce(self, iteration: int, prompts: Sequence[Prompt], train: TrainingStream) -> None:
         """An iteration, whole, by the version that engines hold."""
         self._freshness.check_production(iteration, self._published)
         with self._timeline.span("produce", iteration=iteration):
             produced = await self._producer.produce(iteration, prompts, lambda: train.take(1)[0])
-        self._take(produced)
+        self._take(_observed(produced, train))
         self._put_position(iteration + 1, train)
 
-    def _begin(self, iteration: int, prompts: Sequence[Prompt], train: PromptStream, scope: TaskScope) -> None:
+    def _begin(self, iteration: int, prompts: Sequence[Prompt], train: TrainingStream, scope: TaskScope) -> None:
         """An iteration from this version on, its responses in parts."""
         self._freshness.check_production(iteration, self._published)
         self._put_position(iteration + 1, train)
         done = self._complete[iteration] = asyncio.Event()
 
         async def produce() -> None:
-            self._take(await self._producer.produce(iteration, prompts))
+            self._take(_observed(await self._producer.produce(iteration, prompts), train))
             done.set()
 
         assert self._interruptions is not None
@@ -207,9 +210,12 @@ class Coordinator:
             message = ProducedAhead(produced.numbers, produced.samples)
             PRODUCED_AHEAD.put(self._channel, message, iteration=iteration)
 
-    def _put_position(self, iteration: int, train: PromptStream) -> None:
+    def _put_position(self, iteration: int, train: TrainingStream) -> None:
         """Which prompts were taken before an iteration, for checkpoints."""
         DATA_POSITION.put(self._channel, DataPosition(train.state()), iteration=iteration)
+        past = iteration - self._config.schedule.max_staleness - _POSITIONS_KEPT
+        if self._config.data.skip != "none" and past >= 0:  # else they are a few bytes each
+            DATA_POSITION.delete(self._channel, iteration=past)
 
     async def _cross(self, version: int, prompt: Prompt | None, *, is_first: bool) -> _Border:
         """Weight version `version` from trainers to engines. prompt: for a probe."""
@@ -304,6 +310,11 @@ class Coordinator:
             devices=self._config.trainer.devices + start.border.engines * self._config.rollout.tensor_parallel,
         )
         self._records.write_iteration(record, produced.samples, produced.kept)
+
+
+def _observed(produced: Produced, train: TrainingStream) -> Produced:
+    """With what the stream of prompts learns from it and says of it."""
+    return replace(produced, numbers=produced.numbers | train.observe(produced.outcomes))
 
 
 @dataclass(frozen=True)

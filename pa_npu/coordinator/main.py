@@ -35,7 +35,9 @@ from pa_npu.coordinator.loop import Coordinator
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.resumed import put_back, usable_ahead
-from pa_npu.data.prompts import PromptSet, PromptStream, load_prompts
+from pa_npu.data.mixture import training_stream
+from pa_npu.data.prompts import PromptSet, load_prompts, load_training
+from pa_npu.data.stream import TrainingStream
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.membership import Fleet
@@ -181,17 +183,18 @@ def load_tokenizer(config: Config) -> Any:
     return AutoTokenizer.from_pretrained(config.model.path)
 
 
-def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[PromptStream, dict[str, PromptSet]]:
+def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[TrainingStream, dict[str, PromptSet]]:
     """Training stream at the position of the checkpoint, and sets of held-out prompts by name."""
-    train = load_prompts(config.data.train, tokenizer, config.data)
-    logger.info("training on %s", train.summary)
+    loaded = load_training(config.data, tokenizer)
+    for prompts in loaded:
+        logger.info("training on %s", prompts.summary)
     held_out = {
-        name: load_prompts(path, tokenizer, config.data, config.key_of_set(name))
-        for name, path in config.evaluation_sets.items()
+        name: load_prompts(dataset, tokenizer, config.data, config.key_of_set(name))
+        for name, dataset in config.evaluation_sets.items()
     }
     for name, prompts in held_out.items():
         logger.info("evaluating on %s: %s", name, prompts.summary)
-    stream = PromptStream(train, config.run.seed, config.data.shuffle)
+    stream = training_stream(config.data, loaded, config.run.seed, config.schedule.prompts_per_iteration)
     if config.checkpoint.load:
         stream.restore(read_meta(Path(config.checkpoint.load)).data)
     return stream, held_out

@@ -135,7 +135,7 @@ class Producer:
             lease, samples, result = await self._generate_and_score(iteration, index, prompt, lease, tail, pace)
             scored[index] = prompt, samples, result
             seen[index] = prompt, [sample.num_trained for sample in samples]
-            production.judge(result)
+            production.judge(index, prompt, result)
             trained = result.is_informative or not config.schedule.dynamic_sampling
             timing = _timing(index, prompt, lease, seen[index][1], trained)
             ready = selection.judge(index, result.is_informative)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pa_npu.control.messages import Dispatched, DispatchedGroup
+from pa_npu.data.difficulty import Outcome
 from pa_npu.data.prompts import Prompt
 from pa_npu.rewards.types import RewardResult
 from pa_npu.samples.types import Sample
@@ -21,8 +22,8 @@ class Produced:
     """One iteration's production when it is over.
 
     numbers: the coordinator's part of the iteration record that does not depend on wall time between publishes. samples: for
-    samples.jsonl. dispatched: what trainers compare with what they have trained (I2). kept: for RUN/samples; empty where the
-    iteration was produced before a restart.
+    samples.jsonl. dispatched: what trainers compare with what they have trained (I2). kept: for RUN/samples; outcomes: of all
+    prompts that were asked, in order of dispatch; both empty where the iteration was produced before a restart.
     """
 
     iteration: int
@@ -30,6 +31,7 @@ class Produced:
     samples: list[dict[str, Any]]
     dispatched: Dispatched
     kept: Sequence[KeptResponse] = ()
+    outcomes: Sequence[Outcome] = ()
 
 
 class Production:
@@ -52,7 +54,7 @@ class Production:
         self._tail_waste = 0.0
         self._replica_imbalance = 0.0
         self._groups = 0
-        self._dispatched = 0
+        self._outcomes: dict[int, Outcome] = {}  # by dispatch index
         self._dispatched_correct = 0.0
         self._responses = 0
         self._prompt_tokens = 0
@@ -69,10 +71,11 @@ class Production:
         self._equal = 0
         self._in_buffer: list[DispatchedGroup] = []
 
-    def judge(self, result: RewardResult) -> None:
+    def judge(self, index: int, prompt: Prompt, result: RewardResult) -> None:
         """A scored group, trained or not: the policy's accuracy is over these, whatever is chosen for training."""
-        self._dispatched += 1
-        self._dispatched_correct += float(np.mean(result.correct))
+        right, reward = float(np.mean(result.correct)), float(np.mean(result.total))
+        self._dispatched_correct += right
+        self._outcomes[index] = Outcome(prompt.prompt_id, prompt.source, None if result.errors else right, reward)
 
     def add(self, index: int, prompt: Prompt, samples: Sequence[Sample], result: RewardResult) -> None:
         """A group that is trained, under this number."""
@@ -112,14 +115,15 @@ class Production:
         self._tail_waste = tail_waste
         self._replica_imbalance = replica_imbalance
         dispatched = Dispatched(self.iteration, tuple(self._in_buffer))
-        return Produced(self.iteration, self._numbers(), self._samples, dispatched, tuple(self._kept))
+        outcomes = tuple(self._outcomes[index] for index in sorted(self._outcomes))
+        return Produced(self.iteration, self._numbers(), self._samples, dispatched, tuple(self._kept), outcomes)
 
     def _numbers(self) -> dict[str, Any]:
         responses = self._responses
         return {
             "groups": self._groups,
-            "groups_dispatched": self._dispatched,
-            "accuracy_dispatched": self._dispatched_correct / self._dispatched,
+            "groups_dispatched": len(self._outcomes),
+            "accuracy_dispatched": self._dispatched_correct / len(self._outcomes),
             "reward_mean": self._reward / responses,
             "reward_std": self._reward_deviation / self._groups,
             "accuracy": self._correct / responses,

@@ -1,36 +1,39 @@
-"""Prompts: dataset rows rendered with the tokenizer's chat template, checked for length, and served in seeded epochs."""
+"""Prompts: dataset rows rendered with the tokenizer's chat template, tokenised, and checked for length."""
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import islice
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.config.sections import DataConfig
+from pa_npu.config.sections import DataConfig, Dataset, TrainingDataset
 from pa_npu.data.limits import TimeLimitReached, memory_limit, time_limit
-from pa_npu.data.records import LONGEST_ROW_BYTES, Message, Record, read_records
-from pa_npu.errors import DataError
+from pa_npu.data.records import Columns, Message, Record, read_records
+from pa_npu.data.rows import LONGEST_ROW_BYTES
+from pa_npu.data.template import template_variables
+from pa_npu.errors import DataError, printable
 
 RENDER_TIME_LIMIT_S = 5.0  # of processor time; a prompt is rendered in less than a millisecond
 RENDER_MEMORY_BYTES = 1 << 30  # the longest row's characters, of four bytes each, in a few copies
 RENDER_ALL_LIMIT_S, RENDER_ROW_S = 60.0, 0.02  # of a dataset: these, and so much more per row
 LONGEST_PROMPT_CHARACTERS = LONGEST_ROW_BYTES
 ENCODE_CHARACTERS = 4 << 20  # tokenised together
+_SHOWN_LINES, _SHOWN_CHARACTERS = 12, 400
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
     """What an engine is asked, and what its answers are compared with.
 
-    prompt_id: row of the dataset, from 0. tokens: int32 [P]. text: the rendered prompt. answer: the final answer,
-    without GSM8K's reasoning. row: the dataset row as it was read.
+    prompt_id: row of the dataset, from 0; of several datasets, as if they were one behind the other. tokens: int32 [P]. text: the
+    rendered prompt. answer: the final answer, without GSM8K's reasoning. row: the dataset row as it was read. source: what its
+    dataset is called.
     """
 
     prompt_id: int
@@ -38,6 +41,7 @@ class Prompt:
     answer: str
     text: str
     row: dict[str, Any]
+    source: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,15 +77,31 @@ class PromptSet(Sequence[Prompt]):
         )
 
 
-def load_prompts(path: str, tokenizer: Any, config: DataConfig, key: str = "") -> PromptSet:
+def load_prompts(
+    dataset: Dataset | str, tokenizer: Any, config: DataConfig, key: str = "", first_id: int = 0
+) -> PromptSet:
     """Reads, renders and tokenizes a dataset. tokenizer: a transformers tokenizer. Raises DataError for unusable data.
 
-    key: the configuration key that names it, for messages; data.train or data.test where it is one of these.
+    key: the configuration key that names it, for messages; data.train or data.test where it is one of these. first_id: prompt_id of
+    its first row.
     """
-    key = key or ("data.test" if path == config.test and path != config.train else "data.train")
-    records = list(read_records(path, key))
+    key = key or ("data.test" if dataset == config.test and dataset != config.train else "data.train")
+    is_training = key.startswith("data.train")
+    if isinstance(dataset, str):
+        dataset = TrainingDataset(path=dataset) if is_training else Dataset(path=dataset)
+    path, config = dataset.path, _options(dataset, config)
+    columns = Columns(
+        config.question_column,
+        config.answer_column,
+        # data.* is about data.train and data.test
+        optional=key.startswith("evaluate.") and not (dataset.question_column or dataset.answer_column),
+    )
+    usual = ("train",) if is_training else ("test", "validation")
+    most = config.max_rows if is_training else config.max_test_rows
+    records = list(islice(read_records(path, key, columns, dataset.split, usual), most))
     if not records:
         raise DataError(f"{key}: {path} is empty; it needs at least one row with a question and its answer")
+    source = dataset.called if isinstance(dataset, TrainingDataset) else ""
     limit = config.max_prompt_tokens
     prompts: list[Prompt] = []
     too_long: list[tuple[Record, int]] = []
@@ -94,7 +114,8 @@ def load_prompts(path: str, tokenizer: Any, config: DataConfig, key: str = "") -
                 continue
             tokens = tokens[-limit:]
             text = tokenizer.decode(tokens)
-        prompts.append(Prompt(number, np.asarray(tokens, np.int32), record.answer, text, record.row))
+        array = np.asarray(tokens, np.int32)
+        prompts.append(Prompt(first_id + number, array, record.answer, text, record.row, source))
     if too_long and config.overlong_prompt == "refuse":
         first, num_tokens = too_long[0]
         others = f" and {len(too_long) - 1} more" if len(too_long) > 1 else ""
@@ -109,6 +130,38 @@ def load_prompts(path: str, tokenizer: Any, config: DataConfig, key: str = "") -
         )
     num_skipped = len(records) - len(prompts)
     return PromptSet(path, tuple(prompts), len(records), len(too_long) - num_skipped, num_skipped)
+
+
+def load_training(config: DataConfig, tokenizer: Any) -> list[PromptSet]:
+    """The training datasets, in the configuration's order, with prompt_ids of their own. Raises DataError."""
+    found: list[PromptSet] = []
+    for number, dataset in enumerate(config.datasets):
+        first_id = sum(prompts.num_read for prompts in found)
+        found.append(load_prompts(dataset, tokenizer, config, config.key_of(number), first_id))
+    return found
+
+
+def _options(dataset: Dataset, config: DataConfig) -> DataConfig:
+    """data.* with what the dataset says itself."""
+    own = dataset.model_dump(
+        include={"question_column", "answer_column", "max_rows", "system_prompt", "instruction"}, exclude_none=True
+    )
+    if "max_rows" in own:
+        own["max_test_rows"] = own["max_rows"]
+    return config.model_copy(update=own)
+
+
+def first_prompt_lines(prompt: Prompt, tokenizer: Any) -> list[str]:
+    """What engines are asked first, for the console: tokens as text, special ones included, so that a doubled one is seen."""
+    lines = str(tokenizer.decode(prompt.tokens.tolist())).split("\n")
+    more = f"  ... {len(lines) - _SHOWN_LINES} more lines" if len(lines) > _SHOWN_LINES else None
+    shown = [printable(line) for line in lines[:_SHOWN_LINES]]
+    shown = [line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..." for line in shown]
+    return [
+        f"first prompt, {len(prompt.tokens)} tokens:",
+        *(f"  {line}" for line in shown),
+        *([more] if more else []),
+    ]
 
 
 def _encoded(
@@ -165,7 +218,21 @@ def _use_template(tokenizer: Any, config: DataConfig) -> bool:
             "data.chat_template: always, but the model's tokenizer has no chat template; set it to auto or never, "
             "or add chat_template.jinja to model.path"
         )
-    return available and config.chat_template != "never"
+    use = available and config.chat_template != "never"
+    if config.template_options:
+        if not use:
+            raise DataError(
+                "data.template_options: the model's tokenizer has no chat template to read them; remove the key, or add "
+                "chat_template.jinja to model.path"
+            )
+        known = template_variables(tokenizer.chat_template)
+        for name in config.template_options:
+            if known is not None and name not in known:
+                raise DataError(
+                    f"data.template_options: the model's chat template does not read {name} (it reads "
+                    f"{', '.join(sorted(known)) or 'none'}); remove it"
+                )
+    return use
 
 
 def _render(record: Record, tokenizer: Any, config: DataConfig, with_template: bool) -> str:
@@ -175,7 +242,9 @@ def _render(record: Record, tokenizer: Any, config: DataConfig, with_template: b
         return "\n".join(message["content"] for message in messages)
     try:
         with memory_limit(RENDER_MEMORY_BYTES), time_limit(RENDER_TIME_LIMIT_S):
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **config.template_options
+            )
     except TimeLimitReached:
         raise DataError(
             f"{record.location}: the chat template does not end within {RENDER_TIME_LIMIT_S:g} s; correct chat_template of "
@@ -215,73 +284,3 @@ def compose_messages(record: Record, config: DataConfig) -> list[Message]:
     if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     return messages
-
-
-class PromptStream:
-    """Endless prompts in epochs: each epoch holds every prompt once, in an order given by (seed, epoch).
-
-    The position counts prompts taken since the start; with the same dataset and seed it determines everything that
-    follows, so a resumed run neither drops nor repeats a prompt (I6). Positions are plain integers for checkpoints;
-    `state()` adds a fingerprint of the dataset, which `restore()` checks.
-    """
-
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
-        if not prompts:
-            raise DataError("data.train: no prompts to stream; the dataset needs at least one")
-        self._prompts = prompts
-        self._seed = seed
-        self._shuffle = shuffle
-        self._position = 0
-        self._epoch = -1
-        self._order: npt.NDArray[np.int64] = np.arange(0)
-
-    @property
-    def position(self) -> int:
-        """Prompts taken so far."""
-        return self._position
-
-    def take(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts; runs over into the next epoch where needed."""
-        taken = []
-        for position in range(self._position, self._position + num_prompts):
-            epoch, index = divmod(position, len(self._prompts))
-            if epoch != self._epoch:
-                self._order, self._epoch = self._epoch_order(epoch), epoch
-            taken.append(self._prompts[int(self._order[index])])
-        self._position += num_prompts
-        return taken
-
-    def _epoch_order(self, epoch: int) -> npt.NDArray[np.int64]:
-        if not self._shuffle:
-            return np.arange(len(self._prompts))
-        # RandomState's streams are frozen (NEP 19), so a resumed run sees the same order under any NumPy version.
-        return np.random.RandomState([self._seed, epoch]).permutation(len(self._prompts))
-
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint, JSON."""
-        return {"position": self._position, "fingerprint": self.fingerprint()}
-
-    def restore(self, state: int | Mapping[str, Any]) -> None:
-        """Continues at a position, or at a `state()` after checking that dataset, seed and order are the same."""
-        if isinstance(state, Mapping):
-            if state["fingerprint"] != self.fingerprint():
-                raise DataError(
-                    "data.train: prompts, run.seed or data.shuffle differ from those of the checkpoint, so its position "
-                    "means other prompts; restore them, or start a new run"
-                )
-            state = int(state["position"])
-        if state < 0:
-            raise ValueError(f"a position counts prompts taken and cannot be {state}")
-        self._position = state
-
-    def fingerprint(self) -> str:
-        """Changes with the prompts' tokens or answers, their order, the seed and the shuffling."""
-        return self._fingerprint
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        digest = hashlib.blake2b(f"{self._seed} {self._shuffle}".encode(), digest_size=8)
-        for prompt in self._prompts:
-            digest.update(np.asarray(prompt.tokens, "<i4").tobytes())
-            digest.update(f"\n{prompt.prompt_id}\n{prompt.answer}\n".encode())
-        return digest.hexdigest()

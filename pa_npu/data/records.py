@@ -1,4 +1,4 @@
-"""Dataset files to records: JSONL, CSV or parquet, one row after another, each with the place it came from.
+"""Rows to records: question and reference answer, by the names of columns that the user gives, or by the row's layout.
 
 These layouts are understood, told apart by the columns of each row:
 
@@ -7,28 +7,38 @@ These layouts are understood, told apart by the columns of each row:
     prompt, answer     prompt is a text or a list of chat messages
     messages, answer   chat messages; without an answer column the last message, an assistant's, is the reference
 
-and those of published benchmarks that benchmarks.py translates.
+and those of published benchmarks that benchmarks.py translates. A named column may be one inside another, such as
+reward_model.ground_truth.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pa_npu.data.benchmarks import published
+from pa_npu.data.rows import read_rows
 from pa_npu.errors import DataError
 
-PARQUET_MAGIC = b"PAR1"
-PARQUET_BATCH_ROWS = 4096
-LONGEST_ROW_BYTES = 16 << 20
 ANSWER_MARK = "####"  # GSM8K puts the final answer behind it
+_QUESTIONS = ("question", "problem", "prompt", "messages")
 
 Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names that the user gives; None leaves it to the row's layout. optional: rows without them are read by their layout."""
+
+    question: str | None = None
+    answer: str | None = None
+    optional: bool = False
+
+
+_BY_LAYOUT = Columns()
 
 
 @dataclass(frozen=True)
@@ -41,105 +51,29 @@ class Record:
     row: dict[str, Any]
 
 
-def read_records(path: str, key: str) -> Iterator[Record]:
+def read_records(
+    path: str, key: str, columns: Columns = _BY_LAYOUT, split: str | None = None, usual: Sequence[str] = ("train",)
+) -> Iterator[Record]:
     """Rows of the dataset at `path`, in order. key: the configuration key that names it, for messages.
 
-    Raises DataError at the first row that cannot be used.
+    split, usual: as pa_npu.data.rows.read_rows. Raises DataError at the first row that cannot be used.
     """
-    file = Path(path)
-    if not file.exists():
-        raise DataError(f"{key}: {path} does not exist; name a JSONL or parquet file")
-    if file.is_dir():
-        raise DataError(f"{key}: {path} is a directory; name one JSONL or parquet file in it")
-    if not file.is_file():
-        raise DataError(f"{key}: {path} is a device or a pipe, not an ordinary file; name a JSONL or parquet file")
-    try:
-        with file.open("rb") as stream:
-            is_parquet = stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
-    except OSError as error:
-        raise DataError(f"{key}: {path} cannot be read ({error.strerror}); check its permissions") from None
-    rows = _parquet_rows(file, key) if is_parquet else _csv_rows(file) if file.suffix == ".csv" else _jsonl_rows(file)
-    for location, row in rows:
-        yield _record(location, row)
+    for location, row in read_rows(path, key, split, usual):
+        yield _record(location, row, columns)
 
 
-def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """A first line of names, then one row after another; cells are texts."""
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.DictReader(stream)
-            for row in reader:
-                if None in row or None in row.values():
-                    raise DataError(
-                        f"{file}:{reader.line_num}: another number of cells than the first line; correct the row"
-                    )
-                yield f"{file}:{reader.line_num}", row
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: is no CSV in UTF-8 ({error}); write the file again") from None
-
-
-def _jsonl_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(LONGEST_ROW_BYTES + 1), b""), start=1):
-            if len(line) > LONGEST_ROW_BYTES:
-                raise DataError(
-                    f"{file}:{number}: the line is longer than {LONGEST_ROW_BYTES >> 20} MiB; write one JSON object per line"
-                )
-            if not line.strip():
-                continue
-            location = f"{file}:{number}"
-            try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{location}: byte {error.start} is not UTF-8; save the file as UTF-8 JSONL or as parquet"
-                ) from None
-            except (ValueError, RecursionError) as error:
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-                raise DataError(f"{location}: not valid JSON ({reason}); each line must be one JSON object") from None
-            if rb"\ud" in line.lower() and not _is_text(row):
-                raise DataError(
-                    f"{location}: half of a surrogate pair (\\uD800 to \\uDFFF), which is no text; correct the row"
-                )
-            yield location, row
-
-
-def _is_text(row: Any) -> bool:
-    """Whether a JSON value can be written as UTF-8: escapes can name code points that are no characters."""
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _parquet_rows(file: Path, key: str) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"{key}: {file} is parquet, which needs pyarrow; pip install pyarrow, or use JSONL") from None
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=PARQUET_BATCH_ROWS):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{file}: row {number}", row
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file}: after row {number}, a text column is not UTF-8 (byte {error.start} of a value); write the file again"
-        ) from None
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{file}: unreadable parquet after row {number} ({reason}); write the file again") from None
-
-
-def _record(location: str, row: Any) -> Record:
+def _record(location: str, row: Any, columns: Columns) -> Record:
     if not isinstance(row, Mapping):
         raise DataError(f"{location}: a JSON {type(row).__name__}, not an object; each line must be one JSON object")
-    row = published(row)
-    messages = _messages(location, row)
+    question = _column(location, row, "question_column", columns.question, columns.optional)
+    reference = _column(location, row, "answer_column", columns.answer, columns.optional)
+    kept = published(row) if question is None else dict(row)
+    row = dict(kept)
+    if question is not None:
+        row = {name: value for name, value in row.items() if name not in _QUESTIONS} | {"prompt": question}
+    if reference is not None:
+        row["answer"] = int(reference) if isinstance(reference, float) and reference.is_integer() else reference
+    messages = _messages(location, row, columns.question if question is not None else None)
     answer = row.get("answer")
     if answer is None and row.get("question") is None and row.get("problem") is not None:
         answer = row.get("solution")
@@ -147,22 +81,40 @@ def _record(location: str, row: Any) -> Record:
         answer, messages = messages[-1]["content"], messages[:-1]
         if not messages:
             raise DataError(f"{location}: messages hold an answer but no question; add the user's message before it")
-    return Record(location, messages, _reference(location, answer), row)
+    return Record(location, messages, _reference(location, answer), kept)
 
 
-def _messages(location: str, row: dict[str, Any]) -> tuple[Message, ...]:
-    for name in ("question", "problem", "prompt", "messages"):
+def _column(location: str, row: Mapping[str, Any], key: str, name: str | None, optional: bool) -> Any:
+    """The value of a column that the user names, or of one inside another by a dotted name; None where none is named."""
+    if name is None:
+        return None
+    value: Any = row
+    for part in (name,) if name in row else name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            value = None
+            break
+        value = value[part]
+    if value is None and not optional:
+        columns = ", ".join(map(str, row)) or "none"
+        raise DataError(f"{location}: no value in {name} (columns: {columns}); correct the row or data's {key}")
+    return value
+
+
+def _messages(location: str, row: dict[str, Any], called: str | None) -> tuple[Message, ...]:
+    """called: the user's name of the column that is prompt here."""
+    for name in _QUESTIONS:
         if row.get(name) is not None:
             break
     else:
         columns = ", ".join(map(str, row)) or "none"
         raise DataError(
-            f"{location}: no question, problem, prompt or messages (columns: {columns}); add or rename a column"
+            f"{location}: no question, problem, prompt or messages (columns: {columns}); add or rename a column, or name it with "
+            f"data.question_column"
         )
     value = row[name]
     if isinstance(value, str) and name != "messages":
         if not value.strip():
-            raise DataError(f"{location}: {name} is empty; give a text or remove the row")
+            raise DataError(f"{location}: {called or name} is empty; give a text or remove the row")
         return ({"role": "user", "content": value},)
     if name in ("question", "problem") or not isinstance(value, list) or not value:
         wanted = {
@@ -171,11 +123,11 @@ def _messages(location: str, row: dict[str, Any]) -> tuple[Message, ...]:
             "prompt": "a text or a list of messages",
             "messages": "a list of messages",
         }[name]
-        raise DataError(f"{location}: {name} is {_describe(value)}, not {wanted}; correct the row")
+        raise DataError(f"{location}: {called or name} is {_describe(value)}, not {wanted}; correct the row")
     for message in value:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise DataError(
-                f'{location}: {name} holds {_describe(message)}; each must be {{"role": text, "content": text}}'
+                f'{location}: {called or name} holds {_describe(message)}; each must be {{"role": text, "content": text}}'
             )
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
 

@@ -121,8 +121,8 @@ async def _evaluate(config: Config, spec: ModelSpec, urls: Sequence[str], key: s
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     sets = {
-        name: load_prompts(path, tokenizer, config.data, config.key_of_set(name))
-        for name, path in config.evaluation_sets.items()
+        name: load_prompts(dataset, tokenizer, config.data, config.key_of_set(name))
+        for name, dataset in config.evaluation_sets.items()
     }
     kind = engine_kind(config.rollout.backend)
     async with AsyncExitStack() as stack:

@@ -5,6 +5,7 @@ Rules inside the configuration are pa_npu.config's; these need the disk, the dev
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -119,16 +120,22 @@ def check_surroundings(
     tokenizer = load_tokenizer(config.model.path) if has_model else None
     sample: Prompt | None = None
     if tokenizer is not None:
+        from pa_npu.data.prompts import first_prompt_lines
+
         if findings.spec is not None:
             check_tokenizer(findings.spec, tokenizer)
-        for key, path in (("train", config.data.train), ("test", config.data.test)):
-            if path is not None:
-                prompts = local(lambda key=key: check_dataset(key, tokenizer, config), path)  # type: ignore[misc]
-                findings.counts.append(f"data.{key}: {prompts.summary if prompts else 'not here'}")
-                sample = sample or (prompts[0] if prompts else None)
-        for name, path in config.evaluate.sets.items():
-            prompts = local(lambda name=name: check_held_out(name, tokenizer, config), path)  # type: ignore[misc]
-            findings.counts.append(f"evaluate.sets.{name}: {prompts.summary if prompts else 'not here'}")
+        loaded = local(lambda: check_training(tokenizer, config), *(one.path for one in config.data.datasets))
+        for number, dataset in enumerate(config.data.datasets):
+            findings.counts.append(f"{config.data.key_of(number)}: {loaded[number].summary if loaded else 'not here'}")
+            if len(config.data.datasets) > 1:
+                findings.counts[-1] += f"; {dataset.called}, {config.data.shares[number]:.1%} of the prompts"
+        for name, held_out in config.evaluation_sets.items():
+            prompts = local(lambda name=name: check_held_out(name, tokenizer, config), held_out.path)  # type: ignore[misc]
+            findings.counts.append(f"{config.key_of_set(name)}: {prompts.summary if prompts else 'not here'}")
+            sample = sample or (prompts[0] if prompts else None)
+        if loaded:
+            sample = loaded[0][0]
+            findings.counts += first_prompt_lines(sample, tokenizer)
     check_rewards(config, sample)
     check_algorithm(config.algorithm)
     engine_kind(config.rollout.backend).check_keys(config)
@@ -252,26 +259,28 @@ def load_tokenizer(path: str) -> Any:
         ) from None
 
 
-def check_dataset(key: str, tokenizer: Any, config: Config) -> PromptSet:
-    """Read data.train or data.test as the coordinator will."""
-    from pa_npu.data.prompts import load_prompts
+def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
+    """Read data.train as the coordinator will."""
+    from pa_npu.data.prompts import load_training
 
-    path = getattr(config.data, key)
-    prompts = load_prompts(path, tokenizer, config.data)
-    wanted = config.schedule.prompts_per_iteration
-    if key == "train" and len(prompts) < wanted:
-        raise DataError(
-            f"data.train: {path} has {len(prompts)} prompts for schedule.prompts_per_iteration = {wanted}, so that an iteration "
-            f"would hold some twice; lower it or give more prompts"
-        )
-    return prompts
+    loaded = load_training(config.data, tokenizer)
+    for number, (prompts, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
+        wanted = math.ceil(share * config.schedule.prompts_per_iteration)
+        if len(prompts) < wanted:
+            part = "" if share == 1 else f", of which its weight makes {wanted} its own"
+            raise DataError(
+                f"{config.data.key_of(number)}: {prompts.path} has {len(prompts)} prompts for schedule.prompts_per_iteration = "
+                f"{config.schedule.prompts_per_iteration}{part}, so that an iteration would hold some twice; lower it or give more "
+                f"prompts"
+            )
+    return loaded
 
 
 def check_held_out(name: str, tokenizer: Any, config: Config) -> PromptSet:
-    """Read a set of evaluate.sets as the coordinator will."""
+    """Read a held-out set as the coordinator will."""
     from pa_npu.data.prompts import load_prompts
 
-    return load_prompts(config.evaluate.sets[name], tokenizer, config.data, config.key_of_set(name))
+    return load_prompts(config.evaluation_sets[name], tokenizer, config.data, config.key_of_set(name))
 
 
 def check_rewards(config: Config, sample: Prompt | None) -> None:

@@ -90,7 +90,7 @@ class Border:
             return self._check_probe(version, microbatches)
 
     def data_position(self, version: int) -> dict[str, Any]:
-        """PromptStream.state() of the coordinator before iteration `version`: where a resumed run goes on."""
+        """TrainingStream.state() of the coordinator before iteration `version`: where a resumed run goes on."""
         return DATA_POSITION.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=version).state
 
     def ahead(self, version: int) -> list[AheadIteration]:

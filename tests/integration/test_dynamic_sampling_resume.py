@@ -33,32 +33,38 @@ class Outcome:
     states: dict[int, dict[str, Any]]
     dispatched: dict[int, int]
     sampled: set[int]
+    records: dict[int, dict[str, Any]]
 
 
-def produce(directory: Path, order: str, first: int, speed: Speed, engines: int, checkpoint: Path | None) -> Outcome:
-    """A run from version `first`, its trainers played here."""
+def produce(
+    directory: Path,
+    order: str,
+    first: int,
+    speed: Speed,
+    engines: int,
+    checkpoint: Path | None,
+    iterations: int = ITERATIONS,
+    **changes: Any,
+) -> Outcome:
+    """A run from version `first`, its trainers played here. changes: sections in place of those below."""
     directory.mkdir()
     with stand_in_engines(engines, speed) as served:
-        run = Run(
-            directory,
-            served,
-            data={"train": str(directory / "train.jsonl"), "test": None, "max_prompt_tokens": 16},
-            reward={"functions": [{"name": "format", "pattern": PATTERN}]},
-            schedule={
-                "iterations": ITERATIONS,
-                "prompts_per_iteration": GROUPS,
-                "order": order,
-                "dynamic_sampling": True,
-            },
-            checkpoint={"load": str(checkpoint) if checkpoint else None},
-        )
+        schedule = {"iterations": iterations, "prompts_per_iteration": GROUPS, "order": order, "dynamic_sampling": True}
+        sections = {
+            "data": {"train": str(directory / "train.jsonl"), "test": None, "max_prompt_tokens": 16},
+            "reward": {"functions": [{"name": "format", "pattern": PATTERN}]},
+            "schedule": schedule,
+            "checkpoint": {"load": str(checkpoint) if checkpoint else None},
+            **changes,
+        }
+        run = Run(directory, served, **sections)
         try:
             run.announce_weights()
             trained, states = {}, {}
-            for version in range(first, ITERATIONS + 1):
+            for version in range(first, iterations + 1):
                 run.announce(version, None if version == first else {"loss": 0.0})
                 run.published(version)
-                if version < ITERATIONS:
+                if version < iterations:
                     trained[version] = run.consume(version)
                     # what a trainer puts into the checkpoint of the next version
                     states[version + 1] = DATA_POSITION.wait(run.channel, WAIT_S, iteration=version + 1).state
@@ -68,9 +74,10 @@ def produce(directory: Path, order: str, first: int, speed: Speed, engines: int,
             run.process.wait(10)
         assert run.process.returncode == 0, output
         requests = [request for engine in served for request in engine.engine.requests if request["n"] == RESPONSES]
-    dispatched = {record["iteration"]: record["groups_dispatched"] for record in run.lines("metrics.jsonl")}
-    positions = {version: int(state["position"]) for version, state in states.items()}
-    return Outcome(trained, positions, states, dispatched, {request["seed"] for request in requests})
+    records = {record["iteration"]: record for record in run.lines("metrics.jsonl")}
+    dispatched = {iteration: record["groups_dispatched"] for iteration, record in records.items()}
+    positions = {version: int(state.get("position", -1)) for version, state in states.items()}
+    return Outcome(trained, positions, states, dispatched, {request["seed"] for request in requests}, records)
 
 
 def write_checkpoint(parent: Path, data: dict[str, Any]) -> Path:

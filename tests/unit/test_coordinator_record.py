@@ -39,7 +39,7 @@ def test_every_number_is_what_its_definition_gives() -> None:
         if index == 1:
             reward[:] = reward[0]
         result = RewardResult(total=reward, correct=right, functions={"math": 2 * reward}, errors=())
-        production.judge(result)
+        production.judge(index, prompt, result)
         if index < 3:  # one that is generated and not trained
             production.add(index, prompt, samples, result)
             production.put(index, samples, replica=index % 2)

@@ -11,8 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pa_npu.config.sections import DataConfig
-from pa_npu.data.prompts import PromptSet, load_prompts
+from pa_npu.config.sections import DataConfig, Dataset
+from pa_npu.data.prompts import PromptSet, first_prompt_lines, load_prompts, load_training
+from pa_npu.data.template import template_variables
 from pa_npu.errors import DataError
 from tools.make_tiny_model import make_tokenizer
 
@@ -148,8 +149,9 @@ def test_a_broken_row_is_named_by_file_and_line(line: str, expected: str, tmp_pa
 
 def test_unusable_files_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     missing = str(tmp_path / "none.jsonl")
-    assert refusal(missing, tokenizer) == f"data.train: {missing} does not exist; name a JSONL or parquet file"
-    assert "is a directory" in refusal(str(tmp_path), tokenizer)
+    named = "name a JSONL or parquet file, or a directory of a dataset"
+    assert refusal(missing, tokenizer) == f"data.train: {missing} does not exist; {named}"
+    assert "holds no dataset" in refusal(str(tmp_path), tokenizer)
     assert "is empty" in refusal(write(tmp_path / "empty.jsonl"), tokenizer)
     assert "is empty" in refusal(write(tmp_path / "blank.jsonl", "", " "), tokenizer)
     latin = tmp_path / "latin.jsonl"
@@ -190,6 +192,105 @@ def test_overlong_prompts_are_refused_truncated_or_skipped_and_counted(tmp_path:
 
     everything = refusal(path, tokenizer, max_prompt_tokens=3, overlong_prompt="skip")
     assert "all 4 prompts" in everything and "shortest: 11" in everything
+
+
+VERL = {
+    "data_source": "gsm8k",
+    "prompt": [{"role": "user", "content": "2+2?"}],
+    "reward_model": {"style": "rule", "ground_truth": 4.0},
+}
+
+
+def test_columns_are_taken_by_name_and_the_row_stays_as_it_was(tmp_path: Path, tokenizer: Any) -> None:
+    own = {"frage": "2+2?", "loesung": "so #### 4", "question": "another", "answer": "5"}
+    path = write(tmp_path / "a.jsonl", own)
+    (prompt,) = load(path, tokenizer, question_column="frage", answer_column="loesung")
+    assert (prompt.text, prompt.answer, prompt.row) == ("<|user|>2+2?<|assistant|>", "4", own)
+    (only_answer,) = load(path, tokenizer, answer_column="loesung")
+    assert (only_answer.text, only_answer.answer) == ("<|user|>another<|assistant|>", "4")
+    (nested,) = load(write(tmp_path / "v.jsonl", VERL), tokenizer, answer_column="reward_model.ground_truth")
+    assert (nested.text, nested.answer, nested.row) == ("<|user|>2+2?<|assistant|>", "4", VERL)
+    message = refusal(path, tokenizer, question_column="fragen")
+    assert message.startswith(f"{path}:1: no value in fragen (columns: frage, loesung, question, answer)")
+    assert "question_column" in message
+    bad = write(tmp_path / "b.jsonl", {"frage": 7, "answer": "1"}, {"frage": " ", "answer": "1"})
+    assert "frage is 7, not a text or a list of messages" in refusal(bad, tokenizer, question_column="frage")
+
+
+def test_held_out_sets_go_by_their_layout_where_they_lack_the_named_columns(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", QUESTION)
+    config = DataConfig(train="t", question_column="frage", answer_column="loesung")
+    (prompt,) = load_prompts(path, tokenizer, config, "evaluate.sets.gsm8k")
+    assert prompt.answer == "46"
+    with pytest.raises(DataError, match="no value in frage"):
+        load_prompts(path, tokenizer, config, "data.test")
+    strict = Dataset(path=path, answer_column="x")
+    with pytest.raises(DataError, match="no value in x"):
+        load_prompts(strict, tokenizer, DataConfig(train="t"), "evaluate.sets.gsm8k")
+
+
+def test_a_dataset_may_have_options_of_its_own_and_prompts_are_told_apart(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"question": f"{i}+1?", "answer": i + 1} for i in range(5)]
+    first, second = write(tmp_path / "one.jsonl", *rows), write(tmp_path / "two.jsonl", *rows)
+    config = DataConfig.model_validate(
+        {
+            "train": [
+                {"path": first, "max_rows": 2},
+                {"path": second, "name": "zwei", "instruction": "Think.", "system_prompt": "S"},
+            ],
+            "max_rows": 3,
+            "max_test_rows": 1,
+            "system_prompt": "all",
+        }
+    )
+    one, two = load_training(config, tokenizer)
+    assert [(p.prompt_id, p.source) for p in (*one, *two)] == [
+        *((0, "one"), (1, "one")),
+        *((2, "zwei"), (3, "zwei"), (4, "zwei")),
+    ]
+    assert one[0].text == "<|system|>all<|user|>0+1?<|assistant|>"
+    assert two[0].text == "<|system|>S<|user|>0+1?\nThink.<|assistant|>"
+    assert len(load_prompts(first, tokenizer, config, "data.test")) == 1
+
+
+# Like Qwen3's: thinking is left out by an empty block that the model finds already written.
+THINKING = (
+    "{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and enable_thinking is false %}(no thoughts){% endif %}{% endif %}"
+)
+
+
+def test_thinking_is_switched_by_the_templates_own_variable(tmp_path: Path) -> None:
+    path, thinking = write(tmp_path / "a.jsonl", QUESTION), make_tokenizer()
+    thinking.chat_template = THINKING
+    text = "<|user|>What is 12+34?<|assistant|>"
+    assert load(path, thinking)[0].text == text
+    assert load(path, thinking, template_options={"enable_thinking": True})[0].text == text
+    assert load(path, thinking, template_options={"enable_thinking": False})[0].text == f"{text}(no thoughts)"
+    message = refusal(path, thinking, template_options={"enable_thought": False})
+    assert "does not read enable_thought (it reads enable_thinking)" in message
+    thinking.chat_template = None
+    assert "no chat template to read them" in refusal(path, thinking, template_options={"enable_thinking": False})
+
+
+def test_variables_of_a_template_are_found_where_they_can_be_told() -> None:
+    assert template_variables(THINKING) == {"enable_thinking"}
+    assert template_variables(
+        "{% for m in messages %}{{ bos_token }}{{ tools }}{% endfor %}{% set x = 1 %}{{ x }}"
+    ) == {"tools"}
+    assert template_variables("{% generation %}{% endgeneration %}") is None
+    assert template_variables({"default": THINKING}) is None
+    assert template_variables("{{ " + "(" * 50_000) is None
+
+
+def test_the_first_prompt_is_shown_as_engines_get_it(tmp_path: Path, tokenizer: Any) -> None:
+    (prompt,) = load(write(tmp_path / "a.jsonl", QUESTION), tokenizer, instruction="End\twith ####.")
+    lines = first_prompt_lines(prompt, tokenizer)
+    assert lines[0] == f"first prompt, {len(prompt.tokens)} tokens:"
+    assert lines[1:] == ["  <|user|>What is 12+34?", "  End\\twith ####.<|assistant|>"]
+    long = {"question": "\n".join(["1+1?"] * 50), "answer": "2"}
+    lines = first_prompt_lines(load(write(tmp_path / "b.jsonl", long), tokenizer)[0], tokenizer)
+    assert len(lines) == 14 and lines[-1] == "  ... 38 more lines"
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")

@@ -8,7 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from pa_npu.data.prompts import Prompt, PromptStream
+from pa_npu.data.prompts import Prompt
+from pa_npu.data.stream import PromptStream
 from pa_npu.errors import DataError
 
 

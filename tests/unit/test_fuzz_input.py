@@ -24,7 +24,8 @@ from pa_npu.config.sections import DataConfig
 from pa_npu.data import prompts as prompts_module
 from pa_npu.data.limits import TimeLimitReached, _address_space, time_limit
 from pa_npu.data.prompts import RENDER_MEMORY_BYTES, load_prompts
-from pa_npu.data.records import LONGEST_ROW_BYTES, read_records
+from pa_npu.data.records import read_records
+from pa_npu.data.rows import LONGEST_ROW_BYTES
 from pa_npu.engines.vllm import arguments
 from pa_npu.engines.vllm.arguments import check_extra_arguments
 from pa_npu.engines.vllm.kind import served_model

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pa_npu.config.rules.algorithm import broken_algorithm
+from pa_npu.config.rules.data import broken_data
 from pa_npu.config.rules.deadlines import broken_deadlines
 from pa_npu.config.rules.engines import broken_engines
 from pa_npu.config.rules.evaluation import broken_evaluation
@@ -27,6 +28,7 @@ def broken_rules(c: Config) -> Iterator[str]:
     if shards:
         yield from shards
         return  # the others divide by the number of replicas
+    yield from broken_data(c)
     yield from broken_staleness(c)
     yield from broken_training(c)
     yield from broken_algorithm(c)

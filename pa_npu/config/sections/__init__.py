@@ -4,7 +4,8 @@ Unknown keys are refused. Rules between keys are in `pa_npu.config.rules`.
 """
 
 from pa_npu.config.sections.base import Index, Section
-from pa_npu.config.sections.inputs import DataConfig, ModelConfig, RunConfig
+from pa_npu.config.sections.data import DataConfig, Dataset, TrainingDataset
+from pa_npu.config.sections.inputs import ModelConfig, RunConfig
 from pa_npu.config.sections.iteration import CheckpointConfig, EvaluateConfig, PublishConfig, ScheduleConfig
 from pa_npu.config.sections.learning import (
     ADVANTAGES,
@@ -37,6 +38,7 @@ __all__ = [
     "AttentionConfig",
     "CheckpointConfig",
     "DataConfig",
+    "Dataset",
     "EnvironmentConfig",
     "EvaluateConfig",
     "Index",
@@ -53,4 +55,5 @@ __all__ = [
     "Section",
     "TelemetryConfig",
     "TrainerConfig",
+    "TrainingDataset",
 ]

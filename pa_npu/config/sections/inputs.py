@@ -1,4 +1,4 @@
-"""Keys of what a run is given: its directory and seed, the model, the data."""
+"""Keys of what a run is given: its directory and seed, the model."""
 
 from __future__ import annotations
 
@@ -40,22 +40,3 @@ class ModelConfig(Section):
     head_chunk_tokens: int = Field(
         2048, ge=1, description="Rows per chunk of the LM head's log-prob, so that full logits never exist at once."
     )
-
-
-class DataConfig(Section):
-    train: str = Field(
-        ...,
-        min_length=1,
-        description="Training prompts: JSONL or parquet (question/answer, prompt/answer or messages).",
-    )
-    test: str | None = Field(None, description="Held-out prompts in the same formats; none disables evaluation.")
-    chat_template: Literal["auto", "always", "never"] = Field(
-        "auto", description="Render prompts with the tokenizer's chat template; auto does where the tokenizer has one."
-    )
-    system_prompt: str | None = Field(None, description="System message put before each prompt.")
-    instruction: str | None = Field(None, description="Text appended to each question, on a line of its own.")
-    max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens, template included.")
-    overlong_prompt: Literal["refuse", "truncate", "skip"] = Field(
-        "refuse", description="What happens to longer prompts: refuse the run, keep the last tokens, or skip; counted."
-    )
-    shuffle: bool = Field(True, description="Shuffle the training prompts anew in every epoch, seeded by run.seed.")

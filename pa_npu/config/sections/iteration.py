@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pa_npu.config.sections.base import Section
+from pa_npu.config.sections.data import Dataset
 
 
 class ScheduleConfig(Section):
@@ -68,7 +69,7 @@ class ScheduleConfig(Section):
 
 
 class EvaluateConfig(Section):
-    sets: dict[str, str] = Field(
+    sets: dict[str, str | Dataset] = Field(
         default_factory=dict,
         description="Further held-out sets beside data.test, by name: files in its formats, and those of published benchmarks.",
     )

@@ -1,0 +1,62 @@
+"""Rules for datasets, their templates, and what is left out of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pa_npu.config.schema import Config
+
+# What a template is rendered with by us, or says how it is rendered; no variables of it.
+_RESERVED = frozenset(
+    (
+        *(
+            "conversation",
+            "messages",
+            "chat_template",
+            "add_generation_prompt",
+            "continue_final_message",
+            "tokenize",
+            "padding",
+        ),
+        *(
+            "truncation",
+            "max_length",
+            "return_tensors",
+            "return_dict",
+            "return_assistant_tokens_mask",
+            "tokenizer_kwargs",
+        ),
+    )
+)
+
+
+def broken_data(c: Config) -> Iterator[str]:
+    """One line per rule that is broken: keys, values, rule, remedy."""
+    data = c.data
+    for name, count in Counter(dataset.called for dataset in data.datasets).items():
+        if count > 1:
+            yield f"data.train: {count} datasets are called {name}; give each a name of its own"
+    for option in sorted(_RESERVED & set(data.template_options)):
+        yield f"data.template_options: {option} says how a template is rendered and is no variable of it; remove it"
+    if data.template_options and data.chat_template == "never":
+        yield (
+            "data.template_options: would be read by nothing with data.chat_template=never; remove it, or set chat_template to "
+            "auto"
+        )
+    if data.max_test_rows is not None and not c.evaluation_sets:
+        yield (
+            f"data.max_test_rows: {data.max_test_rows}: there are no held-out sets; set data.test or evaluate.sets, or remove the "
+            f"key"
+        )
+    if data.skip == "none":
+        for key, value in (("skip_after", data.skip_after != 1), ("skip_epochs", data.skip_epochs is not None)):
+            if value:
+                yield f"data.{key}: would be read by nothing with data.skip=none; set skip, or remove the key"
+    elif c.interrupts:
+        yield (
+            f"data.skip: {data.skip} with schedule.on_publish=continue: which prompts are known to be right or wrong when the next "
+            f"are chosen would depend on the clock; set skip to none, or on_publish to finish"
+        )

@@ -1,0 +1,242 @@
+"""Rows of a dataset on disk, each with the place it came from: a file, or a directory as libraries of datasets write them.
+
+    file.jsonl, file.csv, file.parquet     told apart by content and ending
+    DIR/dataset_dict.json, DIR/SPLIT/      datasets.DatasetDict.save_to_disk
+    DIR/state.json, DIR/*.arrow            datasets.Dataset.save_to_disk
+    DIR/**/*.parquet (or .jsonl, .csv)     a hub's repository: files and directories named by split, train-00000-of-00002.parquet
+
+pyarrow reads all of these; the library itself is not needed.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pa_npu.errors import DataError
+
+PARQUET_MAGIC = b"PAR1"
+ARROW_FILE_MAGIC = b"ARROW1"
+BATCH_ROWS = 4096
+LONGEST_ROW_BYTES = 16 << 20
+
+Rows = Iterator[tuple[str, Any]]
+
+_ENDINGS = (".parquet", ".jsonl", ".csv", ".arrow")
+_DEEPEST = 3  # DIR/CONFIGURATION/SPLIT/0000.parquet
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+}
+
+
+def read_rows(path: str, key: str, split: str | None = None, usual: Sequence[str] = ("train",)) -> Rows:
+    """Locations ("file:line", or "file: row n" from 1) and rows of the dataset at `path`, in order.
+
+    key: the configuration key that names it, for messages. split: of a directory; None takes the first of `usual` that is there, or
+    the only one. Raises DataError.
+    """
+    file = Path(path)
+    if not file.exists():
+        raise DataError(f"{key}: {path} does not exist; name a JSONL or parquet file, or a directory of a dataset")
+    if file.is_dir():
+        for part in _parts(file, key, split, usual):
+            yield from _file_rows(part, key)
+        return
+    if split is not None:
+        raise DataError(f"{key}: {path} is one file, which has no split {split}; remove split, or name a directory")
+    yield from _file_rows(file, key)
+
+
+def _file_rows(file: Path, key: str) -> Rows:
+    if not file.is_file():
+        raise DataError(f"{key}: {file} is a device or a pipe, not an ordinary file; name a JSONL or parquet file")
+    try:
+        with file.open("rb") as stream:
+            magic = stream.read(len(ARROW_FILE_MAGIC))
+    except OSError as error:
+        raise DataError(f"{key}: {file} cannot be read ({error.strerror}); check its permissions") from None
+    if magic.startswith(PARQUET_MAGIC):
+        return _table_rows(file, "parquet", key)
+    if file.suffix == ".arrow":
+        return _table_rows(file, "arrow file" if magic == ARROW_FILE_MAGIC else "arrow stream", key)
+    return _csv_rows(file) if file.suffix == ".csv" else _jsonl_rows(file)
+
+
+def _parts(directory: Path, key: str, split: str | None, usual: Sequence[str]) -> list[Path]:
+    """The files of one split of a directory, in order."""
+    if (listing := directory / "dataset_dict.json").exists():
+        splits = _read_json(listing, key, lambda found: [str(name) for name in found["splits"]])
+        chosen = _choose(splits, split, usual, directory, key)
+        return _saved_files(directory / chosen, key)
+    if (directory / "state.json").exists():
+        if split is not None:
+            raise DataError(f"{key}: {directory} is one dataset, which has no split {split}; remove split")
+        return _saved_files(directory, key)
+    return _loose_files(directory, key, split, usual)
+
+
+def _saved_files(directory: Path, key: str) -> list[Path]:
+    """What Dataset.save_to_disk wrote, in the order of its rows."""
+    names = _read_json(directory / "state.json", key, lambda found: [f["filename"] for f in found["_data_files"]])
+    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise DataError(f"{key}: {directory}/state.json names files of other directories; save the dataset again")
+    files = [directory / name for name in names]
+    if missing := [file for file in files if not file.exists()]:
+        raise DataError(f"{key}: {missing[0]} does not exist, which state.json names; copy the whole directory")
+    return files
+
+
+def _loose_files(directory: Path, key: str, split: str | None, usual: Sequence[str]) -> list[Path]:
+    """Data files of a directory that nothing describes, by the split that their names say."""
+    try:
+        files = sorted(
+            file
+            for file in directory.rglob("*")
+            if file.suffix in _ENDINGS
+            and len(file.relative_to(directory).parts) <= _DEEPEST
+            and not any(part.startswith((".", "_")) for part in file.relative_to(directory).parts)
+        )
+    except OSError as error:
+        raise DataError(f"{key}: {directory} cannot be read ({error.strerror}); check its permissions") from None
+    if not files:
+        raise DataError(
+            f"{key}: {directory} holds no dataset (neither dataset_dict.json, state.json nor {', '.join(_ENDINGS)} files); name a "
+            f"file, or the directory of one dataset"
+        )
+    by_split: dict[str, list[Path]] = {}
+    for file in files:
+        by_split.setdefault(_split_of(file.relative_to(directory)), []).append(file)
+    if set(by_split) == {""}:
+        by_split = {split or usual[0]: files}  # nothing says what these are
+    chosen = by_split[_choose([name for name in by_split if name], split, usual, directory, key)]
+    for what, places in (
+        ("formats", {file.suffix for file in chosen}),
+        ("directories", {file.parent for file in chosen}),
+    ):
+        if len(places) > 1:
+            several = ", ".join(sorted(str(place) for place in places))
+            raise DataError(f"{key}: {directory} holds files of several {what} ({several}); name one file or directory")
+    return chosen
+
+
+def _split_of(file: Path) -> str:
+    """The split that a directory or the first word of the file's name says; "" where none does."""
+    for part in reversed([*file.parts[:-1], file.stem]):
+        if (found := _SPLITS.get(re.split(r"[-_.]", part.lower(), maxsplit=1)[0])) is not None:
+            return found
+    return ""
+
+
+def _choose(splits: Sequence[str], split: str | None, usual: Sequence[str], directory: Path, key: str) -> str:
+    wanted = (split,) if split is not None else tuple(usual)
+    for name in wanted:
+        if name in splits:
+            return name
+    if split is None and len(splits) == 1:
+        return splits[0]
+    raise DataError(
+        f"{key}: {directory} has the splits {', '.join(splits) or 'none'}, not {' or '.join(wanted)}; name one of them with split"
+    )
+
+
+def _read_json(file: Path, key: str, take: Callable[[Any], list[str]]) -> list[str]:
+    try:
+        return take(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{key}: {file} does not describe a dataset ({reason}); save the dataset again") from None
+
+
+def _csv_rows(file: Path) -> Rows:
+    """A first line of names, then one row after another; cells are texts."""
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            reader = csv.DictReader(stream)
+            for row in reader:
+                if None in row or None in row.values():
+                    raise DataError(
+                        f"{file}:{reader.line_num}: another number of cells than the first line; correct the row"
+                    )
+                yield f"{file}:{reader.line_num}", row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: is no CSV in UTF-8 ({error}); write the file again") from None
+
+
+def _jsonl_rows(file: Path) -> Rows:
+    with file.open("rb") as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(LONGEST_ROW_BYTES + 1), b""), start=1):
+            if len(line) > LONGEST_ROW_BYTES:
+                raise DataError(
+                    f"{file}:{number}: the line is longer than {LONGEST_ROW_BYTES >> 20} MiB; write one JSON object per line"
+                )
+            if not line.strip():
+                continue
+            location = f"{file}:{number}"
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{location}: byte {error.start} is not UTF-8; save the file as UTF-8 JSONL or as parquet"
+                ) from None
+            except (ValueError, RecursionError) as error:
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+                raise DataError(f"{location}: not valid JSON ({reason}); each line must be one JSON object") from None
+            if rb"\ud" in line.lower() and not _is_text(row):
+                raise DataError(
+                    f"{location}: half of a surrogate pair (\\uD800 to \\uDFFF), which is no text; correct the row"
+                )
+            yield location, row
+
+
+def _is_text(row: Any) -> bool:
+    """Whether a JSON value can be written as UTF-8: escapes can name code points that are no characters."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _table_rows(file: Path, form: str, key: str) -> Rows:
+    """form: parquet, arrow stream or arrow file."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{key}: {file} is {form}, which needs pyarrow; pip install pyarrow, or use JSONL") from None
+    number = 0
+    try:
+        for batch in _batches(file, form):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file}: row {number}", row
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file}: after row {number}, a text column is not UTF-8 (byte {error.start} of a value); write the file again"
+        ) from None
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{file}: unreadable {form} after row {number} ({reason}); write the file again") from None
+
+
+def _batches(file: Path, form: str) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    if form == "parquet":
+        with pyarrow.parquet.ParquetFile(file) as table:
+            yield from table.iter_batches(batch_size=BATCH_ROWS)
+        return
+    with pyarrow.memory_map(str(file)) as source:
+        if form == "arrow file":
+            reader = pyarrow.ipc.open_file(source)
+            for index in range(reader.num_record_batches):
+                yield reader.get_batch(index)
+        else:
+            yield from pyarrow.ipc.open_stream(source)
