@@ -53,7 +53,7 @@ CHANGES: dict[str, Change] = {
             "trainer": "devices tensor_parallel pipeline_parallel sequence_parallel recompute frozen_pass gradient_bucket_mib",
             "microbatch": "responses max_tokens pad_to_multiple_of",
             "attention": "shared_prompt implementation",
-            "evaluate": "sets greedy samples temperature top_p max_response_tokens overlap metric",
+            "evaluate": "sets greedy samples temperature top_p max_response_tokens overlap metric stop_at patience",
             "schedule": "iterations stream compare_iterations dispatch dynamic_sampling_limit evaluate_every",
             "placement": "colocate",
             "publish": "probe_tokens probe_tolerance false_stop_rate noise_margin",

@@ -141,6 +141,14 @@ def _is_reference(name: str, value: Any) -> bool:
     return name.endswith("_target_") or (isinstance(value, str) and value.startswith(("${", "???")))
 
 
+def _template_options(work: _Import, name: str) -> None:
+    """A mapping, which is one key per entry here, or an empty one."""
+    found = {key: work.take(key) for key in list(work.left) if key.startswith(f"{name}.")}
+    work.take(name)
+    if found:
+        work.set("data.template_options", {key.removeprefix(f"{name}."): value for key, value in found.items()})
+
+
 def _from_trl(work: _Import) -> None:
     for name in ("dtype", "torch_dtype"):
         work.choose(name, "model.dtype", _DTYPES)
@@ -165,6 +173,7 @@ def _from_trl(work: _Import) -> None:
         work.set("algorithm.clip_low", epsilon)
         work.set("algorithm.clip_high", epsilon)  # epsilon_high, where it is given, comes later and wins
     _dataset(work, "dataset_name", "data.train")
+    _template_options(work, "chat_template_kwargs")
     if (steps := work.take("max_steps")) is not None and steps > 0:
         work.set("schedule.iterations", steps)
     for name, ours in (("save_steps", "checkpoint.every"), ("eval_steps", "schedule.evaluate_every")):
@@ -216,6 +225,12 @@ def _from_verl(work: _Import) -> None:
     actor, rollout, optim = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "actor.optim"))
     _dataset(work, "data.train_files", "data.train")
     _dataset(work, "data.val_files", "data.test")
+    _template_options(work, "data.apply_chat_template_kwargs")
+    for name, ours in (("data.train_max_samples", "data.max_rows"), ("data.val_max_samples", "data.max_test_rows")):
+        if (most := work.take(name)) is not None and most > 0:  # -1 is all
+            work.set(ours, most)
+    if (column := work.take("data.prompt_key")) not in (None, "prompt"):  # prompt is found without being named
+        work.set("data.question_column", column)
     work.choose("data.truncation", "data.overlong_prompt", {"error": "refuse", "left": "truncate"})
     work.choose("data.filter_overlong_prompts", "data.overlong_prompt", {True: "skip", False: None})
     work.choose(f"{rollout}.top_k", "rollout.top_k", {0: -1, -1: -1})

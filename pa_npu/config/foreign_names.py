@@ -100,6 +100,7 @@ RELATED: dict[Origin, dict[str, str]] = {
         "num_iterations": "schedule.updates_per_iteration",
         "steps_per_generation": "schedule.updates_per_iteration",
         "chat_template_path": "data.chat_template",
+        "chat_template_kwargs": "data.template_options",
         "resume_from_checkpoint": "checkpoint.resume",
     },
     "verl": {
@@ -123,6 +124,10 @@ RELATED: dict[Origin, dict[str, str]] = {
         "actor_rollout_ref.rollout.enforce_eager": "rollout.graph_mode",
         "data.train_files": "data.train",
         "data.val_files": "data.test",
+        "data.train_max_samples": "data.max_rows",
+        "data.val_max_samples": "data.max_test_rows",
+        "data.prompt_key": "data.question_column",
+        "data.apply_chat_template_kwargs": "data.template_options",
         "data.filter_overlong_prompts": "data.overlong_prompt",
         "data.truncation": "data.overlong_prompt",
         "algorithm.adv_estimator": "algorithm.advantage",

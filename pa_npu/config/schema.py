@@ -69,6 +69,23 @@ class Config(Section):
         return f"evaluate.sets.{name}" if name in self.evaluate.sets else "data.test"
 
     @property
+    def ends_early(self) -> bool:
+        """Whether an evaluation may end the run before schedule.iterations."""
+        return self.evaluate.stop_at is not None or self.evaluate.patience is not None
+
+    @property
+    def evaluations_are_known_later(self) -> bool:
+        """Whether what an evaluation found is known at the border after it only: trainers work meanwhile, and nobody waits."""
+        return self.evaluate.overlap or self.schedule.max_staleness > 0
+
+    def may_end_at(self, version: int) -> bool:
+        """Whether the run may end with this version for what an evaluation said: trainers then wait to be told at its border."""
+        schedule = self.schedule
+        evaluated = version - 1 if self.evaluations_are_known_later else version
+        due = evaluated > 0 and schedule.evaluate_every > 0 and evaluated % schedule.evaluate_every == 0
+        return self.ends_early and due and version < schedule.iterations
+
+    @property
     def data_parallel(self) -> int:
         """Number of replicas (DP)."""
         return self.trainer.devices // (self.trainer.tensor_parallel * self.trainer.pipeline_parallel)
@@ -140,11 +157,11 @@ class Config(Section):
         return 1 if self.publish.when == "every" else self.rollout.responses_per_prompt
 
     def always_publishes(self, version: int) -> bool:
-        """Whether a version is published whatever the divergence: it is the last, or is saved, or evaluated."""
+        """Whether a version is published whatever the divergence: it is the last, or may be, or is saved, or evaluated."""
         schedule, every = self.schedule, self.checkpoint.every
         saved = bool(every) and version % every == 0
         evaluated = bool(self.evaluation_sets and schedule.evaluate_every) and version % schedule.evaluate_every == 0
-        return version == schedule.iterations or saved or evaluated
+        return version == schedule.iterations or saved or evaluated or self.may_end_at(version)
 
     @property
     def frozen_dtype(self) -> Literal["fp32", "bf16"]:

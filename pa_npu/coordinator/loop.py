@@ -30,10 +30,12 @@ from pa_npu.control.messages import (
     DISPATCHED,
     PRODUCED_AHEAD,
     REPORT,
+    RUN_END,
     WRITTEN_AHEAD,
     DataPosition,
     IterationReport,
     ProducedAhead,
+    RunEnd,
     WrittenAhead,
 )
 from pa_npu.control.tasks import TaskScope, cancel
@@ -46,11 +48,13 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.data.stream import TrainingStream
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool, EngineUse
+from pa_npu.evaluation.early_stop import EarlyStop
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import IterationTimes, Prediction
 from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold
 from pa_npu.publish.messages import READY
 from pa_npu.samples.rollout_buffer import written_buffer
+from pa_npu.telemetry.metrics import read_evaluations
 from pa_npu.telemetry.timeline import Timeline, now, on_clock
 
 # How long the record of a finished iteration may still take when the run fails in the next one.
@@ -87,6 +91,7 @@ class Coordinator:
         self._records = records
         self._timeline = timeline
         self._evaluator = evaluator
+        self._early_stop = EarlyStop(config.evaluate) if config.ends_early else None
         self._freshness = Freshness(config.schedule.max_staleness, config.iterations_ahead)
         self._published: int | None = None
         self._produced: dict[int, Produced] = {}  # not trained yet, by iteration
@@ -112,6 +117,10 @@ class Coordinator:
 
     async def _run(self, train: TrainingStream, first: int, scope: TaskScope) -> None:
         last = self._config.schedule.iterations
+        if self._early_stop is not None:  # evaluations of earlier attempts count too
+            for record in read_evaluations(self._config.run.dir):
+                if record["version"] < first:
+                    self._early_stop.observe(record)
         ahead = first + len(self._produced)  # the iteration that is produced next
         prompts: Sequence[Prompt] = ()
         self._put_position(ahead, train)
@@ -119,8 +128,9 @@ class Coordinator:
         for version in range(first, last + 1):
             if ahead < last or not prompts:
                 prompts = self._prompts(train)
-            # between the first and the last version the first groups are the probe
-            probes = version in (first, last) or not self._config.probe_rides
+            # between the first version and one that may be the last the first groups are the probe
+            may_end = self._config.may_end_at(version)
+            probes = version in (first, last) or may_end or not self._config.probe_rides
             preparing = self._prepare(ahead, prompts) if ahead < last else None
             border = await self._cross(version, prompts[0] if probes else None, is_first=version == first)
             await self._recorded()
@@ -129,11 +139,16 @@ class Coordinator:
             if before is not None:
                 self._end(self._produced.pop(version - 1), before, border, version)
             evaluation = None
-            due = self._evaluator is not None and self._evaluation_due(version)
+            known_later = self._config.evaluations_are_known_later
+            if may_end and known_later and self._ends(version):
+                last = version
+            due = self._evaluator is not None and (version == last or self._evaluation_due(version))
             overlapped = self._config.evaluate.overlap and version != last
             if due and not overlapped:
                 await self._recorded()
                 evaluation = await self._evaluate(version)
+            if may_end and not known_later and self._ends(version):
+                last = version
             if version == last:
                 await self._recorded()
                 return
@@ -236,6 +251,14 @@ class Coordinator:
         self._published = version
         return _Border(held, self._pool.use(), self._fleet.size)
 
+    def _ends(self, version: int) -> bool:
+        """Whether the run ends with this version, for what evaluations said, which the trainers are told."""
+        why = self._early_stop.why if self._early_stop is not None else None
+        RUN_END.put(self._channel, RunEnd(why), version=version)
+        if why is not None:
+            self._records.say_end(version, why)
+        return why is not None
+
     def _evaluation_due(self, version: int) -> bool:
         schedule = self._config.schedule
         if version in (0, schedule.iterations):
@@ -254,6 +277,9 @@ class Coordinator:
 
     def _record_evaluation(self, found: Evaluation) -> dict[str, Any]:
         record = {**found.record(self._config.evaluate.metric), "time": time.time()}
+        if self._early_stop is not None:
+            self._early_stop.observe(record)
+            record["ends_run"] = self._early_stop.why
         if self._config.evaluate.overlap:
             self._timeline.complete("evaluate", now() - found.seconds, now(), "evaluation", version=found.version)
         self._records.write_evaluation(record, found.responses)

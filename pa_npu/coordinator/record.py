@@ -14,7 +14,7 @@ from pa_npu.control.software import RunsOn
 from pa_npu.coordinator.memory import PeaksAround
 from pa_npu.coordinator.production import Produced
 from pa_npu.engines.pool import EngineUse
-from pa_npu.evaluation.results import Judged, kept_versions, results_file, write_results
+from pa_npu.evaluation.results import Judged, Progress, kept_versions, results_file, write_results
 from pa_npu.planning.iteration_model.messages import Prediction
 from pa_npu.publish.coordinator_side import EnginesHold
 from pa_npu.telemetry.compare import flat
@@ -48,6 +48,7 @@ class RunRecords:
             if version >= first_iteration:
                 file = results_file(run_dir, version)
                 attempt(file, file.unlink)
+        self._progress = Progress(run_dir)
         self._kept = SampleStore(run_dir, first_iteration, piece)
         self._trackers = Trackers(run_dir, config.telemetry, tracked_config(config), first_iteration)
         self._memory = PeaksAround()
@@ -85,8 +86,13 @@ class RunRecords:
         total = self._config.schedule.iterations
         say(progress_line(record, total, remaining_s(self._seconds, total - self._first)))
 
+    def say_end(self, version: int, why: str) -> None:
+        """The run ends before schedule.iterations."""
+        say(f"| the run ends with version {version} of {self._config.schedule.iterations}: {why}")
+
     def write_evaluation(self, record: Mapping[str, Any], responses: Sequence[Judged] = ()) -> None:
         """One evaluation, its results per question, and its lines on the console."""
+        record = {**record, "differences": self._progress.differences(record["version"], responses)}
         self._trackers.write_evaluation(self._metrics.write_evaluation(record))
         if responses:
             write_results(results_file(self._config.run.dir, record["version"]), responses)

@@ -102,12 +102,27 @@ def summarise(responses: Sequence[Judged]) -> dict[str, SetSummary]:
     return summaries
 
 
+Values = dict[str, dict[str, dict[int, float]]]
+"""The numbers of questions, by set, metric and question."""
+
+
+def set_values(responses: Sequence[Judged]) -> Values:
+    by_set: dict[str, list[Judged]] = {}
+    for response in responses:
+        by_set.setdefault(response.name, []).append(response)
+    return {name: values_by_question(own) for name, own in by_set.items()}
+
+
 def compare(before: Sequence[Judged], after: Sequence[Judged]) -> dict[str, dict[str, Estimate]]:
     """after - before by set and metric, over the questions that both have; sets and metrics that both have."""
+    return differences(set_values(before), set_values(after))
+
+
+def differences(before: Values, after: Values) -> dict[str, dict[str, Estimate]]:
+    """As `compare`."""
     found: dict[str, dict[str, Estimate]] = {}
-    for name in dict.fromkeys(response.name for response in before):
-        old = values_by_question(response for response in before if response.name == name)
-        new = values_by_question(response for response in after if response.name == name)
+    for name, old in before.items():
+        new = after.get(name, {})
         for metric in [metric for metric in old if metric in new]:
             common = sorted(old[metric].keys() & new[metric].keys())
             if common:
@@ -115,6 +130,36 @@ def compare(before: Sequence[Judged], after: Sequence[Judged]) -> dict[str, dict
                     [old[metric][q] for q in common], [new[metric][q] for q in common]
                 )
     return found
+
+
+class Progress:
+    """Each evaluation of a run against the first and against the one before, question by question."""
+
+    def __init__(self, run_dir: Path | str) -> None:
+        """With what the run directory keeps of earlier attempts; what cannot be read is left out."""
+        self._first: tuple[int, Values] | None = None
+        self._before: tuple[int, Values] | None = None
+        kept = kept_versions(run_dir)
+        for version in dict.fromkeys([*kept[:1], *kept[-1:]]):
+            try:
+                self._take(version, set_values(read_results(results_file(run_dir, version))))
+            except DataError:
+                continue
+
+    def _take(self, version: int, found: Values) -> None:
+        self._before = (version, found)
+        self._first = self._first or self._before
+
+    def differences(self, version: int, responses: Sequence[Judged]) -> dict[str, Any]:
+        """For evaluations.jsonl: {first, before: {version, sets: by set and metric}}; empty for the first evaluation."""
+        found, said = set_values(responses), {}
+        for name, known in (("first", self._first), ("before", self._before)):
+            if known is not None:
+                sets = differences(known[1], found)
+                plain = {set_: {metric: asdict(e) for metric, e in metrics.items()} for set_, metrics in sets.items()}
+                said[name] = {"version": known[0], "sets": plain}
+        self._take(version, found)
+        return said
 
 
 def as_record(summaries: Mapping[str, SetSummary]) -> dict[str, Any]:

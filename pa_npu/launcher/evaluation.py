@@ -18,7 +18,7 @@ from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
 from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.registry import make_environment
 from pa_npu.errors import DeadlineExceeded, PaNpuError
-from pa_npu.evaluation.results import compare, read_results, results_file, summarise, write_results
+from pa_npu.evaluation.results import Judged, compare, read_results, results_file, summarise, write_results
 from pa_npu.evaluation.statistics import Estimate
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.engine_key import engine_key
@@ -52,25 +52,48 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
     write_results(file, found.responses)
     for line in lines(found):
         say(line)
-    if before is not None:
-        for name, metrics in compare(before, found.responses).items():
-            for metric, difference in metrics.items():
-                say(f"{name} {metric}: {_signed(difference)} against {other}, {difference.questions} questions in both")
+    if other is not None and before is not None:
+        for line in difference_lines(before, found.responses, other):
+            say(line)
     say(f"results by question: {file}")
+    return 0
+
+
+def show(results: str, other: str | None = None) -> int:
+    """What an earlier evaluation found, and its difference to another; nothing is asked. Returns the exit code."""
+    responses = read_results(results)
+    said = summary_lines(responses)
+    if other is not None:
+        said += difference_lines(read_results(other), responses, other)
+    for line in said:
+        say(line)
     return 0
 
 
 def lines(found: Evaluation) -> list[str]:
     """The table: one line for each set and number, and what its answers are like."""
+    return [*summary_lines(found.responses), f"{found.seconds:.1f} s"]
+
+
+def difference_lines(before: Sequence[Judged], after: Sequence[Judged], other: str) -> list[str]:
+    """One line for each set and number that both have: the paired difference with its interval."""
+    return [
+        f"{name} {metric}: {_signed(difference)} against {other}, {difference.questions} questions in both"
+        for name, metrics in compare(before, after).items()
+        for metric, difference in metrics.items()
+    ]
+
+
+def summary_lines(responses: Sequence[Judged]) -> list[str]:
     said = []
-    for name, summary in summarise(found.responses).items():
+    for name, summary in summarise(responses).items():
         for metric, value in summary.metrics.items():
             said.append(f"{name} {metric}: {value.value:.3f} ({value.low:.3f} to {value.high:.3f})")
         said.append(
             f"{name}: {summary.questions} questions, {summary.responses} answers of {summary.length_mean:.0f} tokens on average "
             f"(median {summary.length_median:.0f}, 95% up to {summary.length_95:.0f}), {summary.truncated_ratio:.1%} cut"
         )
-    return [*said, f"{found.seconds:.1f} s"]
+    return said
 
 
 def _signed(difference: Estimate) -> str:

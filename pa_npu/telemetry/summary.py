@@ -39,8 +39,14 @@ def summarise(run_dir: Path | str) -> str:
         parts.append(f"Throughput: none ({error})")
     listing = [f"  {run_dir / name!s:<40} {meaning}" for name, meaning in _WRITTEN if (run_dir / name).exists()]
     parts.append("\n".join(["Written:", *listing]))
-    parts += [line for line in (overlap_line(records), saved_publishes_line(records)) if line]
+    parts += [line for line in (early_end_line(run_dir), overlap_line(records), saved_publishes_line(records)) if line]
     return "\n\n".join(parts)
+
+
+def early_end_line(run_dir: Path) -> str | None:
+    """Why the run ended before schedule.iterations; None where it did not."""
+    said = [record["ends_run"] for record in read_evaluations(run_dir) if record.get("ends_run")]
+    return f"Ended early: {said[0]}." if said else None
 
 
 def saved_publishes_line(records: list[dict[str, Any]]) -> str | None:

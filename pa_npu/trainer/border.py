@@ -8,6 +8,7 @@ after the publish no engine waits for: they generate already.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from pa_npu.control.messages import (
     BORDER,
     DATA_POSITION,
     REPORT,
+    RUN_END,
     BorderReport,
     CheckpointReport,
     IterationReport,
@@ -88,6 +90,16 @@ class Border:
             first = replace(published.probe, responses=published.probe.responses[: self._config.probe_responses])
             self._when.published(version, probe_microbatches(first, version, self._config))
             return self._check_probe(version, microbatches)
+
+    def ends_run(self, version: int) -> tuple[bool, float]:
+        """Whether `version` is the run's last, and how long the coordinator had to be waited for, in seconds: an evaluation may say
+        so before schedule.iterations."""
+        if not self._config.may_end_at(version):
+            return version == self._config.schedule.iterations, 0.0
+        start_s = time.perf_counter()
+        with self._timeline.span("wait for evaluation", version=version):
+            end = RUN_END.wait(self._channel, self._config.trainer.wait_timeout_s, version=version)
+        return end.why is not None, time.perf_counter() - start_s
 
     def data_position(self, version: int) -> dict[str, Any]:
         """TrainingStream.state() of the coordinator before iteration `version`: where a resumed run goes on."""

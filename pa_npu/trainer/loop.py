@@ -13,7 +13,7 @@ loop is the same for both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -38,24 +38,30 @@ def train(
     profiler: IterationProfiler,
     checks: IterationChecks,
 ) -> None:
-    """Run from the loaded checkpoint (or version 0) to `schedule.iterations`; leaves a checkpoint and an HF export behind."""
+    """Run from the loaded checkpoint (or version 0) to `schedule.iterations`, or to where an evaluation ends the run; leaves a
+    checkpoint and an HF export behind."""
     checkpoints = Checkpointing(config, backend, border.data_position, timeline, border.ahead)
     first = checkpoints.load()
     report: IterationReport | None = None
 
-    for version in range(first, config.schedule.iterations):
+    last = config.schedule.iterations
+    for version in range(first, last + 1):
         probe = border.cross(version, report, checkpoints.at_border)
+        ends, waited_s = border.ends_run(version)
+        if ends:
+            last = version
+            break
         with timeline.span("iteration", iteration=version), profiler(version):
             rides = config.probe_rides and probe == ProbeReport()
             judge = partial(checks.check_first, version) if rides else None
             consumed = consume(backend, rollouts(version), config.schedule.updates_per_iteration, judge)
             probe = probe_report(consumed.first) if rides else probe
         agreement = checks(version, consumed.trained, consumed.differences)
-        report = IterationReport(version, consumed.report, probe, agreement)
+        training = replace(consumed.report, wait_s=consumed.report.wait_s + waited_s)
+        report = IterationReport(version, training, probe, agreement)
 
-    border.cross(config.schedule.iterations, report, checkpoints.at_border)
     try:
-        checkpoints.finish(config.schedule.iterations)
+        checkpoints.finish(last)
     finally:  # also where the checkpoint does not fit on the disk: the weights alone are a sixth of it
         if config.checkpoint.export_hf:
             backend.export(Path(config.run.dir) / "hf")

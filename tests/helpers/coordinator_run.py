@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -81,13 +82,14 @@ def write_model(directory: Path) -> None:
 
 
 class Run:
-    """A run directory, a store, and the coordinator as a child process."""
+    """A run directory, a store, and the coordinator as a child process. before: a run directory that it goes on from."""
 
     def __init__(
         self,
         directory: Path,
         engines: list[Served],
         environment: dict[str, str] | None = None,
+        before: Path | None = None,
         **sections: dict[str, object],
     ) -> None:
         write_model(directory / "model")
@@ -120,6 +122,9 @@ class Run:
         self.dir = Path(self.config.run.dir)
         self.dir.mkdir()
         (self.dir / "config.yaml").write_text(dump_config(self.config))
+        if before is not None:
+            for name in ("metrics.jsonl", "evaluations.jsonl"):
+                shutil.copy(before / name, self.dir)
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.channel = StoreChannel(connect("127.0.0.1", self.server.port, 10.0))
         self.buffer = StoreRolloutBuffer(self.channel, "run", readers=1)

@@ -193,6 +193,7 @@ def test_evaluations_have_every_set_and_number_with_its_interval(browser: Browse
     ]
     rows = browser.evaluate("[...document.querySelectorAll('tbody tr')].map((row) => row.innerText)")
     assert len(rows) == 4 and "31 %" in rows[0] and "25 % to 38 %" in rows[0] and "cut short" in rows[1]
+    assert "+20 % (+16 % to +24 %)" in rows[1] and rows[0].split("\t")[3].strip() == "", "paired, against version 0"
     browser.open(f"{url}#evaluation?set=aime24/maj@8")
     assert "maj@8" in browser.evaluate("document.querySelector('thead').innerText")
     assert browser.evaluate("document.querySelector('tbody tr').innerText").split()[1] == "15"

@@ -89,6 +89,10 @@ data:
   train_batch_size: 1024
   max_prompt_length: 512
   max_response_length: 1024
+  train_max_samples: -1
+  val_max_samples: 200
+  prompt_key: problem
+  apply_chat_template_kwargs: {enable_thinking: false}
   filter_overlong_prompts: true
   truncation: error
 actor_rollout_ref:
@@ -144,6 +148,8 @@ def test_a_file_of_verl_becomes_a_configuration_and_a_list() -> None:
     assert values["data.train"] == "data/gsm8k/train.parquet" and values["data.test"] == "data/gsm8k/test.parquet"
     assert values["schedule.prompts_per_iteration"] == 1024 and values["schedule.updates_per_iteration"] == 4
     assert values["data.overlong_prompt"] == "skip"
+    assert (values["data.max_test_rows"], values["data.question_column"]) == (200, "problem")
+    assert values["data.template_options"] == {"enable_thinking": False} and "data.max_rows" not in values
     assert (values["algorithm.kl_coef"], values["algorithm.kl_in"], values["algorithm.kl_estimator"]) == (
         0.001,
         "loss",

@@ -1,4 +1,4 @@
-"""What the documents name exists: tests, files of the package, tools."""
+"""What the documents name exists: tests, files of the package, tools; and the commands that they show are run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.documented_commands import (
+    AS_WRITTEN,
+    ELSEWHERE,
+    NOT_RUN,
+    PAGES_NOT_RUN,
+    PLANNED,
+    commands,
+    documented,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -49,3 +59,26 @@ def test_the_page_on_exactness_names_a_test_for_every_assumption() -> None:
     ]
     assert [row.split("|")[1].strip() for row in rows] == [f"A{number}" for number in range(1, 7)]
     assert all("tests/" in row.split("|")[4] for row in rows)
+
+
+def test_every_command_that_a_page_shows_is_run_by_a_test_or_said_not_to_be() -> None:
+    shown = documented()
+    known = {**AS_WRITTEN, **PLANNED, **ELSEWHERE, **NOT_RUN}
+    unknown = {
+        command: pages
+        for command, pages in shown.items()
+        if command not in known and not all(page in PAGES_NOT_RUN for page in pages)
+    }
+    assert not unknown, f"run these as written, or say in tests/helpers/documented_commands.py why not: {unknown}"
+    assert not known.keys() - shown.keys(), "no page shows these any more"
+    assert len(known) == sum(map(len, (AS_WRITTEN, PLANNED, ELSEWHERE, NOT_RUN))), "each in one place"
+    for test in ELSEWHERE.values():
+        file, _, name = test.partition("::")
+        assert (ROOT / file).is_file() and (not name or name in _functions(ROOT / file)), test
+    assert len(AS_WRITTEN) + len(PLANNED) + len(ELSEWHERE) > len(NOT_RUN)
+
+
+def test_commands_are_found_with_continued_lines_and_without_comments() -> None:
+    shown = "# first\nexport A=1 B=$PWD\npa-npu run a=1 \\\n    'b=[#x]'     # and so on\nsource x\n"
+    page = f"```bash\n{shown}```\n```python\nno\n```\n"
+    assert commands(page) == ["pa-npu run a=1 'b=[#x]'"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from pa_npu.errors import DataError
 from pa_npu.evaluation.results import (
     Judged,
+    Progress,
     compare,
     kept_versions,
     read_results,
@@ -78,3 +80,20 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
     (tmp_path / "evaluations" / "version_000003.parquet").write_bytes(b"no")
     with pytest.raises(DataError, match="holds no results"):
         read_results(results_file(tmp_path, 3))
+
+
+def test_a_run_says_what_each_version_gained_since_the_first_and_since_the_one_before(tmp_path: Path) -> None:
+    """Also where an earlier attempt made the first evaluations."""
+    found = {0: four_samples([0, 2, 4]), 5: four_samples([2, 2, 4]), 10: four_samples([2, 3, 4])}
+    progress = Progress(tmp_path)
+    assert progress.differences(0, found[0]) == {}
+    said = [progress.differences(version, found[version]) for version in (5, 10)]
+    for earlier in (0, 5):
+        write_results(results_file(tmp_path, earlier), found[earlier])
+    assert Progress(tmp_path).differences(10, found[10]) == said[1]
+    last = said[1]
+    assert (last["first"]["version"], last["before"]["version"]) == (0, 5)
+    for name, old in (("first", 0), ("before", 5)):
+        expected = compare(found[old], found[10])["a"]
+        assert last[name]["sets"] == {"a": {metric: asdict(value) for metric, value in expected.items()}}
+    assert last["first"]["sets"]["a"]["avg@4"]["value"] == pytest.approx(0.75 / 3)

@@ -40,6 +40,12 @@ def test_a_model_is_evaluated_and_compared_by_question(
     assert len(read_results(results)) == 6 * 5
     assert f"a greedy: +0.000 (-0.500 to +0.500) against {results}, 6 questions in both" in second
 
+    # the same from the files alone
+    assert main(["evaluate", "--results", str(results), "--compare", str(results)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if "against" not in line] == first.splitlines()[: len(shown) - 5]
+    assert sum(" +0.000 (-0.500 to +0.500) against " in line for line in shown) == 5
+
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
@@ -47,6 +53,9 @@ def test_a_model_is_evaluated_and_compared_by_question(
         (["--model", "m", "--data", "x.jsonl"], "is not NAME=FILE"),
         (["--model", "m", "--data", "a b=x.jsonl"], "evaluate"),
         (["--model", "m", "--data", "a=x.jsonl", "--frobnicate"], "unknown option"),
+        (["--model", "m"], "--data NAME=FILE is needed"),
+        (["--results", "none.parquet"], "holds no results"),
+        (["--results", "a.parquet", "evaluate.samples=4"], "would be read by nothing"),
         (["--model", "m", "--data", "a=x.jsonl", "--compare", "none.parquet"], "holds no results"),
     ],
 )

@@ -16,8 +16,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="HF", help="HF model directory")
     source.add_argument("--checkpoint", metavar="DIR", help="a directory .../iteration_NNNNNN; it is exported for this")
+    source.add_argument(
+        "--results", metavar="FILE", help="results of an evaluation that was made; nothing is asked anew"
+    )
     parser.add_argument(
-        "--data", action="append", required=True, metavar="NAME=FILE", help="a set of questions; repeatable"
+        "--data", action="append", default=[], metavar="NAME=FILE", help="a set of questions; repeatable"
     )
     parser.add_argument("--output", default="runs/evaluate", metavar="DIR", help="where results and logs go")
     parser.add_argument("--compare", metavar="FILE", help="results of another evaluation to compare with, by question")
@@ -28,6 +31,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    if options.results:
+        from pa_npu.launcher.evaluation import show
+
+        if unread := [*options.data, *options.overrides, *rest]:
+            raise UserError(
+                f"command line: {unread[0]}: --results asks nothing, so that this would be read by nothing; remove it"
+            )
+        return show(options.results, options.compare)
     config = _config(options, rest)
     from pa_npu.launcher.evaluation import evaluate
 
@@ -38,6 +49,8 @@ def _config(options: argparse.Namespace, rest: Sequence[str]) -> Config:
     for argument in rest:
         if argument.startswith("-"):
             raise UserError(f"command line: {argument}: unknown option; see --help")
+    if not options.data:
+        raise UserError("command line: --data NAME=FILE is needed, as in --data gsm8k=data/gsm8k/test.jsonl")
     sets = []
     for text in options.data:
         name, separator, file = text.partition("=")

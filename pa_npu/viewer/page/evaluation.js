@@ -16,12 +16,17 @@ function interval(share, n) {
   return [Math.max(0, middle - half), Math.min(1, middle + half)];
 }
 
+/* The difference to another version over the same questions, which is far surer than that of two separate numbers. */
+function paired(record, to, name, metric) { return record.differences?.[to]?.sets?.[name]?.[metric]; }
+function signed(value) { return (value >= 0 ? "+" : "−") + format(Math.abs(value), "share"); }
+function change(found) { return found ? `${signed(found.value)} (${signed(found.low)} to ${signed(found.high)})` : "–"; }
+
 function evaluationPoints(run, set) {
   const [name, metric] = set.split("/");
   return run.evaluations.flatMap((record) => {
     if (record.sets) {
       const found = record.sets[name]?.metrics?.[metric], summary = record.sets[name];
-      return found ? [{ version: record.version, value: found.value, low: found.low, high: found.high, questions: found.questions, seconds: record.seconds, length: summary.length_mean, cut: summary.truncated_ratio, part: record.planned > record.questions }] : [];
+      return found ? [{ version: record.version, value: found.value, low: found.low, high: found.high, questions: found.questions, seconds: record.seconds, length: summary.length_mean, cut: summary.truncated_ratio, part: record.planned > record.questions, first: paired(record, "first", name, metric), before: paired(record, "before", name, metric) }] : [];
     }
     if (set || typeof record.accuracy !== "number") return [];
     const [low, high] = record.questions ? interval(record.accuracy, record.questions) : [record.accuracy, record.accuracy];
@@ -45,9 +50,9 @@ function evaluationView(main) {
   const points = evaluationPoints(state.run, chosen), first = points[0];
   const picker = names.length > 1 && h("div", { class: "bar" }, h("label", {}, "table of", h("select", { "aria-label": "set and number", onchange: (event) => show("evaluation", { set: event.target.value }) }, names.map((name) => h("option", { value: name, selected: name === chosen }, shown(name))))));
   const rows = points.map((point) => [point.version, format(point.value, "share"), `${format(point.low, "share")} to ${format(point.high, "share")}`,
-    point === first ? "" : (point.value >= first.value ? "+" : "−") + format(Math.abs(point.value - first.value), "share"),
+    point === first ? "" : point.first ? change(point.first) : signed(point.value - first.value), point === first ? "" : change(point.before),
     point.questions + (point.part ? " (cut short)" : ""), point.length === null ? "–" : format(point.length), point.cut === null ? "–" : format(point.cut, "share"), format(point.seconds)]);
   fill(main, h("div", { class: "charts" }, curves), h("section", { class: "panel" }, picker, h("div", { class: "scroll", tabindex: 0, "aria-label": "evaluations" }, h("table", { class: "list" },
-    h("thead", {}, h("tr", {}, ["version", shown(chosen.split("/")[1] || "accuracy"), "95 % interval", "since the first", "questions", "tokens", "cut", "seconds"].map((name) => h("th", { class: "number" }, name)))),
+    h("thead", {}, h("tr", {}, ["version", shown(chosen.split("/")[1] || "accuracy"), "95 % interval", "since the first, question by question", "since the one before", "questions", "tokens", "cut", "seconds"].map((name) => h("th", { class: "number" }, name)))),
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map((value) => h("td", { class: "number" }, value)))))))));
 }

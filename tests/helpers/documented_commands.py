@@ -1,0 +1,110 @@
+"""The commands that README and docs show, and for each: a test that runs it as it is written, or the reason why none does."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+_FENCE = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_SETS_SOMETHING = re.compile(r"(?:export\s+)?\w+=\S*(?:\s+\w+=\S*)*$|source\s")
+
+AS_WRITTEN = {
+    "pa-npu --help": "evaluate",
+    "pa-npu run --help": "rollout.max_response_tokens",
+    "pa-npu plan --config configs/grpo_qwen2.5_7b.yaml --device npu": "trainer ranks",
+    "pa-npu plan --config configs/grpo_qwen3_8b.yaml --device npu data.template_options.enable_thinking=false": "trainer ranks",
+    "pa-npu run --config configs/grpo_tiny.yaml --dry-run": "first prompt",
+    "pa-npu doctor": "torch",
+    "pa-npu report runs/grpo_tiny": "TPSPD",
+    "pa-npu report runs/grpo_tiny runs/sync": "TPSPD",
+    "pa-npu import-config --from trl grpo.yaml --output ours.yaml": "still needed: data.train",
+    "pa-npu import-config --from verl ppo_trainer.yaml --output ours.yaml": "not translated: algorithm.gamma",
+    "pa-npu plan --config ours.yaml": "trainer ranks",
+    "pa-npu evaluate --results runs/grpo_tiny/evaluations/version_000020.parquet --compare "
+    "runs/grpo_tiny/evaluations/version_000000.parquet": "questions in both",
+}
+"""Run by tests/integration/test_documented_commands.py; a word of what each prints."""
+
+PLANNED = {
+    "pa-npu run --config configs/grpo_tiny.yaml run.dir=runs/mine model.path=DIR data.train=train.jsonl 'reward.functions=[{name: "
+    '"my_rewards:brevity"}]\'': {"DIR": ".cache/tiny/model"},
+    "pa-npu run --config configs/grpo_tiny.yaml run.dir=runs/mine model.path=/models/Qwen2.5-0.5B-Instruct model.dtype=bf16 "
+    "data.train=train.jsonl data.test=test.jsonl data.max_prompt_tokens=512 rollout.max_response_tokens=1024 "
+    "'reward.functions=[{name: math}, {name: "
+    '"my_rewards:brevity", weight: 0.1}]\'': {"/models/Qwen2.5-0.5B-Instruct": ".cache/tiny/model"},
+}
+"""The same, with these names replaced, as a dry run: what they start is tested elsewhere with other keys."""
+
+_QUICK_START = "tests/integration/test_new_user.py::test_the_path_of_a_new_user"
+_LAUNCH_SCRIPT = (
+    "tests/integration/test_launch_scripts.py::test_environment_variables_name_model_and_data_and_the_command_line_wins"
+)
+ELSEWHERE = {
+    "bash launch/run_grpo_tiny.sh": _QUICK_START,
+    "pa-npu view runs/grpo_tiny": _QUICK_START,
+    "pa-npu evaluate --model DIR --data NAME=FILE": "tests/unit/test_launcher_evaluation.py::"
+    "test_a_model_is_evaluated_and_compared_by_question",
+    "pa-npu evaluate --model .cache/tiny/model --data sums=.cache/tiny/test.jsonl --device cpu model.dtype=fp32 "
+    "rollout.kv_cache_gib=0.25 evaluate.samples=4": _QUICK_START,
+    "bash launch/run_grpo_tiny.sh schedule.iterations=5 schedule.stream=false run.dir=runs/sync": _QUICK_START,
+    "pa-npu run --config ... checkpoint.every=10 checkpoint.resume=auto": "tests/integration/test_recovery.py::"
+    "test_trainers_coordinator_reward_workers_and_launcher_that_are_killed_whenever_change_nothing",
+    "pa-npu export --checkpoint RUN/checkpoints/iteration_000010 --output HF_DIR": "tests/integration/test_backends_hf_export.py::"
+    "test_export_of_a_parallel_job_is_the_model",
+    "pa-npu run --config configs/grpo_tiny.yaml 'telemetry.trackers=[tensorboard, wandb]' telemetry.project=arithmetic "
+    "telemetry.run_name=first 'telemetry.tags=[grpo, tiny]'": "tests/integration/test_trackers_offline.py",
+    "python tools/check_equivalence.py": "tests/integration/test_check_equivalence.py",
+    "pa-npu join HOST:PORT [--devices 6,7] [--host ADDRESS] [--python ENGINE_PYTHON]": "tests/integration/"
+    "test_elastic_engines.py",
+    "bash launch/run_grpo_7b.sh --device npu --dry-run": _LAUNCH_SCRIPT,
+    "bash launch/run_grpo_7b.sh --device cuda --dry-run": _LAUNCH_SCRIPT,
+}
+"""By the test that runs the command, with a model and directories of its own."""
+
+_CI = "it is what runs this test"
+_DEVICES = "needs devices, or packages of a vendor, that continuous integration has not"
+_RECORDS = "needs the records of a run of that model; tests/unit/test_planning_prediction.py makes some up"
+NOT_RUN = {
+    "bash tests/run.sh": _CI,
+    "bash tests/run.sh unit": _CI,
+    "bash launch/install_cpu.sh dev docs": _CI,
+    "bash launch/run_grpo_tiny.sh rollout.backend=transformers run.dir=runs/slow": "slow; test_launcher_run has a smaller one",
+    "pa-npu plan --from runs/grpo_qwen2.5_7b": _RECORDS,
+    "pa-npu plan --from runs/grpo_qwen2.5_7b --devices 64 --model models/Qwen2.5-32B --json": _RECORDS,
+    "pa-npu plan --config configs/grpo_qwen2.5_7b.yaml --devices 8..512 --hardware a3": "simulates for most of a minute; "
+    "tests/unit/test_planning_prediction.py has smaller ones",
+    "bash launch/run_grpo_tiny_tools.sh": "test_tool_environment has such a run, smaller",
+    "bash launch/run_grpo_7b.sh --device npu [--config OVERLAY.yaml ...] [key=value ...]": "a synopsis",
+    "docker build -f docker/cpu.Dockerfile -t pa_npu:cpu . && docker run --rm --shm-size 1g pa_npu:cpu": "needs docker; its "
+    "steps run in tests/unit/test_containers.py",
+    "MINDSPEED_HOME=.../MindSpeed MEGATRON_LM_HOME=.../Megatron-LM python -m pytest tests/npu_sim": _CI,
+}
+PAGES_NOT_RUN = {
+    "docs/ascend.md": _DEVICES,
+    "docs/cuda.md": _DEVICES,
+    "docs/cluster.md": _DEVICES,
+    "docs/multi_node.md": _DEVICES,
+}
+"""Commands of these pages that are not among the ones above."""
+
+
+def documented() -> dict[str, list[str]]:
+    """Commands with the pages that show them: continued lines joined, comments and what only sets variables left out."""
+    found: dict[str, list[str]] = {}
+    for page in PAGES:
+        for command in commands(page.read_text(encoding="utf-8")):
+            found.setdefault(command, []).append(str(page.relative_to(ROOT)))
+    return found
+
+
+def commands(text: str) -> list[str]:
+    lines = [line for block in _FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    bare = [" ".join(re.sub(r"(^|\s)#\s.*$", "", line).split()) for line in lines]
+    return [line for line in bare if line and not _SETS_SOMETHING.match(line)]
+
+
+def arguments(command: str) -> list[str]:
+    return shlex.split(command)
