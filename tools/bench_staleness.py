@@ -7,12 +7,16 @@ Every run is the quick start's (configs/grpo_tiny.yaml) but for the keys below; 
   decoupled    ratios against the proximal policy, truncated weights of tokens (AReaL with TIS)
   icepop       the same with tokens masked below 0.5 and above 5
   uncorrected  ratios against the proximal policy, no weights: as if every token were new
+  dpo          online DPO on best and worst of each group, which has no ratio to correct; with k = 0 too
 
-    python tools/bench_staleness.py [--staleness 0,1,2,4] [--seeds 1,2,3] [--iterations 20] [--markdown FILE] [--plot NAME]
-                                    [key=value ...]
+    python tools/bench_staleness.py [--staleness 0,1,2,4] [--seeds 1,2,3] [--iterations 20] [--budget TOKENS]
+                                    [--markdown FILE] [--plot NAME] [key=value ...]
 
-The table has mean and range over seeds of the last evaluation, and means over the last quarter of the iterations of what the
-records say of age and weights. The plot, of held-out accuracy with its range over seeds, needs matplotlib:
+--budget adds every case with k >= 1 once more with schedule.tokens_per_update, and half as many prompts again to take them from.
+
+The table has mean and range over seeds of the last evaluation, means over the last quarter of the iterations of what the records
+say of age and weights, and the coefficient of variation over all updates but the first and the last of their trained tokens and of
+their gradient norms, as a mean over seeds. The plot, of held-out accuracy with its range over seeds, needs matplotlib:
 pip install 'pa_npu[plots]'.
 """
 
@@ -27,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pa_npu.config.load import load_config
 from pa_npu.telemetry.compare import RunGroup, curve, load_runs
 from pa_npu.telemetry.metrics import read_evaluations, read_records
 from pa_npu.telemetry.plots import line_style, new_figure, save
@@ -42,8 +47,10 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
         "algorithm.importance_floor=0.5",
     ),
     "uncorrected": ("algorithm.ratio=proximal",),
+    "dpo": ("algorithm.name=online-dpo",),
 }
 ON_POLICY = "on-policy"
+_VARY = ("tokens_response", "grad_norm")
 _SAID = ("age_mean", "effective_sample_size", "importance_truncated_ratio", "clip_ratio")
 
 
@@ -60,16 +67,22 @@ class Case:
         return f"k{self.staleness}-{self.correction}"
 
 
-def cases(staleness: Sequence[int], corrections: Sequence[str]) -> list[Case]:
-    """On-policy once, every correction for the others."""
+def cases(
+    staleness: Sequence[int], corrections: Sequence[str], budget: int | None = None, prompts: int = 16
+) -> list[Case]:
+    """On-policy once, every correction for the others; with a budget of tokens per update these once more, out of `prompts`."""
     found = []
     for k in staleness:
         # the quick start's last iterations are synchronous in turn, which nothing that runs ahead is
         keys = (f"schedule.max_staleness={k}", "schedule.compare_iterations=0")
         if not k:
             found.append(Case(0, ON_POLICY, keys))
+            found += [Case(0, name, (*keys, *CORRECTIONS[name])) for name in corrections if name == "dpo"]
             continue
         found += [Case(k, name, (*keys, *CORRECTIONS[name])) for name in corrections]
+        if budget is not None:
+            more = (f"schedule.tokens_per_update={budget}", f"schedule.prompts_per_iteration={prompts}")
+            found += [Case(k, f"{name}-budget", (*keys, *CORRECTIONS[name], *more)) for name in corrections]
     return found
 
 
@@ -79,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--corrections", default=",".join(CORRECTIONS), help="which, by name")
     parser.add_argument("--seeds", default="1,2,3", help="values of run.seed")
     parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--budget", type=int, help="schedule.tokens_per_update of further cases")
     parser.add_argument("--config", default=str(ROOT / "configs" / "grpo_tiny.yaml"))
     parser.add_argument("--work", type=Path, default=Path("runs/staleness"), help="where the runs are written")
     parser.add_argument("--markdown", type=Path, help="also write the table there")
@@ -89,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(corrections) - CORRECTIONS.keys():
         parser.error(f"--corrections: {', '.join(sorted(unknown))} not among {', '.join(CORRECTIONS)}")
     staleness, seeds = ([int(text) for text in given.split(",")] for given in (args.staleness, args.seeds))
-    chosen = cases(staleness, corrections)
+    prompts = load_config([args.config], args.overrides).schedule.prompts_per_iteration
+    chosen = cases(staleness, corrections, args.budget, 2 * ((3 * prompts // 2 + 1) // 2))
     for case in chosen:
         for seed in seeds:
             run(case, seed, args)
@@ -130,14 +145,19 @@ def render(chosen: Sequence[Case], seeds: Sequence[int], work: Path) -> str:
     lines = [
         f"Held-out accuracy after the last iteration over {len(seeds)} seeds, and means over the last quarter of the iterations.",
         "",
-        "| k | correction | accuracy: mean | lowest | highest | mean age | effective sample size | truncated or masked | clipped |",
-        "|---:|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| k | correction | accuracy: mean | lowest | highest | mean age | effective sample size | truncated or masked | clipped "
+        "| variation of tokens | of gradient norms |",
+        "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for case in chosen:
         directories = [work / f"{case.name}-{seed}" for seed in seeds]
         accuracy = [float(read_evaluations(directory)[-1]["accuracy"]) for directory in directories]
         records = [record for directory in directories for record in _last_quarter(read_records(directory))]
         said = [_mean(records, name) for name in _SAID]
+        said += [
+            statistics.fmean(found) if (found := [v for v in values if v is not None]) else None
+            for values in ([variation(read_records(d), name) for d in directories] for name in _VARY)
+        ]
         numbers = (statistics.fmean(accuracy), min(accuracy), max(accuracy))
         cells = [str(case.staleness), case.correction, *(f"{number:.3f}" for number in numbers)]
         cells += ["" if value is None else f"{value:.3f}" for value in said]
@@ -158,6 +178,14 @@ def draw(groups: Sequence[RunGroup], path: Path) -> list[Path]:
     axes.set_ylabel("held-out accuracy")
     axes.legend(fontsize=7)
     return save(figure, path)
+
+
+def variation(records: Sequence[dict[str, Any]], name: str) -> float | None:
+    """Coefficient of variation of a number over updates; the first and the last are those of a beginning and an end."""
+    values = [float(record[name]) for record in records[1:-1] if record.get(name) is not None]
+    if len(values) < 2 or not (mean := statistics.fmean(values)):
+        return None
+    return statistics.stdev(values) / mean
 
 
 def _last_quarter(records: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:

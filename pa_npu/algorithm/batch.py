@@ -29,7 +29,7 @@ class TokenBatch:
     logprobs: torch.Tensor  # of the policy, with gradient
     entropy: torch.Tensor  # of the policy's next-token distribution, in nats
     old_logprobs: torch.Tensor  # of the policy that the ratio is taken against, proximal or sampling, no gradient
-    reference_logprobs: torch.Tensor | None  # of the reference, no gradient; None when kl_coef is 0
+    reference_logprobs: torch.Tensor | None  # of the reference, no gradient; None where there is none
     engine_logprobs: torch.Tensor  # what the engine reported when it sampled the token
     advantages: torch.Tensor
     weights: torch.Tensor  # of token_weights

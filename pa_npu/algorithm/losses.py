@@ -9,6 +9,7 @@ import torch
 from pa_npu.algorithm.batch import TokenBatch
 from pa_npu.algorithm.corrections import KL_ESTIMATORS, age_weights, importance_weights, k3, kl_reward_advantages
 from pa_npu.algorithm.policy_losses import PolicyLoss
+from pa_npu.algorithm.preference import PREFERENCE_METRICS
 from pa_npu.config.sections import AlgorithmConfig
 
 
@@ -23,8 +24,10 @@ class LossSums:
 def metric_names(config: AlgorithmConfig, *, stale: bool = False) -> tuple[str, ...]:
     """Names in LossSums.metrics: loss and policy_loss are weighted sums, the others sums over tokens. stale: of those with ages."""
     names: tuple[str, ...] = ("loss", "policy_loss", "entropy", "clipped")
-    if config.kl_coef:
+    if config.has_reference:
         names += ("kl",)
+    if config.loss == "dpo":
+        names += PREFERENCE_METRICS
     if config.importance_sampling != "none":
         names += ("importance_weight", "importance_cut")
     if config.importance_sampling != "none" or stale:
@@ -42,6 +45,7 @@ def loss_sums(batch: TokenBatch, config: AlgorithmConfig, policy_loss: PolicyLos
     metrics = {
         "entropy": batch.entropy.detach().sum(),
         "clipped": terms.clipped.float().sum(),
+        **terms.metrics,
     }
     weight = None
     if config.importance_sampling != "none":
@@ -63,7 +67,7 @@ def loss_sums(batch: TokenBatch, config: AlgorithmConfig, policy_loss: PolicyLos
     if batch.reference_logprobs is not None:
         kl = KL_ESTIMATORS[config.kl_estimator](batch.logprobs, batch.reference_logprobs)
         metrics["kl"] = k3(batch.logprobs.detach(), batch.reference_logprobs).sum()
-        if config.kl_in == "loss":
+        if config.kl_coef and config.kl_in == "loss":
             token_loss = token_loss + config.kl_coef * kl
     if config.entropy_coef:
         token_loss = token_loss - config.entropy_coef * batch.entropy

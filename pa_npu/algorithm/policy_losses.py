@@ -8,11 +8,12 @@ A loss of your own: write such a function anywhere importable and set algorithm.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from pa_npu.algorithm.batch import TokenBatch
+from pa_npu.algorithm.preference import preference_loss
 from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.config.user_code import find_function
 
@@ -21,6 +22,7 @@ from pa_npu.config.user_code import find_function
 class PolicyTerms:
     loss: torch.Tensor  # [tokens], to be weighted and summed
     clipped: torch.Tensor  # [tokens] bool, where the clip changes the gradient
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # sums by name, of losses that have their own
 
 
 PolicyLoss = Callable[[TokenBatch, AlgorithmConfig], PolicyTerms]
@@ -60,7 +62,22 @@ def reinforce(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
     return PolicyTerms(-batch.advantages * batch.logprobs, torch.zeros_like(batch.logprobs, dtype=torch.bool))
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {"clip": clip, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
+def dpo(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
+    """-log sigmoid(beta (log-ratio of the group's best response - that of its worst)), ratios to the reference: online DPO.
+
+    See pa_npu.algorithm.preference. Whole groups only; the update's loss is the mean over pairs.
+    """
+    loss, metrics = preference_loss(batch, config)
+    return PolicyTerms(loss, torch.zeros_like(batch.logprobs, dtype=torch.bool), metrics)
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "clip": clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "dpo": dpo,
+}
 
 
 def find_policy_loss(name: str) -> PolicyLoss:

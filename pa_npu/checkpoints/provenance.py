@@ -67,10 +67,10 @@ CHANGES: dict[str, Change] = {
             "reward": "functions",
             "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in reference_refresh_every "
             "ratio importance_sampling importance_rule importance_cap importance_floor age_exponent "
-            "entropy_coef delta dual_clip aggregation",
+            "entropy_coef delta dual_clip dpo_beta aggregation",
             "optimizer": "learning_rate min_learning_rate warmup_iterations decay weight_decay beta1 beta2 epsilon clip_grad",
-            "schedule": "max_staleness on_publish tokens_per_version updates_per_iteration prompts_per_iteration order "
-            "dynamic_sampling",
+            "schedule": "max_staleness on_publish tokens_per_version tokens_per_update updates_per_iteration "
+            "prompts_per_iteration order dynamic_sampling",
             "publish": "when divergence",
         },
         Change.NEVER: {

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
-PresetName = Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++-baseline", "gspo", "cispo", "ppo"]
+PresetName = Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++-baseline", "gspo", "cispo", "ppo", "online-dpo"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,10 @@ PRESETS: dict[PresetName, Preset] = {
             "clip_high": 0.2,
             "kl_coef": 0.0,
         },
+    ),
+    "online-dpo": Preset(
+        "Online DPO on the best and the worst response of each group, arXiv 2410.18252, with its beta",
+        {"loss": "dpo", "advantage": "centred", "dpo_beta": 0.1, "kl_coef": 0.0},
     ),
 }
 

@@ -113,8 +113,9 @@ class Config(Section):
     @property
     def frozen_models(self) -> tuple[str, ...]:
         """Models that the trainers keep beside the policy, and compute for every microbatch."""
-        old = ("old",) if self.schedule.updates_per_iteration > 1 and self.ratio == "proximal" else ()
-        return (*old, "reference") if self.algorithm.kl_coef else old
+        takes_ratio = self.ratio == "proximal" and self.algorithm.loss != "dpo"
+        old = ("old",) if self.schedule.updates_per_iteration > 1 and takes_ratio else ()
+        return (*old, "reference") if self.algorithm.has_reference else old
 
     @property
     def ratio(self) -> Literal["proximal", "sampling"]:
@@ -145,11 +146,12 @@ class Config(Section):
     def iterations_ahead(self) -> int:
         """How many iterations producing runs ahead of training: max_staleness, unless a part of that is for something else.
 
-        One is enough for engines never to wait for trainers; with publish.when=divergence the rest is how many publishes in a
-        row may be skipped, at least one.
+        One is enough for engines never to wait for trainers. The rest, at least one, is how many publishes in a row may be skipped
+        (publish.when=divergence), or for how many updates a group may be carried (schedule.tokens_per_update).
         """
         staleness = self.schedule.max_staleness
-        return staleness if self.publish.when == "every" else min(1, max(0, staleness - 1))
+        shared = self.publish.when == "divergence" or self.schedule.tokens_per_update is not None
+        return min(1, max(0, staleness - 1)) if shared else staleness
 
     @property
     def probe_responses(self) -> int:
@@ -158,10 +160,13 @@ class Config(Section):
 
     def always_publishes(self, version: int) -> bool:
         """Whether a version is published whatever the divergence: it is the last, or may be, or is saved, or evaluated."""
-        schedule, every = self.schedule, self.checkpoint.every
-        saved = bool(every) and version % every == 0
+        schedule = self.schedule
         evaluated = bool(self.evaluation_sets and schedule.evaluate_every) and version % schedule.evaluate_every == 0
-        return version == schedule.iterations or saved or evaluated or self.may_end_at(version)
+        return version == schedule.iterations or self.saves(version) or evaluated or self.may_end_at(version)
+
+    def saves(self, version: int) -> bool:
+        """Whether a checkpoint of `version` is due by checkpoint.every."""
+        return bool(self.checkpoint.every) and version % self.checkpoint.every == 0
 
     @property
     def frozen_dtype(self) -> Literal["fp32", "bf16"]:

@@ -23,10 +23,11 @@ class UpdateReport:
     importance sampling; truncated, or masked. effective_sample_size: of the weights of importance and age, or of the ratio to the
     sampling policy where there are none, as a share; None without either. age_mean, age_max: by how many versions tokens are older
     than what they train; None with max_staleness=0. With older tokens logprob_* have the updates since in them.
-    learning_rate: of the step. tokens_computed: tokens through the model, padding left out. rollout_*: reads of groups from the
-    buffer and their bytes, and bytes that ranks got from their replica's reader over collectives. memory_trainer_host_bytes,
-    memory_trainer_device_bytes: MemoryPeak of the fullest rank since the update before. wait_s: waiting for groups; train_s: the
-    rest, the step (step_s) included; all three means over ranks.
+    learning_rate: of the step. preference_*: of loss=dpo, else None: groups whose responses are not all equal, and over these the
+    mean margin, and the share with a positive one. tokens_computed: tokens through the model, padding left out. rollout_*: reads of
+    groups from the buffer and their bytes, and bytes that ranks got from their replica's reader over collectives.
+    memory_trainer_host_bytes, memory_trainer_device_bytes: MemoryPeak of the fullest rank since the update before. wait_s: waiting
+    for groups; train_s: the rest, the step (step_s) included; all three means over ranks.
     """
 
     loss: float
@@ -44,6 +45,9 @@ class UpdateReport:
     age_max: int | None
     grad_norm: float
     learning_rate: float
+    preference_pairs: int | None
+    preference_margin: float | None
+    preference_accuracy: float | None
     tokens_response: int
     tokens_computed: int
     microbatches: int
@@ -62,6 +66,7 @@ _ADDED = frozenset(
         "tokens_response",
         "tokens_computed",
         "microbatches",
+        "preference_pairs",
         "rollout_reads",
         "rollout_buffer_bytes",
         "rollout_collective_bytes",
@@ -258,4 +263,35 @@ WRITTEN_AHEAD = Topic(
     "checkpoints/{version}/written",
     WrittenAhead,
     "the coordinator to say what has been written before weight version {version}",
+)
+
+
+@dataclass(frozen=True)
+class UpdateSize:
+    """With schedule.tokens_per_update: how many groups each replica trains in an iteration, told as soon as that is known."""
+
+    groups: int
+
+
+UPDATE_SIZE = Topic(
+    "iterations/{iteration}/size", UpdateSize, "the coordinator to say how many groups iteration {iteration} trains"
+)
+
+
+@dataclass(frozen=True)
+class CarriedGroups:
+    """Groups that wait for a later update than those that have been produced when a version is saved; they lie in the store.
+
+    iteration: the first that may train them. groups: what a record says of each. group_tokens: TokenBudget.group_tokens.
+    """
+
+    iteration: int
+    groups: list[Any]
+    group_tokens: float | None
+
+
+CARRIED = Topic(
+    "checkpoints/{version}/carried",
+    CarriedGroups,
+    "the coordinator to say which groups are carried over weight version {version}",
 )

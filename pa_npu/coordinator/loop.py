@@ -19,6 +19,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from pa_npu.config.schema import Config
@@ -26,19 +27,24 @@ from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import (
     BORDER,
+    CARRIED,
     DATA_POSITION,
     DISPATCHED,
     PRODUCED_AHEAD,
     REPORT,
     RUN_END,
+    UPDATE_SIZE,
     WRITTEN_AHEAD,
+    CarriedGroups,
     DataPosition,
     IterationReport,
     ProducedAhead,
     RunEnd,
+    UpdateSize,
     WrittenAhead,
 )
 from pa_npu.control.tasks import TaskScope, cancel
+from pa_npu.coordinator.carried import Carried, Share
 from pa_npu.coordinator.evaluate import Evaluation, Evaluator
 from pa_npu.coordinator.interruption import Interruptions
 from pa_npu.coordinator.producer import Producer
@@ -46,8 +52,10 @@ from pa_npu.coordinator.production import Produced
 from pa_npu.coordinator.record import RunRecords, iteration_record
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.stream import TrainingStream
+from pa_npu.dispatch.token_budget import TokenBudget, Update
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool, EngineUse
+from pa_npu.errors import InvariantViolation, UserError
 from pa_npu.evaluation.early_stop import EarlyStop
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import IterationTimes, Prediction
@@ -97,13 +105,30 @@ class Coordinator:
         self._produced: dict[int, Produced] = {}  # not trained yet, by iteration
         self._complete: dict[int, asyncio.Event] = {}  # of iterations whose responses come in parts
         self._recording: asyncio.Task[None] | None = None  # of the iteration before the one that runs
+        schedule = config.schedule
+        self._budget: TokenBudget | None = None
+        if schedule.tokens_per_update is not None:
+            self._budget = TokenBudget(schedule.tokens_per_update, schedule.prompts_per_iteration, config.data_parallel)
+        self._carried: Sequence[Carried] = ()  # to the iteration that is produced next
 
     def resume(self, produced: Produced, state: dict[str, Any], train: TrainingStream) -> None:
         """Take an iteration that was produced before the run was interrupted, and is in the buffer again. In order."""
         self._put_position(produced.iteration, train)
         train.restore(state)
+        if self._budget is not None:
+            self._tell_size(produced.iteration, len(produced.dispatched.groups))
         self._take(produced)
         self._put_position(produced.iteration + 1, train)
+
+    def carry_on(self, groups: Sequence[Carried], group_tokens: float | None) -> None:
+        """Take what had been carried when the run was interrupted. group_tokens: TokenBudget's."""
+        assert self._budget is not None
+        if len(groups) % self._budget.replicas:
+            raise UserError(
+                f"checkpoint.load: it carries {len(groups)} groups to a later update, which {self._budget.replicas} replicas "
+                f"cannot share; continue with as many trainer.devices as before"
+            )
+        self._carried, self._budget.group_tokens = groups, group_tokens
 
     async def run(self, train: TrainingStream, first: int) -> None:
         """From weight version `first` to the evaluation of the last one."""
@@ -127,7 +152,7 @@ class Coordinator:
         before: _Window | None = None
         for version in range(first, last + 1):
             if ahead < last or not prompts:
-                prompts = self._prompts(train)
+                prompts = self._prompts(ahead, train)
             # between the first version and one that may be the last the first groups are the probe
             may_end = self._config.may_end_at(version)
             probes = version in (first, last) or may_end or not self._config.probe_rides
@@ -156,12 +181,13 @@ class Coordinator:
                 self._interruptions.publish(version)
             until = ahead
             while until < last and self._freshness.is_due(until, version):
-                prompts = prompts if until == ahead else self._prompts(train)
+                prompts = prompts if until == ahead else self._prompts(until, train)
                 if self._interruptions is None:
                     await self._produce(until, prompts, train)
                 else:
                     self._begin(until, prompts, train, scope)
                 until += 1
+            self._put_carried(version + 1)
             if self._interruptions is not None:
                 await self._interrupt(version, self._interruptions)
             if due and overlapped and self._evaluator is not None:
@@ -175,16 +201,51 @@ class Coordinator:
             return None
         return asyncio.create_task(self._producer.prepare(iteration, prompts), name=f"schedule of {iteration}")
 
-    def _prompts(self, train: TrainingStream) -> Sequence[Prompt]:
-        return train.take(self._config.schedule.prompts_per_iteration)
+    def _prompts(self, iteration: int, train: TrainingStream) -> Sequence[Prompt]:
+        schedule = self._config.schedule
+        if self._budget is None:
+            return train.take(schedule.prompts_per_iteration)
+        tokens = [group.tokens for group in self._carried]
+        return train.take(self._budget.num_new(tokens, is_last=iteration == schedule.iterations - 1))
 
     async def _produce(self, iteration: int, prompts: Sequence[Prompt], train: TrainingStream) -> None:
         """An iteration, whole, by the version that engines hold."""
         self._freshness.check_production(iteration, self._published)
         with self._timeline.span("produce", iteration=iteration):
-            produced = await self._producer.produce(iteration, prompts, lambda: train.take(1)[0])
+            share = self._share(iteration, len(prompts))
+            produced = await self._producer.produce(iteration, prompts, lambda: train.take(1)[0], share)
+        if self._budget is not None and share is not None:
+            self._carried = produced.carried
+            self._budget.observe(share.update.new_tokens)
+        if self._carried and iteration == self._config.schedule.iterations - 1:
+            raise InvariantViolation(f"I2 exactly once: {len(self._carried)} groups are left after the last iteration")
         self._take(_observed(produced, train))
         self._put_position(iteration + 1, train)
+
+    def _share(self, iteration: int, num_new: int) -> Share | None:
+        """What iteration `iteration` takes of the carried groups and of its own; None where it takes its own."""
+        if self._budget is None:
+            return None
+        is_last = iteration == self._config.schedule.iterations - 1
+        due = sum(not self._freshness.holds(iteration + 1, group.version) for group in self._carried)
+        tokens = [group.tokens for group in self._carried]
+        update = Update(self._budget, tokens, num_new, len(tokens) + num_new if is_last else due)
+        return Share(self._carried, update, partial(self._tell_size, iteration))
+
+    def _tell_size(self, iteration: int, groups: int) -> None:
+        size = UpdateSize(groups // self._config.data_parallel)
+        UPDATE_SIZE.put(self._channel, size, iteration=iteration)
+
+    def _put_carried(self, version: int) -> None:
+        """Before `version` is saved: what no update until then trains, and no iteration that is produced until then."""
+        if self._budget is None or not self._config.saves(version) or version >= self._config.schedule.iterations:
+            return
+        iteration = min(version + self._config.iterations_ahead, self._config.schedule.iterations)
+        buffer = written_buffer(self._channel, version)
+        for index, group in enumerate(self._carried):
+            buffer.put(group.group(iteration, index), 0, index)
+        told = [group.told() for group in self._carried]
+        CARRIED.put(self._channel, CarriedGroups(iteration, told, self._budget.group_tokens), version=version)
 
     def _begin(self, iteration: int, prompts: Sequence[Prompt], train: TrainingStream, scope: TaskScope) -> None:
         """An iteration from this version on, its responses in parts."""
@@ -205,8 +266,7 @@ class Coordinator:
         await interruptions.quiet()
         await self._complete.pop(version).wait()
         following, schedule = version + 1, self._config.schedule
-        every = self._config.checkpoint.every
-        if not every or following % every or following >= schedule.iterations:
+        if not self._config.saves(following) or following >= schedule.iterations:
             return
         iterations = list(range(following, min(following + schedule.max_staleness, schedule.iterations)))
         buffer = written_buffer(self._channel, following)

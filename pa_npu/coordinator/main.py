@@ -34,7 +34,7 @@ from pa_npu.coordinator.interruption import Interruptions
 from pa_npu.coordinator.loop import Coordinator
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.record import RunRecords
-from pa_npu.coordinator.resumed import put_back, usable_ahead
+from pa_npu.coordinator.resumed import CARRIED_KEY, carried_of, put_back, usable_ahead
 from pa_npu.data.mixture import training_stream
 from pa_npu.data.prompts import PromptSet, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
@@ -146,8 +146,11 @@ async def run(config: Config) -> None:
                 for data in one.groups:
                     interruptions.begin_with(from_bytes(data))
         else:
-            for produced, state in put_back(ahead, buffer, config.data_parallel):
+            whole = [one for one in ahead if CARRIED_KEY not in one.numbers]
+            for produced, state in put_back(whole, buffer, config.data_parallel):
                 coordinator.resume(produced, state, train)
+            for one in ahead[len(whole) :]:
+                coordinator.carry_on(*carried_of(one))
         await coordinator.run(train, first)
 
 

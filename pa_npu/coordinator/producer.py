@@ -24,6 +24,7 @@ import numpy as np
 from pa_npu.algorithm.advantages import batch_advantages, group_advantages
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
+from pa_npu.coordinator.carried import Carried, Share
 from pa_npu.coordinator.episode import Rewards, run_episode, score
 from pa_npu.coordinator.interruption import Interruptions
 from pa_npu.coordinator.pacing import Pace
@@ -90,13 +91,15 @@ class Producer:
         iteration: int,
         prompts: Sequence[Prompt],
         another: Callable[[], Prompt] | None = None,
+        share: Share | None = None,
     ) -> Produced:
         """All groups of `iteration`, one per prompt, into the buffer. The first failure cancels the rest and is raised.
 
-        another: gives a further prompt; needed with schedule.dynamic_sampling, when groups are replaced.
+        another: gives a further prompt; needed with schedule.dynamic_sampling, when groups are replaced. share: with
+        schedule.tokens_per_update, what the update takes of carried groups and of these.
         """
         config = self._config
-        selection = Selection(config)
+        selection = Selection(config, len(prompts))
         assignment = Assignment(
             config.schedule.order,
             config.data_parallel,
@@ -111,12 +114,25 @@ class Producer:
         scored: dict[int, tuple[Prompt, list[Sample], RewardResult]] = {}
         seen: dict[int, tuple[Prompt, list[int]]] = {}
         num_sequences = config.rollout.responses_per_prompt
+        streams = config.streams(iteration)
+        replica_work = [0.0] * config.data_parallel
         schedule = self._controller.begin_iteration(self._outlook(iteration, prompts))
         pace = Pace(schedule, self._pool.num_places(everywhere=schedule.everywhere))
 
         def work(samples: Sequence[Sample]) -> float:
             prompt = min(sample.prompt_length for sample in samples)
             return self._work(prompt, [len(sample.tokens) - prompt for sample in samples])
+
+        num_carried = 0 if share is None else len(share.carried)
+
+        async def take(positions: Sequence[int]) -> None:
+            """These groups are trained in this update; carried ones come first."""
+            for position in positions:
+                production.add(position, *scored[position])
+                _, samples, result = scored[position]
+                slot = divmod(position, config.data_parallel)[::-1]
+                replica_work[slot[0]] += work(samples)
+                await put(position, position, self._advantages(result), slot)
 
         async def put(index: int, number: int, advantages: np.ndarray, slot: tuple[int, int]) -> None:
             prompt, samples, result = scored.pop(index)
@@ -133,7 +149,7 @@ class Producer:
 
         async def complete(index: int, prompt: Prompt, lease: Lease) -> None:
             lease, samples, result = await self._generate_and_score(iteration, index, prompt, lease, tail, pace)
-            scored[index] = prompt, samples, result
+            scored[num_carried + index] = prompt, samples, result
             seen[index] = prompt, [sample.num_trained for sample in samples]
             production.judge(index, prompt, result)
             trained = result.is_informative or not config.schedule.dynamic_sampling
@@ -142,10 +158,15 @@ class Producer:
             if schedule.shared:  # they have the trainers' devices until they have ended what they began with
                 await self._pool.shared_idle()
             start_s = time.perf_counter()
-            for released, number in ready:
+            if share is not None:
+                taken = share.update.complete(num_carried + index, sum(seen[index][1]))
+                if streams:
+                    await take(taken)
+                share.tell_size()
+            for released, number in ready if share is None else ():
                 production.add(number, *scored[released])
                 _, samples, result = scored[released]
-                if config.streams(iteration):
+                if streams:
                     slot = assignment.assign(number, work(samples))
                     await put(released, number, self._advantages(result), slot)
                 else:
@@ -154,6 +175,11 @@ class Producer:
                 delivered_s = timing.delivered_s + time.perf_counter() - start_s
                 self._controller.observe(replace(timing, delivered_s=delivered_s))
 
+        if share is not None:
+            for position, group in enumerate(share.carried):
+                scored[position] = group.prompt, group.samples, group.result
+            await take(share.update.taken())
+            share.tell_size()
         async with TaskScope() as scope:
             while (number := await self._next_number(selection, tail)) is not None:
                 # replacements come as they are needed, after the prompts that the iteration began with
@@ -173,6 +199,13 @@ class Producer:
                 scope.start(self._at_work(complete(index, prompt, lease)), f"group {index} of iteration {iteration}")
                 if self._interruptions is not None and selection.must_wait:
                     self._interruptions.admitted()  # once: nothing is replaced
+        if share is not None:
+            await take(sorted(scored.keys() - set(share.update.left)))  # nothing where groups were streamed
+            share.tell_size()
+            imbalance = max(replica_work) * config.data_parallel / sum(replica_work) - 1.0
+            self._lengths.observe([seen[index] for index in sorted(seen)])
+            carried = [Carried(*scored[position]) for position in share.update.left]
+            return replace(production.end(schedule.largest_window, tail.tail_waste, imbalance), carried=carried)
         works = [work(scored[index][1]) for index, _ in held]
         advantages = self._held_advantages([scored[index][2] for index, _ in held])
         slots = assignment.assign_all([number for _, number in held], works)

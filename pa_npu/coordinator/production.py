@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pa_npu.control.messages import Dispatched, DispatchedGroup
+from pa_npu.coordinator.carried import Carried
 from pa_npu.data.difficulty import Outcome
 from pa_npu.data.prompts import Prompt
 from pa_npu.rewards.types import RewardResult
@@ -23,7 +24,8 @@ class Produced:
 
     numbers: the coordinator's part of the iteration record that does not depend on wall time between publishes. samples: for
     samples.jsonl. dispatched: what trainers compare with what they have trained (I2). kept: for RUN/samples; outcomes: of all
-    prompts that were asked, in order of dispatch; both empty where the iteration was produced before a restart.
+    prompts that were asked, in order of dispatch; both empty where the iteration was produced before a restart. carried: groups
+    that wait for the next update.
     """
 
     iteration: int
@@ -32,6 +34,7 @@ class Produced:
     dispatched: Dispatched
     kept: Sequence[KeptResponse] = ()
     outcomes: Sequence[Outcome] = ()
+    carried: Sequence[Carried] = ()
 
 
 class Production:

@@ -15,9 +15,14 @@ from pa_npu.checkpoints.directories import read_meta
 from pa_npu.checkpoints.provenance import Change, change_of, differences
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import Dispatched, DispatchedGroup
+from pa_npu.coordinator.carried import Carried
 from pa_npu.coordinator.production import Produced
+from pa_npu.errors import DataError
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import from_bytes
+
+CARRIED_KEY = "carried"
+"""In the numbers of what is no iteration, but groups that are carried to one (pa_npu.trainer.ahead)."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,3 +55,15 @@ def put_back(
             lengths = tuple(int(length) for length in group.trained_lengths)
             dispatched.append(DispatchedGroup(group.index, replica, lengths))
         yield Produced(one.iteration, one.numbers, one.samples, Dispatched(one.iteration, tuple(dispatched))), one.data
+
+
+def carried_of(one: AheadIteration) -> tuple[list[Carried], float | None]:
+    """The groups that are carried, and TokenBudget.group_tokens. Raises DataError where they cannot be read."""
+    try:
+        carried = one.numbers[CARRIED_KEY]
+        groups = [Carried.restored(from_bytes(data), t) for data, t in zip(one.groups, carried["groups"], strict=True)]
+        return groups, carried["group_tokens"]
+    except (LookupError, TypeError, ValueError) as error:
+        raise DataError(
+            f"groups that a checkpoint carries cannot be read ({error}); take an earlier checkpoint"
+        ) from error

@@ -21,11 +21,12 @@ class Selection:
     Without dynamic sampling the number is the dispatch index.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, groups: int) -> None:
+        """groups: that the iteration trains, or with schedule.tokens_per_update generates."""
         schedule = config.schedule
         self._dynamic = schedule.dynamic_sampling
         self._in_order = schedule.order == "prompt"
-        self._groups = schedule.prompts_per_iteration
+        self._groups = groups
         self._limit = self._groups * schedule.dynamic_sampling_limit
         self._changed = asyncio.Event()
         self._waiting: dict[int, bool] = {}  # judged, not released: whether it is informative

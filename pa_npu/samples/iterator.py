@@ -13,6 +13,7 @@ has room waits for the next group, so that the cut depends on the groups alone, 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,7 @@ from typing import Literal
 import torch
 
 from pa_npu.control.freshness import EXACT, Freshness
-from pa_npu.errors import InvariantViolation
+from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.group_source import GroupSource, LoneReader, Parsed, Traffic
 from pa_npu.samples.microbatch import Microbatch, cut, num_packed_tokens, pack
 from pa_npu.samples.replica_feed import ReplicaFeed, ReplicaLinks
@@ -29,6 +30,9 @@ from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.types import Group
 from pa_npu.samples.wire import from_bytes, from_parts
 from pa_npu.telemetry.timeline import Timeline, now
+
+# Between looks for a group or the end of the iteration, whichever comes.
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S, _LOOK_SHARE = 0.0002, 0.02, 0.01
 
 
 class MicrobatchIterator(Iterator[Microbatch]):
@@ -41,6 +45,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
     max_tokens: pack pieces into microbatches of at most so many tokens, padding included; None makes each piece one.
     device: where the microbatches go, and over whose backend groups are passed on.
     links: between the ranks of the replica, None when it has one rank.
+    size: where the number of groups is not known in advance: asked for it until it says a number; `groups` is the most then.
     border: entered for every wait for a group, while nothing of training is in flight (VersionGate.border).
 
     `__next__` raises DeadlineExceeded (no group in time), GroupFormatError (damaged bytes) and InvariantViolation:
@@ -67,6 +72,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         timeline: Timeline | None = None,
         freshness: Freshness = EXACT,
         border: Callable[[], AbstractContextManager[None]] = nullcontext,
+        size: Callable[[], int | None] | None = None,
     ) -> None:
         ranks = 1 if links is None else links.size
         if links is not None and buffer.readers != ranks:
@@ -74,6 +80,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         self._buffer = buffer
         self._replica, self._num_replicas = replica, num_replicas
         self._iteration, self._groups, self._order = iteration, groups, order
+        self._timeout_s = timeout_s
         self._responses, self._shared_prompt, self._pad_multiple = responses_per_microbatch, shared_prompt, pad_multiple
         # without padding; 0 for None: then every piece is larger and goes alone
         self._budget = (max_tokens or 0) // pad_multiple * pad_multiple
@@ -81,6 +88,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         self._freshness = freshness
         self._timeline = timeline or Timeline(None, "")
         self._border = border
+        self._size = size
         self._pending: deque[Group] = deque()
         self._source: GroupSource
         if links is None:
@@ -178,17 +186,41 @@ class MicrobatchIterator(Iterator[Microbatch]):
         """The pieces of the slot's group; without `wait` none where it has not arrived."""
         start_s = now()
         with self._border() if wait else nullcontext():
+            if wait and self._ends_at(slot):
+                return []
+            looked_s = 0.0 if self._size is None else now() - start_s
             taken = self._source.take(slot, wait)
         if taken is None:
             return []
         if wait and taken.waited_s is not None:
-            self.waited_s += taken.waited_s
-            self._timeline.complete("wait for group", start_s, start_s + taken.waited_s, lane="wait", slot=slot)
+            waited_s = taken.waited_s + looked_s
+            self.waited_s += waited_s
+            self._timeline.complete("wait for group", start_s, start_s + waited_s, lane="wait", slot=slot)
         group = taken.parsed.group
         self._check(group, slot)
         self._buffer.done(self._iteration, self._replica, slot)
         self._indices.append(group.index)
         return taken.parsed.pieces
+
+    def _ends_at(self, slot: int) -> bool:
+        """Waits until the slot is filled, or the iteration is known to end before it, and says which."""
+        if self._size is None:
+            return False
+        start_s, size = time.perf_counter(), self._size()
+        while size is None and not self._buffer.ready(self._iteration, self._replica, slot):
+            waited_s = time.perf_counter() - start_s
+            if waited_s > self._timeout_s:
+                raise DeadlineExceeded(
+                    f"neither the group of slot {slot} of replica {self._replica} in iteration {self._iteration} nor how many it "
+                    f"has came from the coordinator within {self._timeout_s:g} s; see its log"
+                )
+            time.sleep(min(_LONGEST_LOOK_S, _SHORTEST_LOOK_S + _LOOK_SHARE * waited_s))
+            size = self._size()
+        if size is None or slot < size:
+            return False
+        # only here, where all ranks come with the same slot: what they do together must not depend on when each of them knew
+        self._groups = self._end = slot
+        return True
 
     def _check(self, group: Group, slot: int) -> None:
         where = f"slot {slot} of replica {self._replica} in iteration {self._iteration}"

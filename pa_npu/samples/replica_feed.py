@@ -40,6 +40,10 @@ class GroupsNotPassed(PaNpuError):
     """A group could not be passed between the ranks of its replica."""
 
 
+# A feed waits for a slot in pieces of this length, between which it looks whether anybody still wants it.
+_LONGEST_WAIT_S = 1.0
+
+
 @dataclass(frozen=True)
 class ReplicaLinks:
     """What connects the ranks of one replica for groups. The first two are made for this alone.
@@ -153,7 +157,7 @@ class ReplicaFeed:
             self._changed.wait_for(lambda: self._closed or slot - self._next <= self._links.ahead)
         while not self._closed:
             try:
-                self._buffer.wait(self._iteration, self._replica, slot, self._timeout_s)
+                self._buffer.wait(self._iteration, self._replica, slot, min(self._timeout_s, _LONGEST_WAIT_S))
                 return True
             except DeadlineExceeded:
                 continue  # nobody may be waiting for it yet: the deadline is that of the thread that trains

@@ -2,16 +2,21 @@
 
 With schedule.max_staleness = k these are iterations v to v + k - 1 at the border before iteration v, or fewer where producing
 runs fewer iterations ahead (Config.iterations_ahead): all of them are complete by then, or will be before the next publish, which
-waits for them too.
+waits for them too. With schedule.tokens_per_update there are also groups that were carried to a later update.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
-from pa_npu.control.messages import DATA_POSITION, PRODUCED_AHEAD, WRITTEN_AHEAD
+from pa_npu.control.messages import CARRIED, DATA_POSITION, DISPATCHED, PRODUCED_AHEAD, WRITTEN_AHEAD
 from pa_npu.samples.rollout_buffer import RolloutBuffer, written_buffer
+
+# pa_npu.coordinator.resumed reads it.
+_CARRIED = "carried"
 
 
 class RolloutsAhead:
@@ -28,16 +33,29 @@ class RolloutsAhead:
         end = min(version + self._config.iterations_ahead, schedule.iterations)
         if self._config.interrupts and version < end:
             return self._written(version)
-        return [self._iteration(iteration) for iteration in range(version, end)]
+        found = [self._iteration(iteration) for iteration in range(version, end)]
+        if schedule.tokens_per_update is not None and version < schedule.iterations:
+            found.append(self._carried(version))
+        return found
 
     def _iteration(self, iteration: int) -> AheadIteration:
         limit_s = self._config.trainer.wait_timeout_s
         produced = PRODUCED_AHEAD.wait(self._channel, limit_s, iteration=iteration)
         data = DATA_POSITION.wait(self._channel, limit_s, iteration=iteration + 1).state
         replicas = self._config.data_parallel
-        numbers = range(self._config.schedule.prompts_per_iteration)
+        numbers = range(len(DISPATCHED.wait(self._channel, limit_s, iteration=iteration).groups))
         groups = [self._buffer.read_bytes(iteration, number % replicas, number // replicas) for number in numbers]
         return AheadIteration(iteration, produced.numbers, produced.samples, data, groups)
+
+    def _carried(self, version: int) -> AheadIteration:
+        """Groups that no update before this version has trained, and no iteration that is produced by then."""
+        carried = CARRIED.wait(self._channel, self._config.trainer.wait_timeout_s, version=version)
+        buffer = written_buffer(self._channel, version)
+        groups = []
+        for index in range(len(carried.groups)):
+            groups.append(buffer.read_bytes(carried.iteration, 0, index))
+            buffer.done(carried.iteration, 0, index)
+        return AheadIteration(carried.iteration, {_CARRIED: asdict(carried)}, [], {}, groups)
 
     def _written(self, version: int) -> list[AheadIteration]:
         """Complete or not, what the versions before this one have written; it lies in the store for this purpose alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix
 from pa_npu.control.freshness import Freshness
+from pa_npu.control.messages import UPDATE_SIZE
 from pa_npu.control.software import TRAINERS_RUN_ON
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
@@ -130,13 +132,21 @@ def rollout_source(
     ranks = backend.ranks
     buffer = StoreRolloutBuffer(channel, "run", readers=ranks.tensor_size * ranks.pipeline_size)
 
+    has_budget = config.schedule.tokens_per_update is not None
+    # a group is carried for max_staleness updates at most
+    most = config.groups_per_replica * (1 + config.schedule.max_staleness * has_budget)
+
+    def size(iteration: int) -> int | None:
+        found = UPDATE_SIZE.get_if_there(channel, iteration=iteration)
+        return None if found is None else found.groups
+
     def microbatches(iteration: int) -> MicrobatchIterator:
         return MicrobatchIterator(
             buffer,
             replica=ranks.data_rank,
             num_replicas=ranks.data_size,
             iteration=iteration,
-            groups=config.groups_per_replica,
+            groups=most,
             order=config.schedule.order,
             responses_per_microbatch=config.microbatch_responses,
             shared_prompt=config.attention.shared_prompt,
@@ -148,6 +158,7 @@ def rollout_source(
             timeline=timeline,
             freshness=Freshness(config.schedule.max_staleness),
             border=backend.gate.border,
+            size=partial(size, iteration) if has_budget else None,
         )
 
     return microbatches

@@ -8,7 +8,7 @@ from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.backends.protocol import ProbeResult, TrainedResponse
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
-from pa_npu.control.messages import DISPATCHED, AgreementReport
+from pa_npu.control.messages import DISPATCHED, UPDATE_SIZE, AgreementReport
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.exactly_once import check_dispatched, check_trained
 
@@ -32,6 +32,9 @@ class IterationChecks:
         """trained: by this replica. differences: of all replicas' tokens. Raises InvariantViolation."""
         # put when the last group was, so this waits for as long as the store takes
         dispatched = DISPATCHED.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=iteration)
-        check_dispatched(dispatched, iteration, self._config.data_parallel, self._config.groups_per_replica)
+        size = self._config.groups_per_replica
+        if self._config.schedule.tokens_per_update is not None:
+            size = UPDATE_SIZE.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=iteration).groups
+        check_dispatched(dispatched, iteration, self._config.data_parallel, size)
         check_trained(dispatched, self._replica, trained)
         return self._agreement.check_trained(iteration, differences)

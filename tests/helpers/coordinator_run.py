@@ -188,10 +188,10 @@ class Run:
             assert time.monotonic() < deadline and self.process.poll() is None, f"{what}: {self.end()}"
             time.sleep(0.05)
 
-    def consume(self, iteration: int) -> list[Group]:
+    def consume(self, iteration: int, slots: int = GROUPS // REPLICAS) -> list[Group]:
         """All groups of an iteration, slot by slot, as the replicas would."""
         groups = []
-        for slot in range(GROUPS // REPLICAS):
+        for slot in range(slots):
             for replica in range(REPLICAS):
                 self.buffer.wait(iteration, replica, slot, WAIT_S)
                 groups.append(self.buffer.read(iteration, replica, slot))

@@ -419,33 +419,42 @@ def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed
     assert [record["interrupted_ratio"] for record in records] == interrupted
 
 
+SKIPPING = {"schedule.max_staleness": 2, "publish.when": "divergence", "publish.divergence": "0.02"}
+CARRYING = {"schedule.max_staleness": 2, "schedule.tokens_per_update": 500}
+
+
 @pytest.mark.nightly
-def test_a_run_that_skips_publishes_ends_with_the_same_weights_whatever_is_killed(
-    launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+@pytest.mark.parametrize(("others", "ignore_eos"), [(SKIPPING, "true"), (CARRYING, "false")], ids=["skip", "carry"])
+def test_what_is_skipped_or_carried_is_the_same_whatever_is_killed(
+    others: dict[str, object], ignore_eos: str, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
 ) -> None:
-    """Which versions are skipped follows from divergences, which are the same numbers in a run that continues."""
-    skipping = {
-        "schedule.max_staleness": 2,
-        "publish.when": "divergence",
-        "publish.divergence": "0.02",
+    """Which versions are published follows from divergences, and what an update trains from lengths: the same numbers in a run
+    that continues."""
+    more = {
+        **others,
+        "rollout.ignore_eos": ignore_eos,
         "algorithm.importance_sampling": "token",
         "checkpoint.every": 3,
     }
-    calm = launch(*keys(tiny, tmp_path / "calm", "transformers"), *(f"{k}={v}" for k, v in skipping.items()))
+    calm = launch(*keys(tiny, tmp_path / "calm", "transformers"), *(f"{k}={v}" for k, v in more.items()))
     calm.popen.wait(TIMEOUT_S)
     assert calm.popen.returncode == 0, calm.output
-    watched = Watched(
-        launch(*keys(tiny, tmp_path / "run", "transformers"), *(f"{k}={v}" for k, v in skipping.items())), ahead=1
-    )
+    run = launch(*keys(tiny, tmp_path / "run", "transformers"), *(f"{k}={v}" for k, v in more.items()))
+    watched = Watched(run, ahead=1)
     watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
     kill_all(watched, ((TRANSFORMERS, "generation"), ("coordinator", "generation"), ("trainer-1", "training")))
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output
     Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
     decided = []
+    names = ("publish_kl", "publish_skipped", "age_max", "tokens_response", "groups")
     for name in ("calm", "run"):
         records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        decided.append([(record["publish_kl"], record["publish_skipped"], record["age_max"]) for record in records])
+        decided.append([[record.get(name) for name in names] for record in records])
     assert decided[0] == decided[1]
-    assert any(skipped for _, skipped, _ in decided[0]) and max(age for _, _, age in decided[0]) == 2
-    assert "Publishes saved:" in calm.output
+    kls, skipped, ages, tokens, groups = zip(*decided[0], strict=True)
+    assert max(ages) == 2, f"tokens {tokens}"
+    if others is SKIPPING:
+        assert any(skipped) and all(kl is not None for kl in kls) and "Publishes saved:" in calm.output
+    else:
+        assert max(groups[1:]) < 8 and min(tokens[1:-1]) >= 500, f"groups {groups}, tokens {tokens}"

@@ -12,11 +12,11 @@ import pytest
 from pa_npu.checkpoints.ahead import write_ahead
 from pa_npu.checkpoints.directories import META_FILE, CheckpointMeta, directory_name
 from pa_npu.checkpoints.provenance import config_tree
-from pa_npu.control.messages import DATA_POSITION
+from pa_npu.control.messages import DATA_POSITION, UPDATE_SIZE
 from pa_npu.samples.types import Group
 from pa_npu.samples.wire import to_bytes
 from pa_npu.trainer.ahead import RolloutsAhead
-from tests.helpers.coordinator_run import GROUPS, RESPONSES, WAIT_S, Run
+from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, WAIT_S, Run
 from tests.helpers.stand_in_engine import stand_in_engines
 from tools.stand_in import Speed
 
@@ -44,10 +44,11 @@ def run_coordinator(
     checkpoints: Path | None = None,
     on_publish: str = "finish",
     skipped: frozenset[int] = frozenset(),
+    budget: int | None = None,
 ) -> Outcome:
     """From version `first`, its trainers played here. first = 0: leaves a checkpoint of RESUMED_AT in `checkpoints`.
 
-    skipped: versions that the trainers do not publish.
+    skipped: versions that the trainers do not publish. budget: schedule.tokens_per_update.
     """
     directory.mkdir()
     data = directory.parent / "whole" / "train.jsonl"  # the same prompts, or it would be another run
@@ -60,7 +61,8 @@ def run_coordinator(
             data={"train": str(data), "test": None, "max_prompt_tokens": 16},
             schedule={
                 **{"iterations": ITERATIONS, "prompts_per_iteration": GROUPS, "order": "prompt"},
-                **{"max_staleness": staleness, "on_publish": on_publish, "dynamic_sampling": on_publish == "finish"},
+                **{"max_staleness": staleness, "on_publish": on_publish, "tokens_per_update": budget},
+                "dynamic_sampling": on_publish == "finish" and budget is None,
             },
             reward={"functions": [{"name": "format", "pattern": "t77|t78"}]},
             checkpoint={"load": str(load) if load else None, "every": RESUMED_AT},
@@ -75,7 +77,8 @@ def run_coordinator(
                 if version == RESUMED_AT and not first and checkpoints:
                     save_checkpoint(checkpoints, run)
                 if version < ITERATIONS:
-                    outcome.trained[version] = run.consume(version)
+                    slots = run.message(UPDATE_SIZE, iteration=version).groups if budget else GROUPS // REPLICAS
+                    outcome.trained[version] = run.consume(version, slots)
             output = run.end()
         finally:
             run.process.kill()
@@ -216,3 +219,37 @@ def test_engines_go_on_with_the_version_they_have_where_trainers_do_not_publish(
     assert set(whole.probes) == {0, 2, 4, 5}
     assert all(len(probe["responses"]) == RESPONSES for probe in whole.probes.values()), "two engines, four responses"
     assert resumed.probes[2] == whole.probes[2], "what decides about publishes does not depend on which engines serve"
+
+
+def test_updates_have_their_tokens_and_what_is_left_is_trained_next_in_a_resumed_run_too(tmp_path: Path) -> None:
+    """k = 2: one iteration ahead, and a group may be carried for one update."""
+    budget = 350  # of groups with four responses of 3 to 24 tokens
+
+    def run(name: str, speed: Speed, engines: int, first: int) -> Outcome:
+        return run_coordinator(
+            tmp_path / name, STALENESS, speed, engines, first, tmp_path / "checkpoints", budget=budget
+        )
+
+    whole = run("whole", Speed(step_s=0.0005, stride=4), 2, 0)
+    resumed = run("resumed", Speed(step_s=0.002, stride=8), 1, RESUMED_AT)
+    prompts = [group.prompt_id for _, groups in sorted(whole.trained.items()) for group in groups]
+    generated = sum(record["groups_dispatched"] for record in whole.records.values())
+    assert len(prompts) == generated, "I2: none is lost"
+    tokens, ages = [], set()
+    for iteration, groups in whole.trained.items():
+        assert [group.index for group in groups] == list(range(len(groups))), "I2: every group once, in its slot"
+        ages |= {iteration - version for group in groups for version in group.version_range}
+        tokens.append(sum(group.num_trained for group in groups))
+        assert tokens[-1] == whole.records[iteration]["tokens_response"]
+        if iteration < ITERATIONS - 1:
+            without = sum(group.num_trained for group in groups[:-REPLICAS])
+            assert without < budget, "no more groups than the budget asks for, one for each replica"
+    assert ages == {0, 1, 2}, f"tokens {tokens}: the first by their own version, then one ahead, and carried ones"
+    assert len({len(groups) for groups in whole.trained.values()}) > 1
+    for iteration in range(RESUMED_AT, ITERATIONS):
+        ours, expected = resumed.trained[iteration], whole.trained[iteration]
+        assert [to_bytes(group) for group in ours] == [to_bytes(group) for group in expected], f"iteration {iteration}"
+        for key in ("reward_mean", "accuracy", "tokens_response", "groups", "groups_dispatched"):
+            assert resumed.records[iteration][key] == whole.records[iteration][key], key
+    ends = [file.read_text().splitlines()[-1] for file in sorted(tmp_path.glob("*/run/samples.jsonl"))]
+    assert ends[0] == ends[1], "what samples.jsonl says of a carried group is in the checkpoint too"

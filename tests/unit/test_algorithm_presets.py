@@ -129,6 +129,13 @@ def cispo(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
     return -torch.cat(terms).mean()
 
 
+def online_dpo(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
+    gained = [(new - before).sum() for new, before in zip(logprobs, reference, strict=True)]
+    # of each group's rewards, the places of the first largest and the first smallest
+    margins = [gained[0] - gained[1], gained[4] - gained[3]]
+    return -torch.stack([torch.sigmoid(0.1 * margin).log() for margin in margins]).mean()
+
+
 FORMULAS: dict[PresetName, Callable[[Tokens, Tokens, Tokens], torch.Tensor]] = {
     "grpo": grpo,
     "dr-grpo": dr_grpo,
@@ -138,6 +145,7 @@ FORMULAS: dict[PresetName, Callable[[Tokens, Tokens, Tokens], torch.Tensor]] = {
     "gspo": gspo,
     "cispo": cispo,
     "ppo": token_mean(centred(REWARDS), 0.2, 0.2),
+    "online-dpo": online_dpo,
 }
 
 
@@ -156,7 +164,7 @@ def our_loss(config: Config, logprobs: torch.Tensor, old: torch.Tensor, referenc
         logprobs=logprobs,
         entropy=torch.zeros_like(old),
         old_logprobs=old,
-        reference_logprobs=reference if algorithm.kl_coef else None,
+        reference_logprobs=reference if algorithm.has_reference else None,
         engine_logprobs=old,
         advantages=advantages[index],
         weights=token_weights(lengths, algorithm.aggregation, torch.device("cpu")).double(),
@@ -165,6 +173,8 @@ def our_loss(config: Config, logprobs: torch.Tensor, old: torch.Tensor, referenc
         group_size=3,
     )
     sums = loss_sums(batch, algorithm, find_policy_loss(algorithm.loss))
+    if algorithm.loss == "dpo":
+        return sums.loss / sums.metrics["preference_pairs"]
     return sums.loss / normaliser(algorithm.aggregation, sum(lengths), len(lengths), MAX_LENGTH)
 
 
@@ -186,7 +196,7 @@ def test_loss_and_gradient_of_a_preset_are_its_papers(name: PresetName) -> None:
     torch.testing.assert_close(gradient, expected, rtol=5e-4, atol=1e-7)
 
     wrong = "centred" if name in ("rloo", "grpo") else "leave-one-out"
-    if name != "reinforce++-baseline":
+    if name not in ("reinforce++-baseline", "online-dpo"):  # of the second the advantage is an order alone
         other = our_loss(preset_config(name, advantage=wrong), logprobs, old, reference)
         assert other.item() != pytest.approx(theirs.item(), rel=1e-2), "another advantage must show"
 

@@ -15,19 +15,36 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_case_is_a_configuration_that_is_accepted() -> None:
     found = bench_staleness.cases([0, 1, 4], list(bench_staleness.CORRECTIONS))
-    assert [case.name for case in found][:3] == ["k0-on-policy", "k1-sampling", "k1-decoupled"] and len(found) == 9
+    assert [case.name for case in found][:3] == ["k0-on-policy", "k0-dpo", "k1-sampling"] and len(found) == 12
     ratios = {}
     for case in found:
         config = load_config([str(ROOT / "configs" / "grpo_tiny.yaml")], list(case.settings))
         ratios[case.name] = (config.schedule.max_staleness, config.ratio, config.algorithm.importance_rule)
     assert ratios["k1-sampling"] == (1, "sampling", "truncate")
     assert ratios["k4-icepop"] == (4, "proximal", "mask")
+    assert ratios["k4-dpo"] == (4, "sampling", "truncate")
     assert ratios["k4-uncorrected"] == (4, "proximal", "truncate")
+
+
+def test_a_budget_adds_every_case_that_runs_ahead_once_more() -> None:
+    found = bench_staleness.cases([0, 1], ["sampling"], budget=2000, prompts=24)
+    assert [case.name for case in found] == ["k0-on-policy", "k1-sampling", "k1-sampling-budget"]
+    config = load_config([str(ROOT / "configs" / "grpo_tiny.yaml")], list(found[-1].settings))
+    assert (config.schedule.tokens_per_update, config.schedule.prompts_per_iteration) == (2000, 24)
+
+
+def test_variation_is_that_of_the_updates_between_the_first_and_the_last() -> None:
+    records = [{"tokens_response": tokens} for tokens in (1, 10, 20, 30, 999)]
+    assert bench_staleness.variation(records, "tokens_response") == pytest.approx(0.5)
+    assert bench_staleness.variation(records, "grad_norm") is None
 
 
 def write_run(directory: Path, accuracy: float, age: float) -> None:
     directory.mkdir(parents=True)
-    records = [{"iteration": i, "age_mean": age * (i >= 6), "clip_ratio": 0.1} for i in range(8)]
+    records = [
+        {"iteration": i, "age_mean": age * (i >= 6), "clip_ratio": 0.1, "tokens_response": 100 + 10 * (-1) ** i}
+        for i in range(8)
+    ]
     evaluations = [{"version": 0, "accuracy": 0.1}, {"version": 8, "accuracy": accuracy}]
     for name, lines in (("metrics.jsonl", records), ("evaluations.jsonl", evaluations)):
         (directory / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -39,7 +56,7 @@ def test_the_table_has_mean_and_range_over_seeds_and_the_last_quarters_means(tmp
     chosen = bench_staleness.cases([2], ["decoupled"])
     last = bench_staleness.render(chosen, [1, 2], tmp_path).splitlines()[-1]
     cells = [cell.strip() for cell in last.strip("|").split("|")]
-    assert cells == ["2", "decoupled", "0.625", "0.500", "0.750", "2.000", "", "", "0.100"]
+    assert cells == ["2", "decoupled", "0.625", "0.500", "0.750", "2.000", "", "", "0.100", *("0.110", "")]
 
 
 def test_an_unknown_correction_is_named(capsys: pytest.CaptureFixture[str]) -> None:

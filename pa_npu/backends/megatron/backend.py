@@ -77,7 +77,8 @@ class MegatronBackend:
         self._ddp = data_parallel(
             stage,
             distributed_optimizer=config.trainer.distributed_optimizer,
-            bucket_mib=config.trainer.gradient_bucket_mib,
+            # with a budget of tokens nobody knows which microbatch is the last one while it goes through the model
+            bucket_mib=0.0 if config.schedule.tokens_per_update else config.trainer.gradient_bucket_mib,
         )
         self._optimizer = build_optimizer(self._ddp, config)
         self._scheduler = build_scheduler(self._optimizer, config)
@@ -334,6 +335,8 @@ class MegatronBackend:
             self._totals.num_responses,
             self._config.rollout.max_response_tokens,
         )
+        if self._config.algorithm.loss == "dpo":  # the mean over pairs, which only the last stage has counted
+            self._normaliser = max(1.0, self._metrics.total("preference_pairs", self._device))
         for model in models:
             model.scale_gradients(1.0 / self._normaliser)
 

@@ -116,6 +116,13 @@ class MetricSums:
         self.all = differences if self.all is None else self.all.plus(differences)
         self.age_max = age_max if self.age_max is None else torch.maximum(self.age_max, age_max)
 
+    def total(self, name: str, device: torch.device) -> float:
+        """One sum over all ranks (collective over data and pipeline groups), while others still accumulate."""
+        value = self.sums.get(name, torch.zeros((), device=device)).clone()
+        for group in (parallel_state.get_data_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+            dist.all_reduce(value, group=group)
+        return float(value.item())
+
     def over_ranks(self, device: torch.device) -> Statistics:
         """Sums over replicas and overall maxima, known to every rank afterwards (collective over data and pipeline groups)."""
         zero = torch.zeros((), device=device)
@@ -175,6 +182,9 @@ def update_report(
         age_max=statistics.age_max if "age" in sums else None,
         grad_norm=step.grad_norm,
         learning_rate=step.learning_rate,
+        preference_pairs=round(sums["preference_pairs"]) if "preference_pairs" in sums else None,
+        preference_margin=_per_pair(sums, "preference_margin"),
+        preference_accuracy=_per_pair(sums, "preference_right"),
         tokens_response=totals.tokens_response,
         tokens_computed=totals.tokens_computed,
         microbatches=totals.num_microbatches,
@@ -187,6 +197,10 @@ def update_report(
         train_s=train_s,
         step_s=step_s,
     )
+
+
+def _per_pair(sums: dict[str, float], name: str) -> float | None:
+    return sums[name] / max(1.0, sums["preference_pairs"]) if name in sums else None
 
 
 def _per_token(sums: dict[str, float], name: str, tokens: int) -> float | None:

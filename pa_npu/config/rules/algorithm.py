@@ -50,6 +50,7 @@ def broken_algorithm(c: Config) -> Iterator[str]:
             f"algorithm.kl_in: reward needs all responses of a group in one microbatch, but microbatch.responses = "
             f"{c.microbatch_responses} of {r.responses_per_prompt}; remove microbatch.responses, or set kl_in to loss"
         )
+    yield from _broken_preference(c)
     yield from _unread_keys(c.algorithm)
     if c.algorithm.dual_clip is not None and c.algorithm.delta is not None:
         yield (
@@ -62,7 +63,7 @@ def broken_algorithm(c: Config) -> Iterator[str]:
             f"ratios are clipped already; raise it, or remove the key"
         )
     refresh = c.algorithm.reference_refresh_every
-    if refresh and not c.algorithm.kl_coef:
+    if refresh and not c.algorithm.has_reference:
         yield (
             f"algorithm.reference_refresh_every: {refresh}: there is no reference with algorithm.kl_coef = 0; set kl_coef, or "
             f"remove the key"
@@ -75,12 +76,32 @@ def broken_algorithm(c: Config) -> Iterator[str]:
         )
 
 
+def _broken_preference(c: Config) -> Iterator[str]:
+    """What algorithm.loss=dpo cannot go with."""
+    a = c.algorithm
+    if a.loss != "dpo":
+        return
+    what = f"algorithm.loss: dpo{of_preset(c, 'loss')}"
+    if c.microbatch_responses != c.rollout.responses_per_prompt:
+        yield (
+            f"{what} compares the responses of a group, but microbatch.responses = {c.microbatch_responses} of "
+            f"{c.rollout.responses_per_prompt} are in a microbatch; remove microbatch.responses"
+        )
+    if a.kl_coef:
+        yield f"{what} has the reference in it already (algorithm.dpo_beta), but algorithm.kl_coef = {a.kl_coef}; set kl_coef to 0"
+    if a.importance_sampling != "none":
+        yield (
+            f"{what} prefers one response to another whoever sampled them, so that algorithm.importance_sampling="
+            f"{a.importance_sampling} has nothing to correct; set it to none"
+        )
+
+
 def _unread_keys(a: AlgorithmConfig) -> Iterator[str]:
     """Keys that were changed and do nothing with the others as they are; a preset's own values stand for when they do."""
     preset = PRESETS[a.name].algorithm if a.name else {}
-    has_ratio = a.loss != "reinforce"
+    has_ratio = a.loss not in ("reinforce", "dpo")
     weighs = a.importance_sampling != "none"
-    two_sided = a.loss not in ("cispo", "reinforce")
+    two_sided = a.loss not in ("cispo", "reinforce", "dpo")
     for key, is_read, remedy in (
         ("kl_in", a.kl_coef > 0, "set algorithm.kl_coef"),
         ("kl_estimator", a.kl_coef > 0, "set algorithm.kl_coef"),
@@ -92,6 +113,8 @@ def _unread_keys(a: AlgorithmConfig) -> Iterator[str]:
         ("clip_high", has_ratio, "take an algorithm.loss with a ratio to clip"),
         ("dual_clip", two_sided, "set algorithm.loss to clip or gspo"),
         ("delta", two_sided, "set algorithm.loss to clip or gspo"),
+        ("dpo_beta", a.loss == "dpo", "set algorithm.loss to dpo"),
+        ("aggregation", a.loss != "dpo", "take an algorithm.loss of tokens"),
     ):
         value = getattr(a, key)
         if not is_read and value not in (AlgorithmConfig.model_fields[key].default, preset.get(key)):

@@ -35,6 +35,7 @@ def broken_staleness(c: Config) -> Iterator[str]:
             f"groups are replaced is known only when all are complete; set on_publish to finish, or dynamic_sampling to false"
         )
     yield from _broken_divergence(c)
+    yield from _broken_budget(c)
     if not s.max_staleness:
         if a.age_exponent:
             yield (
@@ -86,4 +87,48 @@ def _broken_divergence(c: Config) -> Iterator[str]:
         yield (
             "publish.when: divergence with schedule.on_publish=continue: which version a response goes on under would depend on "
             "divergences to come; set on_publish to finish, or when to every"
+        )
+
+
+def _broken_budget(c: Config) -> Iterator[str]:
+    """What schedule.tokens_per_update needs, and what it cannot go with."""
+    s, budget = c.schedule, c.schedule.tokens_per_update
+    if budget is None:
+        return
+    what = f"schedule.tokens_per_update: {budget}"
+    if not s.max_staleness:
+        yield (
+            f"{what} with schedule.max_staleness = 0: groups that an update leaves over would be trained by weights that did not "
+            f"generate them; set max_staleness to 1 or more, or remove the key"
+        )
+    if s.dynamic_sampling:
+        yield (
+            f"{what} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}, which trains a fixed number of "
+            f"groups; set dynamic_sampling to false, or remove the key"
+        )
+    if c.interrupts:
+        yield (
+            f"{what} with schedule.on_publish=continue: how many tokens groups have is known only when they are complete; set "
+            f"on_publish to finish, or remove the key"
+        )
+    if c.publish.when == "divergence":
+        yield (
+            f"{what} with publish.when=divergence: one would keep groups and the other weights for the same versions of "
+            f"max_staleness; set when to every, or remove the key"
+        )
+    if s.updates_per_iteration > 1:
+        yield (
+            f"{what} with schedule.updates_per_iteration = {s.updates_per_iteration}, which shares a fixed number of groups; set "
+            f"it to 1, or remove the key"
+        )
+    if c.trainer.pipeline_parallel > 1:
+        yield (
+            f"{what}: the number of microbatches is not known in advance, which trainer.pipeline_parallel = "
+            f"{c.trainer.pipeline_parallel} needs; remove the key, or set pipeline_parallel to 1"
+        )
+    most = s.prompts_per_iteration * c.rollout.responses_per_prompt * c.rollout.max_response_tokens
+    if budget > most:
+        yield (
+            f"{what} is more than the {most} tokens that schedule.prompts_per_iteration = {s.prompts_per_iteration} groups "
+            f"can have; lower it, or raise prompts_per_iteration"
         )

@@ -35,6 +35,13 @@ class ScheduleConfig(Section):
         description="With on_publish=continue, the most tokens of a response that a version writes before the one that trains it; "
         "none means rollout.max_response_tokens / (max_staleness + 1).",
     )
+    tokens_per_update: int | None = Field(
+        None,
+        ge=1,
+        description="Train whole groups in dispatch order until an update has so many tokens, and carry the rest to the next one "
+        "(max_staleness of at least 1); an iteration generates as many groups as that takes, prompts_per_iteration at most. "
+        "None trains every iteration's own groups.",
+    )
     prompts_per_iteration: int = Field(16, ge=1, description="B, the number of groups per iteration.")
     stream: bool | Literal["alternate"] = Field(
         True,

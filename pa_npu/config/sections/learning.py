@@ -9,7 +9,7 @@ from pydantic import Field
 from pa_npu.config.presets import PresetName
 from pa_npu.config.sections.base import Section
 
-LOSSES = ("clip", "gspo", "cispo", "reinforce")
+LOSSES = ("clip", "gspo", "cispo", "reinforce", "dpo")
 ADVANTAGES = ("group-std", "centred", "leave-one-out", "batch-std")
 REWARDS = ("math", "format", "overlong")
 
@@ -18,7 +18,9 @@ class AlgorithmConfig(Section):
     name: PresetName | None = Field(
         None, description="Preset: the values below for the keys that are not set; null sets nothing."
     )
-    loss: str = Field("clip", description="Policy loss: clip, gspo, cispo, reinforce, or module:function of your own.")
+    loss: str = Field(
+        "clip", description="Policy loss: clip, gspo, cispo, reinforce, dpo, or module:function of your own."
+    )
     advantage: str = Field(
         "group-std",
         description="group-std, centred, batch-std: rewards minus the group's mean, divided by the group's deviation, by nothing, "
@@ -79,12 +81,22 @@ class AlgorithmConfig(Section):
         description="a: tokens weigh (1 + age)^-a, age being how many versions their weights are behind those they train; 0 weighs "
         "all alike.",
     )
+    dpo_beta: float = Field(
+        0.1,
+        gt=0,
+        description="beta of loss=dpo, the factor of log-ratios to the reference; the larger, the nearer the policy stays to it.",
+    )
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"] = Field(
         "token-mean",
         description="Token weights and normaliser: 1 over tokens, 1/length over sequences, 1 over sequences, 1 over "
         "B*G*max length.",
     )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss needs the reference's log-probs."""
+        return self.kl_coef > 0 or self.loss == "dpo"
 
 
 class OptimizerConfig(Section):
