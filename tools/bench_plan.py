@@ -328,7 +328,7 @@ class Bench:
             "rollout.max_num_seqs": MAX_NUM_SEQS,
             "rollout.ignore_eos": "true",
             "checkpoint.export_hf": "false",
-            "telemetry.tensorboard": "false",
+            "telemetry.trackers": "[]",
             "placement.engine_devices": str(engine_cores).replace(" ", ""),
             "placement.trainer_devices": f"[{max(engine_cores) + 1}]",
         }
