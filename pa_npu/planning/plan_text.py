@@ -15,6 +15,7 @@ from pa_npu.planning.memory import (
     wanted_tokens,
 )
 from pa_npu.planning.rehearsal import advice, can_rehearse, rehearse
+from pa_npu.planning.shared_way import WAY_IN_WORDS, way_to_shared
 from pa_npu.platform.typical import typical_speed
 
 
@@ -59,6 +60,8 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         shared = engine_memory(config, spec, device_bytes, shared=True)
         both = (trainers.total + shared.total) / device_bytes
         lines.append(f"shared engine memory  {shared.line()}; with its trainer {both:.0%} of the device, both resident")
+    if config.num_shared_engines:
+        lines.append(_shared_weights(config, trainers, one_group=not own_memory))
     lines += predicted_lines(config, spec)
     if device_bytes is not None:
         lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))
@@ -77,6 +80,14 @@ def _shared(config: Config) -> str:
     if not shared:
         return ""
     return f"; {shared} more {'engine' if shared == 1 else 'engines'} x {config.rollout.tensor_parallel} on trainers' devices"
+
+
+def _shared_weights(config: Config, trainers: Memory, one_group: bool) -> str:
+    """Which way weights go to shared engines, and what its buffers cost the trainer that sends."""
+    way = way_to_shared(config, one_group)
+    kept = dict(trainers.parts)["handed buckets"]
+    cost = f"; buffers of {format_bytes(kept)} on a leader's device" if kept and way == "handles" else ""
+    return f"shared weights        {WAY_IN_WORDS[way]} (publish.shared_through={config.publish.shared_through}){cost}"
 
 
 def predicted_lines(config: Config, spec: ModelSpec) -> list[str]:

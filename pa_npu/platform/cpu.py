@@ -22,6 +22,7 @@ class CpuPlatform:
     process_group_backend = "gloo"
     visible_devices_env = None
     cluster_resource = "CPU"
+    handle_kind = "cpu"
     # beyond 32 MiB glibc takes new pages for every buffer, whose first touch costs as much as the transfer
     largest_bucket_bytes = 16 * 2**20
 
@@ -55,6 +56,9 @@ class CpuPlatform:
             return int(fields["MemAvailable"].split()[0]) * 1024
         except (OSError, KeyError):  # no Linux: what is free without giving up caches
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+    def exportable_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8).share_memory_()
 
     def synchronize(self) -> None:
         """Everything runs in order already."""

@@ -27,6 +27,7 @@ from pa_npu.engines.membership import Fleet, Member
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, LoadedWeights, RolloutEngine, Sampling, WeightGroups
 from pa_npu.errors import DeadlineExceeded
+from pa_npu.planning.shared_way import way_to_shared
 from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.publish.arrival import ArrivalCheck
 from pa_npu.publish.messages import (
@@ -52,7 +53,7 @@ from pa_npu.publish.messages import (
 )
 from pa_npu.samples.seeds import group_seed
 from pa_npu.weight_transfer import collectives
-from pa_npu.weight_transfer.transport import HOST_BACKEND, Abandonment
+from pa_npu.weight_transfer.transport import HANDLES, HOST_BACKEND, WAYS, Abandonment, Way
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +178,7 @@ class CoordinatorPublish:
         Raises EngineError or DeadlineExceeded where the engine is to blame.
         """
         number, self._late_number = self._late_number, self._late_number + 1
-        through_host = self._through_host(engine)
-        LATE_REQUEST.put(self._channel, LateRequest(version, self._workers, through_host), number=number)
+        LATE_REQUEST.put(self._channel, LateRequest(version, self._workers, self._way(engine)), number=number)
         answers = [
             await LATE_ANSWER.wait_async(self._channel, self._deadline_s, number=number, rank=rank)
             for rank in self._sending_ranks()
@@ -205,19 +205,20 @@ class CoordinatorPublish:
             self._arrival.check_late(version, sent, {engine.name: loaded})
         return True
 
-    def _through_host(self, engine: RolloutEngine) -> bool:
-        """Whether an engine is in the groups that go through host memory: it is on a trainer's device, and the backend cannot
-        have both in a group."""
-        return not collectives.rules(self._connection.backend).shares_device and self._pool.is_shared(engine)
+    def _way(self, engine: RolloutEngine) -> Way:
+        """How weights reach an engine; one on a trainer's device may not be able to be in a group with that trainer."""
+        if not self._pool.is_shared(engine):
+            return "group"
+        return way_to_shared(self._config, collectives.rules(self._connection.backend).shares_device)
 
-    def _numbered(self, members: Sequence[Member]) -> tuple[list[int], tuple[int, int]]:
-        """(each member's number in its groups, how many are in the usual ones and how many in those through host memory)."""
-        numbers, counts = [], [0, 0]
+    def _numbered(self, members: Sequence[Member]) -> tuple[list[int], dict[Way, int]]:
+        """(each member's number in its groups, how many are in the groups of each way)."""
+        numbers, counts = [], dict.fromkeys(WAYS, 0)
         for member in members:
-            through_host = self._through_host(member.engine)
-            numbers.append(counts[through_host])
-            counts[through_host] += 1
-        return numbers, (counts[0], counts[1])
+            way = self._way(member.engine)
+            numbers.append(counts[way])
+            counts[way] += 1
+        return numbers, counts
 
     def _sending_ranks(self) -> list[int]:
         """Replica 0: tensor parallel varies fastest, then data parallel, then pipeline."""
@@ -243,14 +244,15 @@ class CoordinatorPublish:
         self._epoch += joins
         self._connected = list(members)
         numbers, counts = self._numbered(members)
-        MEMBERS.put(self._channel, PublishMembers(self._epoch, *(self._workers * count for count in counts)), **place)
+        workers = {way: self._workers * count for way, count in counts.items()}
+        MEMBERS.put(self._channel, PublishMembers.of(self._epoch, workers), **place)
         if joins:
             await ready
         begins_within_s = None if ready.done() else trainers_within_s + _GRACE_S
 
         async def load(number: int, engine: RolloutEngine) -> LoadedWeights:
             if joins:
-                count = counts[self._through_host(engine)]
+                count = counts[self._way(engine)]
                 await self._connect(engine, numbers[number], count, self._connection.stages, self._epoch)
             return await self._load_on(engine, version, begins_within_s)
 
@@ -316,8 +318,8 @@ class CoordinatorPublish:
 
     def _abandon(self, stages: Sequence[StageManifest], epoch: int, reason: str) -> None:
         for stage in stages:
-            for groups in (stage, stage.through_host()):
-                Abandonment(*self._connection.store, groups.of_epoch(epoch).name).declare(reason)
+            for way in WAYS:
+                Abandonment(*self._connection.store, stage.by(way).of_epoch(epoch).name).declare(reason)
 
     async def _connect(
         self, engine: RolloutEngine, number: int, count: int, stages: Sequence[StageManifest], epoch: int
@@ -326,10 +328,9 @@ class CoordinatorPublish:
 
         Workers are numbered through the `count` engines of its groups; rank 0 of each group is the stage's leader.
         """
-        backend = self._connection.backend
-        if self._through_host(engine):
-            backend, stages = HOST_BACKEND, [stage.through_host() for stage in stages]
-        named = [stage.of_epoch(epoch).to_json() for stage in stages]
+        way = self._way(engine)
+        backend = {"group": self._connection.backend, "handles": HANDLES, "host": HOST_BACKEND}[way]
+        named = [stage.by(way).of_epoch(epoch).to_json() for stage in stages]
         rank, world_size = 1 + number * self._workers, 1 + count * self._workers
         groups = WeightGroups(self._connection.store, rank, world_size, named, backend, self._deadline_s)
         await engine.join_weight_groups(groups, deadline_s=self._deadline_s + _GRACE_S)

@@ -157,8 +157,7 @@ class LateEngines:
 
     def _deliver(self, number: int, wanted: LateRequest) -> None:
         """Join and send. What one stage does, all its ranks do; where one fails, the others stop waiting for it."""
-        through_host = wanted.workers if wanted.through_host else 0
-        members = PublishMembers(number, wanted.workers - through_host, through_host)
+        members = PublishMembers.of(number, {wanted.way: wanted.workers})
         try:
             self._step(number, "join", lambda: self._publisher.connect(members))
             self._step(number, "send", lambda: self._send(number, wanted.version))

@@ -6,11 +6,12 @@ attempts of a version and late deliveries are numbered from 0.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pa_npu.control.typed import Topic
-from pa_npu.weight_transfer.transport import epoch_name, host_name
+from pa_npu.weight_transfer.transport import WAYS, Way, epoch_name, way_name
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class StageManifest:
         """For the groups that formed after the `epoch`-th change of their members; a group's name serves once."""
         return StageManifest(epoch_name(self.name, epoch), self.manifest)
 
-    def through_host(self) -> StageManifest:
-        """For the groups that go through host memory."""
-        return StageManifest(host_name(self.name), self.manifest)
+    def by(self, way: Way) -> StageManifest:
+        """For the groups that go this way."""
+        return StageManifest(way_name(self.name, way), self.manifest)
 
     def to_json(self) -> dict[str, Any]:
         """As Receiver.join takes it."""
@@ -57,13 +58,24 @@ READY = Topic("publish/{version}/ready", TrainersReady, "trainers: rank 0 to ann
 class PublishMembers:
     """Who takes part in an attempt: `workers` engine workers, in the groups of this epoch.
 
-    host_workers: further ones, of engines on the trainers' devices, which the backend of collectives cannot have in a group with
-    the trainer there: they are in groups of their own, which go through host memory.
+    handles_workers, host_workers: further ones, of engines on the trainers' devices, which the backend of collectives cannot have
+    in a group with the trainer there: they are in groups of their own, which go another way (weight_transfer.transport.Way).
     """
 
     epoch: int
     workers: int
+    handles_workers: int = 0
     host_workers: int = 0
+
+    @classmethod
+    def of(cls, epoch: int, workers: Mapping[Any, int]) -> PublishMembers:
+        """workers: by way (transport.Way), of some."""
+        known: dict[str, int] = {**dict.fromkeys(WAYS, 0), **workers}
+        return cls(epoch, known["group"], known["handles"], known["host"])
+
+    def by_way(self) -> dict[Way, int]:
+        """Workers of each way, in the order in which a leader sends."""
+        return {"group": self.workers, "handles": self.handles_workers, "host": self.host_workers}
 
 
 MEMBERS = Topic("publish/{version}/{attempt}/members", PublishMembers, "engines that can load weight version {version}")
@@ -124,11 +136,11 @@ VERDICT = Topic("publish/{version}/{attempt}/verdict", PublishVerdict, "the engi
 
 @dataclass(frozen=True)
 class LateRequest:
-    """One engine of `workers` workers wants `version` inside its iteration. through_host: as PublishMembers.host_workers."""
+    """One engine of `workers` workers wants `version` inside its iteration. way: of its groups, one of transport.WAYS."""
 
     version: int
     workers: int
-    through_host: bool = False
+    way: str = "group"
 
 
 LATE_REQUEST = Topic("late/{number}", LateRequest, "the coordinator to ask for late delivery {number}")

@@ -110,6 +110,7 @@ def make_publisher(
         backend=platform.comm_backend,
         device=backend.device,
         scope=attempt_prefix(),
+        memory=platform,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -21,7 +22,7 @@ SILENT_S = 10.0
 _NAMED = 8
 
 
-def announce_begin(group: dist.ProcessGroup, version: int, before: int | None) -> None:
+def announce_begin(group: Any, version: int, before: int | None) -> None:
     """The sender is about to send `version`, and was at `before` the last time."""
     store = group_store(group)
     store.set(_begun(version), "")
@@ -29,7 +30,7 @@ def announce_begin(group: dist.ProcessGroup, version: int, before: int | None) -
         store.delete_key(_begun(before))
 
 
-def has_begun(group: dist.ProcessGroup, version: int) -> bool:
+def has_begun(group: Any, version: int) -> bool:
     """Whether the sender of this group is about to send `version`, or has begun."""
     return bool(group_store(group).check([_begun(version)]))
 
@@ -41,7 +42,7 @@ def _begun(version: int) -> str:
 class Progress:
     """One receiver's, in the groups of all stages: call `beat` as often as is convenient."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], rank: int) -> None:
+    def __init__(self, groups: Sequence[Any], rank: int) -> None:
         self._stores = [group_store(group) for group in groups]
         self._key = f"at/{rank}"
         self._version = 0
@@ -68,7 +69,7 @@ class Progress:
             store.set(self._key, f"{self._version} {messages} {time.time():.3f}")
 
 
-def laggards(group: dist.ProcessGroup, ranks: Iterable[int], version: int, messages: int) -> str:
+def laggards(group: Any, ranks: Iterable[int], version: int, messages: int) -> str:
     """For a message: which of `ranks` keep `version`, of so many messages, from completing, and what is known of each."""
     store = group_store(group)
     absent, silent, behind = [], [], []
@@ -89,10 +90,11 @@ def laggards(group: dist.ProcessGroup, ranks: Iterable[int], version: int, messa
     return f"all alive, slow: {_ranks(behind)}"
 
 
-def group_store(group: dist.ProcessGroup) -> dist.Store:
+def group_store(group: Any) -> dist.Store:
     """The store on which the group met, with the group's own prefix."""
     if hasattr(group, "get_group_store"):
-        return group.get_group_store()
+        store: dist.Store = group.get_group_store()
+        return store
     return c10d._world.pg_map[group][1]
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer import handover, transport
 from pa_npu.weight_transfer.digest import Digests
 from pa_npu.weight_transfer.manifest import Assembler, Bucket, Manifest
 from pa_npu.weight_transfer.progress import Progress, has_begun
@@ -45,7 +44,7 @@ class Receiver:
     def __init__(
         self,
         manifests: list[Manifest],
-        groups: list[dist.ProcessGroup],
+        groups: Sequence[Any],
         rank: int,
         device: torch.device,
         timeout_s: float,
@@ -76,16 +75,21 @@ class Receiver:
     ) -> Receiver:
         """Join one group per stage as member `rank` of `world_size`; blocks until the stages' leaders are there.
 
-        store: host and port. stages: name and manifest of each, in stage order (StageManifest as JSON). model: what the engine
-        knows of its model, with the names of HF's config.json as attributes. Raises WeightSyncError where that is another model or
-        the groups cannot be joined, and DeadlineExceeded.
+        store: host and port. stages: name and manifest of each, in stage order (StageManifest as JSON). backend: of collectives, or
+        transport.HANDLES. model: what the engine knows of its model, with the names of HF's config.json as attributes. Raises
+        WeightSyncError where that is another model or the groups cannot be joined, and DeadlineExceeded.
         """
         manifests = [Manifest.from_json(stage["manifest"]) for stage in stages]
         check_model(manifests, model)
         names = [str(stage["name"]) for stage in stages]
-        groups: list[dist.ProcessGroup] = []
+        groups: list[Any] = []
         try:
             for name, manifest in zip(names, manifests, strict=True):
+                describe = f"engine worker {rank} receives from trainer stage {manifest.stage}"
+                if backend == transport.HANDLES:
+                    meeting = handover.Meeting(store, name, rank, world_size, timeout_s, describe)
+                    groups.append(handover.take(meeting, device))
+                    continue
                 group = transport.join_group(
                     *store,
                     name,
@@ -94,7 +98,7 @@ class Receiver:
                     backend=backend,
                     device=device,
                     timeout_s=timeout_s,
-                    describe=f"engine worker {rank} receives from trainer stage {manifest.stage}",
+                    describe=describe,
                 )
                 groups.append(group)
         except (WeightSyncError, DeadlineExceeded):
@@ -167,7 +171,7 @@ class Receiver:
 
     def _messages(self, version: int, deadline: Deadline) -> Iterator[Message]:
         """Header and buckets of each stage, in the order they are sent, always with the next ones already posted."""
-        pending: deque[tuple[dist.Work, Message]] = deque()
+        pending: deque[tuple[transport.Work, Message]] = deque()
         for group, manifest in zip(self._groups, self._manifests, strict=True):
             assembler = Assembler(manifest)
             buckets: list[Bucket | None] = [None, *manifest.buckets]
@@ -184,7 +188,7 @@ class Receiver:
         while pending:
             yield self._arrived(*pending.popleft(), version, deadline)
 
-    def _arrived(self, work: dist.Work, message: Message, version: int, deadline: Deadline) -> Message:
+    def _arrived(self, work: transport.Work, message: Message, version: int, deadline: Deadline) -> Message:
         transport.wait(
             work,
             deadline,

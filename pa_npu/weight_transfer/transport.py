@@ -7,7 +7,11 @@ Everything flows from rank 0 by broadcast. A publish is, in each stage's group a
     bucket 0..n  one flat tensor each; its segments, laid out one after another, are pieces of flattened HF tensors
 
 Engines on the trainers' devices, where the backend does not let two ranks of a group share one, are in a second group of each
-stage, which goes through host memory (HOST_BACKEND); the same leader sends the same messages there.
+stage, to which the same leader sends the same messages in another way (Way):
+
+    group     the usual one
+    handles   the leader's memory, mapped by engines of its machine (pa_npu.weight_transfer.handover)
+    host      a torch group through host memory (HOST_BACKEND)
 
 Keys under a group's own prefix in the store: `member/RANK` (it is about to join), `abandoned` (it is given up, and why), and those
 of pa_npu.weight_transfer.progress. What backends of collectives do differently is in pa_npu.weight_transfer.collectives.
@@ -24,7 +28,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -44,6 +48,10 @@ _ABORT_S = 30.0
 _CPU = torch.device("cpu")
 HOST_BACKEND = "gloo"
 """Of groups that go through host memory."""
+HANDLES = "handles"
+"""In place of a backend: groups through memory that receivers map."""
+Way = Literal["group", "handles", "host"]
+WAYS: tuple[Way, ...] = get_args(Way)
 # Groups that were dropped, and threads that never came back from making one: the end of the interpreter would wait for them.
 _left_behind: list[object] = []
 # The backend's own timeout comes after ours, whose message says more.
@@ -52,6 +60,22 @@ _BACKEND_MARGIN_S = 15.0
 
 class WeightSyncError(PaNpuError):
     """Trainer and engine disagree about the weights to exchange, or their connection broke; the message names both."""
+
+
+class Work(Protocol):
+    """What is awaited of a message: torch.distributed.Work has it."""
+
+    def is_completed(self) -> bool:
+        """Asked again and again."""
+
+    def wait(self) -> Any:
+        """Once it is completed."""
+
+
+class Group(Protocol):
+    """What a publish asks of a group, apart from the end that leave_group and drop_group make."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work: ...
 
 
 class Abandonment:
@@ -105,7 +129,7 @@ class Deadline:
 
 
 def wait(
-    work: dist.Work,
+    work: Work,
     deadline: Deadline,
     what: str,
     remedy: str,
@@ -184,16 +208,21 @@ def join_group(
         rules = collectives.rules(backend)
         if problem := rules.check():
             raise WeightSyncError(f"{describe}: {problem}")
-        _wait_for_members(store, rank, size, rules.terms(), deadline, describe)
+        wait_for_members(store, rank, size, rules.terms(), deadline, describe)
         group = _make_group(store, name, rank, size, backend, timeout, device, deadline, describe)
     except (RuntimeError, ValueError) as error:
-        raise WeightSyncError(
-            f"{describe}: could not join the group of {size} members through the store at {host}:{port} "
-            f"({_reason(error)}); check that the store is that of this run, that {backend} is available, and "
-            f"that the members reach each other over the network"
-        ) from error
+        raise join_failed(host, port, size, describe, backend, error) from error
     c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
     return group
+
+
+def join_failed(host: str, port: int, size: int, describe: str, means: str, error: Exception) -> WeightSyncError:
+    """means: what the group works by."""
+    return WeightSyncError(
+        f"{describe}: could not join the group of {size} members through the store at {host}:{port} "
+        f"({_reason(error)}); check that the store is that of this run, that {means} is available, and "
+        f"that the members reach each other over the network"
+    )
 
 
 def _make_group(
@@ -274,7 +303,7 @@ def _device_index(device: torch.device) -> int | None:
     return device.index if device.index is not None else torch.accelerator.current_device_index()
 
 
-def _wait_for_members(store: dist.Store, rank: int, size: int, terms: str, deadline: Deadline, describe: str) -> None:
+def wait_for_members(store: dist.Store, rank: int, size: int, terms: str, deadline: Deadline, describe: str) -> None:
     """Meet in the store first: the backends' own waits cannot tell who is missing, and take long on the first to come.
 
     terms: what must be equal on all members (Gloo.terms).
@@ -306,22 +335,33 @@ def epoch_name(name: str, epoch: int) -> str:
     return f"{name}.{epoch}" if epoch else name
 
 
-def host_name(name: str) -> str:
-    """The name of the group beside it that goes through host memory."""
-    return f"{name}.host"
+def way_name(name: str, way: Way) -> str:
+    """The name of the stage's group that goes this way."""
+    return name if way == "group" else f"{name}.{way}"
 
 
-def leave_group(group: dist.ProcessGroup) -> None:
-    """Free a group made by join_group."""
-    dist.destroy_process_group(group)
+def leave_group(group: Any) -> None:
+    """Free a group made by join_group, or one through memory."""
+    if not _unmap(group):
+        dist.destroy_process_group(group)
 
 
-def drop_group(group: dist.ProcessGroup, device: torch.device = _CPU, reason: str = "it lost a member") -> None:
+def _unmap(group: Any) -> bool:
+    """Ends a group through memory, of which nothing can be pending; False for any other."""
+    unmap = getattr(group, "unmap", None)
+    if unmap is not None:
+        unmap()
+    return unmap is not None
+
+
+def drop_group(group: Any, device: torch.device = _CPU, reason: str = "it lost a member") -> None:
     """Stop using a group made by join_group in which a member is gone or hangs: end what is pending, where the backend can.
 
     Where it cannot, as gloo, the group's destructor would wait for it, with Python's lock held, until the group's timeout: so the
     object stays until the process ends, which run_and_exit is for.
     """
+    if _unmap(group):
+        return
     _left_behind.append(group)
     backend, _ = c10d._world.pg_map.get(group, ("gloo", None))
     what = f"ending what is pending in a group of {backend} that was given up"
@@ -353,7 +393,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
-def broadcast(group: dist.ProcessGroup | None, tensor: torch.Tensor, root: int = 0) -> dist.Work:
+def broadcast(group: Group | None, tensor: torch.Tensor, root: int = 0) -> Work:
     """Start a broadcast from the member `root` of the group."""
     assert group is not None
     try:

@@ -332,9 +332,10 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
 
 
 @pytest.mark.parametrize(
-    "kills",
+    ("through", "kills"),
     [
         pytest.param(
+            "handles",
             (
                 ("engine-1", "generation"),
                 ("engine-1", "publish"),
@@ -343,20 +344,22 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
             ),
             id="some",
         ),
-        pytest.param(tuple(each(["engine-1", "engine-0", *WORKERS])), id="all", marks=pytest.mark.nightly),
+        pytest.param("auto", tuple(each(["engine-1", "engine-0", *WORKERS])), id="all", marks=pytest.mark.nightly),
+        pytest.param("handles", tuple(each(["engine-1", *WORKERS])), id="handles", marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_with_an_engine_on_a_trainers_device_ends_with_the_weights_of_one_without_whatever_is_killed(
+    through: str,
     kills: Kills,
     launch: Callable[..., Launched],
     tiny: Path,
     tmp_path: Path,
     undisturbed: Callable[[str], Result],
 ) -> None:
-    """engine-1 is beside trainer-0."""
+    """engine-1 is beside trainer-0, and by handles it maps that process's memory for its weights."""
     directory = tmp_path / "run"
     (port,) = free_ports("127.0.0.1", 1)
-    shared = {"rollout.shared_engines": 1, "placement.engine_port": port}
+    shared = {"rollout.shared_engines": 1, "placement.engine_port": port, "publish.shared_through": through}
     watched = Watched(launch(*keys(tiny, directory, "transformers", **shared)), engine_port=port)
     watched.run.wait_for(lambda: "engine-1 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
     kill_all(watched, kills)

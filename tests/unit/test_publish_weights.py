@@ -237,9 +237,9 @@ def test_engines_on_the_trainers_devices_receive_the_same_weights_through_host_m
         return Receiver([Manifest.from_json(announced.manifest)], [group], 1, torch.device("cpu"), 5.0, [abandonment])
 
     announced = leader.manifest()
-    names = [announced.name, announced.through_host().name]
+    names = [announced.name, announced.by("host").name]
     assert len(set(names)) == 2
-    for epoch, members, bases in ((0, PublishMembers(0, 1, 1), names), (1, PublishMembers(1, 0, 1), names[1:])):
+    for epoch, members, bases in ((0, PublishMembers(0, 1, 0, 1), names), (1, PublishMembers(1, 0, 0, 1), names[1:])):
         _, *receivers = run_threads(
             lambda m=members: leader.connect(m), *(lambda b=base, e=epoch: joined(b, e) for base in bases)
         )

@@ -232,10 +232,16 @@ class Joining:
         """Nothing to close."""
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl", "hccl"])
-async def test_no_publish_group_has_two_ranks_on_a_device_where_the_backend_forbids_it(backend: str):
+@pytest.mark.parametrize(
+    ("backend", "through", "expected"),
+    [("gloo", "auto", "gloo"), ("nccl", "auto", "handles"), ("hccl", "auto", "handles"), ("hccl", "host", "host")],
+)
+async def test_no_publish_group_has_two_ranks_on_a_device_where_the_backend_forbids_it(
+    backend: str, through: str, expected: str
+):
     """Two engines of two workers, the shared one started first, and one stage."""
-    config = shared_config(rollout={"tensor_parallel": 2}, trainer={"devices": 2})
+    rollout, trainer = {"tensor_parallel": 2}, {"devices": 2}
+    config = shared_config(rollout=rollout, trainer=trainer, publish={"shared_through": through})
     async with EnginePool() as pool:
         engines = {name: Joining(name) for name in ("shared", "own")}
         for name, engine in engines.items():
@@ -246,12 +252,14 @@ async def test_no_publish_group_has_two_ranks_on_a_device_where_the_backend_forb
         members = [Member(number, 0, True, engine) for number, engine in enumerate(engines.values())]
         numbers, counts = publish._numbered(members)
         for number, member in zip(numbers, members, strict=True):
-            count = counts[publish._through_host(member.engine)]
+            count = counts[publish._way(member.engine)]
             await publish._connect(member.engine, number, count, connection.stages, 0)
     found = {name: engine.joined[0] for name, engine in engines.items()}
     shape = {name: (g.backend, g.stages[0]["name"], g.first_rank, g.world_size) for name, g in found.items()}
-    if backend == "gloo":
+    if expected == "gloo":
         assert shape == {"shared": ("gloo", "stage", 1, 5), "own": ("gloo", "stage", 3, 5)}
+    elif expected == "handles":
+        assert shape == {"shared": ("handles", "stage.handles", 1, 3), "own": (backend, "stage", 1, 3)}
     else:
         assert shape == {"shared": ("gloo", "stage.host", 1, 3), "own": (backend, "stage", 1, 3)}
 

@@ -31,6 +31,14 @@ def broken_engines(c: Config) -> Iterator[str]:
             f"rollout.shared_engines: {r.shared_engines} with schedule.max_staleness = {s.max_staleness}: trainers that are behind "
             f"never wait for rollouts, which is when engines on their devices work; set one of them to 0"
         )
+    through = c.publish.shared_through
+    if through != "auto" and not c.num_shared_engines:
+        yield f"publish.shared_through: {through} is for engines on the trainers' devices, of which there are none; remove the key"
+    if through == "handles" and c.placement.nnodes > 1:
+        yield (
+            f"publish.shared_through: handles are for one machine, and placement.nnodes = {c.placement.nnodes}; set it to auto or "
+            f"host"
+        )
     if r.shared_engines * r.tensor_parallel > t.devices:
         yield (
             f"rollout.shared_engines: {r.shared_engines} engines of {r.tensor_parallel} devices (rollout.tensor_parallel) are more "

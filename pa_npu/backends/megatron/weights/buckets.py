@@ -72,7 +72,7 @@ class Gather:
     """The exchange of one bucket: [tp_size, elements], the ranks' rows of its pieces one after another; one work per peer."""
 
     shards: torch.Tensor
-    works: list[dist.Work]
+    works: list[transport.Work]
 
 
 class StageTensors:
