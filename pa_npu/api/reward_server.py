@@ -2,11 +2,14 @@
 
     caller's process: RewardServer ──socket──< reward worker: pa_npu.api.reward_client, which the run knows as a reward function
 
-A function runs here in a thread per worker. What it raises is the worker's error, and counts as any failing reward.
+A function runs here in a thread per worker, an `async def` in a loop of its own. What it raises is the worker's error, and counts
+as any failing reward.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import shutil
 import socketserver
@@ -75,7 +78,9 @@ def answer(functions: dict[str, Reward], line: bytes) -> bytes:
     """A worker's line, {"function", "group"}, to {"rewards"} or {"error"}."""
     try:
         request: dict[str, Any] = json.loads(line)
-        values = functions[request["function"]](RewardInput(**request["group"]))
+        values: Any = functions[request["function"]](RewardInput(**request["group"]))
+        if inspect.iscoroutine(values):
+            values = asyncio.run(values)
         reply: dict[str, Any] = {"rewards": [float(value) for value in values]}
     except Exception as error:  # the user's code may raise anything, and its worker has to hear of it
         reply = {"error": f"{type(error).__name__}: {error}"}

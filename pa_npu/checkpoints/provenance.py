@@ -32,7 +32,8 @@ CHANGES: dict[str, Change] = {
         Change.SILENT: {
             "run": "dir device restarts restart_window_s",
             "rollout": "key_file request_timeout_s startup_timeout_s probe_every_s probe_timeout_s restarts restart_window_s",
-            "reward": "workers",
+            "reward": "workers judge.api_key_variable judge.concurrency judge.timeout_s judge.attempts judge.cache "
+            "code.concurrency",
             "trainer": "wait_timeout_s startup_timeout_s",
             "publish": "bucket_mib timeout_s",
             "checkpoint": "every load resume asynchronous timeout_s keep_last keep_best export_hf",
@@ -49,7 +50,8 @@ CHANGES: dict[str, Change] = {
             "max_num_seqs memory_fraction shared_memory_fraction kv_cache_gib graph_mode prefix_caching batch_invariant "
             "expandable_segments too_long extra_args env",
             "environment": "timeout_s",
-            "reward": "timeout_s max_failing_share",
+            "reward": "timeout_s max_failing_share judge.url judge.on_failure code.memory_mib code.files_mib code.output_kib "
+            "code.processes code.timeout_s code.isolation",
             "trainer": "devices tensor_parallel pipeline_parallel sequence_parallel recompute frozen_pass gradient_bucket_mib",
             "microbatch": "responses max_tokens pad_to_multiple_of",
             "attention": "shared_prompt implementation",
@@ -64,7 +66,8 @@ CHANGES: dict[str, Change] = {
             "max_prompt_tokens overlong_prompt shuffle skip skip_after skip_epochs",
             "rollout": "responses_per_prompt max_response_tokens temperature top_p top_k ignore_eos",
             "environment": "name max_turns options",
-            "reward": "functions",
+            "reward": "functions judge.model judge.system judge.template judge.score_pattern judge.score_key judge.lowest "
+            "judge.highest judge.temperature judge.max_tokens code.tests code.score code.most_tests",
             "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in reference_refresh_every "
             "ratio importance_sampling importance_rule importance_cap importance_floor age_exponent "
             "entropy_coef delta dual_clip dpo_beta aggregation",
@@ -93,7 +96,7 @@ REFUSED = {
 def change_of(key: str) -> Change:
     """Of a key, or of one below a key whose value is a dictionary. A key that this version does not have means nothing to it."""
     section, _, rest = key.partition(".")
-    return CHANGES.get(f"{section}.{rest.partition('.')[0]}", Change.SILENT)
+    return CHANGES.get(key) or CHANGES.get(f"{section}.{rest.partition('.')[0]}", Change.SILENT)
 
 
 def config_tree(config: Config) -> dict[str, Any]:

@@ -94,7 +94,7 @@ async def run(config: Config) -> None:
         fleet = await stack.enter_async_context(
             Fleet(config.rollout, pool, roster, lambda url: kind.client(url, spec.vocab_size, key))
         )
-        rewards = await stack.enter_async_context(RewardPool(config.reward))
+        rewards = await stack.enter_async_context(RewardPool(config.reward, config.run.dir))
         timeline = stack.enter_context(
             Timeline.for_run(config.run.dir, "coordinator", enabled=config.telemetry.timeline)
         )

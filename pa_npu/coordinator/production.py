@@ -71,6 +71,7 @@ class Production:
         self._rewards: dict[str, float] = {}
         self._shortest, self._longest = 0, 0
         self._errors = 0
+        self._no_verdict: dict[str, int] = {}
         self._equal = 0
         self._in_buffer: list[DispatchedGroup] = []
 
@@ -99,6 +100,8 @@ class Production:
         for name, values in result.functions.items():
             self._rewards[name] = self._rewards.get(name, 0.0) + float(sum(values))
         self._errors += len(result.errors)
+        for name, number in result.no_verdict.items():
+            self._no_verdict[name] = self._no_verdict.get(name, 0) + number
         self._equal += not result.is_informative
         if index < self._num_samples:
             self._samples.append(_sample(self.iteration, index, prompt, samples, result))
@@ -132,6 +135,7 @@ class Production:
             "accuracy": self._correct / responses,
             "rewards": {name: total / responses for name, total in sorted(self._rewards.items())},
             "reward_errors": self._errors,
+            "reward_no_verdict": dict(self._no_verdict),
             "equal_reward_ratio": self._equal / self._groups,
             "response_length_mean": self._response_tokens / responses,
             "response_length_min": self._shortest,

@@ -153,7 +153,7 @@ async def _evaluate(config: Config, spec: ModelSpec, urls: Sequence[str], key: s
         pool = await stack.enter_async_context(EnginePool(clients, config.rollout.probe_timeout_s))
         for client in clients:
             await client.wait_ready(deadline_s=config.rollout.startup_timeout_s)
-        rewards = await stack.enter_async_context(RewardPool(config.reward))
+        rewards = await stack.enter_async_context(RewardPool(config.reward, config.run.dir))
         sampling = Sampling(config.rollout.max_response_tokens, 1.0, stop_token_ids=spec.eos_token_ids)
         evaluator = Evaluator(config, sets, pool, make_environment(config, tokenizer), rewards, sampling)
         return await evaluator.evaluate(_VERSION)

@@ -25,6 +25,6 @@ class FailingShare:
             if label in errors and len(failed) >= LEAST and sum(failed) > self._most * len(failed):
                 raise DataError(
                     f"reward.functions: {label} failed for {sum(failed)} of the last {len(failed)} groups, which were trained "
-                    f"with zeros (last: {errors[label]}); correct the function, or raise reward.max_failing_share = "
+                    f"without it (last: {errors[label]}); correct the function, or raise reward.max_failing_share = "
                     f"{self._most:g}"
                 )

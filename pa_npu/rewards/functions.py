@@ -1,13 +1,17 @@
-"""Reward functions: math, format, overlong, and a user's own module:function, each from a group to G numbers."""
+"""Reward functions: math, format, overlong, and a user's own module:function, each from a group to G numbers.
+
+Those that wait (judge, code, and a user's `async def`) are built here too, and run by concurrent_worker.py.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pa_npu.config.user_code import ERROR_CHARACTERS, describe, import_function, source_of
 from pa_npu.data.benchmarks import CHOICE_COLUMN
@@ -17,31 +21,53 @@ from pa_npu.rewards.choices import chosen_letter
 from pa_npu.rewards.types import RewardInput
 
 if TYPE_CHECKING:
-    from pa_npu.config.sections import RewardFunction
+    from pa_npu.config.sections import RewardConfig
 
 Function = Callable[[RewardInput], Sequence[float]]
+JUDGE_SCORES = "judge_scores.sqlite"
 
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """One configured function. label: its name, made unique. The rest is the settings of the built-in functions."""
+    """One configured function. label: its name, made unique. The rest is the settings of the built-in functions.
+
+    settings: of judge and code, their section as JSON values; cache: the judge's file.
+    """
 
     name: str
     label: str
     pattern: str | None = None
     max_tokens: int = 0
     buffer_tokens: int = 0
+    settings: Mapping[str, Any] | None = None
+    cache: str | None = None
 
 
-def function_specs(functions: Iterable[RewardFunction]) -> tuple[FunctionSpec, ...]:
-    """Specs in configuration order; the second `format` is labelled format#2."""
+CONCURRENT = frozenset({"judge", "code"})
+"""Built-in functions that wait more than they compute: many groups at once, in a process of their own (concurrent.py)."""
+
+
+def function_specs(config: RewardConfig, run_dir: str | Path | None = None) -> tuple[FunctionSpec, ...]:
+    """Specs in configuration order; the second `format` is labelled format#2. run_dir: where the judge's scores are kept."""
     seen: dict[str, int] = {}
     specs = []
-    for function in functions:
+    for function in config.functions:
         name = function.name
         seen[name] = seen.get(name, 0) + 1
         label = name if seen[name] == 1 else f"{name}#{seen[name]}"
-        specs.append(FunctionSpec(name, label, function.pattern, function.max_tokens or 0, function.buffer_tokens or 0))
+        settings = getattr(config, name).model_dump(mode="json") if name in CONCURRENT else None
+        cached = name == "judge" and config.judge.cache and run_dir is not None
+        specs.append(
+            FunctionSpec(
+                name,
+                label,
+                function.pattern,
+                function.max_tokens or 0,
+                function.buffer_tokens or 0,
+                settings,
+                str(Path(run_dir) / JUDGE_SCORES) if cached and run_dir is not None else None,
+            )
+        )
     return tuple(specs)
 
 
@@ -99,11 +125,38 @@ def import_reward(name: str) -> Function:
     return function
 
 
+def is_concurrent(function: Any) -> bool:
+    """Whether it is an `async def`, or an object that is called like one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def build_concurrent(spec: FunctionSpec) -> Any:
+    """The judge or the sandbox that `spec` names, for one event loop."""
+    if spec.name == "judge":
+        from pa_npu.config.sections import JudgeConfig
+        from pa_npu.rewards.judge import JudgeReward
+
+        return JudgeReward(JudgeConfig.model_validate(spec.settings), Path(spec.cache) if spec.cache else None)
+    from pa_npu.config.sections import CodeConfig
+    from pa_npu.rewards.code_reward import CodeReward
+
+    return CodeReward(CodeConfig.model_validate(spec.settings))
+
+
 def call_function(function: Function, group: RewardInput) -> tuple[list[float], str | None]:
     """The group's rewards and, where the function failed, zeros and the reason in one line."""
     try:
-        rewards = [float(reward) for reward in function(group)]
+        returned = function(group)
     except Exception as error:  # whatever a reward function raises costs its reward, not the run
+        return [0.0] * len(group.responses), describe(error)
+    return checked_rewards(function, group, returned)
+
+
+def checked_rewards(function: Any, group: RewardInput, returned: Any) -> tuple[list[float], str | None]:
+    """What a function has returned, as numbers; zeros and the reason where it is not one finite number per response."""
+    try:
+        rewards = [float(reward) for reward in returned]
+    except Exception as error:
         return [0.0] * len(group.responses), describe(error)
     if len(rewards) != len(group.responses):
         reason = f"returned {len(rewards)} rewards for {len(group.responses)} responses"

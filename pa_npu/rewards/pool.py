@@ -6,6 +6,7 @@
                                            in both cases the groups behind it wait again, and the worker is started anew
 
 So a worker that somebody kills changes no reward (I6), and a function that kills its worker every time costs its group.
+Functions that wait (a judge, the sandbox, a user's `async def`) run beside these in one process for all groups (concurrent.py).
 A group's time limit runs while it is the head, not while it waits. Groups behind a slow head do not stall: a worker
 without work takes them over (a reward is a function of the group, so whoever answers first is right).
 """
@@ -15,16 +16,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from pa_npu.config.sections import RewardConfig
-from pa_npu.errors import PaNpuError
+from pa_npu.control.tasks import gather
+from pa_npu.errors import DataError, PaNpuError
+from pa_npu.rewards.concurrent import ConcurrentRewards
 from pa_npu.rewards.failures import FailingShare
-from pa_npu.rewards.process import WorkerProcess, check_reward_functions, group_line, reward_specs
+from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, function_specs
+from pa_npu.rewards.process import WorkerProcess, check_reward_functions, first_line, group_line
 from pa_npu.rewards.types import SHAPING, RewardInput, RewardResult
 
 __all__ = ["RewardInput", "RewardPool", "RewardResult", "check_reward_functions"]
@@ -32,6 +38,9 @@ __all__ = ["RewardInput", "RewardPool", "RewardResult", "check_reward_functions"
 PIPELINE_DEPTH = 4  # groups in a worker at once, so that it never waits for the event loop
 ATTEMPTS = 3  # workers that may die of one group
 FAILED_STARTS = 3  # in a row, then the pool gives up
+_NO_VERDICT_AT_ALL = 0.5  # of a judge's 0 to 1
+_RIGHT_FROM = {"judge": 0.5, "code": 1.0}  # what counts as right; of other functions, what is above 0
+_LEAST_ABOVE_0 = np.nextafter(np.float32(0), np.float32(1))
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +68,19 @@ class RewardPool:
     or the pool is closed.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        self.specs = reward_specs(config.functions)
+    def __init__(self, config: RewardConfig, run_dir: str | Path | None = None) -> None:
+        self.specs = function_specs(config, run_dir)
         self.timeout_s = config.timeout_s
+        self._neutral = config.judge.on_failure == "neutral"
         self._failing = FailingShare([spec.label for spec in self.specs], config.max_failing_share)
         self._weights = np.array([function.weight for function in config.functions], np.float32)
         # The verdict on a response is that of the first function that judges its content.
         self._judge = next((number for number, spec in enumerate(self.specs) if spec.name not in SHAPING), 0)
         self._waiting: deque[_Job] = deque()
-        self._workers = [_Worker(index, self) for index in range(config.workers)]
+        num_workers = 0 if all(spec.name in CONCURRENT for spec in self.specs) else config.workers
+        self._workers = [_Worker(index, self) for index in range(num_workers)]
+        self._computed = {spec.label for spec in self.specs if spec.name not in CONCURRENT}  # by these workers
+        self._concurrent: ConcurrentRewards | None = None
         self._broken: PaNpuError | None = None
         self._last_identity = 0
 
@@ -77,6 +90,11 @@ class RewardPool:
             for error in await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True):
                 if error is not None:
                     raise error
+            self._computed -= {label for worker in self._workers for label in worker.concurrent}
+            waiting = tuple(spec for spec in self.specs if spec.label not in self._computed)
+            if waiting:
+                self._concurrent = ConcurrentRewards(waiting, self.timeout_s)
+                await self._concurrent.start()
         except BaseException:
             await self.close()
             raise
@@ -91,33 +109,78 @@ class RewardPool:
         """Ends all workers and fails what still waits. Idempotent."""
         self.give_up(PaNpuError("the reward pool is closed; score groups before leaving it"))
         await asyncio.gather(*(worker.close() for worker in self._workers))
+        if self._concurrent is not None:
+            await self._concurrent.close()
 
     async def score(self, group: RewardInput) -> RewardResult:
         """Rewards of the group's G responses, in order."""
         if self._broken is not None:
             raise self._broken
-        job = self._job(group)
-        self._waiting.append(job)
-        self.dispatch()
-        reply = await job.future
-        errors: dict[str, str] = reply["errors"]
-        if not reply["rewards"]:  # the worker did not survive it, whichever function that was
-            errors = {spec.label: reply["failure"] for spec in self.specs}
-        reasons = (
-            [reply["failure"]] if not reply["rewards"] else [f"{label}: {error}" for label, error in errors.items()]
-        )
+        parts = [part for part in (self._compute(group), self._wait_for(group)) if part is not None]
+        values: dict[str, list[float | None]] = {}
+        errors: dict[str, str] = {}
+        reasons: list[str] = []
+        for labels, reply in [await parts[0]] if len(parts) == 1 else await gather(parts):
+            if reply.get("fatal"):
+                raise DataError(reply["fatal"])
+            if "failure" in reply:  # the worker did not survive it, whichever function that was
+                errors.update(dict.fromkeys(labels, reply["failure"]))
+                reasons.append(reply["failure"])
+                continue
+            values.update(reply["rewards"])
+            errors.update(reply["errors"])
+            reasons += [f"{label}: {error}" for label, error in reply["errors"].items()]
         for reason in reasons:
-            log.warning("rewards: zero for the responses to %.80r: %s", group.prompt, reason)
-        self._failing.note(errors)
+            log.warning("rewards: for the responses to %.80r: %s", group.prompt, reason)
         rewards = np.zeros((len(self.specs), len(group.responses)), np.float32)
-        if reply["rewards"]:
-            rewards[:] = reply["rewards"]
+        no_verdict: dict[str, int] = {}
+        for row, spec in zip(rewards, self.specs, strict=True):
+            found = values.get(spec.label)
+            if found is None:
+                found = [None if spec.name in CONCURRENT else 0.0] * len(group.responses)
+            if missing := sum(value is None for value in found):
+                no_verdict[spec.label] = missing
+                self._refuse_where_it_ends(spec, missing, group, errors.get(spec.label, ""))
+            row[:] = neutral(found)
+        self._failing.note(errors)
         return RewardResult(
             total=self._weights @ rewards,
-            functions={spec.label: values for spec, values in zip(self.specs, rewards, strict=True)},
-            correct=rewards[self._judge] > 0,
+            functions={spec.label: row for spec, row in zip(self.specs, rewards, strict=True)},
+            correct=rewards[self._judge] >= _RIGHT_FROM.get(self.specs[self._judge].name, _LEAST_ABOVE_0),
             errors=tuple(reasons),
+            no_verdict=no_verdict,
         )
+
+    def _compute(self, group: RewardInput) -> Coroutine[Any, Any, tuple[set[str], dict[str, Any]]] | None:
+        """By the workers, of functions that compute."""
+        if not self._computed:
+            return None
+
+        async def compute() -> tuple[set[str], dict[str, Any]]:
+            job = self._job(group)
+            self._waiting.append(job)
+            self.dispatch()
+            return self._computed, await job.future
+
+        return compute()
+
+    def _wait_for(self, group: RewardInput) -> Coroutine[Any, Any, tuple[set[str], dict[str, Any]]] | None:
+        """By the process of functions that wait."""
+        concurrent = self._concurrent
+        if concurrent is None:
+            return None
+
+        async def wait() -> tuple[set[str], dict[str, Any]]:
+            return {spec.label for spec in self.specs} - self._computed, await concurrent.score(group)
+
+        return wait()
+
+    def _refuse_where_it_ends(self, spec: FunctionSpec, missing: int, group: RewardInput, reason: str) -> None:
+        if spec.name == "judge" and not self._neutral:
+            raise PaNpuError(
+                f"reward.judge: {reason or f'no verdict on {missing} responses'}, to {group.prompt[:80]!r}; let its server answer, "
+                f"raise reward.judge.attempts, or set reward.judge.on_failure=neutral"
+            )
 
     def _job(self, group: RewardInput) -> _Job:
         self._last_identity += 1
@@ -157,6 +220,13 @@ class RewardPool:
         self._waiting.clear()
 
 
+def neutral(values: Sequence[float | None]) -> list[float]:
+    """The values, those that are missing replaced by the mean of the others: no signal. In the middle (0.5) where all are."""
+    known = [value for value in values if value is not None]
+    mean = sum(known) / len(known) if known else _NO_VERDICT_AT_ALL
+    return [mean if value is None else value for value in values]
+
+
 class _Worker:
     """A worker's place in the pool: one process at a time, started anew whenever it dies. jobs: the head first."""
 
@@ -174,8 +244,13 @@ class _Worker:
     def has_room(self) -> bool:
         return self._process is not None and len(self.jobs) < PIPELINE_DEPTH
 
+    @property
+    def concurrent(self) -> list[str]:
+        """Functions that it leaves to the process of those that wait."""
+        return list(self._process.ready["concurrent"]) if self._process is not None else []
+
     async def start(self) -> None:
-        self._process = await WorkerProcess.start(self._pool.specs)
+        self._process = await WorkerProcess.start(first_line(self._pool.specs))
         self._server = asyncio.create_task(self._serve(), name=f"reward worker {self._index}")
 
     async def close(self) -> None:
@@ -237,10 +312,10 @@ class _Worker:
                 )
             else:
                 reason = f"its reward worker died {ATTEMPTS} times (last: {cause})"
-                self._resolve(jobs.pop(0), {"rewards": [], "errors": {}, "failure": reason})
+                self._resolve(jobs.pop(0), {"failure": reason})
         elif jobs and jobs[0] is overdue:
             reason = f"not done within reward.timeout_s = {self._pool.timeout_s:g} s, so its worker was killed"
-            self._resolve(jobs.pop(0), {"rewards": [], "errors": {}, "failure": reason})
+            self._resolve(jobs.pop(0), {"failure": reason})
         for job in jobs:
             job.workers.discard(self._index)
         self._pool.put_back(jobs)
@@ -248,7 +323,7 @@ class _Worker:
     async def _restart(self) -> WorkerProcess:
         for attempt in range(1, FAILED_STARTS + 1):
             try:
-                return await WorkerProcess.start(self._pool.specs)
+                return await WorkerProcess.start(first_line(self._pool.specs))
             except (PaNpuError, OSError) as error:
                 log.warning("reward worker %d: start %d of %d failed: %s", self._index, attempt, FAILED_STARTS, error)
                 last = error

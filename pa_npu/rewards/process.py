@@ -10,16 +10,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pa_npu
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import RewardFunction
-from pa_npu.errors import DataError, DeadlineExceeded
-from pa_npu.rewards.functions import FunctionSpec, build_function, function_specs
+from pa_npu.errors import ConfigError, DataError, DeadlineExceeded
+from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, build_function, function_specs
 from pa_npu.rewards.types import RewardInput
 
 STARTUP_TIMEOUT_S = 120.0  # importing math-verify and a user's module on a busy machine
@@ -30,19 +29,23 @@ log = logging.getLogger(__name__)
 
 
 class WorkerProcess:
-    """A running pa_npu.rewards.worker whose functions are loaded, in a process group of its own."""
+    """A running worker whose functions are loaded, in a process group of its own. ready: its first reply."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None
+        self.ready: dict[str, Any] = {}
         self._process = process
         self._stdin = process.stdin
         self._stdout = process.stdout
 
     @classmethod
-    async def start(cls, specs: tuple[FunctionSpec, ...]) -> WorkerProcess:
-        """Raises DataError where a function cannot be used, DeadlineExceeded where loading takes too long."""
+    async def start(cls, first_line: bytes, module: str = "pa_npu.rewards.worker") -> WorkerProcess:
+        """first_line: what the process of the module reads first.
+
+        Raises DataError where a function cannot be used, DeadlineExceeded where loading takes too long.
+        """
         process = await asyncio.create_subprocess_exec(
-            *_command(),
+            *_command(module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             limit=REPLY_LIMIT_BYTES,
@@ -51,8 +54,8 @@ class WorkerProcess:
         )
         worker = cls(process)
         try:
-            worker.write(_first_line(specs))
-            _check_first_reply(await asyncio.wait_for(worker._stdout.readline(), STARTUP_TIMEOUT_S))
+            worker.write(first_line)
+            worker.ready = _check_first_reply(await asyncio.wait_for(worker._stdout.readline(), STARTUP_TIMEOUT_S))
         except asyncio.TimeoutError:
             await worker.reap()
             raise DeadlineExceeded(
@@ -91,25 +94,48 @@ class WorkerProcess:
         return f"exit code {returncode}" if returncode >= 0 else signal.Signals(-returncode).name
 
 
-def check_reward_functions(config: Config, sample: RewardInput | None = None) -> None:
-    """Loads the reward functions as a worker will, and rewards one group with those of the user's. Call it before a run.
+def check_reward_functions(config: Config, sample: RewardInput | None = None, ask_judge: bool = True) -> None:
+    """Loads the reward functions as the workers will, and rewards one group with the user's, the judge and the sandbox.
 
-    sample: a group of the dataset; None only loads them. Raises UserError where one cannot be used.
+    Call it before a run. sample: a group of the dataset; None only loads them. ask_judge: False sends the judge nothing. Raises
+    UserError where one cannot be used.
     """
-    specs = reward_specs(config.reward.functions)
+    specs = function_specs(config.reward, config.run.dir)
     own = tuple(spec for spec in specs if ":" in spec.name)
     for spec in specs:
-        if spec not in own:
+        if spec not in own and spec.name not in CONCURRENT:
             build_function(spec)
-    if not own:
-        return
-    names = ", ".join(spec.name for spec in own)
-    lines = [_first_line(own)] + ([group_line(0, sample)] if sample else [])
+    variable = config.reward.judge.api_key_variable
+    if variable and not os.environ.get(variable):
+        raise ConfigError(
+            f"reward.judge.api_key_variable: {variable} is not set in the environment; export the judge's key in it"
+        )
+    concurrent: list[str] = []
+    if own:
+        concurrent = _try(config, "pa_npu.rewards.worker", first_line(own), own, sample)["concurrent"]
+    waiting = tuple(
+        spec
+        for spec in specs
+        if spec.label in concurrent or spec.name == "code" or (spec.name == "judge" and ask_judge and sample)
+    )
+    if waiting:
+        line = concurrent_first_line(waiting, config.reward.timeout_s, trial=True)
+        _try(config, "pa_npu.rewards.concurrent_worker", line, waiting, sample)
+
+
+def _try(
+    config: Config, module: str, first: bytes, specs: tuple[FunctionSpec, ...], sample: RewardInput | None
+) -> dict[str, Any]:
+    """One start of a worker's process, with one group where there is one. Returns its first reply."""
+    names = ", ".join(spec.name for spec in specs)
+    lines = [first] + ([group_line(0, sample)] if sample else [])
     limit_s = STARTUP_TIMEOUT_S + config.reward.timeout_s
+    if any(spec.name == "judge" for spec in specs):
+        limit_s += config.reward.judge.attempts * config.reward.judge.timeout_s
     output = b""
     try:
         finished = subprocess.run(
-            _command(), input=b"".join(lines), stdout=subprocess.PIPE, env=_environment(), timeout=limit_s
+            _command(module), input=b"".join(lines), stdout=subprocess.PIPE, env=_environment(), timeout=limit_s
         )
         output = finished.stdout
     except subprocess.TimeoutExpired as expired:
@@ -118,17 +144,23 @@ def check_reward_functions(config: Config, sample: RewardInput | None = None) ->
                 f"reward.functions: importing {names} takes more than {limit_s:.0f} s; make the import faster"
             ) from None
         output = expired.stdout
-    first, _, rest = output.partition(b"\n")
-    _check_first_reply(first)
+    head, *others = output.splitlines() or [b""]
+    ready = _check_first_reply(head)
     if sample is None:
-        return
-    if not rest:
+        return ready
+    replies = [reply for reply in map(json.loads, others) if "id" in reply]
+    if not replies:
         raise DataError(
             f"reward.functions: {names} did not reward a group of the dataset: the worker died or took more than "
             f"{limit_s:.0f} s; correct what its output above says"
         )
-    for label, error in json.loads(rest)["errors"].items():
-        raise DataError(f"reward.functions: {label} fails for a group of the dataset: {error}; correct the function")
+    if replies[0].get("fatal"):
+        raise DataError(replies[0]["fatal"])
+    for label, error in replies[0]["errors"].items():
+        what = f"reward.judge.url: {config.reward.judge.url}" if label == "judge" else f"reward.functions: {label}"
+        remedy = "let its server answer" if label == "judge" else "correct the function"
+        raise DataError(f"{what} fails for a group of the dataset: {error}; {remedy}")
+    return ready
 
 
 def sample_group(prompt: str, answer: str, row: Mapping[str, Any], size: int) -> RewardInput:
@@ -149,12 +181,8 @@ def group_line(identity: int, group: RewardInput) -> bytes:
     return json.dumps({"id": identity, "group": fields}, default=str).encode() + b"\n"
 
 
-def reward_specs(functions: Iterable[RewardFunction]) -> tuple[FunctionSpec, ...]:
-    return function_specs(functions)
-
-
-def _command() -> list[str]:
-    return [sys.executable, "-m", "pa_npu.rewards.worker", "--parent", str(os.getpid())]
+def _command(module: str) -> list[str]:
+    return [sys.executable, "-m", module, "--parent", str(os.getpid())]
 
 
 def _environment() -> dict[str, str]:
@@ -164,15 +192,23 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": search_path}
 
 
-def _first_line(specs: tuple[FunctionSpec, ...]) -> bytes:
+def first_line(specs: tuple[FunctionSpec, ...]) -> bytes:
+    """What pa_npu.rewards.worker reads first."""
     return json.dumps({"functions": [asdict(spec) for spec in specs]}).encode() + b"\n"
 
 
-def _check_first_reply(line: bytes) -> None:
+def concurrent_first_line(specs: tuple[FunctionSpec, ...], timeout_s: float, *, trial: bool) -> bytes:
+    """What pa_npu.rewards.concurrent_worker reads first."""
+    fields = {"functions": [asdict(spec) for spec in specs], "timeout_s": timeout_s, "trial": trial}
+    return json.dumps(fields).encode() + b"\n"
+
+
+def _check_first_reply(line: bytes) -> dict[str, Any]:
     if not line:
         raise DataError(
             "reward.functions: the reward worker died while loading them; correct what its output above says"
         )
-    reply = json.loads(line)
+    reply: dict[str, Any] = json.loads(line)
     if "unusable" in reply:
         raise DataError(reply["unusable"])
+    return reply

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -35,13 +35,15 @@ class RewardResult:
 
     total: float32 [G], the weighted sum. functions: each function's own rewards, float32 [G], unweighted, by name
     (a repeated name gets #2). correct: bool [G], the verdict of the first function that is not in SHAPING: its reward
-    is positive. errors: what went wrong, one line each; a function that failed gave zeros.
+    is positive, a judge's at least half, all tests of a program pass. errors: what went wrong, one line each; a function that
+    failed gave zeros. no_verdict: by function, responses on which a judge or a sandbox gave none; they have the mean of the others.
     """
 
     total: npt.NDArray[np.float32]
     functions: dict[str, npt.NDArray[np.float32]]
     correct: npt.NDArray[np.bool_]
     errors: tuple[str, ...]
+    no_verdict: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def judged(self) -> npt.NDArray[np.float32]:

@@ -2,8 +2,10 @@
 
     stdin   {"functions": [FunctionSpec's fields, ...]}                           first line
             {"id", "group": {prompt, answer, responses, response_tokens, row}}    one line per group
-    stdout  {"ready": "math-verify" | "numeric" | null} or {"unusable": reason}   first line
-            {"id", "rewards": [[G numbers] per function], "errors": {label: reason}}  one line per group, in order
+    stdout  {"ready": "math-verify" | "numeric" | null, "concurrent": [label, ...]} or {"unusable": reason}   first line
+            {"id", "rewards": {label: [G numbers]}, "errors": {label: reason}}    one line per group, in order
+
+Functions that wait, `async def`, are named as concurrent and left to concurrent_worker.py.
 
 The functions run in the main thread, where math-verify's signals work. They see /dev/null as standard input, and what
 they print goes to standard error. The worker ends with its input, and the kernel kills it when its parent dies.
@@ -19,7 +21,7 @@ from typing import Any
 from pa_npu.control.child_process import end_with, private_pipes
 from pa_npu.errors import UserError
 from pa_npu.rewards.answers import preload
-from pa_npu.rewards.functions import FunctionSpec, build_function, call_function
+from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, build_function, call_function, is_concurrent
 from pa_npu.rewards.types import RewardInput
 
 
@@ -33,11 +35,14 @@ def main() -> int:
 
     specs = [FunctionSpec(**spec) for spec in json.loads(requests.readline())["functions"]]
     try:
-        functions = [(spec.label, build_function(spec)) for spec in specs]
+        built = [(spec.label, build_function(spec)) for spec in specs if spec.name not in CONCURRENT]
     except UserError as error:
         _reply(replies, {"unusable": str(error)})
         return 1
-    _reply(replies, {"ready": preload() if any(spec.name == "math" for spec in specs) else None})
+    functions = [(label, function) for label, function in built if not is_concurrent(function)]
+    left = [spec.label for spec in specs if spec.label not in dict(functions)]
+    ready = preload() if any(spec.name == "math" for spec in specs) else None
+    _reply(replies, {"ready": ready, "concurrent": left})
     for line in requests:
         request = json.loads(line)
         _reply(replies, {"id": request["id"], **_score(functions, RewardInput(**request["group"]))})
@@ -45,10 +50,10 @@ def main() -> int:
 
 
 def _score(functions: list[tuple[str, Any]], group: RewardInput) -> dict[str, Any]:
-    rewards, errors = [], {}
+    rewards, errors = {}, {}
     for label, function in functions:
         values, error = call_function(function, group)
-        rewards.append(values)
+        rewards[label] = values
         if error is not None:
             errors[label] = error
     return {"rewards": rewards, "errors": errors}

@@ -204,7 +204,21 @@ def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]
             "reward_mean",
             "Reward functions fail",
             f"{errors:.0f} groups of the last {min(RECENT, len(records))} iterations had a function that failed or ran into "
-            f"reward.timeout_s; its rewards were zero. coordinator.log names them.",
+            f"reward.timeout_s; its rewards were zero, or without a verdict those of the others. coordinator.log names them.",
+        )
+    missing: dict[str, float] = {}
+    for record in records[-RECENT:]:
+        for name, count in (record.get("reward_no_verdict") or {}).items():
+            missing[name] = missing.get(name, 0.0) + count
+    if missing:
+        names = ", ".join(f"{count:.0f} by {name}" for name, count in sorted(missing.items()))
+        yield Advice(
+            "act",
+            "reward_mean",
+            "Responses have no verdict",
+            f"In the last {min(RECENT, len(records))} iterations: {names}. They had the mean of their group's others, so they "
+            f"taught nothing of it. coordinator.log has the reasons: a judge's server (reward.judge.attempts, timeout_s), the "
+            f"sandbox, or a row's tests.",
         )
     failed = [record["checkpoint_failed"] for record in records if record.get("checkpoint_failed") is not None]
     if failed:

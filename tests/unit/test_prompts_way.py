@@ -183,7 +183,7 @@ def reward_worker(config: Config) -> None:
     """What the pool's worker does in a process of its own, where it is not seen."""
     from pa_npu.rewards.worker import _score
 
-    functions = [("math", build_function(spec)) for spec in function_specs(config.reward.functions)]
+    functions = [("math", build_function(spec)) for spec in function_specs(config.reward)]
     _score(functions, RewardInput(QUESTION, "5", [f"{QUESTION} #### 5"], [9], {}))
     assert call_function(functions[0][1], RewardInput(QUESTION, "5", ["#### 5"], [3], {})) == ([1.0], None)
 

@@ -49,6 +49,7 @@ def test_a_run_without_trouble_gets_none_and_so_does_an_empty_one() -> None:
         ({"kl": 0.9}, {}, "far from its reference", "algorithm.kl_coef"),
         ({"grad_norm": 9.0}, {}, "every gradient is clipped", "optimizer.clip_grad"),
         ({"reward_errors": 2}, {}, "Reward functions fail", "reward.timeout_s"),
+        ({"reward_no_verdict": {"judge": 3}}, {}, "no verdict", "by judge"),
         ({"checkpoint_failed": 4}, {}, "checkpoint could not", "version 4"),
         ({"records_lost": 3}, {}, "Records were lost", "3"),
     ],

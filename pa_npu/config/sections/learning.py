@@ -11,7 +11,7 @@ from pa_npu.config.sections.base import Section
 
 LOSSES = ("clip", "gspo", "cispo", "reinforce", "dpo")
 ADVANTAGES = ("group-std", "centred", "leave-one-out", "batch-std")
-REWARDS = ("math", "format", "overlong")
+REWARDS = ("math", "format", "overlong", "judge", "code")
 
 
 class AlgorithmConfig(Section):

@@ -162,7 +162,9 @@ class EnvironmentConfig(Section):
 
 
 class RewardFunction(Section):
-    name: str = Field(..., min_length=1, description="math, format, overlong, or module:function of your own.")
+    name: str = Field(
+        ..., min_length=1, description="math, format, overlong, judge, code, or module:function of your own."
+    )
     weight: float = Field(1.0, description="Factor of this reward in the sum.")
     pattern: str | None = Field(None, description="Regular expression a response must match (format only).")
     max_tokens: int | None = Field(
@@ -175,14 +177,76 @@ class RewardFunction(Section):
     )
 
 
+class JudgeConfig(Section):
+    url: str | None = Field(
+        None, description="Base URL of the judge's OpenAI-compatible server, such as http://HOST:PORT/v1."
+    )
+    model: str | None = Field(None, min_length=1, description="Name of the model that judges, as its server knows it.")
+    api_key_variable: str | None = Field(
+        None, min_length=1, description="Environment variable that holds the server's key; none sends no key."
+    )
+    system: str | None = Field(None, description="System message to the judge.")
+    template: str = Field(
+        "Grade a response to a task.\n\nTask:\n{prompt}\n\nReference answer:\n{answer}\n\nResponse:\n{response}\n\n"
+        "Explain briefly how good the response is, then end with a line 'Score: N', where N is from {lowest} to {highest}.",
+        description="What the judge is asked: {prompt}, {answer}, {response}, {lowest}, {highest} and {row.COLUMN} are filled in.",
+    )
+    score_pattern: str = Field(
+        r"[Ss]core\W{0,5}(-?\d+(?:\.\d+)?)",
+        description="Regular expression whose group is the score; its last match in the judge's answer counts.",
+    )
+    score_key: str | None = Field(
+        None,
+        min_length=1,
+        description="The judge answers in JSON, and this key holds the score; none takes score_pattern.",
+    )
+    lowest: float = Field(0.0, description="The score that is reward 0.")
+    highest: float = Field(10.0, description="The score that is reward 1.")
+    temperature: float = Field(0.0, ge=0, description="Temperature of the judge.")
+    max_tokens: int = Field(512, ge=1, description="Longest answer of the judge in tokens.")
+    concurrency: int = Field(16, ge=1, le=1024, description="Requests to the judge at once.")
+    timeout_s: float = Field(60.0, gt=0, description="Deadline of one request.")
+    attempts: int = Field(4, ge=1, le=100, description="Requests for one score, at growing intervals.")
+    on_failure: Literal["end", "neutral"] = Field(
+        "end",
+        description="A response without a score after all attempts: end ends the run; neutral gives it the mean of its group's "
+        "others, so that it is neither rewarded nor punished. Counted in the record either way.",
+    )
+    cache: bool = Field(True, description="Keep scores in run.dir/judge_scores.sqlite, by the content of the request.")
+
+
+class CodeConfig(Section):
+    tests: str = Field("tests", min_length=1, description="Column with the tests; docs/rewards.md has the layouts.")
+    score: Literal["all", "share"] = Field(
+        "all", description="Reward 1 where all tests pass and else 0; or the share of tests that pass."
+    )
+    most_tests: int = Field(32, ge=1, description="Tests of a row that are run, the first ones.")
+    timeout_s: float = Field(10.0, gt=0, description="Wall and processor time of one run of a program.")
+    memory_mib: int = Field(1024, ge=16, description="Address space of a program's process.")
+    files_mib: int = Field(16, ge=1, description="What a program may write into files.")
+    output_kib: int = Field(256, ge=1, description="What a program may write to standard output, and to errors.")
+    processes: int = Field(32, ge=1, description="Processes and threads of a program.")
+    concurrency: int = Field(2, ge=1, le=1024, description="Programs at once.")
+    isolation: Literal["auto", "required"] = Field(
+        "auto",
+        description="Programs run without network and with a read-only file system where the system grants namespaces; required "
+        "refuses the run where it does not, auto says so and runs them under limits alone.",
+    )
+
+
 class RewardConfig(Section):
     functions: tuple[RewardFunction, ...] = Field(
         (RewardFunction(name="math"),),
         min_length=1,
         description="Reward functions; a response's reward is their weighted sum.",
     )
+    judge: JudgeConfig = Field(JudgeConfig(), description="The judge of the function `judge`.")
+    code: CodeConfig = Field(CodeConfig(), description="How the function `code` runs programs.")
     timeout_s: float = Field(
-        10.0, gt=0, description="Time limit for rewarding one group; then its reward is zero, logged."
+        10.0,
+        gt=0,
+        description="Time limit of functions for one group; then its reward is zero, logged. judge and code have limits of their "
+        "own.",
     )
     max_failing_share: float = Field(
         0.5,

@@ -1,0 +1,56 @@
+"""Rules for the rewards that ask a judge or run programs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pa_npu.config.sections import CodeConfig, JudgeConfig
+from pa_npu.config.texts import shown, url_problem
+
+if TYPE_CHECKING:
+    from pa_npu.config.schema import Config
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def broken_rewards(c: Config) -> Iterator[str]:
+    """One line per rule that is broken: keys, values, rule, remedy."""
+    names = [function.name for function in c.reward.functions]
+    for name in ("judge", "code"):
+        if names.count(name) > 1:
+            yield f"reward.functions: {name} is listed twice, and there is one reward.{name}; list it once"
+    if "judge" in names:
+        yield from _broken_judge(c.reward.judge)
+    elif c.reward.judge != JudgeConfig():
+        yield "reward.judge: would be read by nothing; add {name: judge} to reward.functions, or remove its keys"
+    if "code" not in names and c.reward.code != CodeConfig():
+        yield "reward.code: would be read by nothing; add {name: code} to reward.functions, or remove its keys"
+
+
+def _broken_judge(j: JudgeConfig) -> Iterator[str]:
+    if j.url is None:
+        yield "reward.judge.url: the function judge needs the URL of a server; write http://HOST:PORT/v1"
+    elif problem := url_problem(j.url):
+        yield f"reward.judge.url: {shown(j.url)} {problem}; write http://HOST:PORT/v1, keys go into reward.judge.api_key_variable"
+    if j.model is None:
+        yield "reward.judge.model: the function judge needs the name of a model, as its server knows it; set it"
+    if j.api_key_variable is not None and not _VARIABLE.fullmatch(j.api_key_variable):
+        yield (
+            "reward.judge.api_key_variable: is no name of an environment variable; export the key in a variable, and write the "
+            "variable's name here"
+        )
+    if "{response}" not in j.template:
+        yield "reward.judge.template: has no {response}, so that every response would be judged alike; add it"
+    if not j.lowest < j.highest:
+        yield f"reward.judge.lowest: {j.lowest:g} is not below reward.judge.highest = {j.highest:g}; set it lower"
+    if j.score_key is not None and j.score_pattern != JudgeConfig.model_fields["score_pattern"].default:
+        yield f"reward.judge.score_pattern: would not be read beside reward.judge.score_key = {shown(j.score_key)}; remove one"
+    try:
+        groups = re.compile(j.score_pattern).groups
+    except (re.error, OverflowError, RecursionError) as error:
+        yield f"reward.judge.score_pattern: {shown(j.score_pattern)} is not a regular expression ({error}); correct it"
+        return
+    if groups != 1:
+        yield f"reward.judge.score_pattern: {shown(j.score_pattern)} has {groups} groups; put one, around the number"

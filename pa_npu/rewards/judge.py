@@ -1,0 +1,206 @@
+"""The reward `judge`: a model behind an OpenAI-compatible URL scores each response; what it does not score is None, never zero.
+
+    response ──template──> messages ──cache?──> POST URL/chat/completions ──pattern or JSON key──> score in [lowest, highest]
+                                                 └ no answer, 429, 5xx, no score in it: again, later each time
+
+The reward is the score's place between lowest and highest: 0 to 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pa_npu.config.sections import JudgeConfig
+from pa_npu.errors import DataError
+from pa_npu.rewards.judge_cache import JudgeCache
+from pa_npu.rewards.types import RewardInput
+
+_FIELD = re.compile(r"\{(prompt|answer|response|lowest|highest|row\.[\w-]+)\}")
+_NOBODY_MAY = frozenset({401, 403, 404, 405})  # the address or the key is wrong: asking again changes nothing
+_LATER = frozenset({408, 409, 425, 429})
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_LONGEST_ANSWER_BYTES = 4 << 20
+_SHOWN_CHARACTERS = 120
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+
+
+class _NoScore(Exception):
+    """One attempt failed. again: whether another may succeed; after_s: what the server asked to wait."""
+
+    def __init__(self, reason: str, again: bool = True, after_s: float = 0.0) -> None:
+        super().__init__(" ".join(reason.split()))
+        self.again, self.after_s = again, after_s
+
+
+class JudgeReward:
+    """async call: from a group to a reward per response, None where there is no score. Used in one event loop; owner closes it.
+
+    problem: why the last one of them has none. Raises DataError where the judge can never answer (address, key).
+    """
+
+    def __init__(self, config: JudgeConfig, cache: Path | None) -> None:
+        self._config = config
+        self._cache = JudgeCache(cache)
+        self._turn = asyncio.Semaphore(config.concurrency)
+        self._asked: dict[str, asyncio.Task[float]] = {}
+        self._session: Any = None
+        self._pattern = re.compile(config.score_pattern)
+        self._key = os.environ.get(config.api_key_variable or "", "")
+        self.problem: str | None = None
+
+    async def __call__(self, group: RewardInput) -> list[float | None]:
+        tasks = [self._ask_once(self._messages(group, response)) for response in group.responses]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        rewards: list[float | None] = []
+        for score in found:
+            if isinstance(score, _NoScore):
+                self.problem = str(score)
+                rewards.append(None)
+            elif isinstance(score, BaseException):
+                raise score
+            else:
+                rewards.append((score - self._config.lowest) / (self._config.highest - self._config.lowest))
+        return rewards
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+        self._cache.close()
+
+    def _messages(self, group: RewardInput, response: str) -> list[dict[str, str]]:
+        fields: dict[str, object] = {
+            "prompt": group.prompt,
+            "answer": group.answer,
+            "response": response,
+            "lowest": f"{self._config.lowest:g}",
+            "highest": f"{self._config.highest:g}",
+        }
+        fields |= {f"row.{name}": value for name, value in group.row.items()}
+        text = _FIELD.sub(lambda found: str(fields.get(found[1], "")), self._config.template)
+        system = [{"role": "system", "content": self._config.system}] if self._config.system else []
+        return [*system, {"role": "user", "content": text.encode("utf-8", "replace").decode()}]
+
+    async def _ask_once(self, messages: list[dict[str, str]]) -> float:
+        """The cached score, else the judge's; equal contents that are asked at the same time are asked once."""
+        body = {
+            "model": self._config.model,
+            "messages": messages,
+            "temperature": self._config.temperature,
+            "max_tokens": self._config.max_tokens,
+        }
+        content = [self._config.url, body, self._config.score_pattern, self._config.score_key]
+        cached = self._cache.get(content)
+        if cached is not None and self._config.lowest <= cached <= self._config.highest:
+            return cached
+        name = json.dumps(content)
+        task = self._asked.get(name)
+        if task is None:
+            task = self._asked[name] = asyncio.create_task(self._ask(content, body), name="judge")
+            task.add_done_callback(lambda _: self._asked.pop(name, None))
+        return await asyncio.shield(task)
+
+    async def _ask(self, content: list[Any], body: Mapping[str, Any]) -> float:
+        for attempt in range(1, self._config.attempts + 1):
+            try:
+                async with self._turn:
+                    answer = await self._post(body)
+                score = self._score(answer)
+                self._cache.put(content, score, answer)
+                return score
+            except _NoScore as failed:
+                if not failed.again or attempt == self._config.attempts:
+                    raise
+                pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+                await asyncio.sleep(max(pause_s, min(failed.after_s, _LONGEST_PAUSE_S)))
+        raise AssertionError("attempts is at least 1")
+
+    async def _post(self, body: Mapping[str, Any]) -> str:
+        """What the judge wrote."""
+        import aiohttp
+
+        session = self._session = self._session or self._open()
+        url = f"{str(self._config.url).rstrip('/')}/chat/completions"
+        try:
+            async with session.post(url, json=body, allow_redirects=False) as reply:
+                data = bytearray()
+                async for part in reply.content.iter_chunked(1 << 16):
+                    data += part
+                    if len(data) > _LONGEST_ANSWER_BYTES:
+                        raise _NoScore(f"its answer is longer than {_LONGEST_ANSWER_BYTES} bytes", again=False)
+                status, after = reply.status, reply.headers.get("Retry-After", "")
+        except asyncio.TimeoutError:
+            raise _NoScore(f"no answer within reward.judge.timeout_s = {self._config.timeout_s:g} s") from None
+        except aiohttp.ClientError as error:
+            raise _NoScore(f"{type(error).__name__}: {error}") from None
+        if status in _NOBODY_MAY:
+            raise DataError(
+                f"reward.judge.url: {self._config.url} answers with status {status}: {_shown(data, self._key)}; correct the "
+                f"address, reward.judge.model, or the key in the variable that reward.judge.api_key_variable names"
+            )
+        if status != 200:
+            again = status in _LATER or status >= 500
+            raise _NoScore(
+                f"status {status}: {_shown(data, self._key)}", again, float(after) if after.isdecimal() else 0.0
+            )
+        try:
+            text = json.loads(data)["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError):
+            raise _NoScore(f"its answer is no chat completion: {_shown(data, self._key)}") from None
+        if not isinstance(text, str):
+            raise _NoScore("its answer holds no text")
+        return text
+
+    def _open(self) -> Any:
+        import aiohttp
+
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        timeout = aiohttp.ClientTimeout(total=self._config.timeout_s)
+        here = urlsplit(str(self._config.url)).hostname in _LOOPBACK
+        connector = aiohttp.TCPConnector(limit=self._config.concurrency)
+        return aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector, trust_env=not here)
+
+    def _score(self, answer: str) -> float:
+        """The number in the judge's answer."""
+        key = self._config.score_key
+        try:
+            found = _json_in(answer)[key] if key else self._pattern.findall(answer)[-1]
+            score = float(found)
+        except (ValueError, LookupError, TypeError):
+            wanted = (
+                f"JSON with the key {key!r}" if key else f"reward.judge.score_pattern = {self._config.score_pattern!r}"
+            )
+            raise _NoScore(
+                f"no score ({wanted}) in its answer {_shown(answer.encode('utf-8', 'replace'), self._key)}"
+            ) from None
+        if not math.isfinite(score) or not self._config.lowest <= score <= self._config.highest:
+            raise _NoScore(f"its score {score:g} is not within {self._config.lowest:g} and {self._config.highest:g}")
+        return score
+
+
+def _json_in(answer: str) -> Any:
+    """The JSON object in an answer: all of it, its last fenced block, or what is between its first and last brace."""
+    fenced = _FENCE.findall(answer)
+    braces = answer[answer.find("{") : answer.rfind("}") + 1]
+    for text in (answer, *fenced[-1:], braces):
+        try:
+            return json.loads(text)
+        except ValueError:
+            continue
+    raise ValueError("no JSON")
+
+
+def _shown(data: bytes | bytearray, secret: str) -> str:
+    """The beginning of what a server says, for a message; a key that it repeats is no part of that."""
+    text = " ".join(bytes(data).decode("utf-8", "replace").split())
+    text = text.replace(secret, "...") if secret else text
+    return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}...")

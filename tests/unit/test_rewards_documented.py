@@ -1,0 +1,68 @@
+"""The examples of docs/rewards.md do what the page says of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pa_npu.config.load import load_config
+from pa_npu.config.sections import RewardConfig, RewardFunction
+from pa_npu.rewards.pool import RewardPool, check_reward_functions
+from pa_npu.rewards.types import RewardInput
+from tests.helpers.fake_judge import Answer, fake_judge
+
+PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}[^\n]*\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def config(directory: Path, text: str, *overrides: str) -> Any:
+    file = directory / "documented.yaml"
+    file.write_text(text)
+    return load_config([str(file)], ["model.path=m", "data.train=d.jsonl", *overrides])
+
+
+async def test_the_judge_of_the_page_reads_a_column_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "k")
+    text = next(block for block in blocks("yaml") if "judge:" in block)
+    with fake_judge(
+        lambda message, _: Answer("fine. Score: 4" if "Translation: Dog" in message else "Score: 1")
+    ) as judge:
+        given = config(tmp_path, text, f"reward.judge.url={judge.url}")
+        async with RewardPool(given.reward) as pool:
+            group = RewardInput("Translate", "", ["Dog. Answer: Dog", "Cat"], [3, 1], {"german": "Hund"})
+            result = await pool.score(group)
+    assert result.functions["judge"].tolist() == [0.75, 0.0]
+    assert result.total.tolist() == pytest.approx([0.7 * 0.75 + 0.3, 0.0])
+    assert (
+        all("Original: Hund" in message for message, _, _ in judge.asked)
+        and judge.asked[0][1]["Authorization"] == "Bearer k"
+    )
+
+
+async def test_the_code_of_the_page_is_tested_by_its_rows(tmp_path: Path) -> None:
+    given = config(
+        tmp_path, next(block for block in blocks("yaml") if "name: code" in block), "reward.code.timeout_s=60"
+    )
+    rows = [json.loads(line) for line in blocks("json")[0].splitlines()]
+    right = ["```python\nprint(2 * int(input()))\n```", "```python\ndef f(x):\n    return x + x\n```"]
+    async with RewardPool(given.reward) as pool:
+        for row, program in zip(rows, right, strict=True):
+            result = await pool.score(RewardInput(row["prompt"], "", [program, "no program"], [9, 2], row))
+            assert result.total.tolist() == [1.0, 0.0] and result.errors == ()
+
+
+async def test_the_waiting_function_of_the_page_reads_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_waiting.py").write_text(next(block for block in blocks("python") if "async def" in block))
+    monkeypatch.chdir(tmp_path)
+    functions = (RewardFunction(name="my_waiting:relevance"),)
+    group = RewardInput("p", "", ["of cats", "of dogs"], [2, 2], {"topic": "cats"})
+    async with RewardPool(RewardConfig(functions=functions)) as pool:
+        assert (await pool.score(group)).total.tolist() == [1.0, 0.0]
+    check_reward_functions(config(tmp_path, "", "reward.functions=[{name: 'my_waiting:relevance'}]"), group)

@@ -1,0 +1,262 @@
+"""A judge's scores are rewards from 0 to 1; what it does not score is never a zero: the run ends, or the response is neutral."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pa_npu.config.schema import Config
+from pa_npu.config.sections import JudgeConfig, RewardConfig, RewardFunction
+from pa_npu.errors import ConfigError, DataError, PaNpuError
+from pa_npu.rewards import judge as judge_module
+from pa_npu.rewards.judge import JudgeReward
+from pa_npu.rewards.pool import RewardPool, check_reward_functions, neutral
+from pa_npu.rewards.types import RewardInput
+from tests.helpers.fake_judge import Answer, FakeJudge, fake_judge
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_module, "_FIRST_PAUSE_S", 0.01)
+
+
+def settings(judge: FakeJudge, **more: Any) -> JudgeConfig:
+    return JudgeConfig(url=judge.url, model="grader", timeout_s=more.pop("timeout_s", 20.0), **more)
+
+
+def group(*responses: str, **row: Any) -> RewardInput:
+    return RewardInput("What is 2+2?", "4", list(responses), [3] * len(responses), row)
+
+
+async def rewards(config: JudgeConfig, *groups: RewardInput, cache: Path | None = None) -> list[list[float | None]]:
+    reward = JudgeReward(config, cache)
+    try:
+        return await asyncio.gather(*map(reward, groups))
+    finally:
+        await reward.close()
+
+
+def by_number(message: str, _: int) -> Answer:
+    """The score is the last number of the response."""
+    response = message.partition("Response:\n")[2].partition("\n")[0]
+    return Answer(f"The scale says Score: 0 for nonsense.\n**Score:** {response.split()[-1]}")
+
+
+async def test_scores_become_rewards_and_the_judge_reads_what_the_template_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret-key")
+    with fake_judge(by_number) as judge, caplog.at_level(logging.DEBUG):
+        config = settings(
+            judge,
+            api_key_variable="JUDGE_KEY",
+            system="Be strict.",
+            template="{row.level}|{prompt}|{answer}|{unknown} {lowest} {highest}\nResponse:\n{response}\n",
+            lowest=1,
+            highest=5,
+        )
+        found = await rewards(config, group("it is 1", "it is 4", "it is 5", level="easy"))
+    assert found == [[0.0, 0.75, 1.0]]
+    message, headers, body = judge.asked[0]
+    assert message == "easy|What is 2+2?|4|{unknown} 1 5\nResponse:\nit is 1\n"
+    assert headers["Authorization"] == "Bearer secret-key" and body["path"] == "/v1/chat/completions"
+    assert body["messages"][0] == {"role": "system", "content": "Be strict."}
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("grader", 0.0, 512)
+    assert "secret-key" not in caplog.text
+
+
+async def test_the_score_is_read_by_key_from_json_however_it_is_wrapped() -> None:
+    texts = {
+        "plain": '{"score": 3}',
+        "fenced": 'Well:\n```json\n{"why": "x", "score": "4.5"}\n```\ndone',
+        "within": 'I say {"score": 10} today',
+    }
+    with fake_judge(lambda message, _: Answer(texts[message])) as judge:
+        found = await rewards(settings(judge, score_key="score", template="{response}"), group(*texts))
+    assert found == [[0.3, 0.45, 1.0]]
+
+
+async def test_what_fails_for_a_moment_is_asked_again_and_what_will_fail_again_is_not() -> None:
+    def answer(message: str, before: int) -> Answer:
+        first = {
+            "busy": Answer(status=429, headers={"Retry-After": "0"}),
+            "down": Answer(status=503),
+            "garbled": Answer(body=b"<html>"),
+            "vague": Answer("it is good"),
+            "beyond": Answer("Score: 11"),
+            "too long": Answer(status=400, body=b"maximum context length"),
+        }[message]
+        return first if before == 0 or message == "too long" else Answer("Score: 6")
+
+    with fake_judge(answer) as judge:
+        names = ("busy", "down", "garbled", "vague", "beyond", "too long")
+        found = await rewards(settings(judge, template="{response}"), group(*names))
+    assert found == [[0.6] * 5 + [None]]
+    asked = [message for message, _, _ in judge.asked]
+    assert [asked.count(name) for name in names] == [2, 2, 2, 2, 2, 1]
+
+
+async def test_a_request_over_its_deadline_is_one_attempt_and_all_of_them_end_without_a_score() -> None:
+    hold = threading.Event()
+    with fake_judge(lambda *_: Answer(hold=hold)) as judge:
+        reward = JudgeReward(settings(judge, timeout_s=0.2, attempts=2), None)
+        found = await reward(group("a"))
+        await reward.close()
+        hold.set()
+    assert found == [None] and len(judge.asked) == 2
+    assert reward.problem is not None and "no answer within reward.judge.timeout_s = 0.2 s" in reward.problem
+
+
+async def test_many_groups_are_judged_at_once_up_to_the_limit_and_equal_ones_are_asked_once() -> None:
+    barrier = threading.Barrier(3)
+
+    def answer(message: str, _: int) -> Answer:
+        if "same" not in message:
+            barrier.wait(20)  # passes only where three are asked at once
+        return Answer("Score: 5")
+
+    with fake_judge(answer) as judge:
+        config = settings(judge, concurrency=3, template="{response}")
+        found = await rewards(config, *(group(f"{n}", f"{n}!", f"{n}?") for n in range(3)))
+        assert found == [[0.5] * 3] * 3 and judge.most_at_once == 3 and len(judge.asked) == 9
+        assert await rewards(config, group("same", "same"), group("same")) == [[0.5, 0.5], [0.5]]
+        assert len(judge.asked) == 10
+
+
+async def test_scores_are_kept_on_disk_by_content_and_a_broken_file_costs_only_the_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "run" / "judge_scores.sqlite"
+    with fake_judge(lambda *_: Answer("Score: 8")) as judge:
+        config = settings(judge)
+        assert await rewards(config, group("a", "b"), cache=cache) == [[0.8, 0.8]]
+        assert await rewards(config, group("b", "a"), cache=cache) == [[0.8, 0.8]] and len(judge.asked) == 2
+        other = config.model_copy(update={"model": "another"})
+        assert await rewards(other, group("a"), cache=cache) == [[0.8]] and len(judge.asked) == 3
+        cache.write_bytes(b"no database, but long enough to be looked at as one" * 40)
+        assert await rewards(config, group("a"), cache=cache) == [[0.8]] and len(judge.asked) == 4
+    assert "the judge is asked every time" in caplog.text
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_a_wrong_address_or_key_ends_the_run_at_once_and_the_key_is_in_no_message(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret-key")
+    with fake_judge(lambda *_: Answer(status=status, body=b"no access for secret-key")) as judge:
+        wanted = rf"reward\.judge\.url: .* status {status}.*api_key_variable"
+        with pytest.raises(DataError, match=wanted) as ended:
+            await rewards(settings(judge, api_key_variable="JUDGE_KEY"), group("a"))
+    assert len(judge.asked) == 1 and "secret-key" not in str(ended.value)
+
+
+def functions(*names: str) -> tuple[RewardFunction, ...]:
+    return tuple(RewardFunction(name=name) for name in names)
+
+
+def half_broken(message: str, _: int) -> Answer:
+    return Answer(status=400) if "bad" in message else Answer("Score: 10" if "good" in message else "Score: 2")
+
+
+async def test_in_the_pool_a_response_without_a_score_is_neutral_and_counted(tmp_path: Path) -> None:
+    with fake_judge(half_broken) as judge:
+        config = RewardConfig(
+            functions=functions("judge", "math"), judge=settings(judge, on_failure="neutral", template="{response}")
+        )
+        async with RewardPool(config, tmp_path) as pool:
+            result, none, fine = await asyncio.gather(
+                pool.score(group("good #### 4", "poor #### 5", "bad #### 4")),
+                pool.score(group("bad", "bad too")),
+                pool.score(group("good", "poor")),
+            )
+    np.testing.assert_allclose(result.functions["judge"], [1.0, 0.2, 0.6])
+    np.testing.assert_allclose(result.total, [2.0, 0.2, 1.6], rtol=1e-6)
+    assert result.no_verdict == {"judge": 1} and "no verdict on 1 of 3 responses" in result.errors[0]
+    assert none.functions["judge"].tolist() == [0.5, 0.5] and none.no_verdict == {"judge": 2}
+    assert fine.correct.tolist() == [True, False] and fine.errors == () and fine.no_verdict == {}
+    assert (tmp_path / "judge_scores.sqlite").is_file()
+    assert neutral([None, 1.0, 0.0]) == [0.5, 1.0, 0.0]
+
+
+async def test_by_default_a_response_without_a_score_ends_the_run_and_says_why() -> None:
+    with fake_judge(half_broken) as judge:
+        config = RewardConfig(functions=functions("judge"), judge=settings(judge, template="{response}"))
+        async with RewardPool(config) as pool:
+            assert (await pool.score(group("good"))).total.tolist() == [1.0]
+            with pytest.raises(
+                PaNpuError, match=r"reward\.judge: no verdict on 1 of 2 .*status 400.*on_failure=neutral"
+            ):
+                await pool.score(group("good", "bad"))
+
+
+async def test_a_judge_that_fails_for_most_groups_ends_also_a_run_that_takes_it_as_neutral() -> None:
+    with fake_judge(half_broken) as judge:
+        config = RewardConfig(
+            functions=functions("judge"), judge=settings(judge, on_failure="neutral", template="{response}")
+        )
+        async with RewardPool(config) as pool:
+            with pytest.raises(DataError, match=r"judge failed for 8 of the last 8 groups"):
+                for _ in range(8):
+                    await pool.score(group("bad"))
+
+
+def full(judge: dict[str, Any], *names: str) -> Config:
+    tree = {"model": {"path": "m"}, "data": {"train": "d"}}
+    return Config.model_validate({**tree, "reward": {"functions": [{"name": name} for name in names], "judge": judge}})
+
+
+GOOD = {"url": "http://127.0.0.1:9/v1", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("judge", "names", "message"),
+    [
+        ({}, ["judge"], "reward.judge.url: the function judge needs"),
+        ({"url": "http://x/v1"}, ["judge"], "reward.judge.model: "),
+        ({**GOOD, "url": "http://me:secret@x/v1"}, ["judge"], "more than the address of a server"),
+        ({**GOOD, "url": "ftp://x"}, ["judge"], "is no URL of a server"),
+        (
+            {**GOOD, "api_key_variable": "sk-123"},
+            ["judge"],
+            "reward.judge.api_key_variable: is no name of an environment",
+        ),
+        ({**GOOD, "template": "grade it"}, ["judge"], "reward.judge.template: has no {response}"),
+        ({**GOOD, "lowest": 5, "highest": 5}, ["judge"], "reward.judge.lowest: 5 is not below"),
+        ({**GOOD, "score_pattern": "("}, ["judge"], "is not a regular expression"),
+        ({**GOOD, "score_pattern": "(a)(b)"}, ["judge"], "has 2 groups; put one"),
+        (
+            {**GOOD, "score_pattern": "(a)", "score_key": "s"},
+            ["judge"],
+            "would not be read beside reward.judge.score_key",
+        ),
+        (GOOD, ["math"], "reward.judge: would be read by nothing"),
+        (GOOD, ["judge", "judge"], "judge is listed twice"),
+    ],
+)
+def test_a_judge_that_cannot_work_is_one_line(judge: dict[str, Any], names: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        full(judge, *names)
+    assert "sk-123" not in str(refused.value).partition("[type=")[0]
+
+
+def test_the_check_before_a_run_asks_the_judge_once_per_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = group("#### 4", "I do not know.", "#### 4")
+    with fake_judge(lambda *_: Answer("Score: 3")) as judge:
+        check_reward_functions(full({"url": judge.url, "model": "m"}, "judge", "math"), sample)
+        assert len(judge.asked) == 2
+        check_reward_functions(full({"url": judge.url, "model": "m"}, "judge"), sample, ask_judge=False)
+        assert len(judge.asked) == 2
+        with pytest.raises(ConfigError, match=r"reward\.judge\.api_key_variable: NO_SUCH_KEY is not set"):
+            check_reward_functions(full({**GOOD, "api_key_variable": "NO_SUCH_KEY"}, "judge"), sample)
+    with (
+        fake_judge(lambda *_: Answer("no number")) as judge,
+        pytest.raises(DataError, match=r"reward\.judge\.url: http://127.*no score \(reward\.judge\.score_pattern"),
+    ):
+        check_reward_functions(full({"url": judge.url, "model": "m", "attempts": 1}, "judge"), sample)
