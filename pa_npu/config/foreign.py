@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.config.foreign_names import RELATED, SAME, Origin
+from pa_npu.config.sections import TRACKERS
 
 # Keys that say how the other framework works, or what this one always does: nothing is lost without them.
 _NOT_NEEDED: dict[Origin, tuple[str, ...]] = {
@@ -26,7 +27,6 @@ _NOT_NEEDED: dict[Origin, tuple[str, ...]] = {
             "save_strategy",
             "logging_strategy",
             "disable_dropout",
-            "run_name",
             "gradient_checkpointing_kwargs",
         ),
     ),
@@ -46,11 +46,8 @@ _NOT_NEEDED: dict[Origin, tuple[str, ...]] = {
             "actor_rollout_ref.rollout.response_length",
             "actor_rollout_ref.model.use_remove_padding",
             "critic",
-            "trainer.logger",
         ),
         *(
-            "trainer.project_name",
-            "trainer.experiment_name",
             "data.return_raw_input_ids",
             "data.return_raw_chat",
             "data.prompt_key",
@@ -174,6 +171,7 @@ def _from_trl(work: _Import) -> None:
         work.set("algorithm.clip_high", epsilon)  # epsilon_high, where it is given, comes later and wins
     _dataset(work, "dataset_name", "data.train")
     _template_options(work, "chat_template_kwargs")
+    _trackers(work, "report_to")
     if (steps := work.take("max_steps")) is not None and steps > 0:
         work.set("schedule.iterations", steps)
     for name, ours in (("save_steps", "checkpoint.every"), ("eval_steps", "schedule.evaluate_every")):
@@ -231,6 +229,7 @@ def _from_verl(work: _Import) -> None:
             work.set(ours, most)
     if (column := work.take("data.prompt_key")) not in (None, "prompt"):  # prompt is found without being named
         work.set("data.question_column", column)
+    _trackers(work, "trainer.logger")
     work.choose("data.truncation", "data.overlong_prompt", {"error": "refuse", "left": "truncate"})
     work.choose("data.filter_overlong_prompts", "data.overlong_prompt", {True: "skip", False: None})
     work.choose(f"{rollout}.top_k", "rollout.top_k", {0: -1, -1: -1})
@@ -334,6 +333,22 @@ def _dataset(work: _Import, name: str, ours: str) -> None:
     if isinstance(value, str) and Path(value).suffix in (".jsonl", ".parquet"):
         return work.set(ours, value)
     work.lose(name, value, f"is no JSONL or parquet file; download it and name one in {ours}")
+
+
+def _trackers(work: _Import, name: str) -> None:
+    """One tracker or several; metrics keep the names that they had there."""
+    value = work.take(name)
+    if value is None:
+        return
+    given = [
+        tracker for tracker in ([value] if isinstance(value, str) else value) if tracker not in ("none", "console")
+    ]
+    chosen = [tracker for tracker in given if tracker in TRACKERS]
+    work.set("telemetry.trackers", chosen)
+    if chosen:
+        work.set("telemetry.metric_names", work.origin)
+    if len(chosen) < len(given):
+        work.lose(name, value, f"not all have a counterpart; telemetry.trackers takes {', '.join(TRACKERS)}")
 
 
 _CONVERSIONS: dict[Origin, Callable[[_Import], None]] = {"trl": _from_trl, "verl": _from_verl}

@@ -35,6 +35,7 @@ SAME: dict[Origin, dict[str, str]] = {
         "vllm_gpu_memory_utilization": "rollout.memory_fraction",
         "vllm_tensor_parallel_size": "rollout.tensor_parallel",
         "save_total_limit": "checkpoint.keep_last",
+        "run_name": "telemetry.run_name",
     },
     "verl": {
         "actor_rollout_ref.model.path": "model.path",
@@ -70,6 +71,8 @@ SAME: dict[Origin, dict[str, str]] = {
         "trainer.total_training_steps": "schedule.iterations",
         "trainer.default_local_dir": "run.dir",
         "trainer.nnodes": "placement.nnodes",
+        "trainer.project_name": "telemetry.project",
+        "trainer.experiment_name": "telemetry.run_name",
     },
 }
 
@@ -79,6 +82,7 @@ RELATED: dict[Origin, dict[str, str]] = {
         "torch_dtype": "model.dtype",
         "bf16": "model.dtype",
         "dataset_name": "data.train",
+        "report_to": "telemetry.trackers",
         "max_steps": "schedule.iterations",
         "lr_scheduler_type": "optimizer.decay",
         "top_k": "rollout.top_k",
@@ -135,6 +139,7 @@ RELATED: dict[Origin, dict[str, str]] = {
         "algorithm.use_kl_in_reward": "algorithm.kl_in",
         "algorithm.kl_penalty": "algorithm.kl_estimator",
         "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef",
+        "trainer.logger": "telemetry.trackers",
         "trainer.test_freq": "schedule.evaluate_every",
         "trainer.save_freq": "checkpoint.every",
         "trainer.max_actor_ckpt_to_keep": "checkpoint.keep_last",

@@ -27,6 +27,7 @@ def broken_texts(c: Config) -> Iterator[str]:
         *((c.key_of_set(name), dataset.path) for name, dataset in c.evaluation_sets.items()),
         ("rollout.key_file", c.rollout.key_file),
         ("rollout.python", c.rollout.python),
+        ("telemetry.tracker_python", c.telemetry.tracker_python),
         ("checkpoint.load", c.checkpoint.load),
     ):
         problem = path_problem(path) if path is not None else None
@@ -49,6 +50,9 @@ def broken_texts(c: Config) -> Iterator[str]:
             yield f"rollout.attach: {shown(url)} {problem}; write http://HOST:PORT"
     if len(set(c.rollout.attach)) < len(c.rollout.attach):
         yield "rollout.attach: an engine is listed twice; list each once"
+    for tracker in set(c.telemetry.trackers):
+        if c.telemetry.trackers.count(tracker) > 1:
+            yield f"telemetry.trackers: {tracker} is listed twice; list each once"
     ray_host = None if c.placement.ray_address is None else c.placement.ray_address.rpartition(":")[0]
     for key, host in (("placement.host", c.placement.host), ("placement.ray_address", ray_host)):
         problem = host_problem(host) if host else None

@@ -36,3 +36,15 @@ def test_a_run_from_python_rewards_in_its_own_process(tiny: Path, tmp_path: Path
     (rewarded,) = re.findall(r"^(\d+) groups were rewarded here", printed, flags=re.MULTILINE)
     assert int(rewarded) >= 16, "two iterations of eight groups, and the trial before the run"
     assert (tmp_path / "run" / "hf" / "config.json").is_file()
+
+
+def test_a_run_is_rewarded_by_a_judge_and_a_function_of_the_example(tiny: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = ["--iterations", "2", "--backend", "transformers", "--run-dir", str(run_dir)]
+    printed = run("examples/judged_rewards.py", "--model", str(tiny / "model"), *options, timeout_s=300)
+    lines = re.findall(
+        r"^iteration \d: (\S+) (-?\d\.\d+), judge (\d\.\d+); 0 responses without", printed, flags=re.MULTILINE
+    )
+    assert len(lines) == 2 and lines[0][0] == "examples.judged_rewards:brevity", printed
+    assert all(float(brevity) < 0 < float(judged) <= 1 for _, brevity, judged in lines)
+    assert (run_dir / "judge_scores.sqlite").is_file() and list((run_dir / "tensorboard").iterdir())

@@ -138,7 +138,8 @@ def test_a_file_of_trl_becomes_a_configuration_and_a_list(tmp_path: Path, capsys
     assert (config.algorithm.importance_sampling, config.algorithm.importance_cap) == ("token", 3.0)
     assert (config.schedule.iterations, config.checkpoint.every) == (300, 50)
     named = [line.split(": ")[1].split(" = ")[0] for line in lost if line.startswith("not translated: ")]
-    assert set(named) == {"dataset_name", "top_k", "num_iterations", "per_device_train_batch_size", "report_to"}
+    assert set(named) == {"dataset_name", "top_k", "num_iterations", "per_device_train_batch_size"}
+    assert config.telemetry.trackers == ("wandb",) and config.telemetry.metric_names == "trl"
     assert "still needed: data.train" in lost
 
 
@@ -164,12 +165,24 @@ def test_a_file_of_verl_becomes_a_configuration_and_a_list() -> None:
     assert values["trainer.tensor_parallel"] == 2 and values["trainer.sequence_parallel"] is True
     assert values["algorithm.aggregation"] == "sequence-mean" and values["algorithm.advantage"] == "group-std"
     assert (values["checkpoint.every"], values["schedule.evaluate_every"]) == (0, 5)
+    assert (values["telemetry.trackers"], values["telemetry.metric_names"]) == (["wandb"], "verl")
     assert set(imported.untranslated) == {
         "actor_rollout_ref.actor.megatron.context_parallel_size",
         "algorithm.gamma",
         "trainer.n_gpus_per_node",
     }
     assert set(values) <= OURS
+
+
+def test_trackers_without_a_counterpart_are_listed_and_none_is_an_empty_list() -> None:
+    several = import_config("trl", {"report_to": ["tensorboard", "clearml"], "run_name": "first"})
+    assert several.values == {
+        "telemetry.trackers": ["tensorboard"],
+        "telemetry.metric_names": "trl",
+        "telemetry.run_name": "first",
+    }
+    assert list(several.untranslated) == ["report_to"]
+    assert import_config("trl", {"report_to": "none"}).values == {"telemetry.trackers": []}
 
 
 def test_every_key_is_translated_or_listed_or_known_to_be_unneeded() -> None:

@@ -308,5 +308,7 @@ def test_a_tracker_that_is_not_installed_is_refused_in_one_line_and_secrets_stay
         ) as refused:
             check_trackers(config(trackers=["swanlab"], tracker_python=str(python)))
         assert words in str(refused.value) and "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"telemetry\.trackers: wandb is listed twice"):
+        config(trackers=["wandb", "wandb"])
     assert "secret" not in json.dumps(tracked_config(config()))
     assert tracked_config(config())["rollout.env"] == ["TOKEN"]

@@ -17,7 +17,7 @@ from pa_npu.config.sections.learning import (
     OptimizerConfig,
     TrainerConfig,
 )
-from pa_npu.config.sections.operation import LOOPBACK, PlacementConfig, TelemetryConfig
+from pa_npu.config.sections.operation import LOOPBACK, TRACKERS, PlacementConfig, TelemetryConfig
 from pa_npu.config.sections.rollout import (
     CUT_SHARE,
     SLOWEST_TOKEN_S,
@@ -36,6 +36,7 @@ __all__ = [
     "LOSSES",
     "REWARDS",
     "SLOWEST_TOKEN_S",
+    "TRACKERS",
     "AlgorithmConfig",
     "AttentionConfig",
     "CheckpointConfig",

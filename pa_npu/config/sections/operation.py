@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from pa_npu.config.sections.base import Index, Section
+
+TrackerName = Literal["tensorboard", "wandb", "swanlab", "mlflow", "trackio"]
+TRACKERS: tuple[str, ...] = get_args(TrackerName)
 
 
 class TelemetryConfig(Section):
@@ -16,7 +19,7 @@ class TelemetryConfig(Section):
         description="Groups of each iteration kept in RUN/samples (parquet) with rewards, advantages, tokens and log-probs; "
         "all keeps every one, 0 none.",
     )
-    trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow", "trackio"], ...] = Field(
+    trackers: tuple[TrackerName, ...] = Field(
         ("tensorboard",), description="Experiment trackers that get the run's records and samples beside its own files."
     )
     tracker_python: str | None = Field(
