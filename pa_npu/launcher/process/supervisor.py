@@ -28,6 +28,7 @@ from pa_npu.telemetry.timeline import Timeline, now
 _TICK_S = 0.1
 _PROBE_EVERY_S = 0.5
 _WAITING_LINE_EVERY_S = 15.0
+_LINE_COLUMNS = 80
 # What loggers put before a message: a process in brackets, level, date, time, a file in brackets.
 _STAMP = re.compile(
     r"^(\([^)]*\)\s*)?((DEBUG|INFO|WARNING|ERROR)\b:?\s*|[DIWE] [\w-]+ |[\d][\d\-:,.]+\s+|\[[^]]*\]\s*)*"
@@ -139,8 +140,15 @@ class Supervisor:
                     )
             if pending and time.monotonic() - said > _WAITING_LINE_EVERY_S:
                 said = time.monotonic()
-                self._console.say(f"waiting for {', '.join(item.name for item in pending)} ({seconds:.0f} s)")
+                self._console.say(self._waiting_line(pending, seconds))
         return True
+
+    def _waiting_line(self, pending: Sequence[Awaited], seconds: float) -> str:
+        """Where there are no bars: what is waited for, and what the first of these has said last, on a line of a usual width."""
+        processes = {process.name: process for process in self._tree.processes}
+        line = f"waiting for {', '.join(item.name for item in pending)} ({seconds:.0f} s)"
+        said = [word for item in pending for word in _last_word(processes.get(item.process)) if word.strip()]
+        return f"{line}: {said[0]}"[:_LINE_COLUMNS] if said else line
 
     def _waiting(self, pending: Sequence[Awaited], seconds: float) -> list[Bar]:
         """A bar for each, with what its process has said last."""
