@@ -16,7 +16,7 @@ from pa_npu.config.sections import DataConfig, Dataset, TrainingDataset
 from pa_npu.data.limits import TimeLimitReached, memory_limit, time_limit
 from pa_npu.data.records import Columns, Message, Record, read_records
 from pa_npu.data.rows import LONGEST_ROW_BYTES
-from pa_npu.data.template import template_variables
+from pa_npu.data.template import check_options, chosen_template
 from pa_npu.errors import DataError, printable
 
 RENDER_TIME_LIMIT_S = 5.0  # of processor time; a prompt is rendered in less than a millisecond
@@ -168,13 +168,15 @@ def _encoded(
     records: Sequence[Record], tokenizer: Any, config: DataConfig
 ) -> Iterator[tuple[Record, str, Sequence[int]]]:
     """Every record with its text and tokens. What a template makes of all rows together need not fit in memory."""
-    with_template = _use_template(tokenizer, config)
+    template = chosen_template(tokenizer, config)
+    check_options(template, config)
+    with_template = template is not None
     seconds_left = RENDER_ALL_LIMIT_S + RENDER_ROW_S * len(records)
     batch: list[tuple[Record, str]] = []
     num_characters = 0
     for number, record in enumerate(records, start=1):
         began = time.thread_time()
-        text = _render(record, tokenizer, config, with_template)
+        text = _render(record, tokenizer, config, template)
         seconds_left -= time.thread_time() - began
         if seconds_left < 0:
             raise DataError(
@@ -211,39 +213,15 @@ def _tokens(texts: list[str], tokenizer: Any, with_template: bool) -> list[list[
     return tokens
 
 
-def _use_template(tokenizer: Any, config: DataConfig) -> bool:
-    available = bool(getattr(tokenizer, "chat_template", None))
-    if config.chat_template == "always" and not available:
-        raise DataError(
-            "data.chat_template: always, but the model's tokenizer has no chat template; set it to auto or never, "
-            "or add chat_template.jinja to model.path"
-        )
-    use = available and config.chat_template != "never"
-    if config.template_options:
-        if not use:
-            raise DataError(
-                "data.template_options: the model's tokenizer has no chat template to read them; remove the key, or add "
-                "chat_template.jinja to model.path"
-            )
-        known = template_variables(tokenizer.chat_template)
-        for name in config.template_options:
-            if known is not None and name not in known:
-                raise DataError(
-                    f"data.template_options: the model's chat template does not read {name} (it reads "
-                    f"{', '.join(sorted(known)) or 'none'}); remove it"
-                )
-    return use
-
-
-def _render(record: Record, tokenizer: Any, config: DataConfig, with_template: bool) -> str:
+def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -> str:
     """The prompt's text up to the place where the response begins."""
     messages = compose_messages(record, config)
-    if not with_template:
+    if template is None:
         return "\n".join(message["content"] for message in messages)
     try:
         with memory_limit(RENDER_MEMORY_BYTES), time_limit(RENDER_TIME_LIMIT_S):
             text = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **config.template_options
+                messages, add_generation_prompt=True, tokenize=False, chat_template=template, **config.template_options
             )
     except TimeLimitReached:
         raise DataError(

@@ -1,12 +1,65 @@
-"""Which variables a chat template reads, so that an option that it does not know is refused instead of ignored."""
+"""The chat template that prompts are rendered with, and which variables it reads: an option that it does not know is refused."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from pa_npu.config.sections import DataConfig
+from pa_npu.errors import DataError
+
+LONGEST_TEMPLATE_BYTES = 1 << 20
 
 # What every rendering gives it.
 _GIVEN = frozenset({"messages", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token", "eos_token"})
 _SPECIAL = "_token"  # pad_token, unk_token and others are the tokenizer's
+
+
+def chosen_template(tokenizer: Any, config: DataConfig) -> Any:
+    """A text, or several by name where the tokenizer has several; None where prompts are plain text. Raises DataError."""
+    own = getattr(tokenizer, "chat_template", None) or None
+    if config.chat_template == "always" and own is None:
+        raise DataError(
+            "data.chat_template: always, but the model's tokenizer has no chat template; set it to auto or never, "
+            "or name a file with one"
+        )
+    if config.chat_template in ("auto", "always"):
+        return own
+    return None if config.chat_template == "never" else _read(Path(config.chat_template))
+
+
+def check_options(template: Any, config: DataConfig) -> None:
+    """Raises DataError where data.template_options holds what the template does not read."""
+    if not config.template_options:
+        return
+    if template is None:
+        raise DataError(
+            "data.template_options: the model's tokenizer has no chat template to read them; remove the key, or name a template "
+            "with data.chat_template"
+        )
+    known = template_variables(template)
+    for name in config.template_options:
+        if known is not None and name not in known:
+            raise DataError(
+                f"data.template_options: the model's chat template does not read {name} (it reads "
+                f"{', '.join(sorted(known)) or 'none'}); remove it"
+            )
+
+
+def _read(file: Path) -> str:
+    try:
+        if not file.is_file() or file.stat().st_size > LONGEST_TEMPLATE_BYTES:
+            reason = "is no file" if not file.is_file() else f"is larger than {LONGEST_TEMPLATE_BYTES >> 20} MiB"
+            raise DataError(f"data.chat_template: {file} {reason}; name a file with a chat template")
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"data.chat_template: {file} cannot be read ({reason}); name a file with a chat template"
+        ) from None
+    if not text.strip():
+        raise DataError(f"data.chat_template: {file} is empty; name a file with a chat template")
+    return text
 
 
 def template_variables(template: Any) -> set[str] | None:

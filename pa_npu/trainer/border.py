@@ -97,7 +97,8 @@ class Border:
         if not self._config.may_end_at(version):
             return version == self._config.schedule.iterations, 0.0
         start_s = time.perf_counter()
-        with self._timeline.span("wait for evaluation", version=version):
+        # a border of training too: an engine that comes late to the evaluation gets its weights meanwhile
+        with self._backend.gate.border(), self._timeline.span("wait for evaluation", version=version):
             end = RUN_END.wait(self._channel, self._config.trainer.wait_timeout_s, version=version)
         return end.why is not None, time.perf_counter() - start_s
 

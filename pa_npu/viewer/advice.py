@@ -140,7 +140,8 @@ def _equal_groups(records: Sequence[Record], config: Mapping[str, Any]) -> Itera
         "equal_reward_ratio",
         "Most groups teach nothing",
         f"In {_percent(share)} of groups all responses had the same reward, mostly all {how}: their advantages are zero. "
-        f"{'Harder' if how == 'right' else 'Easier'} prompts help, more responses per prompt, or schedule.dynamic_sampling=true.",
+        f"{'Harder' if how == 'right' else 'Easier'} prompts help, more responses per prompt, "
+        f"data.skip={'solved' if how == 'right' else 'unsolved'} in later epochs, or schedule.dynamic_sampling=true.",
     )
 
 

@@ -49,6 +49,7 @@ def test_a_path_stays_a_path_and_a_list_takes_overrides(tmp_path) -> None:
         (["data.train=a", "data.max_test_rows=3"], "there are no held-out sets"),
         (["data.train=a", "data.template_options.tokenize=true"], "data.template_options: tokenize says how"),
         (["data.train=a", "data.template_options.thinking=true", "data.chat_template=never"], "would be read by nothing"),
+        (["data.train=a", "data.chat_template=sometimes"], "data.chat_template: 'sometimes' is not auto, always, never"),
         (["data.train=a", "data.skip=hard"], "data.skip: \"hard\" is not allowed; use none | solved | unsolved | both"),
         (["data.train=a", "data.skip_after=2"], "data.skip_after: would be read by nothing"),
         (["data.train=a", "data.skip_epochs=2"], "data.skip_epochs: would be read by nothing"),

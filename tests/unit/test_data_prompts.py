@@ -273,6 +273,27 @@ def test_thinking_is_switched_by_the_templates_own_variable(tmp_path: Path) -> N
     assert "no chat template to read them" in refusal(path, thinking, template_options={"enable_thinking": False})
 
 
+def test_a_template_of_ones_own_is_a_file(tmp_path: Path, tokenizer: Any) -> None:
+    path, own = write(tmp_path / "a.jsonl", QUESTION), tmp_path / "own.jinja"
+    own.write_text("Q: {{ messages[-1].content }}{% if brief %} (brief){% endif %}")
+    plain = make_tokenizer()
+    plain.chat_template = None
+    for model in (tokenizer, plain):
+        assert load(path, model, chat_template=str(own))[0].text == "Q: What is 12+34?"
+        options = {"chat_template": str(own), "template_options": {"brief": True}}
+        assert load(path, model, **options)[0].text == "Q: What is 12+34? (brief)"
+    for content, words in (
+        (None, "is no file"),
+        (b"", "is empty"),
+        (b"\xff", "cannot be read"),
+        (b"x" * (1 << 21), "larger"),
+    ):
+        bad = tmp_path / "bad.jinja"
+        if content is not None:
+            bad.write_bytes(content)
+        assert words in refusal(path, tokenizer, chat_template=str(bad))
+
+
 def test_variables_of_a_template_are_found_where_they_can_be_told() -> None:
     assert template_variables(THINKING) == {"enable_thinking"}
     assert template_variables(

@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from pa_npu.config.texts import shown
+
 if TYPE_CHECKING:
     from pa_npu.config.schema import Config
 
+TEMPLATE_ENDING = ".jinja"
 # What a template is rendered with by us, or says how it is rendered; no variables of it.
 _RESERVED = frozenset(
     (
@@ -39,6 +42,11 @@ def broken_data(c: Config) -> Iterator[str]:
     for name, count in Counter(dataset.called for dataset in data.datasets).items():
         if count > 1:
             yield f"data.train: {count} datasets are called {name}; give each a name of its own"
+    if data.chat_template not in ("auto", "always", "never") and not data.chat_template.endswith(TEMPLATE_ENDING):
+        yield (
+            f"data.chat_template: {shown(data.chat_template)} is not auto, always, never or a file's name that ends in "
+            f"{TEMPLATE_ENDING}; use one of these"
+        )
     for option in sorted(_RESERVED & set(data.template_options)):
         yield f"data.template_options: {option} says how a template is rendered and is no variable of it; remove it"
     if data.template_options and data.chat_template == "never":

@@ -64,8 +64,10 @@ class DataConfig(Section):
     )
     max_rows: int | None = Field(None, ge=1, description="Read so many rows of each training dataset, the first ones.")
     max_test_rows: int | None = Field(None, ge=1, description="Read so many rows of each held-out set, the first ones.")
-    chat_template: Literal["auto", "always", "never"] = Field(
-        "auto", description="Render prompts with the tokenizer's chat template; auto does where the tokenizer has one."
+    chat_template: str = Field(
+        "auto",
+        description="Render prompts with the tokenizer's chat template: auto does where it has one; always; never; or another "
+        "template, by its file's name, which ends in .jinja.",
     )
     template_options: dict[str, Any] = Field(
         default_factory=dict,
