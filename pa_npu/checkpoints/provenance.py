@@ -66,8 +66,8 @@ CHANGES: dict[str, Change] = {
             "max_prompt_tokens overlong_prompt shuffle skip skip_after skip_epochs",
             "rollout": "responses_per_prompt max_response_tokens temperature top_p top_k ignore_eos",
             "environment": "name max_turns options",
-            "reward": "functions judge.model judge.system judge.template judge.score_pattern judge.score_key judge.lowest "
-            "judge.highest judge.temperature judge.max_tokens code.tests code.score code.most_tests",
+            "reward": "functions judge.model judge.api judge.system judge.template judge.score_pattern judge.score_key "
+            "judge.lowest judge.highest judge.temperature judge.max_tokens code.tests code.score code.most_tests",
             "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in reference_refresh_every "
             "ratio importance_sampling importance_rule importance_cap importance_floor age_exponent "
             "entropy_coef delta dual_clip dpo_beta aggregation",

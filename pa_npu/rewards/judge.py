@@ -3,7 +3,8 @@
     response ──template──> messages ──cache?──> POST URL/chat/completions ──pattern or JSON key──> score in [lowest, highest]
                                                  └ no answer, 429, 5xx, no score in it: again, later each time
 
-The reward is the score's place between lowest and highest: 0 to 1.
+The reward is the score's place between lowest and highest: 0 to 1. With api=pooling a reward model is sent the question and the
+response as a conversation, and gives the score itself, which may lie beyond these.
 """
 
 from __future__ import annotations
@@ -86,21 +87,20 @@ class JudgeReward:
             "highest": f"{self._config.highest:g}",
         }
         fields |= {f"row.{name}": value for name, value in group.row.items()}
+        if self._config.api == "pooling":
+            return [*_question(group), {"role": "assistant", "content": _clean(response)}]
         text = _FIELD.sub(lambda found: str(fields.get(found[1], "")), self._config.template)
         system = [{"role": "system", "content": self._config.system}] if self._config.system else []
-        return [*system, {"role": "user", "content": text.encode("utf-8", "replace").decode()}]
+        return [*system, {"role": "user", "content": _clean(text)}]
 
     async def _ask_once(self, messages: list[dict[str, str]]) -> float:
         """The cached score, else the judge's; equal contents that are asked at the same time are asked once."""
-        body = {
-            "model": self._config.model,
-            "messages": messages,
-            "temperature": self._config.temperature,
-            "max_tokens": self._config.max_tokens,
-        }
+        body: dict[str, Any] = {"model": self._config.model, "messages": messages}
+        if self._config.api == "chat":
+            body |= {"temperature": self._config.temperature, "max_tokens": self._config.max_tokens}
         content = [self._config.url, body, self._config.score_pattern, self._config.score_key]
         cached = self._cache.get(content)
-        if cached is not None and self._config.lowest <= cached <= self._config.highest:
+        if cached is not None and self._within(cached):
             return cached
         name = json.dumps(content)
         task = self._asked.get(name)
@@ -129,7 +129,9 @@ class JudgeReward:
         import aiohttp
 
         session = self._session = self._session or self._open()
-        url = f"{str(self._config.url).rstrip('/')}/chat/completions"
+        base = str(self._config.url).rstrip("/")
+        pools = self._config.api == "pooling"
+        url = f"{base.removesuffix('/v1')}/pooling" if pools else f"{base}/chat/completions"
         try:
             async with session.post(url, json=body, allow_redirects=False) as reply:
                 data = bytearray()
@@ -153,9 +155,12 @@ class JudgeReward:
                 f"status {status}: {_shown(data, self._key)}", again, float(after) if after.isdecimal() else 0.0
             )
         try:
-            text = json.loads(data)["choices"][0]["message"]["content"]
+            text = json.loads(data)
+            text = json.dumps(text["data"][0]["data"]) if pools else text["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError):
-            raise _NoScore(f"its answer is no chat completion: {_shown(data, self._key)}") from None
+            raise _NoScore(
+                f"its answer is no {'pooled score' if pools else 'chat completion'}: {_shown(data, self._key)}"
+            ) from None
         if not isinstance(text, str):
             raise _NoScore("its answer holds no text")
         return text
@@ -169,11 +174,18 @@ class JudgeReward:
         connector = aiohttp.TCPConnector(limit=self._config.concurrency)
         return aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector, trust_env=not here)
 
+    def _within(self, score: float) -> bool:
+        """Whether the score is one that was asked for; a reward model's is whatever it is."""
+        return self._config.api == "pooling" or self._config.lowest <= score <= self._config.highest
+
     def _score(self, answer: str) -> float:
         """The number in the judge's answer."""
         key = self._config.score_key
         try:
-            found = _json_in(answer)[key] if key else self._pattern.findall(answer)[-1]
+            if self._config.api == "pooling":
+                found = _last_number(json.loads(answer))
+            else:
+                found = _json_in(answer)[key] if key else self._pattern.findall(answer)[-1]
             score = float(found)
         except (ValueError, LookupError, TypeError):
             wanted = (
@@ -182,9 +194,32 @@ class JudgeReward:
             raise _NoScore(
                 f"no score ({wanted}) in its answer {_shown(answer.encode('utf-8', 'replace'), self._key)}"
             ) from None
-        if not math.isfinite(score) or not self._config.lowest <= score <= self._config.highest:
+        if not math.isfinite(score) or not self._within(score):
             raise _NoScore(f"its score {score:g} is not within {self._config.lowest:g} and {self._config.highest:g}")
         return score
+
+
+def _question(group: RewardInput) -> list[dict[str, str]]:
+    """What the response answers, without the policy's own template: the row's messages or question, else the rendered prompt."""
+    messages = group.row.get("messages")
+    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+        return messages
+    for column in ("question", "prompt", "problem"):
+        if isinstance(text := group.row.get(column), str):
+            return [{"role": "user", "content": _clean(text)}]
+    return [{"role": "user", "content": _clean(group.prompt)}]
+
+
+def _clean(text: str) -> str:
+    """Without half surrogates, which no request can hold."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _last_number(value: Any) -> float:
+    """Of a list of lists: the score after the last token, where a model gives one for each."""
+    while isinstance(value, list):
+        value = value[-1]
+    return float(value)
 
 
 def _json_in(answer: str) -> Any:

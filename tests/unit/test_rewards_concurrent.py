@@ -126,7 +126,7 @@ async def test_a_group_that_kills_or_blocks_its_process_each_time_costs_its_rewa
 async def test_closing_fails_what_waits() -> None:
     async with RewardPool(config(timeout_s=60)) as pool:
         waiting = asyncio.create_task(pool.score(group(hold=True)))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0)  # it is on its way
     with pytest.raises(PaNpuError, match="closed"):
         await waiting
 

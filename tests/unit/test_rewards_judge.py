@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import threading
@@ -81,6 +82,24 @@ async def test_the_score_is_read_by_key_from_json_however_it_is_wrapped() -> Non
     with fake_judge(lambda message, _: Answer(texts[message])) as judge:
         found = await rewards(settings(judge, score_key="score", template="{response}"), group(*texts))
     assert found == [[0.3, 0.45, 1.0]]
+
+
+async def test_a_reward_models_number_is_the_score_also_beyond_the_scale() -> None:
+    def answer(message: str, _: int) -> Answer:
+        scores = {"good": [[0.1], [12.5]], "poor": [-2.5], "odd": "no number"}[message]
+        return Answer(body=json.dumps({"data": [{"index": 0, "data": scores}]}).encode())
+
+    with fake_judge(answer) as judge:
+        config = settings(judge, api="pooling", lowest=-5, highest=5, attempts=1)
+        found = await rewards(
+            config, group("good", "poor", "odd", question="2+2?"), group("good", messages=[{"role": "user"}])
+        )
+    assert found == [[1.75, 0.25, None], [1.75]]
+    bodies = [body for _, _, body in judge.asked]
+    assert all(body["path"] == "/pooling" and "temperature" not in body for body in bodies)
+    talks = [body["messages"] for body in bodies]
+    assert [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "good"}] in talks
+    assert [{"role": "user"}, {"role": "assistant", "content": "good"}] in talks
 
 
 async def test_what_fails_for_a_moment_is_asked_again_and_what_will_fail_again_is_not() -> None:
@@ -236,6 +255,7 @@ GOOD = {"url": "http://127.0.0.1:9/v1", "model": "m"}
             ["judge"],
             "would not be read beside reward.judge.score_key",
         ),
+        ({**GOOD, "api": "pooling", "score_key": "s"}, ["judge"], "reward.judge.score_key: is not read with"),
         (GOOD, ["math"], "reward.judge: would be read by nothing"),
         (GOOD, ["judge", "judge"], "judge is listed twice"),
     ],

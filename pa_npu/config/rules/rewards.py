@@ -41,6 +41,9 @@ def _broken_judge(j: JudgeConfig) -> Iterator[str]:
             "reward.judge.api_key_variable: is no name of an environment variable; export the key in a variable, and write the "
             "variable's name here"
         )
+    for key in ("system", "template", "score_pattern", "score_key"):
+        if j.api == "pooling" and getattr(j, key) != JudgeConfig.model_fields[key].default:
+            yield f"reward.judge.{key}: is not read with reward.judge.api=pooling, where no words are; remove it, or use chat"
     if "{response}" not in j.template:
         yield "reward.judge.template: has no {response}, so that every response would be judged alike; add it"
     if not j.lowest < j.highest:

@@ -182,6 +182,11 @@ class JudgeConfig(Section):
         None, description="Base URL of the judge's OpenAI-compatible server, such as http://HOST:PORT/v1."
     )
     model: str | None = Field(None, min_length=1, description="Name of the model that judges, as its server knows it.")
+    api: Literal["chat", "pooling"] = Field(
+        "chat",
+        description="chat: the model is asked in words and its answer read (template, score_pattern, score_key). pooling: a reward "
+        "model gives the number itself (vLLM's /pooling beside /v1).",
+    )
     api_key_variable: str | None = Field(
         None, min_length=1, description="Environment variable that holds the server's key; none sends no key."
     )
