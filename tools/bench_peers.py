@@ -284,7 +284,10 @@ class Bench:
             command += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
         command += [str(ROOT / "tools" / "peers" / "trl_trainer.py"), str(specification)]
         log, steps = directory / "log", directory / "steps.jsonl"
-        with started(command, log, trl_environment()) as process:
+        env = trl_environment()
+        if mode == "colocate":
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine inside each trainer
+        with started(command, log, env) as process:
             finish(process, log)
         return [json.loads(line) for line in steps.read_text().splitlines()] if steps.is_file() else []
 
@@ -377,7 +380,6 @@ def trl_environment() -> dict[str, str]:
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",

@@ -77,6 +77,25 @@ def use_in_engine() -> None:
     module.packed_nccl_broadcast_consumer = receive
 
 
+def reload_packed(sync_weights: Callable[[Any], None]) -> Callable[[Any], None]:
+    """TRL's VLLMGeneration.sync_weights for an engine in the same process, whose linear layers a CPU keeps packed.
+
+    vLLM's layerwise reload packs again what was loaded; it is what a server does too.
+    """
+
+    def sync(self: Any) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
+        with set_current_vllm_config(runner.vllm_config):
+            initialize_layerwise_reload(runner.model)
+            sync_weights(self)
+            finalize_layerwise_reload(runner.model, runner.model_config)
+
+    return sync
+
+
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -94,6 +94,8 @@ def synchronous(work: dict[str, Any], common: dict[str, Any], dataset: Any, toke
         vllm_client.VLLMClient.init_communicator = join_on_cpu
     else:
         vllm |= {"vllm_max_model_length": work["max_model_len"]}
+        generation = vllm_generation.VLLMGeneration
+        generation.sync_weights = cpu_stand_ins.reload_packed(generation.sync_weights)
         vllm_generation.LLM = functools.partial(
             vllm_generation.LLM,
             dtype="float32",
