@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """The same fixed work through TRL's trainers and through this system, in turn: tokens/s, ratio, age of tokens.
 
-Real engines and real trainers, a 2.4 M parameter Qwen2 in fp32, one core for generation and one for training (colocated: a process
+Real engines and real trainers, a 1.8 M parameter Qwen2 in fp32, one core for generation and one for training (colocated: a process
 on each core that does both), the same prompts and reward, 16 groups of 8 responses an iteration, one update each.
 
     python tools/bench_peers.py [--shapes long,short,free] [--systems ...] [--rounds 2] [--iterations 4]
@@ -85,7 +85,7 @@ _ON_POLICY = "none: every token is sampled by the weights that it trains"
 SYSTEMS = {
     "trl-server": System(
         "TRL GRPOTrainer, vLLM server",
-        "truncated ratios against vLLM's log-probs, from a forward pass of its own",
+        "sequences masked whose ratio to vLLM's log-probs is above 3, which takes one more forward pass",
         "repeated in each padded row",
         "engine and trainer one each, in turn",
     ),
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def heading() -> str:
     pinned = next(line for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines() if line.startswith("trl=="))
     return (
-        f"{pinned.replace('==', ' ')}, {len(os.sched_getaffinity(0))} cores ({processor()}); a Qwen2 with 2.4 M parameters in "
+        f"{pinned.replace('==', ' ')}, {len(os.sched_getaffinity(0))} cores ({processor()}); a Qwen2 with 1.8 M parameters in "
         f"fp32; {GROUPS} groups of {RESPONSES} responses an iteration, one update each. tokens/s: prompt and response tokens of "
         "trained responses. age: versions between the weights that sampled a token and those it trains."
     )
