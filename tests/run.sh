@@ -28,6 +28,12 @@ if [[ $what == all || $what == nightly ]] && [ ! -f .venv-trackers/.complete ]; 
   make_beside .venv-trackers -r requirements/trackers.txt && touch .venv-trackers/.complete ||
     echo "trackers cannot be installed here; their tests will be skipped"
 fi
+if [[ $what != unit ]] && [ ! -d .venv-transfer-queue/transfer_queue ]; then
+  # beside it too: it brings another release of antlr
+  echo "installing TransferQueue for tests/integration/test_transfer_queue.py"
+  install_beside .venv-transfer-queue TransferQueue==0.1.11 tensordict==0.15.3 pyvers==0.2.3 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 ||
+    echo "TransferQueue cannot be installed here; its test will be skipped"
+fi
 if [ "${PA_NPU_INSTALL_BROWSER:-0}" = 1 ] && ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   echo "installing chromium for tests/integration/test_viewer_browser.py"
   { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 ||

@@ -17,6 +17,7 @@ from pa_npu.config.rules.deadlines import COLLECTIVE_MARGIN_S, fill_wait, reques
 from pa_npu.config.sections import (
     AlgorithmConfig,
     AttentionConfig,
+    BufferConfig,
     CheckpointConfig,
     DataConfig,
     Dataset,
@@ -52,6 +53,7 @@ class Config(Section):
     microbatch: MicrobatchConfig = MicrobatchConfig()
     attention: AttentionConfig = AttentionConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    buffer: BufferConfig = BufferConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     publish: PublishConfig = PublishConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

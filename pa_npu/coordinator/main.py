@@ -52,15 +52,12 @@ from pa_npu.planning.iteration_model.messages import Rules
 from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, StageManifest
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.open_buffer import open_buffer
 from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
 
 logger = logging.getLogger(__name__)
-
-# The trainers' buffer has this name too; its keys are those of one attempt of the run.
-_BUFFER = "run"
 
 
 def main() -> int:
@@ -104,7 +101,7 @@ async def run(config: Config) -> None:
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         num_ahead = config.schedule.max_staleness if config.interrupts else 0
-        buffer = StoreRolloutBuffer(buffer_channel, _BUFFER, readers=1, ahead=num_ahead)
+        buffer = open_buffer(config, buffer_channel, ahead=num_ahead, fills=True)
         interruptions = make_interruptions(config, tokenizer) if config.interrupts else None
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.of(config), work)

@@ -48,6 +48,7 @@ _DEPENDENCIES = (
     Dependency("pyarrow", ("pyarrow",), "parquet datasets", needed=False),
     Dependency("tensorboard", ("tensorboard",), "telemetry.trackers", needed=False),
     Dependency("ray", ("ray",), "several nodes (placement.cluster=ray)", needed=False),
+    Dependency("transfer_queue", ("TransferQueue",), "buffer.backend=transfer_queue", needed=False),
 )
 
 

@@ -141,6 +141,8 @@ def check_surroundings(
     engine_kind(config.rollout.backend).check_keys(config)
     if tokenizer is not None:
         check_environment(config, sample)
+    if config.buffer.backend == "transfer_queue":
+        local(check_transfer_queue)
     local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
@@ -154,6 +156,13 @@ def check_surroundings(
         findings.notes += [f"versions: {problem}" for problem in trainer_problems(platform.name)]
         findings.notes += device_notes(platform, findings.placement) if findings.placement else []
     return findings
+
+
+def check_transfer_queue() -> None:
+    """Raises ConfigError where it is not installed."""
+    from pa_npu.samples.transfer_queue import check_installed  # slow to import
+
+    check_installed()
 
 
 def settle_places(config: Config, findings: Findings) -> Config:

@@ -8,6 +8,9 @@ Life of a slot (iteration, replica, slot):
 
 All ranks of a replica wait for the key, so the key may go only when each of them has seen it: `readers` is the number
 of ranks of a replica (tensor x pipeline parallel), and every rank calls `done` once per slot, after it has the group.
+
+What is filled, and who is done, is always in the store that the launcher hosts on the head; the groups themselves lie there too
+(buffer.backend=store), or elsewhere (`Payloads`).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pa_npu.control.channel import StoreChannel
-from pa_npu.errors import InvariantViolation
+from pa_npu.errors import InvariantViolation, PaNpuError
 from pa_npu.samples.types import Group
 from pa_npu.samples.wire import from_bytes, to_bytes
 
@@ -44,21 +47,41 @@ class RolloutBuffer(Protocol):
         """This rank needs the slot no more; the last of `readers` calls removes it."""
 
 
+class Payloads(Protocol):
+    """Where groups lie while the store knows of them. What is put under a key is there for `get` when `put` returns, until `drop`.
+
+    All raise BufferFailed where the place does not answer in time, or has lost the key.
+    """
+
+    def put(self, key: str, group: Group) -> None: ...
+
+    def get(self, key: str) -> Group: ...
+
+    def drop(self, key: str) -> None: ...
+
+
+class BufferFailed(PaNpuError):
+    """The place where groups lie does not answer, or has lost one."""
+
+
 class StoreRolloutBuffer:
-    """RolloutBuffer on the c10d store.
+    """RolloutBuffer on the c10d store, payloads included unless they have a place of their own.
 
     run_id separates attempts of one run, so that a restarted trainer never sees what a killed one left behind.
     readers: ranks of a replica, i.e. tensor_parallel x pipeline_parallel (the coordinator's value is not used).
     ahead: how many newer iterations may have begun when a group is put.
     """
 
-    def __init__(self, channel: StoreChannel, run_id: str, readers: int, ahead: int = 0) -> None:
+    def __init__(
+        self, channel: StoreChannel, run_id: str, readers: int, ahead: int = 0, payloads: Payloads | None = None
+    ) -> None:
         if readers < 1:
             raise ValueError(f"readers: {readers} must be at least 1, the number of ranks of a replica")
         self.readers = readers
         self._channel = channel
         self._run_id = run_id
         self._ahead = ahead
+        self._payloads = payloads
         self._filled: dict[int, dict[tuple[int, int], int]] = {}  # by iteration
         self._newest = 0
 
@@ -78,7 +101,11 @@ class StoreRolloutBuffer:
                     else f"group {filled[replica, slot]} of that iteration is already there"
                 )
             )
-        self._channel.put_bytes(key, to_bytes(group))
+        if self._payloads is None:
+            self._channel.put_bytes(key, to_bytes(group))
+        else:
+            self._payloads.put(key, group)
+            self._channel.put_bytes(key, b"")  # from here on it may be read
         filled[replica, slot] = group.index
 
     def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
@@ -92,7 +119,8 @@ class StoreRolloutBuffer:
         return self._channel.exists(self._key(iteration, replica, slot))
 
     def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
-        return self._channel.get_bytes(self._key(iteration, replica, slot))
+        key = self._key(iteration, replica, slot)
+        return self._channel.get_bytes(key) if self._payloads is None else to_bytes(self._payloads.get(key))
 
     def read(self, iteration: int, replica: int, slot: int) -> Group:
         return from_bytes(self.read_bytes(iteration, replica, slot))
@@ -102,6 +130,8 @@ class StoreRolloutBuffer:
         if self._channel.add(key + "/done", 1) == self.readers:
             self._channel.delete(key)
             self._channel.delete(key + "/done")
+            if self._payloads is not None:
+                self._payloads.drop(key)
 
     def _key(self, iteration: int, replica: int, slot: int) -> str:
         return f"buffer/{self._run_id}/{iteration}/{replica}/{slot}"

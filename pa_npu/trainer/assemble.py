@@ -23,7 +23,7 @@ from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.publish.publisher import Publisher, WeightSource
 from pa_npu.publish.sizing import auto_bucket_bytes
 from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.open_buffer import open_buffer
 from pa_npu.telemetry.sample_store import TrainerLogprobs, kept_groups
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
@@ -131,7 +131,7 @@ def rollout_source(
 ) -> Callable[[int], MicrobatchIterator]:
     """A function from an iteration to this replica's microbatches of it."""
     ranks = backend.ranks
-    buffer = StoreRolloutBuffer(channel, "run", readers=ranks.tensor_size * ranks.pipeline_size)
+    buffer = open_buffer(config, channel, readers=ranks.tensor_size * ranks.pipeline_size)
 
     has_budget = config.schedule.tokens_per_update is not None
     # a group is carried for max_staleness updates at most

@@ -32,7 +32,7 @@ from pa_npu.control.messages import (
 from pa_npu.publish.messages import Probe
 from pa_npu.publish.trainer_side import TrainerPublish
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.open_buffer import open_buffer
 from pa_npu.samples.types import Group
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
@@ -57,7 +57,7 @@ class Border:
         self._rank = rank
         self._agreement = agreement
         stage = backend.ranks.pipeline_rank if backend.ranks.is_stage_leader else None
-        self._ahead = RolloutsAhead(config, channel, StoreRolloutBuffer(channel, "run", readers=1))
+        self._ahead = RolloutsAhead(config, channel, open_buffer(config, channel))
         self._when = PublishWhen(config, backend)
         self._publish = TrainerPublish(
             channel, backend.publish, backend.policy_digest, rank, stage, config.border_timeout_s, timeline

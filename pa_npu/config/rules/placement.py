@@ -17,6 +17,11 @@ def broken_placement(c: Config) -> Iterator[str]:
             f"placement.nnodes: {c.placement.nnodes} with placement.cluster=local, which is this machine alone; set "
             f"placement.cluster=ray, or nnodes to 1"
         )
+    if c.buffer.backend == "transfer_queue" and c.placement.cluster == "local":
+        yield (
+            "buffer.backend: transfer_queue with placement.cluster=local: TransferQueue lives on a Ray cluster; set "
+            "placement.cluster=ray, or buffer.backend=store"
+        )
     if r.max_engines is not None and r.max_engines < r.engines:
         yield f"rollout.engines: {r.engines} is above rollout.max_engines = {r.max_engines}; lower it, or raise the maximum"
     if (r.max_engines or r.engines) > r.engines and (c.placement.cluster == "local" or r.attach):

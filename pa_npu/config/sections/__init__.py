@@ -17,7 +17,7 @@ from pa_npu.config.sections.learning import (
     OptimizerConfig,
     TrainerConfig,
 )
-from pa_npu.config.sections.operation import LOOPBACK, TRACKERS, PlacementConfig, TelemetryConfig
+from pa_npu.config.sections.operation import LOOPBACK, TRACKERS, BufferConfig, PlacementConfig, TelemetryConfig
 from pa_npu.config.sections.rollout import (
     CUT_SHARE,
     SLOWEST_TOKEN_S,
@@ -39,6 +39,7 @@ __all__ = [
     "TRACKERS",
     "AlgorithmConfig",
     "AttentionConfig",
+    "BufferConfig",
     "CheckpointConfig",
     "CodeConfig",
     "DataConfig",

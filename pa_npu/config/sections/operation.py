@@ -47,6 +47,17 @@ class TelemetryConfig(Section):
     profile_ranks: tuple[int, ...] = Field((0,), description="Trainer ranks that profile_iterations is about.")
 
 
+class BufferConfig(Section):
+    backend: Literal["store", "transfer_queue"] = Field(
+        "store",
+        description="Where groups lie between coordinator and trainers: in the store on the head, or in Ascend's TransferQueue on "
+        "the nodes of the Ray cluster.",
+    )
+    timeout_s: float = Field(
+        120.0, gt=0, description="Deadline of TransferQueue to take or give one group, and to start."
+    )
+
+
 LOOPBACK = "127.0.0.1"
 
 

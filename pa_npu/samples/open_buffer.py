@@ -1,0 +1,34 @@
+"""open_buffer: the run's rollout buffer as buffer.backend says, for the process that fills it and for those that read it."""
+
+from __future__ import annotations
+
+import hashlib
+
+from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel, attempt_prefix
+from pa_npu.samples.rollout_buffer import Payloads, RolloutBuffer, StoreRolloutBuffer
+
+# Its keys are those of one attempt of the run, which the channel's prefix is.
+_NAME = "run"
+
+
+def open_buffer(
+    config: Config, channel: StoreChannel, *, readers: int = 1, ahead: int = 0, fills: bool = False
+) -> RolloutBuffer:
+    """readers, ahead: as StoreRolloutBuffer. fills: whether this is the coordinator, which starts what the backend needs."""
+    return StoreRolloutBuffer(channel, _NAME, readers, ahead, payloads(config, fills))
+
+
+def payloads(config: Config, fills: bool) -> Payloads | None:
+    """Where groups lie; None is the store itself."""
+    if config.buffer.backend == "store":
+        return None
+    from pa_npu.samples.transfer_queue import TransferQueuePayloads
+
+    run = hashlib.blake2b(config.run.dir.encode(), digest_size=6).hexdigest()
+    return TransferQueuePayloads(
+        f"pa_npu/{run}/{attempt_prefix()}",
+        starts=fills,
+        address=config.placement.ray_address,
+        timeout_s=config.buffer.timeout_s,
+    )
