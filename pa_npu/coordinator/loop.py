@@ -50,6 +50,7 @@ from pa_npu.coordinator.interruption import Interruptions
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.production import Produced
 from pa_npu.coordinator.record import RunRecords, iteration_record
+from pa_npu.coordinator.service.rollouts import RolloutService
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.stream import TrainingStream
 from pa_npu.dispatch.token_budget import TokenBudget, Update
@@ -87,7 +88,9 @@ class Coordinator:
         timeline: Timeline,
         evaluator: Evaluator | None,
         interruptions: Interruptions | None = None,
+        service: RolloutService | None = None,
     ) -> None:
+        self._service = service
         self._interruptions = interruptions
         self._config = config
         self._channel = channel
@@ -300,15 +303,22 @@ class Coordinator:
             # engines that wait inside a load answer nothing: with an evaluation they are asked when the trainers are ready
             await READY.wait_async(self._channel, within_s, version=version)
             await self._end_overlapped_evaluation(version - 1)
+        if self._service is not None:  # likewise: they write for clients until then
+            await READY.wait_async(self._channel, within_s, version=version)
+            await self._service.quiet()
         if self._config.publish.when == "divergence" and not is_first:
             ready = await READY.wait_async(self._channel, within_s, version=version)
             if not ready.publishes:
+                if self._service is not None and self._published is not None:
+                    self._service.published(self._published)
                 now_s = time.perf_counter()
                 return _Border(EnginesHold(None, now_s, now_s, now_s, now_s), self._pool.use(), self._fleet.size)
         held = await self._publish.publish(version, prompt, within_s)
         # engines were asked before: that ran beside training
         self._timeline.complete("publish", on_clock(held.ready_s), now(), version=version)
         self._published = version
+        if self._service is not None:
+            self._service.published(version)
         return _Border(held, self._pool.use(), self._fleet.size)
 
     def _ends(self, version: int) -> bool:

@@ -24,6 +24,7 @@ from pa_npu import platform
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
+from pa_npu.config.sections import EnvironmentConfig
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
@@ -35,6 +36,8 @@ from pa_npu.coordinator.loop import Coordinator
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.resumed import CARRIED_KEY, carried_of, put_back, usable_ahead
+from pa_npu.coordinator.service.http_api import serving
+from pa_npu.coordinator.service.rollouts import RolloutService
 from pa_npu.data.mixture import training_stream
 from pa_npu.data.prompts import PromptSet, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
@@ -44,6 +47,7 @@ from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
 from pa_npu.engines.registry import engine_kind
+from pa_npu.environments.protocol import Environment
 from pa_npu.environments.registry import make_environment
 from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.families.spec import ModelSpec
@@ -105,6 +109,11 @@ async def run(config: Config) -> None:
         interruptions = make_interruptions(config, tokenizer) if config.interrupts else None
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.of(config), work)
+        service = None
+        if config.placement.api_port is not None:
+            service = RolloutService(config, pool, environment, rewards, sampling, tokenizer)
+            where = (config.placement.address, config.placement.api_port, Path(config.run.dir))
+            logger.info("API at %s", await stack.enter_async_context(serving(service, key or "", *where)))
         producer = Producer(
             config,
             pool,
@@ -117,6 +126,7 @@ async def run(config: Config) -> None:
             work,
             store_thread,
             interruptions,
+            service,
         )
         await fleet.wait_all_ready()
         backend = platform.get(config.run.device).comm_backend
@@ -134,8 +144,9 @@ async def run(config: Config) -> None:
             publish,
             records,
             timeline,
-            Evaluator(config, held_out, pool, environment, rewards, sampling) if held_out else None,
+            Evaluator(config, held_out, pool, tested_in(config, tokenizer), rewards, sampling) if held_out else None,
             interruptions,
+            service,
         )
         ahead = usable_ahead(config)
         if interruptions is not None:
@@ -149,6 +160,13 @@ async def run(config: Config) -> None:
             for one in ahead[len(whole) :]:
                 coordinator.carry_on(*carried_of(one))
         await coordinator.run(train, first)
+
+
+def tested_in(config: Config, tokenizer: Any) -> Environment:
+    """The environment of evaluations: that of training, but for samples that clients write, which say nothing of the weights."""
+    if config.environment.name == "clients":
+        config = config.model_copy(update={"environment": EnvironmentConfig()})
+    return make_environment(config, tokenizer)
 
 
 async def wait_manifests(config: Config, channel: StoreChannel, topic: Topic[StageManifest]) -> list[StageManifest]:

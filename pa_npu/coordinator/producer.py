@@ -29,6 +29,7 @@ from pa_npu.coordinator.episode import Rewards, run_episode, score
 from pa_npu.coordinator.interruption import Interruptions
 from pa_npu.coordinator.pacing import Pace
 from pa_npu.coordinator.production import Produced, Production
+from pa_npu.coordinator.service.rollouts import RolloutService
 from pa_npu.coordinator.tail import TailMeter
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import Assignment
@@ -68,6 +69,7 @@ class Producer:
         work: Callable[[int, Sequence[int]], float],
         store_thread: Executor,
         interruptions: Interruptions | None = None,
+        service: RolloutService | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -80,6 +82,7 @@ class Producer:
         self._work = work
         self._store_thread = store_thread
         self._interruptions = interruptions
+        self._service = service
         self._lengths = ResponseLengths(sampling.max_tokens)
 
     async def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
@@ -143,7 +146,10 @@ class Producer:
                 "prompt_id": prompt.prompt_id,
             }
             rewards = np.asarray(result.total, np.float32)
-            await self._put(Group.of_samples(samples, rewards, advantages, **identity), *slot)
+            group = Group.of_samples(samples, rewards, advantages, **identity)
+            await self._put(group, *slot)
+            if self._service is not None:
+                self._service.produced(group, prompt, samples)
             production.put(number, samples, replica=slot[0])
             production.keep(number, prompt, samples, result, advantages)
 
@@ -186,6 +192,8 @@ class Producer:
                 index = schedule.order[number] if number < len(schedule.order) else number
                 prompt = prompts[index] if another is None or index < len(prompts) else another()
                 tokens = num_sequences * (len(prompt.tokens) + round(self._lengths.mean(prompt)))
+                if self._service is not None:
+                    await self._service.pause.passed()
                 if self._interruptions is None:  # else a turn might wait for a group that waits for the next version
                     await pace.turn()
                 # every group in flight ends by its own deadline, and an engine that is gone is replaced by its own

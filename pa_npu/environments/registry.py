@@ -7,6 +7,7 @@ from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.config.user_code import describe, find_function
+from pa_npu.environments.clients import FromClients
 from pa_npu.environments.protocol import Environment, EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.tools import ToolEnvironment
@@ -15,6 +16,7 @@ from pa_npu.errors import ConfigError
 ENVIRONMENTS: dict[str, Callable[[EnvironmentContext], Environment]] = {
     "single_turn": SingleTurn,
     "tools": ToolEnvironment,
+    "clients": FromClients,
 }
 
 

@@ -63,7 +63,8 @@ class TransferQueuePayloads:
     def get(self, key: str) -> Group:
         columns = self.get_columns(key, _COLUMNS)
         identity = dict(zip(IDENTITY, columns.pop(_NUMBERS).tolist(), strict=True))
-        return Group(**identity, **{name: tensor.numpy().copy() for name, tensor in columns.items()})
+        arrays: dict[str, Any] = {name: tensor.numpy().copy() for name, tensor in columns.items()}
+        return Group(**identity, **arrays)
 
     def get_columns(self, key: str, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Some columns of a row, and no others travel."""

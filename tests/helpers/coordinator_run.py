@@ -88,7 +88,7 @@ class Run:
         self,
         directory: Path,
         engines: list[Served],
-        environment: dict[str, str] | None = None,
+        variables: dict[str, str] | None = None,
         before: Path | None = None,
         **sections: dict[str, object],
     ) -> None:
@@ -141,7 +141,7 @@ class Run:
                 "PA_NPU_STORE": f"127.0.0.1:{self.server.port}",
                 "VLLM_API_KEY": API_KEY,
                 "OMP_NUM_THREADS": "1",
-                **(environment or {}),
+                **(variables or {}),
             },
             cwd=ROOT,
             stdout=subprocess.PIPE,

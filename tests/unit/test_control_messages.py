@@ -23,8 +23,8 @@ TOPICS = {
     f"{room.__name__}.{name}": value for room in ROOMS for name, value in vars(room).items() if isinstance(value, Topic)
 }
 
-# The buffer's keys hold bytes of groups, no messages.
-_BYTES = re.compile(r"samples/rollout_buffer.py|control/(typed|channel).py")
+# The keys of the buffer and of the data module's shards hold bytes of samples, no messages.
+_BYTES = re.compile(r"samples/(rollout_buffer|data_module).py|control/(typed|channel).py")
 
 
 def example(kind: Any) -> Any:
