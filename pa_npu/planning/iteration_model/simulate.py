@@ -62,6 +62,11 @@ class _Iteration:
             name: VirtualEngine(speed, cluster.max_num_seqs, shared=name in cluster.shared)
             for name, speed in cluster.engines.items()
         }
+        # what happens next, found without asking every engine and replica: (time, number), those of engines with old entries
+        self._by_number = list(self._engines.values())
+        self._numbers = {name: number for number, name in enumerate(self._engines)}
+        self._ends: list[tuple[float, int]] = []
+        self._finishes: list[tuple[float, int]] = []
         self._shared = [engine for engine in self._engines.values() if engine.shared]
         self._shared_begin = bool(schedule.shared)  # they have the trainers' devices
         self._kept_back: list[VirtualGroup] = []
@@ -79,6 +84,8 @@ class _Iteration:
             cluster.order, cluster.replicas, per_replica, cluster.updates, sum(group.train_s for group in first)
         )
         self._replicas = [_Replica() for _ in range(cluster.replicas)]
+        self._idle: list[int] = []  # replicas that may begin a slot now
+        self._num_ended = 0  # replicas that have trained their part of the share
         self._deliveries: list[tuple[float, int, VirtualGroup]] = []
         self._held: list[VirtualGroup] = []
         self._num_informative = self._num_assigned = self._num_steps = 0
@@ -90,10 +97,8 @@ class _Iteration:
         names, engines = list(self._engines), list(self._engines.values())
         timer_s = self._dispatch()
         while self._num_steps < self._cluster.updates:
-            ends_s = [engine.next_s for engine in engines]
-            engine_s = min(ends_s)
-            finishes_s = [replica.finish_s for replica in self._replicas]
-            finish_s = min(finishes_s)
+            engine_s = self._next_end_s()
+            finish_s = self._finishes[0][0] if self._finishes else math.inf
             delivery_s = self._deliveries[0][0] if self._deliveries else math.inf
             self._now_s = min(engine_s, finish_s, delivery_s, self._step_ends_s, timer_s)
             if self._now_s == math.inf:
@@ -102,8 +107,9 @@ class _Iteration:
                     f"{self._num_assigned} assigned"
                 )
             if self._now_s == engine_s:
-                number = ends_s.index(engine_s)
+                number = heapq.heappop(self._ends)[1]
                 complete = engines[number].end_some()
+                heapq.heappush(self._ends, (engines[number].next_s, number))
                 if not complete:
                     continue  # only sequences whose groups go on
                 self._complete(names[number], complete)
@@ -112,19 +118,29 @@ class _Iteration:
             elif self._now_s == delivery_s:
                 self._deliver(heapq.heappop(self._deliveries)[2])
             elif self._now_s == finish_s:
-                replica = self._replicas[finishes_s.index(finish_s)]
-                replica.finish_s = math.inf
-                replica.next_slot += 1
-                self._end_share()
+                number = heapq.heappop(self._finishes)[1]
+                self._replicas[number].finish_s = math.inf
+                self._replicas[number].next_slot += 1
+                self._idle.append(number)
+                self._end_share(number)
             elif self._now_s == self._step_ends_s:
                 self._step_ends_s = math.inf
                 self._num_steps += 1
+                self._num_ended = 0
+                self._idle = list(range(len(self._replicas)))
             else:
                 timer_s = self._dispatch()
             self._train()
         busy_s = sum(replica.busy_s for replica in self._replicas) / len(self._replicas)
         train_s = busy_s + self._cluster.updates * self._cluster.step_s
         return Outcome(self._now_s, self._generated_s, train_s, tuple(self._timings))
+
+    def _next_end_s(self) -> float:
+        """When the next sequence ends on any engine; entries of the heap that an engine has left behind are dropped."""
+        engines = self._by_number
+        while self._ends and self._ends[0][0] != engines[self._ends[0][1]].next_s:
+            heapq.heappop(self._ends)
+        return self._ends[0][0] if self._ends else math.inf
 
     def _dispatch(self) -> float:
         """Gives out what may go; returns the time at which to come back even if nothing happens before."""
@@ -144,6 +160,7 @@ class _Iteration:
             self._engines[name].add(
                 (group, self._now_s), self._now_s, group.prompt_tokens, group.lengths, group.expected_tokens
             )
+            heapq.heappush(self._ends, (self._engines[name].next_s, self._numbers[name]))
             dispatching.dispatched(name)
         return math.inf
 
@@ -193,6 +210,7 @@ class _Iteration:
         self._num_assigned += 1
         replica, slot = self._assignment.assign(index, group.train_s)
         self._replicas[replica].slots[slot] = group.train_s
+        self._idle.append(replica)
 
     def _deliver_held(self) -> None:
         replaced = len(self._groups) > self._total
@@ -201,17 +219,22 @@ class _Iteration:
         self._num_assigned = len(slots)
         for group, (replica, slot) in zip(self._held, slots, strict=True):
             self._replicas[replica].slots[slot] = group.train_s
+            self._idle.append(replica)
 
     def _train(self) -> None:
         """Replicas that stand still begin their next slot, if it is there and belongs to the share that is trained now."""
         end = (self._num_steps + 1) * self._per_share
-        for replica in self._replicas:
+        for number in self._idle:
+            replica = self._replicas[number]
             if replica.finish_s == math.inf and replica.next_slot < end and replica.next_slot in replica.slots:
                 seconds = replica.slots.pop(replica.next_slot)
                 replica.finish_s = self._now_s + seconds
                 replica.busy_s += seconds
+                heapq.heappush(self._finishes, (replica.finish_s, number))
+        self._idle.clear()
 
-    def _end_share(self) -> None:
+    def _end_share(self, number: int) -> None:
         """The optimizer step begins when every replica has trained its part of a share."""
-        if min(replica.next_slot for replica in self._replicas) == (self._num_steps + 1) * self._per_share:
+        self._num_ended += self._replicas[number].next_slot == (self._num_steps + 1) * self._per_share
+        if self._num_ended == len(self._replicas):
             self._step_ends_s = self._now_s + self._cluster.step_s

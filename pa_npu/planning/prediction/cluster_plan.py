@@ -35,7 +35,8 @@ _STAGES = (1, 2, 4, 8)
 # An engine that holds fewer sequences of mean length than this decodes far below what the device can.
 _LEAST_SEQUENCES = 32
 _SIMULATED = 3
-_ITERATIONS = 5
+# Of predict: many divisions are simulated.
+_ITERATIONS, _MOST_GROUPS = 4, 64
 _SAMPLE = 48
 _MOST_SEQS = 1024
 
@@ -120,7 +121,15 @@ def plan_cluster(basis: Basis, devices: int) -> ClusterPlan:
         )
     tried = []
     for _, config in candidates[:_SIMULATED]:
-        found = predict(config, basis.spec, basis.calibration, basis.workload, basis.typical, iterations=_ITERATIONS)
+        found = predict(
+            config,
+            basis.spec,
+            basis.calibration,
+            basis.workload,
+            basis.typical,
+            iterations=_ITERATIONS,
+            most_groups=_MOST_GROUPS,
+        )
         around = limits(config, found, _mean_response(basis, config), basis.typical)
         tried.append((limited_s(found.iteration_s, around), config, found, around))
     tried.sort(key=lambda item: item[0] / item[1].schedule.prompts_per_iteration)
@@ -283,7 +292,14 @@ def _colocated_s(basis: Basis, config: Config, devices: int) -> float:
     if together is None:
         return math.inf
     found = predict(
-        together, basis.spec, basis.calibration, basis.workload, basis.typical, streams=False, iterations=_ITERATIONS
+        together,
+        basis.spec,
+        basis.calibration,
+        basis.workload,
+        basis.typical,
+        streams=False,
+        iterations=_ITERATIONS,
+        most_groups=_MOST_GROUPS,
     )
     return found.iteration_s * groups / whole
 

@@ -11,7 +11,7 @@ from pa_npu.planning.prediction.cluster_plan import Basis, ClusterPlan
 from pa_npu.planning.prediction.figures import Figure
 from pa_npu.platform.typical import published_speeds
 
-_LABEL = 22
+_LABEL = 24
 # An iteration that grows by more with the devices, while work grows with them, is not flat.
 FLAT = 0.10
 
@@ -68,7 +68,8 @@ def one_plan_lines(plan: ClusterPlan) -> list[str]:
         _line("  perfect", f"{_seconds(plan.perfect_s)}, all devices always busy"),
         _line("trainer memory", format_bytes(plan.trainer.total) + _of(plan.trainer.total, plan.device_bytes)),
         _line("engine memory", format_bytes(plan.engine.total) + _of(plan.engine.total, plan.device_bytes)),
-        _line("breaks first", _limit(plan)),
+        _line("breaks first", plan.first_limit.name),
+        _line("  takes", f"{_limit(plan)}, estimated"),
     ]
     for engines, ranks, seconds in plan.alternatives:
         lines.append(_line("instead", f"{engines} engines + {ranks} trainer ranks: {seconds:.3g} s"))
@@ -191,5 +192,5 @@ def _of(used: int, device: int | None) -> str:
 
 def _limit(plan: ClusterPlan) -> str:
     limit = plan.first_limit
-    where = "added to the border" if limit.in_border else "of the one process that does it"
-    return f"{limit.name}: {limit.seconds:.2g} s an iteration {where} ({limit.share(plan.iteration_s.value):.1%})"
+    where = "in its border" if limit.in_border else "beside it"
+    return f"{limit.seconds:.2g} s an iteration {where}, {limit.share(plan.iteration_s.value):.0%} of it"

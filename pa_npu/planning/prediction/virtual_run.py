@@ -76,8 +76,9 @@ def predict(
     *,
     streams: bool = True,
     iterations: int = _ITERATIONS,
+    most_groups: int | None = None,
 ) -> Predicted:
-    """Iterations of config on such devices. streams: periodic, not synchronous."""
+    """Iterations of config on such devices. streams: periodic, not synchronous. most_groups: of an iteration that are simulated."""
     engine_cost = calibration.engine_for(config, spec, typical)
     trainer_cost = calibration.trainer_for(config, spec, typical)
     return predict_with(
@@ -90,6 +91,7 @@ def predict(
         typical,
         streams=streams,
         iterations=iterations,
+        most_groups=most_groups or _MOST_GROUPS,
     )
 
 
@@ -103,10 +105,11 @@ def predict_with(
     typical: TypicalSpeed,
     *,
     streams: bool,
-    iterations: int = _ITERATIONS,
+    iterations: int,
+    most_groups: int,
 ) -> Predicted:
     """The same with costs that are given."""
-    part = _part(config)
+    part = _part(config, most_groups)
     engine_cost, trainer_cost = _shared_devices(config, engine_cost, trainer_cost)
     seconds = GroupSeconds(config, spec, trainer_cost, typical)
     work = GroupWork(spec, config)
@@ -162,10 +165,10 @@ class _Part:
     engine_scale: float = 1.0
 
 
-def _part(config: Config) -> _Part:
+def _part(config: Config, most_groups: int) -> _Part:
     engines, replicas = config.rollout.engines, config.data_parallel
     groups, updates = config.schedule.prompts_per_iteration, config.schedule.updates_per_iteration
-    parts = max(math.ceil(engines / _MOST_ENGINES), groups / _MOST_GROUPS)
+    parts = max(math.ceil(engines / _MOST_ENGINES), groups / most_groups)
     if parts <= 1:
         return _Part(engines, replicas, groups)
     some_engines, some_replicas = max(1, round(engines / parts)), max(1, round(replicas / parts))

@@ -1,0 +1,159 @@
+"""Plans of clusters: within their bounds, better with better devices, flat until something breaks, honest about origins."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from helpers.recorded_run import write_run
+
+from pa_npu.config.load import load_config
+from pa_npu.launcher.cli import main as launcher
+from pa_npu.launcher.plan_cluster import device_counts
+from pa_npu.planning.known_models import known_spec
+from pa_npu.planning.prediction.calibration import published
+from pa_npu.planning.prediction.cluster_plan import Basis, ClusterPlan, plan_cluster, planning_base
+from pa_npu.planning.prediction.costs import GroupSeconds
+from pa_npu.planning.prediction.limits import first_to_break, limited_s, limits
+from pa_npu.planning.prediction.plan_report import as_json, flatness, plan_lines
+from pa_npu.planning.prediction.virtual_run import predict
+from pa_npu.planning.prediction.workload import assumed_workload
+from pa_npu.platform.typical import published_speed, published_speeds
+
+
+def basis(hardware: str = "910b", groups_per_device: float | None = 2.0, *overrides: str) -> Basis:
+    config = load_config(["configs/grpo_qwen2.5_7b.yaml"], ["run.device=npu", *overrides])
+    spec = known_spec(config.model.path)
+    assert spec is not None
+    typical = published_speed(hardware)
+    base = planning_base(config, "npu")
+    return Basis(base, spec, published(base, spec, typical), assumed_workload(base), typical, 0.0, groups_per_device)
+
+
+@pytest.fixture(scope="module")
+def plans() -> tuple[Basis, list[ClusterPlan]]:
+    found = basis()
+    return found, [plan_cluster(found, devices) for devices in (8, 64)]
+
+
+def test_no_prediction_is_below_its_bounds(plans):
+    for plan in plans[1]:
+        assert plan.perfect_s.value <= plan.separate_bound_s.value <= plan.iteration_s.value
+        assert plan.perfect_s.value <= plan.colocated_s.value
+        assert plan.iteration_s.low < plan.iteration_s.value < plan.iteration_s.high
+
+
+def test_a_plan_fits_into_the_devices_and_uses_all_of_them(plans):
+    for plan in plans[1]:
+        rollout, trainer = plan.config.rollout, plan.config.trainer
+        assert rollout.engines * rollout.tensor_parallel + trainer.devices == plan.devices
+        assert plan.trainer.total <= 0.9 * plan.device_bytes and plan.engine.total <= plan.device_bytes
+
+
+def test_the_colocated_bound_is_generation_and_training_on_all_devices_after_each_other(plans):
+    """Training: operations over all devices, by hand; generation: what remains must be what that many engines take."""
+    found, (_, plan) = plans
+    config = plan.config
+    replica = config.trainer.tensor_parallel * config.trainer.pipeline_parallel
+    cost = found.calibration.trainer_for(config, found.spec, found.typical)
+    seconds = GroupSeconds(config, found.spec, cost, found.typical)
+    shapes = found.workload.draw(config, 0, 256)
+    groups = config.schedule.prompts_per_iteration
+    train_s = groups * sum(seconds(s.prompt, s.lengths) for s in shapes) / len(shapes) / (plan.devices // replica)
+    engines = config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"engines": plan.devices // config.rollout.tensor_parallel})
+        }
+    )
+    generate_s = predict(
+        engines, found.spec, found.calibration, found.workload, found.typical, streams=False, iterations=4
+    ).generate_s
+    assert plan.colocated_s.value == pytest.approx(generate_s + train_s + cost.step_s + cost.border_s, rel=0.06)
+
+
+def test_more_devices_shorten_the_same_work_and_faster_ones_too():
+    same = basis("910b", None, "schedule.prompts_per_iteration=64")
+    few, many = (plan_cluster(same, devices).iteration_s.value for devices in (8, 16))
+    assert many < 0.9 * few
+    faster = basis("h100", None, "schedule.prompts_per_iteration=64")
+    assert plan_cluster(faster, 8).iteration_s.value < 0.8 * few
+
+
+def test_the_division_that_is_chosen_is_the_best_of_those_simulated(plans):
+    for plan in plans[1]:
+        assert all(plan.iteration_s.value <= 1.02 * seconds for _, _, seconds in plan.alternatives)
+
+
+def test_what_breaks_first_is_named_and_then_sets_the_time(plans):
+    found, (small, large) = plans
+    assert limited_s(small.predicted.iteration_s, list(small.limits)) == pytest.approx(small.iteration_s.value)
+    assert flatness([small, large]).startswith("within 10% of 8 devices up to 64")
+    many = large.config.model_copy(
+        update={"schedule": large.config.schedule.model_copy(update={"prompts_per_iteration": 10**6})}
+    )
+    crowded = limits(many, large.predicted, 500.0, found.typical)
+    assert first_to_break(crowded, large.iteration_s.value).name.startswith("coordinator")
+    assert limited_s(large.predicted.iteration_s, crowded) > 10 * large.predicted.iteration_s
+
+
+def test_without_a_run_every_figure_is_estimated(plans):
+    found, made = plans
+    text = "\n".join(plan_lines(found, made))
+    assert "calibrated" not in text and "measured" not in text and text.count("estimated") >= 8
+    assert max(map(len, text.splitlines()[6:])) <= 100
+    assert {plan["tpspd"]["origin"] for plan in as_json(found, made)["plans"]} == {"estimated"}
+
+
+def test_every_published_device_has_a_source():
+    assert {speed.name for speed in published_speeds()} >= {"Ascend 910B", "A100", "H100"}
+    assert all(speed.source for speed in published_speeds())
+
+
+def test_the_command_plans_from_a_run_and_says_what_is_calibrated(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    assert launcher(["plan", "--from", str(run), "--devices", "2,4"]) == 0
+    text = capsys.readouterr().out
+    assert "calibrated" in text and "lengths                 measured" in text and "off by" in text
+    assert launcher(["plan", "--from", str(run), "--devices", "4", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plans"][0]
+    keys = plan["keys"]
+    assert keys["rollout.engines"] * keys["rollout.tensor_parallel"] + keys["trainer.devices"] == 4
+    # of another device than the run's nothing but lengths is known
+    assert launcher(["plan", "--from", str(run), "--devices", "4", "--hardware", "a100", "model.dtype=bf16"]) == 0
+    text = capsys.readouterr().out
+    assert "costs                   estimated" in text and "lengths                 measured" in text
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--from", "nowhere"], "no run directory"),
+        (["--devices", "many"], "--devices 'many'"),
+        (["--devices", "64..8"], "--devices"),
+        (["--devices", "1"], "from 2 to"),
+        (["--devices", "8", "--hardware", "abacus"], "'abacus' is no device with published figures"),
+        (["--devices", "8", "--hardware", "a3", "--model", "nobody/knows"], "none whose shape is known"),
+        (["--devices", "2", "--hardware", "a3", "--model", "Qwen2.5-32B"], "do not fit"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, said, capsys):
+    config = [] if arguments[0] == "--from" else ["--config", "configs/grpo_qwen2.5_7b.yaml"]
+    assert launcher(["plan", *config, *arguments]) != 0
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1, error
+
+
+def test_device_counts():
+    assert device_counts("8..64") == [8, 16, 32, 64] and device_counts("8..48") == [8, 16, 32, 48]
+    assert device_counts("64,8") == [8, 64]
+
+
+def test_an_interval_is_wider_where_costs_are_carried_to_another_model(plans):
+    found, _ = plans
+    run = replace(
+        found, calibration=replace(found.calibration, origin="calibrated", engine_error=0.05, trainer_error=0.04)
+    )
+    other = replace(run, spec=replace(run.spec, num_layers=64))
+    assert run.relative_error == pytest.approx(0.05) and other.relative_error > 0.2
+    assert (run.origin, found.origin) == ("calibrated", "estimated")
