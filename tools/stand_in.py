@@ -184,10 +184,16 @@ class StandInEngine:
             self.prefix_resets += 1
             self.identity.version = args[0]
             result = {"version": args[0], "bytes": 0, "seconds": 0.0}
+        elif method == "pa_prepared":
+            result = {"version": args[0]}
+        elif method == "pa_swap":
+            self.prefix_resets += 1
+            self.identity.version = args[0]
+            result = {"version": args[0]}
         elif method == "pa_version":
             await self._between_steps.wait()  # as workers do: one that hangs in a step answers nothing
             result = {"version": self.identity.version}
-        elif method not in ("pa_connect", "pa_close"):
+        elif method not in ("pa_connect", "pa_close", "pa_prepare"):
             return web.json_response({"error": f"no method {method!r}"}, status=500)
         return web.json_response({"results": [result]})
 

@@ -186,6 +186,9 @@ class TrainBackend(Protocol):
         """Begin `version` as `publish` does, while engines keep the version that was published last, and so do the trainers for
         engines that come late."""
 
+    def engines_swapped(self) -> None:
+        """Engines have swapped to what `publish` sent with PublishMembers.delayed. Before the next step, which changes it."""
+
     def policy_digest(self) -> str:
         """Digest of the weights that this rank trains (publish.digest.digest_of). Not collective."""
 

@@ -142,6 +142,7 @@ class Config(Section):
     def keeps_published(self) -> bool:
         """Whether trainers keep a copy of the published weights: with max_staleness they change while engines still need them."""
         is_old = "old" in self.frozen_models and self.frozen_dtype == self.model.dtype and self.publish.when == "every"
+        is_old = is_old and self.publish.mode == "blocking"
         return self.schedule.max_staleness > 0 and not is_old
 
     @property
@@ -165,6 +166,11 @@ class Config(Section):
         schedule = self.schedule
         evaluated = bool(self.evaluation_sets and schedule.evaluate_every) and version % schedule.evaluate_every == 0
         return version == schedule.iterations or self.saves(version) or evaluated or self.may_end_at(version)
+
+    def delays(self, version: int) -> bool:
+        """Whether `version` is sent while engines generate; one that may be the last is not, as its log-probs are compared (I5)."""
+        is_last = version >= self.schedule.iterations or self.may_end_at(version)
+        return self.publish.mode == "delayed" and version > 0 and not is_last
 
     def saves(self, version: int) -> bool:
         """Whether a checkpoint of `version` is due by checkpoint.every."""

@@ -60,7 +60,7 @@ from pa_npu.errors import InvariantViolation, UserError
 from pa_npu.evaluation.early_stop import EarlyStop
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import IterationTimes, Prediction
-from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold
+from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold, Prepared
 from pa_npu.publish.messages import READY
 from pa_npu.samples.rollout_buffer import written_buffer
 from pa_npu.telemetry.metrics import read_evaluations
@@ -108,6 +108,7 @@ class Coordinator:
         self._produced: dict[int, Produced] = {}  # not trained yet, by iteration
         self._complete: dict[int, asyncio.Event] = {}  # of iterations whose responses come in parts
         self._recording: asyncio.Task[None] | None = None  # of the iteration before the one that runs
+        self._arriving: asyncio.Task[Prepared | None] | None = None  # the next version, beside generation
         schedule = config.schedule
         self._budget: TokenBudget | None = None
         if schedule.tokens_per_update is not None:
@@ -139,6 +140,8 @@ class Coordinator:
             async with TaskScope() as scope:
                 await self._run(train, first, scope)
         finally:
+            if self._arriving is not None:
+                await cancel([self._arriving])
             if self._recording is not None:
                 await asyncio.wait({self._recording}, timeout=_LAST_RECORD_S)
                 await cancel([self._recording])
@@ -182,6 +185,11 @@ class Coordinator:
                 return
             if self._interruptions is not None:
                 self._interruptions.publish(version)
+            if self._config.delays(version + 1):
+                # what is produced meanwhile, and then what is trained
+                within_s = self._config.border_timeout_s + self._config.trainer.wait_timeout_s
+                arriving = self._publish.prepare(version + 1, within_s)
+                self._arriving = asyncio.create_task(arriving, name=f"weight version {version + 1}")
             until = ahead
             while until < last and self._freshness.is_due(until, version):
                 prompts = prompts if until == ahead else self._prompts(until, train)
@@ -313,7 +321,15 @@ class Coordinator:
                     self._service.published(self._published)
                 now_s = time.perf_counter()
                 return _Border(EnginesHold(None, now_s, now_s, now_s, now_s), self._pool.use(), self._fleet.size)
-        held = await self._publish.publish(version, prompt, within_s)
+        prepared = None
+        if self._arriving is not None:
+            prepared, self._arriving = await self._arriving, None
+        if prepared is not None:
+            held = await self._publish.swap(version, prepared)
+        else:
+            held = await self._publish.publish(
+                version, prompt if is_first or not self._config.delays(version) else None, within_s
+            )
         # engines were asked before: that ran beside training
         self._timeline.complete("publish", on_clock(held.ready_s), now(), version=version)
         self._published = version

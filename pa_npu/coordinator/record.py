@@ -154,6 +154,7 @@ def iteration_record(
         "publish_s": publish.done_s - publish.ready_s,
         "border_load_s": publish.loaded_s - publish.ready_s,
         "border_compare_s": publish.compared_s - publish.loaded_s,
+        "engine_still_s": publish.still_s,
         "border_probe_s": publish.done_s - publish.compared_s,
         "periodic": config.streams(production.iteration),
         "schedule": prediction.schedule,

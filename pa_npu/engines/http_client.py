@@ -11,7 +11,7 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar
 
@@ -112,8 +112,25 @@ class HttpEngine(ABC):
     async def load_weights(
         self, version: int, *, deadline_s: float, begins_within_s: float | None = None
     ) -> LoadedWeights:
+        return await self._with_version(self._load(version, begins_within_s, deadline_s))
+
+    async def swap_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:
+        return await self._with_version(self._swap(version, deadline_s))
+
+    @abstractmethod
+    async def prepare_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:
+        """Receive a version beside generation."""
+
+    @abstractmethod
+    async def _swap(self, version: int, deadline_s: float) -> tuple[LoadedWeights, Mapping[str, str]]:
+        """What the workers hold after a swap to what they have prepared, and the headers of the answer."""
+
+    async def _with_version(
+        self, loading: Coroutine[Any, Any, tuple[LoadedWeights, Mapping[str, str]]]
+    ) -> LoadedWeights:
+        """What a load answers, if the server says the same of itself; responses must be by that version from here on."""
         self._asked_to_load, self._version = True, None
-        loaded, headers = await self._load(version, begins_within_s, deadline_s)
+        loaded, headers = await loading
         said = _said_version(headers)
         if set(loaded.versions) != {said}:
             raise EngineError(

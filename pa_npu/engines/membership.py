@@ -156,6 +156,18 @@ class Fleet:
                 self._serves(member)
         self._version = version
 
+    def serving(self) -> list[Member]:
+        """The members that generate now, in the order of the roster."""
+        return [member for _, member in sorted(self._members.items()) if member.state == "serving"]
+
+    def catch_up(self, members: Sequence[Member]) -> None:
+        """After a border: of these members whoever serves holds an older version; it gets the border's, as one that comes late."""
+        for member in members:
+            if member.state == "serving":
+                member.state = "ready"
+                self._pool.suspend(member.engine)
+                self._start(member, partial(self._deliver, member), "catch up")
+
     async def check(self, members: Sequence[Member]) -> None:
         """After a publish that failed: report the members as lost whose workers do not all answer."""
 
@@ -259,8 +271,15 @@ class Fleet:
             missed = self._border.locked()
             if not (is_replacement or missed) or self.deliver_late is None:
                 return
+            await self._deliver(member)
+        except (EngineError, DeadlineExceeded) as error:
+            await self.lost(member.engine, str(error))
+
+    async def _deliver(self, member: Member) -> None:
+        """The version of the iteration that runs, to a member that is ready, inside the iteration."""
+        try:
             async with self._border:
-                if self._version is None or member.state != "ready":
+                if self.deliver_late is None or self._version is None or member.state != "ready":
                     return
                 self._counted = [member]
                 try:

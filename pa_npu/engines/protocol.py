@@ -146,6 +146,13 @@ class RolloutEngine(Protocol):
         to.
         """
 
+    async def prepare_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:
+        """Every worker receives `version` from the groups into a second buffer, while the engine goes on generating by the version
+        that it has. Returns what was received; `versions` are of that."""
+
+    async def swap_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:
+        """Every worker loads the version that it has prepared, which takes no wire; otherwise as `load_weights`."""
+
     async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:
         """What every worker holds. Each must answer, so it also tells whether they are all there."""
 

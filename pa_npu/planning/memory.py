@@ -162,8 +162,11 @@ def engine_memory(config: Config, spec: ModelSpec, device_bytes: int | None, *, 
     """
     rollout, element = config.rollout, _BYTES[config.model.dtype]
     weights = spec.num_parameters * element // rollout.tensor_parallel
+    # of a publish that arrives beside generation, outside of the share that the engine takes for itself
+    second = weights if config.publish.mode == "delayed" else 0
     if device_bytes is None:
-        return Memory("engine", (("weights", weights), ("KV cache", int(rollout.kv_cache_gib * GIB))))
+        cache = int(rollout.kv_cache_gib * GIB)
+        return Memory("engine", (("weights", weights), ("second buffer", second), ("KV cache", cache)))
     step = (
         rollout.max_num_batched_tokens * (3 * spec.ffn_size // rollout.tensor_parallel + 3 * spec.hidden_size) * element
     )
@@ -172,7 +175,7 @@ def engine_memory(config: Config, spec: ModelSpec, device_bytes: int | None, *, 
     cache = max(0, int(device_bytes * share) - weights - step - sampling)
     return Memory(
         "shared engine" if shared else "engine",
-        (("weights", weights), ("working set", step + sampling), ("KV cache", cache)),
+        (("weights", weights), ("second buffer", second), ("working set", step + sampling), ("KV cache", cache)),
     )
 
 

@@ -14,6 +14,7 @@ It passes the same arithmetic, and all rules between keys, itself.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,7 @@ def shortages(config: Config, spec: ModelSpec, device_bytes: int, own_memory: bo
     return [
         *_trainer_shortages(config, spec, device_bytes),
         *([] if config.placement.colocate else _engine_shortages(config, spec, device_bytes)),
+        *_buffer_shortages(config, spec, device_bytes),
         *_shared_shortages(config, spec, device_bytes),
     ]
 
@@ -126,6 +128,21 @@ def _engine_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     proposal = _search(config, spec, list(_engine_moves(config)), lambda c: capacity(c) >= wanted_tokens(c))
     after = "" if proposal is None else f"a cache of {capacity(_changed(config, proposal))} tokens"
     yield Shortage("engine", what, fatal, proposal, after)
+
+
+def _buffer_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Iterator[Shortage]:
+    """The second buffer of a delayed publish lies beside the share that an engine takes for itself."""
+    second = dict(engine_memory(config, spec, device_bytes).parts)["second buffer"]
+    fraction = config.rollout.memory_fraction
+    if second <= (1 - fraction) * device_bytes:
+        return
+    what = (
+        f"{1 - fraction:.0%} of {format_bytes(device_bytes)} beside rollout.memory_fraction = {fraction:g} do not hold the second "
+        f"buffer of publish.mode=delayed, {format_bytes(second)}"
+    )
+    largest = math.floor(100 * (1 - second / device_bytes)) / 100
+    proposal: Changes = {"rollout.memory_fraction": largest} if largest > 0 else {"publish.mode": "blocking"}
+    yield Shortage("engine", what, True, proposal, "which leaves room for it")
 
 
 def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Iterator[Shortage]:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pa_npu.config.schema import Config
@@ -32,6 +32,7 @@ from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.publish.arrival import ArrivalCheck
 from pa_npu.publish.messages import (
     BROKEN,
+    ENGINES_SWAPPED,
     LATE_ANSWER,
     LATE_BROKEN,
     LATE_DECISION,
@@ -41,6 +42,7 @@ from pa_npu.publish.messages import (
     READY,
     SENT,
     VERDICT,
+    EnginesSwapped,
     LateDecision,
     LateRequest,
     Probe,
@@ -84,7 +86,8 @@ class Connection:
 class EnginesHold:
     """A version that the engines hold, and when (time.perf_counter): trainers were ready to send, engines had loaded it, what they
     got had been compared with what was sent, and all of it was over. probe: their answers, where one was due. memory: the
-    most of any engine since the publish before; None where no engine says it."""
+    most of any engine since the publish before; None where no engine says it. still_s: how long the longest of them stood still
+    for it, from when it had nothing to generate and the trainers were ready."""
 
     probe: Probe | None
     ready_s: float
@@ -92,6 +95,15 @@ class EnginesHold:
     compared_s: float
     done_s: float
     memory: MemoryPeak | None = None
+    still_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A version that these members have in their second buffers, and when the trainers were ready (time.perf_counter)."""
+
+    members: Sequence[Member]
+    ready_s: float
 
 
 class TrainersBroke(EngineError):
@@ -123,6 +135,7 @@ class CoordinatorPublish:
         self._connected: list[Member] | None = None  # the members of the groups of this epoch, while these are whole
         self._late_number = 0
         self._arrival = ArrivalCheck(connection.stages, connection.late_stages)
+        self._failed_ahead: int | None = None  # the version whose first attempt, beside generation, failed
         fleet.deliver_late = self.deliver_late
 
     async def publish(self, version: int, prompt: Prompt | None, trainers_within_s: float) -> EnginesHold:
@@ -139,7 +152,7 @@ class CoordinatorPublish:
         reason = ""
         try:
             async with self._fleet.border():
-                for attempt in range(_ATTEMPTS):
+                for attempt in range(int(self._failed_ahead == version), _ATTEMPTS):
                     place = {"version": version, "attempt": attempt}
                     members = await self._fleet.members()
                     try:
@@ -166,6 +179,71 @@ class CoordinatorPublish:
         finally:
             await cancel([ready])
         raise EngineError(f"weight version {version} could not be published in {_ATTEMPTS} attempts: {reason}")
+
+    async def prepare(self, version: int, trainers_within_s: float) -> Prepared | None:
+        """Beside generation: engines receive `version` into their second buffers when the trainers send it, and these go on.
+
+        None where it has to be published at the border: members have changed, so that groups are formed anew, or it failed.
+        Raises DeadlineExceeded where trainers are not ready in time, InvariantViolation where an engine received something else.
+        """
+        ready_s = await self._ready(version, trainers_within_s)
+        members = self._fleet.serving()
+        if not members or self._connected != members:
+            return None
+        place = {"version": version, "attempt": 0}
+        workers = {way: self._workers * count for way, count in self._numbered(members)[1].items()}
+        MEMBERS.put(self._channel, replace(PublishMembers.of(self._epoch, workers), delayed=True), **place)
+
+        async def prepare(engine: RolloutEngine) -> LoadedWeights:
+            received = await engine.prepare_weights(version, deadline_s=self._deadline_s + _GRACE_S)
+            return self._checked(engine, received, version)
+
+        work = [self._while_healthy(member.engine, prepare(member.engine)) for member in members]
+        try:
+            received = await self._unless_broken(BROKEN, place, gather(work))
+        except (EngineError, DeadlineExceeded) as error:
+            logger.warning("weight version %d could not be sent beside generation: %s", version, error)
+            self._abandon(self._connection.stages, self._epoch, str(error))
+            self._connected, self._failed_ahead = None, version
+            await self._fleet.check(members)
+            VERDICT.put(self._channel, PublishVerdict(False, str(error)), **place)
+            return None
+        by_engine = {member.name: weights for member, weights in zip(members, received, strict=True)}
+        if self._arrival.applies:
+            self._arrival.check(version, await self._sent(version, 0), by_engine)
+        VERDICT.put(self._channel, PublishVerdict(True), **place)
+        return Prepared(members, ready_s)
+
+    async def swap(self, version: int, prepared: Prepared) -> EnginesHold:
+        """Engines load what they have prepared; nothing may be in flight. One that does not is replaced, or gets it late."""
+        self._freshness.check_arrival(version, self._pool.num_in_flight)
+        start_s = time.perf_counter()
+        seconds: list[float] = []
+        swapped: list[Member] = []
+
+        async def swap(member: Member) -> LoadedWeights | None:
+            try:
+                loaded = await member.engine.swap_weights(version, deadline_s=self._deadline_s + _GRACE_S)
+                self._checked(member.engine, loaded, version)
+            except (EngineError, DeadlineExceeded) as error:
+                await self._fleet.lost(member.engine, str(error))
+                return None
+            seconds.append(time.perf_counter() - start_s)
+            swapped.append(member)
+            return loaded
+
+        async with self._fleet.border():
+            present = await self._fleet.members()
+            loaded = await gather([swap(member) for member in present if member in prepared.members])
+            self._fleet.serve(swapped, version)
+            ENGINES_SWAPPED.put(self._channel, EnginesSwapped(version), version=version)
+        self._fleet.catch_up([member for member in present if member not in swapped])
+        end_s = time.perf_counter()
+        logger.info(
+            "weight version %d on %d engines, which stood still for %.3f s", version, len(swapped), end_s - start_s
+        )
+        memory = MemoryPeak.largest(one.memory for one in loaded if one is not None and one.memory is not None)
+        return EnginesHold(None, start_s, end_s, end_s, end_s, memory, max(seconds, default=0.0))
 
     async def _ready(self, version: int, within_s: float) -> float:
         """When the trainers were seen to be ready."""
@@ -241,6 +319,7 @@ class CoordinatorPublish:
     ) -> EnginesHold:
         place = {"version": version, "attempt": attempt}
         joins = self._connected != list(members)
+        asked_s = time.perf_counter()
         self._epoch += joins
         self._connected = list(members)
         numbers, counts = self._numbered(members)
@@ -269,7 +348,8 @@ class CoordinatorPublish:
         compared_s = time.perf_counter()
         probe = await self._probe(version, members, prompt) if prompt is not None else None
         memory = MemoryPeak.largest(weights.memory for weights in loaded if weights.memory is not None)
-        return EnginesHold(probe, ready_s, max(loaded_s, ready_s), compared_s, time.perf_counter(), memory)
+        still_s = max(0.0, loaded_s - max(ready_s, asked_s))
+        return EnginesHold(probe, ready_s, max(loaded_s, ready_s), compared_s, time.perf_counter(), memory, still_s)
 
     async def _sent(self, version: int, attempt: int) -> list[SentWeights]:
         """What each stage's leader says that it sent: it does so when the last engine has the last bucket."""
@@ -342,6 +422,9 @@ class CoordinatorPublish:
     async def _load_on(self, engine: RolloutEngine, version: int, begins_within_s: float | None) -> LoadedWeights:
         deadline_s = self._deadline_s + _GRACE_S + (begins_within_s or 0.0)
         loaded = await engine.load_weights(version, deadline_s=deadline_s, begins_within_s=begins_within_s)
+        return self._checked(engine, loaded, version)
+
+    def _checked(self, engine: RolloutEngine, loaded: LoadedWeights, version: int) -> LoadedWeights:
         if loaded.versions != (version,) * self._workers:
             raise EngineError(
                 f"engine {engine.name}: workers hold weight versions {list(loaded.versions)} after the publish of {version}"

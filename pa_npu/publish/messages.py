@@ -60,12 +60,15 @@ class PublishMembers:
 
     handles_workers, host_workers: further ones, of engines on the trainers' devices, which the backend of collectives cannot have
     in a group with the trainer there: they are in groups of their own, which go another way (weight_transfer.transport.Way).
+    delayed: engines receive beside generation, and swap later (ENGINES_SWAPPED); until then engines that come late get the version
+    before.
     """
 
     epoch: int
     workers: int
     handles_workers: int = 0
     host_workers: int = 0
+    delayed: bool = False
 
     @classmethod
     def of(cls, epoch: int, workers: Mapping[Any, int]) -> PublishMembers:
@@ -132,6 +135,16 @@ class PublishVerdict:
 
 
 VERDICT = Topic("publish/{version}/{attempt}/verdict", PublishVerdict, "the engines to load weight version {version}")
+
+
+@dataclass(frozen=True)
+class EnginesSwapped:
+    """Engines have swapped to `version`, which they had received while they generated."""
+
+    version: int
+
+
+ENGINES_SWAPPED = Topic("publish/{version}/swapped", EnginesSwapped, "the engines to swap to weight version {version}")
 
 
 @dataclass(frozen=True)

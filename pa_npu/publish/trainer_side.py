@@ -15,6 +15,7 @@ from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.publish.messages import (
     BROKEN,
+    ENGINES_SWAPPED,
     MEMBERS,
     READY,
     SENT,
@@ -37,11 +38,15 @@ Send = Callable[[int, PublishMembers], PublishStats | None]
 
 @dataclass(frozen=True)
 class Published:
-    """A version that the engines hold. send_s: this rank's seconds of sending it; wait_s: the others from announcing it on."""
+    """A version that the engines hold. send_s: this rank's seconds of sending it; wait_s: the others from announcing it on.
+
+    delayed: they have received it, and swap to it when they are through with the version before.
+    """
 
     probe: Probe | None
     send_s: float
     wait_s: float
+    delayed: bool = False
 
 
 class TrainerPublish:
@@ -90,7 +95,12 @@ class TrainerPublish:
                 break
             logger.warning("weight version %d is published again: %s", version, verdict.reason)
         logger.info("published version %d in %.2f s", version, send_s)
-        return Published(verdict.probe, send_s, time.perf_counter() - start - send_s)
+        return Published(verdict.probe, send_s, time.perf_counter() - start - send_s, members.delayed)
+
+    def wait_swapped(self, version: int) -> None:
+        """Until engines have swapped to what was published with a delay. Raises DeadlineExceeded."""
+        with self._timeline.span("wait for engines"):
+            ENGINES_SWAPPED.wait(self._channel, self._timeout_s, version=version)
 
     def skip(self, version: int) -> Published:
         """Announce `version` as one that engines do not get."""

@@ -35,6 +35,7 @@ class VersionGate:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._version: int | None = None
+        self._offered: tuple[int, Callable[[], None]] | None = None
         self._held = False
         self._border = 0  # the one training is at, or comes to next
         self._at_border = False
@@ -46,7 +47,7 @@ class VersionGate:
     def open(self, version: int) -> None:
         """The weights are those of `version`, until `close`."""
         with self._changed:
-            self._version = version
+            self._version, self._offered = version, None
 
     @contextmanager
     def border(self) -> Iterator[None]:
@@ -77,11 +78,30 @@ class VersionGate:
                 raise self._too_long()
             self._version = None
 
+    def offer(self, version: int, take: Callable[[], None]) -> None:
+        """Engines receive `version` and will swap to it; what is held is the version before. take: makes it what is held."""
+        with self._changed:
+            self._offered = (version, take)
+
+    def take_offer(self) -> None:
+        """Engines have swapped: what was offered is held from now on, if that has not come about by itself."""
+        with self.border(), self._changed:
+            if not self._changed.wait_for(lambda: not self._held, self._timeout_s):
+                raise self._too_long()
+            self._take()
+
+    def _take(self) -> None:
+        if self._offered is not None:
+            (self._version, take), self._offered = self._offered, None
+            take()
+
     # a thread that sends
 
     def hold(self, version: int) -> bool:
         """Keep the weights as they are until `release`, if they are those of `version`."""
         with self._changed:
+            if self._offered is not None and self._offered[0] == version:
+                self._take()  # who asks for it knows that engines have swapped
             self._held = self._version == version
             return self._held
 

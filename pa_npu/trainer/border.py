@@ -59,6 +59,7 @@ class Border:
         stage = backend.ranks.pipeline_rank if backend.ranks.is_stage_leader else None
         self._ahead = RolloutsAhead(config, channel, open_buffer(config, channel))
         self._when = PublishWhen(config, backend)
+        self._swaps_to: int | None = None  # the version that engines have received and do not hold yet
         self._publish = TrainerPublish(
             channel, backend.publish, backend.policy_digest, rank, stage, config.border_timeout_s, timeline
         )
@@ -78,6 +79,7 @@ class Border:
             published = self._publish.skip(version)
         else:
             published = self._publish.publish(version)
+        self._swaps_to = version if published.delayed else None
         checkpoint = save(version) if report is not None else CheckpointReport()
         if self._rank == 0:
             crossed = BorderReport(published.wait_s, published.send_s, checkpoint, decided)
@@ -101,6 +103,14 @@ class Border:
         with self._backend.gate.border(), self._timeline.span("wait for evaluation", version=version):
             end = RUN_END.wait(self._channel, self._config.trainer.wait_timeout_s, version=version)
         return end.why is not None, time.perf_counter() - start_s
+
+    def before_step(self) -> None:
+        """The weights are about to change: engines that swap later have swapped by then, so that late ones get what they have."""
+        if self._swaps_to is not None:
+            with self._backend.gate.border():  # a late engine may need its weights for the swap to come about
+                self._publish.wait_swapped(self._swaps_to)
+            self._backend.engines_swapped()
+            self._swaps_to = None
 
     def data_position(self, version: int) -> dict[str, Any]:
         """TrainingStream.state() of the coordinator before iteration `version`: where a resumed run goes on."""

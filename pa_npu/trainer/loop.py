@@ -54,7 +54,8 @@ def train(
         with timeline.span("iteration", iteration=version), profiler(version):
             rides = config.probe_rides and probe == ProbeReport()
             judge = partial(checks.check_first, version) if rides else None
-            consumed = consume(backend, rollouts(version), config.schedule.updates_per_iteration, judge)
+            updates = config.schedule.updates_per_iteration
+            consumed = consume(backend, rollouts(version), updates, judge, border.before_step)
             probe = probe_report(consumed.first) if rides else probe
         agreement = checks(version, consumed.trained, consumed.differences)
         training = replace(consumed.report, wait_s=consumed.report.wait_s + waited_s)
@@ -83,15 +84,17 @@ def consume(
     microbatches: MicrobatchIterator,
     updates: int,
     judge_first: Callable[[ProbeResult], None] | None = None,
+    before_step: Callable[[], None] = lambda: None,
 ) -> Consumed:
     """Train an iteration's groups in `updates` equal shares, one optimizer step after each.
 
-    judge_first: as TrainBackend.accumulate, for the first share.
+    judge_first: as TrainBackend.accumulate, for the first share. before_step: called before every step.
     """
     trained: list[TrainedResponse] = []
     steps: list[Update] = []
     for share in microbatches.updates(updates):
         trained += backend.accumulate(share, None if steps else judge_first)
+        before_step()
         steps.append(backend.step())
     microbatches.finish()
     differences = sum((step.differences for step in steps), DifferenceSums())

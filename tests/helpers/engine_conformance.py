@@ -316,6 +316,34 @@ class ModelConformance(Conformance):
             await client.generate(prompt(length=200), 1, 0, SAMPLING, deadline_s=DEADLINE_S)
         assert len(await ask(client, 2)) == 2
 
+    async def test_a_version_that_arrives_beside_generation_is_generated_from_after_the_swap(
+        self, subject, client, other_model
+    ):
+        await subject.sender.publish(client, 5, subject.model)
+        expected, rounds = bits(await ask(client)), 0
+        arriving = asyncio.create_task(subject.sender.publish(client, 6, other_model, ahead=True))
+        while not arriving.done() or not rounds:
+            found = await ask(client)
+            assert bits(found) == expected and {generation.version for generation in found} == {5}
+            rounds += 1
+        received = await arriving
+        assert received.versions == (6,)
+        assert (await client.loaded_weights(deadline_s=DEADLINE_S)).versions == (5,), "until the swap"
+        swapped = await client.swap_weights(6, deadline_s=DEADLINE_S)
+        assert swapped.versions == (6,) and swapped.digests == received.digests
+        for generation in await ask(client):
+            assert generation.version == 6
+            assert _difference(other_model, generation, 1.0) < 1e-4
+        published = await subject.sender.publish(client, 7, other_model)
+        assert published.digests == received.digests, "the same weights, whichever way they came"
+
+    async def test_a_swap_to_what_never_arrived_is_refused(self, subject, client):
+        await subject.sender.publish(client, 5, subject.model)
+        with pytest.raises(EngineError, match="never asked for"):
+            await client.swap_weights(8, deadline_s=DEADLINE_S)
+        await subject.sender.publish(client, 6, subject.model)
+        assert (await ask(client, 1))[0].version == 6, "and the next publish serves"
+
     async def test_published_weights_are_generated_from(self, subject, client, other_model):
         first = await subject.sender.publish(client, 5, subject.model)
         before = bits(await ask(client))

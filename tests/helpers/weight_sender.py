@@ -27,9 +27,17 @@ class WeightSender:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     async def publish(
-        self, engine: RolloutEngine, version: int, model: Path, *, sent_version: int | None = None, **sizes: int
+        self,
+        engine: RolloutEngine,
+        version: int,
+        model: Path,
+        *,
+        sent_version: int | None = None,
+        ahead: bool = False,
+        **sizes: int,
     ) -> LoadedWeights:
-        """One engine of one worker joins, receives and loads. sent_version: what the header says instead of `version`.
+        """One engine of one worker joins, receives and loads. sent_version: what the header says instead of `version`. ahead: it
+        receives beside generation, and keeps what it has until it swaps.
 
         sizes: of the model, which engines compare with their own.
         """
@@ -42,7 +50,8 @@ class WeightSender:
         sending = asyncio.get_running_loop().run_in_executor(None, self._send, name, header, manifest, tensors)
         try:
             await engine.join_weight_groups(groups, deadline_s=TIMEOUT_S)
-            loaded = await engine.load_weights(version, deadline_s=TIMEOUT_S)
+            load = engine.prepare_weights if ahead else engine.load_weights
+            loaded = await load(version, deadline_s=TIMEOUT_S)
         except BaseException:
             transport.Abandonment("127.0.0.1", self._store.port, name).declare("the engine refused")
             await asyncio.gather(sending, return_exceptions=True)

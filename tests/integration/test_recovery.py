@@ -423,6 +423,7 @@ def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed
 
 
 SKIPPING = {"schedule.max_staleness": 2, "publish.when": "divergence", "publish.divergence": "0.02"}
+DELAYED = {"schedule.max_staleness": 1, "publish.mode": "delayed"}
 CARRYING = {"schedule.max_staleness": 2, "schedule.tokens_per_update": 500}
 
 
@@ -461,3 +462,20 @@ def test_what_is_skipped_or_carried_is_the_same_whatever_is_killed(
         assert any(skipped) and all(kl is not None for kl in kls) and "Publishes saved:" in calm.output
     else:
         assert max(groups[1:]) < 8 and min(tokens[1:-1]) >= 500, f"groups {groups}, tokens {tokens}"
+
+
+@pytest.mark.nightly
+def test_a_delayed_publish_ends_with_the_weights_of_a_blocking_one_whatever_is_killed(
+    launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+) -> None:
+    """Engines that die while they receive, between that and the swap, and after it; trainers with a version under way."""
+    calm = launch(*keys(tiny, tmp_path / "calm", "transformers"), "schedule.max_staleness=1")
+    calm.popen.wait(TIMEOUT_S)
+    assert calm.popen.returncode == 0, calm.output
+    more = [f"{key}={value}" for key, value in {**DELAYED, "rollout.engines": 2}.items()]
+    watched = Watched(launch(*keys(tiny, tmp_path / "run", "transformers"), *more), ahead=1)
+    watched.run.wait_for(lambda: "engine-1 ready" in watched.run.output, "the engines are ready", TIMEOUT_S)
+    kill_all(watched, ((TRANSFORMERS, "publish"), (TRANSFORMERS, "generation"), ("trainer-1", "training")))
+    watched.run.popen.wait(TIMEOUT_S)
+    assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output
+    Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))

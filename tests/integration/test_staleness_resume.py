@@ -27,12 +27,13 @@ ITERATIONS, RESUMED_AT = 5, 2
 @dataclass
 class Outcome:
     """trained: by iteration. records: of metrics.jsonl, by iteration. sampled: seeds of the requests for groups.
-    probes: by version."""
+    probes: by version. calls: of the engines' workers."""
 
     trained: dict[int, list[Group]] = field(default_factory=dict)
     records: dict[int, dict[str, Any]] = field(default_factory=dict)
     sampled: set[int] = field(default_factory=set)
     probes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    calls: list[tuple[str, list[Any]]] = field(default_factory=list)
 
 
 def run_coordinator(
@@ -45,10 +46,12 @@ def run_coordinator(
     on_publish: str = "finish",
     skipped: frozenset[int] = frozenset(),
     budget: int | None = None,
+    mode: str = "blocking",
 ) -> Outcome:
     """From version `first`, its trainers played here. first = 0: leaves a checkpoint of RESUMED_AT in `checkpoints`.
 
     skipped: versions that the trainers do not publish. budget: schedule.tokens_per_update.
+    mode: publish.mode.
     """
     directory.mkdir()
     data = directory.parent / "whole" / "train.jsonl"  # the same prompts, or it would be another run
@@ -66,7 +69,7 @@ def run_coordinator(
             },
             reward={"functions": [{"name": "format", "pattern": "t77|t78"}]},
             checkpoint={"load": str(load) if load else None, "every": RESUMED_AT},
-            publish={"probe_tokens": 5, **({"when": "divergence", "divergence": 0.1} if skipped else {})},
+            publish={"probe_tokens": 5, "mode": mode, **({"when": "divergence", "divergence": 0.1} if skipped else {})},
         )
         try:
             run.announce_weights()
@@ -84,6 +87,7 @@ def run_coordinator(
             run.process.kill()
             run.process.wait(10)
         assert run.process.returncode == 0, output
+        outcome.calls = [call for engine in served for call in engine.engine.calls]
         requests = [request for engine in served for request in engine.engine.requests if request["n"] == RESPONSES]
     outcome.sampled = {request["seed"] for request in requests}
     outcome.records = {record["iteration"]: record for record in run.lines("metrics.jsonl")}
@@ -253,3 +257,23 @@ def test_updates_have_their_tokens_and_what_is_left_is_trained_next_in_a_resumed
             assert resumed.records[iteration][key] == whole.records[iteration][key], key
     ends = [file.read_text().splitlines()[-1] for file in sorted(tmp_path.glob("*/run/samples.jsonl"))]
     assert ends[0] == ends[1], "what samples.jsonl says of a carried group is in the checkpoint too"
+
+
+def test_a_delayed_publish_changes_when_weights_arrive_and_nothing_else(whole: Outcome, parent: Path) -> None:
+    speed = Speed(step_s=0.0005, stride=4)
+    delayed = run_coordinator(parent / "delayed", STALENESS, speed, 2, mode="delayed")
+    for iteration in range(ITERATIONS):
+        ours, expected = delayed.trained[iteration], whole.trained[iteration]
+        assert [to_bytes(group) for group in ours] == [to_bytes(group) for group in expected], f"iteration {iteration}"
+
+    def versions_of(method: str) -> list[int]:
+        return sorted({args[0] for name, args in delayed.calls if name == method})
+
+    assert versions_of("pa_receive") == [0, ITERATIONS], (
+        "at the border: the first, and the last, whose log-probs are compared"
+    )
+    assert versions_of("pa_prepare") == versions_of("pa_swap") == list(range(1, ITERATIONS))
+    names = [name for name, _ in delayed.calls]
+    assert names.count("pa_swap") == 2 * (ITERATIONS - 1), "both engines"
+    assert all(delayed.records[i]["engine_still_s"] < 1.0 for i in range(ITERATIONS))
+    assert [version for version, probe in delayed.probes.items() if probe] == [0, ITERATIONS]

@@ -102,3 +102,35 @@ def test_an_error_at_a_border_is_not_held_up() -> None:
     gate.freeze()
     with pytest.raises(KeyError), gate.border():
         raise KeyError("no group in time")
+
+
+def test_what_is_offered_is_held_once_engines_have_swapped() -> None:
+    """The version before until then, for engines that come late; whoever asks for the offered one knows of the swap."""
+    gate, taken = VersionGate(WAIT_S), []
+    gate.open(3)
+    gate.offer(4, lambda: taken.append(4))
+    assert gate.hold(3) and not taken, "an engine that is started again generates by what the others have"
+    gate.release()
+    assert gate.hold(4) and taken == [4]
+    gate.release()
+    gate.take_offer()
+    assert taken == [4], "once"
+    assert not gate.hold(3)
+    gate.offer(5, lambda: taken.append(5))
+    gate.take_offer()
+    assert taken == [4, 5] and gate.hold(5)
+    gate.release()
+    gate.offer(6, lambda: taken.append(6))
+    gate.open(6)  # published at the border after all
+    gate.take_offer()
+    assert taken == [4, 5] and gate.hold(6)
+
+
+def test_an_offer_is_not_taken_from_under_a_sender() -> None:
+    gate, taken = VersionGate(0.05), []
+    gate.open(3)
+    gate.offer(4, lambda: taken.append(4))
+    assert gate.hold(3)
+    with pytest.raises(DeadlineExceeded, match="version 3 is still being sent"):
+        gate.take_offer()
+    assert not taken

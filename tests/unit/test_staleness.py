@@ -52,6 +52,13 @@ def keys(**sections: dict[str, Any]) -> Config:
             "only a single turn can go on",
         ),
         ({"schedule": {"max_staleness": 0, "on_publish": "continue"}}, "max_staleness to 1 or more"),
+        (
+            {"publish": {"mode": "delayed"}, "schedule": {"max_staleness": 0}},
+            "publish.mode: delayed with schedule.max_staleness = 0",
+        ),
+        ({"publish": {"mode": "delayed"}, "schedule": {"on_publish": "continue"}}, "mode to blocking"),
+        ({"publish": {"mode": "delayed", "when": "divergence", "divergence": 0.1}}, "decided when engines are through"),
+        ({"publish": {"mode": "delayed"}, "rollout": {"tensor_parallel": 2}}, "set tensor_parallel to 1"),
         ({"algorithm": {"ratio": "sampling", "importance_sampling": "token"}}, "counts the sampling policy twice"),
         ({"algorithm": {"importance_rule": "mask"}}, "algorithm.importance_rule: mask would be read by nothing"),
         (

@@ -192,17 +192,29 @@ class MegatronBackend:
         return self._metrics.over_ranks(self._device).all
 
     def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
-        self._gate.close()
-        self._begin(version)
-        if self._stage.keeps_published:
-            self._stage.copy_policy_to("published")
-        self._gate.open(version)
+        if members is not None and members.delayed:
+            self._begin(version)
+            self._gate.offer(version, self._keep_published)
+        else:
+            self._gate.close()
+            self._begin(version)
+            if self._stage.keeps_published:
+                self._keep_published()
+            self._gate.open(version)
         if self._publisher is None or members is None:
             return None
         return self._publisher.publish(version, members)
 
     def skip_publish(self, version: int) -> None:
         self._begin(version)
+
+    def engines_swapped(self) -> None:
+        self._gate.take_offer()
+
+    def _keep_published(self) -> None:
+        """On any thread: the policy is the version that engines have."""
+        self._stage.copy_policy_to("published")
+        self._platform.synchronize()
 
     def _begin(self, version: int) -> None:
         """The policy is that of `version`: the old policy and the reference follow it where they are due."""

@@ -36,6 +36,7 @@ def broken_staleness(c: Config) -> Iterator[str]:
         )
     yield from _broken_divergence(c)
     yield from _broken_budget(c)
+    yield from _broken_delay(c)
     if not s.max_staleness:
         if a.age_exponent:
             yield (
@@ -131,4 +132,30 @@ def _broken_budget(c: Config) -> Iterator[str]:
         yield (
             f"{what} is more than the {most} tokens that schedule.prompts_per_iteration = {s.prompts_per_iteration} groups "
             f"can have; lower it, or raise prompts_per_iteration"
+        )
+
+
+def _broken_delay(c: Config) -> Iterator[str]:
+    """What publish.mode=delayed needs, and what it cannot go with."""
+    if c.publish.mode == "blocking":
+        return
+    if not c.schedule.max_staleness:
+        yield (
+            "publish.mode: delayed with schedule.max_staleness = 0, where engines have nothing to generate while newer weights "
+            "arrive; set max_staleness to 1 or more, or mode to blocking"
+        )
+    if c.interrupts:
+        yield (
+            "publish.mode: delayed with schedule.on_publish=continue, where responses go on under new weights as soon as these are "
+            "there; set on_publish to finish, or mode to blocking"
+        )
+    if c.publish.when == "divergence":
+        yield (
+            "publish.mode: delayed with publish.when=divergence, which is decided when engines are through; set when to every, or "
+            "mode to blocking"
+        )
+    if c.rollout.tensor_parallel > 1:
+        yield (
+            f"publish.mode: delayed with rollout.tensor_parallel = {c.rollout.tensor_parallel}: an engine's own collectives and a "
+            f"publish would run side by side; set tensor_parallel to 1, or mode to blocking"
         )

@@ -125,6 +125,11 @@ class PublishConfig(Section):
         "rollout.attach.",
     )
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
+    mode: Literal["blocking", "delayed"] = Field(
+        "blocking",
+        description="How a version comes to the engines: blocking loads it between two iterations; delayed, with "
+        "schedule.max_staleness, sends it into a second buffer while they generate, and they swap to it when they are through.",
+    )
     when: Literal["every", "divergence"] = Field(
         "every",
         description="Which versions are published: every one, or, with schedule.max_staleness, those by which the trainers' policy "

@@ -25,6 +25,7 @@ from pa_npu.engines.transformers.messages import (
     InfoAnswer,
     JoinRequest,
     LoadRequest,
+    VersionRequest,
     WeightsAnswer,
 )
 from pa_npu.platform.memory_peaks import MemoryPeak
@@ -76,6 +77,14 @@ class TransformersEngine(HttpEngine):
     ) -> tuple[LoadedWeights, Mapping[str, str]]:
         body = msgspec.json.encode(LoadRequest(version, begins_within_s))
         data, headers = await self._request("POST", "/load", body, deadline_s)
+        return self._loaded(data), headers
+
+    async def prepare_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:
+        data, _ = await self._request("POST", "/prepare", msgspec.json.encode(VersionRequest(version)), deadline_s)
+        return self._loaded(data)
+
+    async def _swap(self, version: int, deadline_s: float) -> tuple[LoadedWeights, Mapping[str, str]]:
+        data, headers = await self._request("POST", "/swap", msgspec.json.encode(VersionRequest(version)), deadline_s)
         return self._loaded(data), headers
 
     async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:

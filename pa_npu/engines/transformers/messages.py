@@ -55,6 +55,12 @@ class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
     begins_within_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
+class VersionRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """As RolloutEngine.prepare_weights and swap_weights."""
+
+    version: Annotated[int, msgspec.Meta(ge=0)]
+
+
 class WeightsAnswer(msgspec.Struct):
     """Per worker, of which there is one. host_bytes, device_bytes: MemoryPeak of a load; None without one."""
 

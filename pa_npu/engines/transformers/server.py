@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from pa_npu.engines.transformers.messages import (
     InfoAnswer,
     JoinRequest,
     LoadRequest,
+    VersionRequest,
     WeightsAnswer,
 )
 from pa_npu.engines.transformers.scheduler import Busy, Scheduler
@@ -87,6 +88,8 @@ class Server:
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/join", self._join)
         app.router.add_post("/load", self._load)
+        app.router.add_post("/prepare", self._prepare)
+        app.router.add_post("/swap", self._swap)
         return app
 
     def close(self) -> None:
@@ -103,7 +106,7 @@ class Server:
     async def _sign(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         version = self._identity.version
         response = await handler(request)
-        loads = request.path == "/load"
+        loads = request.path in ("/load", "/swap")
         response.headers.update(self._identity.headers(self._identity.version if loads else version))
         return response
 
@@ -174,10 +177,24 @@ class Server:
     async def _load(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=LoadRequest)
 
+        return await self._change(asked.version, lambda: self._weights.load(asked.version, asked.begins_within_s))
+
+    async def _prepare(self, request: web.Request) -> web.Response:
+        asked = msgspec.json.decode(await request.read(), type=VersionRequest)
+        digests = await asyncio.to_thread(self._weights.prepare, asked.version)
+        return _json(WeightsAnswer([asked.version], [list(digests)]))
+
+    async def _swap(self, request: web.Request) -> web.Response:
+        asked = msgspec.json.decode(await request.read(), type=VersionRequest)
+        return await self._change(asked.version, lambda: self._weights.swap(asked.version))
+
+    async def _change(self, version: int, change: Callable[[], tuple[str, ...]]) -> web.Response:
+        """The model takes a version between two tokens, while nothing is in flight. change: returns its digests."""
+
         def load() -> WeightsAnswer:
             self._identity.version, self._digests = None, ()
-            self._digests = self._weights.load(asked.version, asked.begins_within_s)
-            self._identity.version = asked.version
+            self._digests = change()
+            self._identity.version = version
             held = self._held()
             held.host_bytes, held.device_bytes = self._peak.take(), device_peak_bytes(self._device.type)
             return held

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from pa_npu.weight_transfer.receiver import Receiver
+from pa_npu.weight_transfer.second_buffer import SecondBuffer
 from pa_npu.weight_transfer.transport import WeightSyncError
+
+_LOOK_EVERY_S = 0.5
 
 
 class WeightReceiver:
@@ -17,6 +21,7 @@ class WeightReceiver:
         self._model = model
         self._device = device
         self._receiver: Receiver | None = None
+        self._second = SecondBuffer()
 
     def join(
         self,
@@ -50,11 +55,44 @@ class WeightReceiver:
 
         On any error some weights may be new and others old: the model holds no version then.
         """
+        receiver = self._connected()
+        self._take(version, receiver.receive(version, begins_within_s=begins_within_s), lambda p, t: p.copy_(t))
+        return receiver.digests
+
+    def prepare(self, version: int) -> tuple[str, ...]:
+        """Receive `version` beside what the model does; returns the digests. Not on the model's thread. Raises WeightSyncError."""
+        receiver = self._connected()
+        self._second.begin(receiver, version)
+        while (digests := self._second.received(version, wait_s=_LOOK_EVERY_S)) is None:
+            pass  # the receiver has a deadline
+        return digests
+
+    @torch.no_grad()
+    def swap(self, version: int) -> tuple[str, ...]:
+        """The model takes the memory that was received; returns the digests. Raises WeightSyncError."""
+        weights, digests = self._second.take(version)
+
+        def exchange(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+            parameter.data = tensor.to(parameter.device, parameter.dtype)
+
+        self._take(version, weights, exchange)
+        return digests
+
+    def _connected(self) -> Receiver:
         if self._receiver is None:
             raise WeightSyncError("this engine has no connection to the trainer; it must join the groups first")
+        return self._receiver
+
+    def _take(
+        self,
+        version: int,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        put: Callable[[torch.nn.Parameter, torch.Tensor], object],
+    ) -> None:
+        """Every parameter, each once."""
         parameters = dict(self._model.named_parameters())  # a head that is tied to the embedding is not among them
         missing = set(parameters)
-        for name, tensor in self._receiver.receive(version, begins_within_s=begins_within_s):
+        for name, tensor in weights:
             parameter = parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:
                 found = "no such parameter" if parameter is None else f"shape {list(parameter.shape)}"
@@ -62,14 +100,13 @@ class WeightReceiver:
                     f"weight version {version}: the trainer sent {name} with shape {list(tensor.shape)}, but the engine has "
                     f"{found}; engine and trainer must be given the same model directory"
                 )
-            parameter.copy_(tensor)
+            put(parameter, tensor)
             missing.discard(name)
         if missing:
             raise WeightSyncError(
                 f"weight version {version}: the trainer sent no weights for {len(missing)} parameter(s) of the engine, the "
                 f"first is {min(missing)!r}; engine and trainer must be given the same model directory"
             )
-        return self._receiver.digests
 
     def close(self) -> None:
         """Leave the groups, if any."""

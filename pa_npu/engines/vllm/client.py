@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +22,11 @@ from pa_npu.engines.protocol import (
     WeightGroups,
 )
 from pa_npu.engines.vllm.codec import decode_response, encode_request
+from pa_npu.errors import DeadlineExceeded
 from pa_npu.platform.memory_peaks import MemoryPeak
+
+# Between looks whether a version has been received.
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 0.5
 
 
 class VllmEngine(HttpEngine):
@@ -50,6 +56,26 @@ class VllmEngine(HttpEngine):
     ) -> tuple[LoadedWeights, Mapping[str, str]]:
         args = [version] if begins_within_s is None else [version, begins_within_s]
         results, headers = await self._on_workers("pa_receive", args, deadline_s)
+        return self._loaded(results), headers
+
+    async def prepare_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:
+        end_s = time.monotonic() + deadline_s
+        await self._on_workers("pa_prepare", [version], deadline_s)
+        pause_s = _SHORTEST_LOOK_S
+        while (left_s := end_s - time.monotonic()) > 0:
+            # workers answer between two steps, which a look costs little of
+            results, _ = await self._on_workers("pa_prepared", [version], left_s)
+            loaded = self._loaded(results)
+            if None not in loaded.versions:
+                return loaded
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+        raise DeadlineExceeded(
+            f"engine {self.name}: it did not receive weight version {version} within {deadline_s:g} s"
+        )
+
+    async def _swap(self, version: int, deadline_s: float) -> tuple[LoadedWeights, Mapping[str, str]]:
+        results, headers = await self._on_workers("pa_swap", [version], deadline_s)
         return self._loaded(results), headers
 
     async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:

@@ -3,7 +3,8 @@
 It runs inside vLLM's API server, in the engine's own interpreter. vLLM's own key covers /v1 and a few more prefixes and lets
 OPTIONS pass; /collective_rpc, which calls any method of the workers, is not among them.
 
-A load of weights (pa_receive) also resets the prefix cache before it is answered: no request of its own, and no way to forget it.
+A load of weights (pa_receive, pa_swap) resets the prefix cache before it is answered: no request of its own, and no way to
+forget it.
 
 The weight version is what the workers answered to the last load. vLLM's own (set_weight_version) is not used: releases before
 0.32 do not have it, and it is in the answers of /inference/v1/generate only.
@@ -28,7 +29,7 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _POLICY_VIOLATION = 1008
 _WORKERS_PATH = "/collective_rpc"
-_LOAD = "pa_receive"
+_LOADS = ("pa_receive", "pa_swap")
 _RESET_PATH = "/reset_prefix_cache"
 # The engine holds blocks of requests that have just ended for a step; what is in use for longer is a request in flight.
 _RESET_WITHIN_S, _RESET_PAUSE_S = 10.0, 0.005
@@ -89,7 +90,7 @@ class EngineGuard:
             nonlocal asked, loads
             message = await receive()
             asked += message.get("body", b"") if message["type"] == "http.request" else b""
-            if message["type"] == "http.request" and not message.get("more_body") and _method(asked) == _LOAD:
+            if message["type"] == "http.request" and not message.get("more_body") and _method(asked) in _LOADS:
                 loads, self._identity.version = True, None
             return message
 

@@ -5,6 +5,8 @@
     pa_connect    once: join one group per pipeline stage, check that the trainer's model is the engine's
     pa_receive    per version: receive and load everything in one call between engine steps, then stamp the version; says what
                   memory was used at most since the load before
+    pa_prepare    per version, instead: begin to receive it in a thread, beside the engine's steps; pa_prepared says when it is here
+    pa_swap       load what was prepared, between two steps, with nothing on the wire
     pa_version    the version all of whose weights are loaded; None before the first and after a failed receive
     pa_close      leave the groups
 
@@ -16,7 +18,7 @@ which still holds keys and values of the old weights after it, is not the worker
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch
 
 from pa_npu.platform.memory_peaks import ResidentPeak, device_peak_bytes, own_processes, session_leader
 from pa_npu.weight_transfer.receiver import EMBEDDING, HEAD, Receiver
+from pa_npu.weight_transfer.second_buffer import SecondBuffer
 from pa_npu.weight_transfer.transport import WeightSyncError
 
 
@@ -63,12 +66,38 @@ class WorkerExtension:
         begins_within_s: as Receiver.receive; the model is made ready to load before that wait.
         """
         receiver = self._pa_get()
+        weights = receiver.receive(int(version), begins_within_s=begins_within_s)
+        return self._pa_load(int(version), weights, lambda: receiver.digests)
+
+    def pa_prepare(self, version: int) -> dict[str, Any]:
+        """Begin to receive weight version `version` into a second buffer."""
+        self._pa_second().begin(self._pa_get(), int(version))
+        return {}
+
+    def pa_prepared(self, version: int) -> dict[str, Any]:
+        """{"version": None} while it is still being received. Raises what went wrong."""
+        digests = self._pa_second().received(int(version))
+        return {"version": None if digests is None else int(version), "digests": list(digests or ())}
+
+    def pa_swap(self, version: int) -> dict[str, Any]:
+        """Load weight version `version` out of the second buffer. Errors as of pa_receive."""
+        weights, digests = self._pa_second().take(int(version))
+        return self._pa_load(int(version), iter(weights), lambda: digests)
+
+    def _pa_second(self) -> SecondBuffer:
+        found: SecondBuffer = self.__dict__.setdefault("_pa_second_buffer", SecondBuffer())
+        return found
+
+    def _pa_load(
+        self, version: int, weights: Iterator[tuple[str, torch.Tensor]], digests: Callable[[], tuple[str, ...]]
+    ) -> dict[str, Any]:
+        """digests: of what was received, asked for when all of it has been loaded."""
+        receiver = self._pa_get()
         start = time.perf_counter()
         worker: Any = self
         self._pa_version = None
         with _reloading(worker) as model, torch.no_grad():
             wanted = {name for name, _ in model.named_parameters()}
-            weights = receiver.receive(int(version), begins_within_s=begins_within_s)
             if receiver.is_tied and HEAD in wanted:
                 weights = with_tied_head(weights)
             loaded: set[str] | None = model.load_weights(weights)
@@ -81,12 +110,12 @@ class WorkerExtension:
             )
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        self._pa_version = int(version)
+        self._pa_version = version
         return {
-            "version": int(version),
+            "version": version,
             "bytes": receiver.num_bytes,
             "seconds": time.perf_counter() - start,
-            "digests": list(receiver.digests),
+            "digests": list(digests()),
             "memory": self._pa_memory(),
         }
 
