@@ -4,17 +4,41 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.messages import CheckpointReport
+from pa_npu.errors import DeadlineExceeded
 from pa_npu.planning.memory import engine_memory
 from pa_npu.planning.shortages import shortages
+from pa_npu.publish.messages import (
+    ENGINES_SWAPPED,
+    MEMBERS,
+    VERDICT,
+    EnginesSwapped,
+    PublishMembers,
+    PublishVerdict,
+)
+from pa_npu.publish.trainer_side import TrainerPublish
+from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.second_buffer import SecondBuffer
 from pa_npu.weight_transfer.transport import WeightSyncError
+from tests.helpers.megatron import model_config, single_process
+from tests.helpers.models import make_model
+from tests.helpers.trainer_rank import make_groups
+from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_backend, make_config, source
 from tools.bench_publish import MODELS
+
+# these import megatron, which the helper above has prepared
+from pa_npu.trainer.agreement import Agreement  # isort: skip
+from pa_npu.trainer.border import Border  # isort: skip
+from pa_npu.trainer.loop import consume  # isort: skip
 
 GIB = 2**30
 
@@ -101,3 +125,65 @@ def test_the_second_buffer_is_in_the_plan_and_beside_the_engines_share() -> None
 
     (line,) = lines(0.85)
     assert "set rollout.memory_fraction=0.77 (which leaves room for it)" in line and not lines(0.77)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = make_model(tmp_path_factory.mktemp("model"))
+    with single_process(model_config(path)):
+        yield path
+
+
+def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path) -> None:
+    """The border and the loop's steps as a rank makes them, the coordinator's messages put in advance or by a thread."""
+    schedule = {"max_staleness": 1, "iterations": 9}
+    config = make_config(model, schedule=schedule, publish={"mode": "delayed", "probe_tokens": 0})
+    backend, stage = make_backend(config)
+    channel = StoreChannel(dist.HashStore(), "pa/0/")  # type: ignore[attr-defined]
+    border = Border(config, backend, channel, Timeline(None, ""), 0, Agreement(config, writes=False))
+    policy = dict(stage.policy.named_parameters())
+
+    def copied() -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in policy.items()}
+
+    def held(version: int) -> dict[str, torch.Tensor]:
+        assert backend.gate.hold(version), f"version {version} can be sent to a late engine"
+        backend.gate.release()
+        return {name: parameter.detach().clone() for name, parameter in stage.published_version().named_parameters()}
+
+    def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(a[name], b[name]) for name in a)
+
+    for version, delayed in ((3, False), (4, True), (5, True)):
+        place = {"version": version, "attempt": 0}
+        MEMBERS.put(channel, PublishMembers(0, 1, delayed=delayed), **place)
+        VERDICT.put(channel, PublishVerdict(True), **place)
+    border.cross(3, None, lambda _: CheckpointReport())
+    versions = {3: copied()}
+    consume(backend, source(make_groups(3, GROUPS, RESPONSES, seed=5), 3), 1, None, border.before_step)
+    for version in (4, 5):
+        versions[version] = copied()
+        border.cross(version, None, lambda _: CheckpointReport())
+        assert equal(held(version - 1), versions[version - 1]) and not equal(versions[version], versions[version - 1])
+        late = {}
+
+        def swap(version: int = version, late: dict[str, Any] = late) -> None:
+            if version == 5:  # an engine that comes right after the swap, before the trainers have heard of it
+                late.update(held(version))
+            ENGINES_SWAPPED.put(channel, EnginesSwapped(version), version=version)
+
+        coordinator = threading.Timer(0.2, swap)
+        coordinator.start()
+        groups = make_groups(version, GROUPS, RESPONSES, seed=5)
+        consume(backend, source(groups, version), 1, None, border.before_step)
+        coordinator.join()
+        assert equal(held(version), versions[version]), "what engines have is kept, although the policy has moved on"
+        assert not late or equal(late, versions[version])
+        assert not equal(copied(), versions[version])
+
+
+def test_a_swap_that_never_comes_ends_the_wait() -> None:
+    channel = StoreChannel(dist.HashStore(), "pa/0/")  # type: ignore[attr-defined]
+    publish = TrainerPublish(channel, lambda *_: None, str, 0, 0, 0.2, Timeline(None, ""))
+    with pytest.raises(DeadlineExceeded, match="the engines to swap to weight version 4"):
+        publish.wait_swapped(4)

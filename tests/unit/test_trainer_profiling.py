@@ -45,6 +45,8 @@ class QuietBorder:
         torch.ones(4).exp()  # the border is not part of the training
         return ProbeReport()
 
+    def before_step(self) -> None: ...
+
     def ends_run(self, version: int) -> tuple[bool, float]:
         return version == 3, 0.0
 
