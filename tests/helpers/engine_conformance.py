@@ -321,7 +321,9 @@ class ModelConformance(Conformance):
     ):
         await subject.sender.publish(client, 5, subject.model)
         expected, rounds = bits(await ask(client)), 0
-        arriving = asyncio.create_task(subject.sender.publish(client, 6, other_model, ahead=True))
+        joined = asyncio.Event()
+        arriving = asyncio.create_task(subject.sender.publish(client, 6, other_model, joined=joined))
+        await asyncio.wait_for(joined.wait(), DEADLINE_S)
         while not arriving.done() or not rounds:
             found = await ask(client)
             assert bits(found) == expected and {generation.version for generation in found} == {5}

@@ -36,8 +36,8 @@ class WeightSender:
         ahead: bool = False,
         **sizes: int,
     ) -> LoadedWeights:
-        """One engine of one worker joins, receives and loads. sent_version: what the header says instead of `version`. ahead: it
-        receives beside generation, and keeps what it has until it swaps.
+        """One engine of one worker joins, receives and loads. sent_version: what the header says instead of `version`. joined: it
+        receives beside generation, and keeps what it has until it swaps; set when that may begin.
 
         sizes: of the model, which engines compare with their own.
         """
@@ -50,8 +50,11 @@ class WeightSender:
         sending = asyncio.get_running_loop().run_in_executor(None, self._send, name, header, manifest, tensors)
         try:
             await engine.join_weight_groups(groups, deadline_s=TIMEOUT_S)
-            load = engine.prepare_weights if ahead else engine.load_weights
-            loaded = await load(version, deadline_s=TIMEOUT_S)
+            if joined is None:
+                loaded = await engine.load_weights(version, deadline_s=TIMEOUT_S)
+            else:
+                joined.set()
+                loaded = await engine.prepare_weights(version, deadline_s=TIMEOUT_S)
         except BaseException:
             transport.Abandonment("127.0.0.1", self._store.port, name).declare("the engine refused")
             await asyncio.gather(sending, return_exceptions=True)
