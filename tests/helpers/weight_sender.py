@@ -33,7 +33,7 @@ class WeightSender:
         model: Path,
         *,
         sent_version: int | None = None,
-        ahead: bool = False,
+        joined: asyncio.Event | None = None,
         **sizes: int,
     ) -> LoadedWeights:
         """One engine of one worker joins, receives and loads. sent_version: what the header says instead of `version`. joined: it
