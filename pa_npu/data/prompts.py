@@ -93,8 +93,8 @@ def load_prompts(
     columns = Columns(
         config.question_column,
         config.answer_column,
-        # data.* is about data.train and data.test
-        optional=key.startswith("evaluate.") and not (dataset.question_column or dataset.answer_column),
+        # data.* is about data.train: held-out questions often come from elsewhere
+        optional=not is_training and not (dataset.question_column or dataset.answer_column),
     )
     usual = ("train",) if is_training else ("test", "validation")
     most = config.max_rows if is_training else config.max_test_rows

@@ -220,10 +220,11 @@ def test_columns_are_taken_by_name_and_the_row_stays_as_it_was(tmp_path: Path, t
 def test_held_out_sets_go_by_their_layout_where_they_lack_the_named_columns(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", QUESTION)
     config = DataConfig(train="t", question_column="frage", answer_column="loesung")
-    (prompt,) = load_prompts(path, tokenizer, config, "evaluate.sets.gsm8k")
-    assert prompt.answer == "46"
+    for key in ("evaluate.sets.gsm8k", "data.test"):
+        (prompt,) = load_prompts(path, tokenizer, config, key)
+        assert prompt.answer == "46"
     with pytest.raises(DataError, match="no value in frage"):
-        load_prompts(path, tokenizer, config, "data.test")
+        load_prompts(path, tokenizer, config, "data.train")
     strict = Dataset(path=path, answer_column="x")
     with pytest.raises(DataError, match="no value in x"):
         load_prompts(strict, tokenizer, DataConfig(train="t"), "evaluate.sets.gsm8k")

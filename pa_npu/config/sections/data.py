@@ -57,7 +57,7 @@ class DataConfig(Section):
         None,
         min_length=1,
         description="Column with the question, a text or chat messages; a.b is column b inside a. Null goes by the row's layout. "
-        "Sets of evaluate.sets that lack the column are read by their layout.",
+        "Held-out rows that lack the column are read by their layout.",
     )
     answer_column: str | None = Field(
         None, min_length=1, description="Column with the reference answer; null goes by the row's layout."
