@@ -15,7 +15,7 @@ import shutil
 import socketserver
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from pa_npu.api.reward_client import MODULE, SOCKET_VARIABLE
 from pa_npu.errors import UserError
 from pa_npu.rewards.types import RewardInput
 
-Reward = Callable[[RewardInput], Sequence[float]]
+Reward = Callable[[RewardInput], Sequence[float] | Coroutine[Any, Any, Sequence[float]]]
 
 
 class RewardServer:

@@ -83,6 +83,9 @@ class RunRecords:
                 f"| checkpoint of version {record['checkpoint_failed']} could not be written: see logs/trainer-0.log; the run "
                 f"goes on"
             )
+        if missing := record.get("reward_no_verdict"):
+            names = ", ".join(f"{name} on {count} responses" for name, count in missing.items())
+            say(f"| no verdict by {names}, which count as the mean of their group's others: see logs/coordinator.log")
         total = self._config.schedule.iterations
         say(progress_line(record, total, remaining_s(self._seconds, total - self._first)))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -24,7 +26,8 @@ from pa_npu.publish.messages import (
 )
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Group
-from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, WAIT_S, Run
+from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, ROOT, WAIT_S, Run
+from tests.helpers.fake_judge import Answer, fake_judge
 from tests.helpers.groups import prompt_tokens
 from tests.helpers.stand_in_engine import Served, stand_in_engines
 from tools.stand_in import Speed
@@ -106,6 +109,49 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
     assert [(sample["iteration"], sample["index"]) for sample in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     progress = [line for line in output.splitlines() if line.startswith("| iteration")]
     assert len(progress) == 2 and "1/2" in progress[0] and "2/2" in progress[1]
+
+
+def test_a_judge_that_fails_and_a_tracker_that_hangs_are_counted_and_the_run_goes_on(tmp_path, runs):
+    """The tracker never answers the evaluation of version 0, and the judge refuses some responses of each iteration."""
+    library, told = tmp_path / "library", tmp_path / "told.jsonl"
+    library.mkdir()
+    (library / "wandb.py").write_text((ROOT / "tests/helpers/fake_wandb.py").read_text())
+    environment = {"PYTHONPATH": str(library), "FAKE_WANDB_FILE": str(told), "FAKE_WANDB": "hang:0"}
+
+    def judged(message: str, _: int) -> Answer:
+        return Answer(status=400) if len(message) % 4 == 0 else Answer(f"Score: {len(message) % 10}")
+
+    reward = {"functions": [{"name": "judge"}], "max_failing_share": 1.0}
+    judge_keys = {"model": "m", "template": "{response}", "on_failure": "neutral"}
+    telemetry = {"trackers": ["wandb"], "tracker_timeout_s": 10.0, "samples_per_iteration": 1, "project": "proof"}
+    with fake_judge(judged) as judge, stand_in_engines(2, Speed(step_s=0.001, stride=4)) as engines:
+        reward["judge"] = {**judge_keys, "url": judge.url}
+        run = Run(tmp_path, engines, environment, reward=reward, telemetry=telemetry)
+        runs.append(run)
+        run.announce_weights()
+        groups = []
+        for version in range(3):
+            run.announce(version, {"loss": 0.5, "train_s": 1.0, "wait_s": 0.0} if version else None)
+            assert run.published(version)["done"]
+            groups += run.consume(version) if version < 2 else []
+        output = run.end()
+    assert run.process.returncode == 0, output
+    records = run.lines("metrics.jsonl")
+    assert all(record["reward_no_verdict"]["judge"] > 0 for record in records)
+    assert "| no verdict by judge on " in output and "| tracker wandb: no answer within" in output
+    assert records[-1].get("records_lost", 0) <= 1 and len(records) == 2
+    for group in groups:
+        assert np.isfinite(group.advantages).all() and group.num_samples == RESPONSES
+    lines = [json.loads(line) for line in told.read_text().splitlines()]
+    inits = [line["init"] for line in lines if "init" in line]
+    assert len(inits) == 2 and inits[0]["id"] == inits[1]["id"] and inits[0]["project"] == "proof"
+    logged = [line["log"] for line in lines if "train/reward" in line.get("log", {})]
+    assert [values["iteration"] for values in logged] == [0, 1]
+    for values, record in zip(logged, records, strict=True):
+        assert values["train/reward"] == pytest.approx(record["reward_mean"])
+        assert values["train/rewards/judge/mean"] == pytest.approx(record["rewards"]["judge"])
+    tables = [line["tables"]["completions"] for line in lines if line.get("tables")]
+    assert tables and all(len(rows) == RESPONSES for _, rows in tables)
 
 
 def all_load(engines: list[Served], version: int) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 import pa_npu
 from pa_npu import Run, RunFailed, load_config
 from pa_npu.api import reward_client
-from pa_npu.api.reward_server import RewardServer
+from pa_npu.api.reward_server import RewardServer, answer
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.rewards.types import RewardInput
 from tests.unit.test_launcher_cli import ROOT
@@ -27,6 +29,16 @@ KEYS = {"model.path": "m", "data.test": None}
 
 def lengths(group: RewardInput) -> list[int]:
     return list(group.response_tokens)
+
+
+def test_a_function_of_the_caller_that_waits_is_awaited() -> None:
+    async def waits(group: RewardInput) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(tokens) for tokens in group.response_tokens]
+
+    group = {**asdict(GROUP), "row": dict(GROUP.row)}
+    line = json.dumps({"function": "waits", "group": group}).encode()
+    assert json.loads(answer({"waits": waits}, line)) == {"rewards": [4.0, 5.0]}
 
 
 def test_a_worker_hears_from_the_callers_functions(monkeypatch: pytest.MonkeyPatch) -> None:
