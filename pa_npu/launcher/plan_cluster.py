@@ -29,6 +29,10 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     counts = device_counts(options.devices or _DEFAULT_DEVICES)
     basis = _basis(options, rest)
     plans = [plan_cluster(basis, count) for count in counts]
+    if options.plot:
+        from pa_npu.planning.prediction.plan_plot import write_plot
+
+        write_plot(plans, options.plot)
     if options.json:
         print(json.dumps(as_json(basis, plans), indent=2))
     else:

@@ -24,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--model", metavar="DIR", help="another model than the run's or the configuration's")
     cluster.add_argument("--hardware", metavar="NAME", help="device with published figures: 910b, a3, a100, h100, cpu")
     cluster.add_argument("--same-work", action="store_true", help="as many prompts however many devices there are")
+    cluster.add_argument("--plot", metavar="FILE", help="write a picture of how it grows, .png or .svg")
     cluster.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -6,6 +6,6 @@ calibration    costs fitted to records
 workload       prompts and lengths like those that were seen
 virtual_run    some iterations of a configuration in virtual time, under the schedules that the run's own controller chooses
 cluster_plan   how to divide a number of devices, and what follows; limits: what there is only once, however many devices
-plan_report    plans as text and JSON
+plan_report    plans as text and JSON; plan_plot: as a picture
 figures        a number with its interval and where it is from
 """

@@ -42,8 +42,8 @@ _PRIOR = 2e-4
 _ROUNDS = 4
 # Residuals beyond so many times their median do not count more than that.
 _OUTLIER = 3.0
-# Of a published or assumed figure, by which it may be wrong.
-ESTIMATED_ERROR = 0.5
+# Of times by published or assumed figures: up to three times as long, or a third (docs/results/plan.md, Plausibility).
+ESTIMATED_ERROR = 2.0
 # Of what goes over to another model, layout or device on published figures' shape.
 TRANSFER_ERROR = 0.25
 _LEAST_ERROR = 0.03
