@@ -74,14 +74,13 @@ HANDS_ON = {
     "backends/megatron/rotary.py": "cos and sin of positions",
     "platform/ops.py": "norm and rotation on this platform",
     "attention/shared_prompt.py": "checks shapes and chooses the form",
-    "attention/kernels/base.py": "chooses the kernel",
+    "attention/kernels/choice.py": "chooses the kernel",
     "attention/plan.py": "which rows a form gathers",
     "attention/layout.py": "what a layout knows of itself",
 }
 # Looks at it, and nothing goes on from there.
 ASIDE = {
     "algorithm/agreement.py": "statistics of log-prob differences",
-    "attention/flops.py": "counts operations",
     "attention/transform.py": "layouts of other forms",
     "backends/megatron/statistics.py": "metrics",
     "coordinator/production.py": "numbers of the iteration's record",
