@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-if TYPE_CHECKING:
-    from pa_npu.config.schema import Config
+from pa_npu.config.tree import ConfigTree
 
 LONGEST_NAME_BYTES = 255  # of one part of a path, on Linux
 LONGEST_PATH_BYTES = 3800  # Linux takes 4,095; some are left for the files below run.dir
@@ -18,7 +16,7 @@ _LONGEST_HOST, _LONGEST_LABEL = 253, 63  # RFC 1035, 2.3.4
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def broken_texts(c: Config) -> Iterator[str]:
+def broken_texts(c: ConfigTree) -> Iterator[str]:
     """One line per text that cannot be used: key, value, rule, remedy."""
     for key, path in (
         ("run.dir", c.run.dir),

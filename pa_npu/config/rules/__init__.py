@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from pa_npu.config.rules.algorithm import broken_algorithm
 from pa_npu.config.rules.data import broken_data
@@ -16,12 +15,10 @@ from pa_npu.config.rules.rewards import broken_rewards
 from pa_npu.config.rules.staleness import broken_staleness
 from pa_npu.config.rules.training import broken_shards, broken_training
 from pa_npu.config.texts import broken_texts
-
-if TYPE_CHECKING:
-    from pa_npu.config.schema import Config
+from pa_npu.config.tree import ConfigTree
 
 
-def broken_rules(c: Config) -> Iterator[str]:
+def broken_rules(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
     yield from broken_texts(c)
     yield from broken_deadlines(c)

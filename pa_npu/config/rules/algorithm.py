@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from pa_npu.config.presets import PRESETS
 from pa_npu.config.sections import AlgorithmConfig
-
-if TYPE_CHECKING:
-    from pa_npu.config.schema import Config
+from pa_npu.config.tree import ConfigTree
 
 # Log-probs of a model in bf16 against the same one in fp32: differences of 0.005 to 0.01 (tests/unit/test_backends_frozen.py).
 _FROZEN_ROUNDING = 0.01
 
 
-def broken_algorithm(c: Config) -> Iterator[str]:
+def broken_algorithm(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
     r, s = c.rollout, c.schedule
     uncorrected = c.algorithm.importance_sampling == "none"
@@ -76,7 +73,7 @@ def broken_algorithm(c: Config) -> Iterator[str]:
         )
 
 
-def _broken_preference(c: Config) -> Iterator[str]:
+def _broken_preference(c: ConfigTree) -> Iterator[str]:
     """What algorithm.loss=dpo cannot go with."""
     a = c.algorithm
     if a.loss != "dpo":
@@ -121,7 +118,7 @@ def _unread_keys(a: AlgorithmConfig) -> Iterator[str]:
             yield f"algorithm.{key}: {value} would be read by nothing; {remedy}, or remove the key"
 
 
-def of_preset(c: Config, key: str, section: str = "algorithm") -> str:
+def of_preset(c: ConfigTree, key: str, section: str = "algorithm") -> str:
     """Says so where a key's value may be a preset's, which the user has not written."""
     preset = PRESETS.get(c.algorithm.name) if c.algorithm.name else None
     known = preset.sections()[section] if preset else ()

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from pa_npu.config.texts import shown
-
-if TYPE_CHECKING:
-    from pa_npu.config.schema import Config
+from pa_npu.config.tree import ConfigTree
 
 TEMPLATE_ENDING = ".jinja"
 # What a template is rendered with by us, or says how it is rendered; no variables of it.
@@ -36,7 +33,7 @@ _RESERVED = frozenset(
 )
 
 
-def broken_data(c: Config) -> Iterator[str]:
+def broken_data(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
     data = c.data
     for name, count in Counter(dataset.called for dataset in data.datasets).items():

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pa_npu.config.presets import set_keys
-from pa_npu.config.sections import CUT_SHARE, SLOWEST_TOKEN_S, RolloutConfig, TrainerConfig
-
-if TYPE_CHECKING:
-    from pa_npu.config.schema import Config
+from pa_npu.config.sections import SLOWEST_TOKEN_S, RolloutConfig, TrainerConfig
+from pa_npu.config.tree import COLLECTIVE_MARGIN_S, ConfigTree, request_limit_s
 
 _LONGEST_WAIT_S = 10_000_000  # four months; the clocks of some libraries overflow above
-
-# How much later a backend's own timeout comes than the wait that it stands behind.
-COLLECTIVE_MARGIN_S = 120.0
-
-
-def request_limit_s(request_timeout_s: float, max_response_tokens: int, too_long: str) -> float:
-    """Seconds that a request of this length may take; where groups are cut, with the time of a second one."""
-    limit_s = request_timeout_s + SLOWEST_TOKEN_S * max_response_tokens
-    if too_long != "cut":
-        return limit_s
-    return limit_s + request_timeout_s + SLOWEST_TOKEN_S * (max_response_tokens // CUT_SHARE)
 
 
 def fill_wait(tree: Any) -> Any:
@@ -45,7 +32,7 @@ def fill_wait(tree: Any) -> Any:
     return {**tree, "trainer": {**trainer, "wait_timeout_s": needed_s}}
 
 
-def broken_deadlines(c: Config) -> Iterator[str]:
+def broken_deadlines(c: ConfigTree) -> Iterator[str]:
     """What waits for something ends after what it waits for: otherwise the error names the wrong party."""
     for section, values in c:
         for key, value in values:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pa_npu.config.schema import Config
+from pa_npu.config.tree import ConfigTree
 
 _LEAST_TEMPERATURE = 0.01  # what vLLM raises smaller ones to, but for 0
 
 
-def broken_engines(c: Config) -> Iterator[str]:
+def broken_engines(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
     t, r, s = c.trainer, c.rollout, c.schedule
     if r.temperature < _LEAST_TEMPERATURE:

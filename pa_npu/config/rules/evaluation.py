@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pa_npu.config.schema import Config
+from pa_npu.config.tree import ConfigTree
 
 
-def broken_evaluation(c: Config) -> Iterator[str]:
+def broken_evaluation(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
     s = c.schedule
     if c.checkpoint.keep_best and not c.checkpoint.keep_last:
@@ -37,7 +35,7 @@ def broken_evaluation(c: Config) -> Iterator[str]:
         )
 
 
-def _evaluation_rules(c: Config) -> Iterator[str]:
+def _evaluation_rules(c: ConfigTree) -> Iterator[str]:
     e = c.evaluate
     if "test" in e.sets and c.data.test:
         yield "evaluate.sets: test is the name of data.test; choose another"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from pa_npu.config.sections import ADVANTAGES, LOSSES, REWARDS
-
-if TYPE_CHECKING:
-    from pa_npu.config.schema import Config
+from pa_npu.config.tree import ConfigTree
 
 
-def broken_functions(c: Config) -> Iterator[str]:
+def broken_functions(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
     yield from _unknown_names(c)
     for function in c.reward.functions:
@@ -24,7 +21,7 @@ def broken_functions(c: Config) -> Iterator[str]:
             )
 
 
-def _unknown_names(c: Config) -> Iterator[str]:
+def _unknown_names(c: ConfigTree) -> Iterator[str]:
     """Values that name a function: one of ours, or module:function of the user's (imported by the checks before a run)."""
     named: list[tuple[str, str, tuple[str, ...]]] = [
         ("algorithm.loss", c.algorithm.loss, LOSSES),

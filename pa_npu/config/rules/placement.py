@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pa_npu.config.schema import Config
+from pa_npu.config.tree import ConfigTree
 
 
-def broken_placement(c: Config) -> Iterator[str]:
+def broken_placement(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
     t, r = c.trainer, c.rollout
     if c.placement.nnodes > 1 and c.placement.cluster == "local":
@@ -71,7 +69,7 @@ def broken_placement(c: Config) -> Iterator[str]:
             yield f"placement.{key}: {len(devices)} indices for {wanted} devices; list exactly {wanted} or remove the key"
 
 
-def _broken_colocation(c: Config) -> Iterator[str]:
+def _broken_colocation(c: ConfigTree) -> Iterator[str]:
     """Engines and trainers in turn on the same devices."""
     t, r, s = c.trainer, c.rollout, c.schedule
     if not c.placement.colocate:

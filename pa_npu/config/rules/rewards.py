@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from pa_npu.config.sections import CodeConfig, JudgeConfig
 from pa_npu.config.texts import shown, url_problem
-
-if TYPE_CHECKING:
-    from pa_npu.config.schema import Config
+from pa_npu.config.tree import ConfigTree
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def broken_rewards(c: Config) -> Iterator[str]:
+def broken_rewards(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
     names = [function.name for function in c.reward.functions]
     for name in ("judge", "code"):

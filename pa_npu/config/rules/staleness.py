@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from pa_npu.config.rules.algorithm import of_preset
-
-if TYPE_CHECKING:
-    from pa_npu.config.schema import Config
+from pa_npu.config.tree import ConfigTree
 
 
-def broken_staleness(c: Config) -> Iterator[str]:
+def broken_staleness(c: ConfigTree) -> Iterator[str]:
     """What cannot be exact, or makes no sense, with or without tokens of older weights."""
     s, a = c.schedule, c.algorithm
     if s.tokens_per_version is not None and not c.interrupts:
@@ -68,7 +65,7 @@ def broken_staleness(c: Config) -> Iterator[str]:
         )
 
 
-def _broken_divergence(c: Config) -> Iterator[str]:
+def _broken_divergence(c: ConfigTree) -> Iterator[str]:
     """What publish.when needs, and what it cannot go with."""
     p, staleness = c.publish, c.schedule.max_staleness
     if p.when == "every":
@@ -91,7 +88,7 @@ def _broken_divergence(c: Config) -> Iterator[str]:
         )
 
 
-def _broken_budget(c: Config) -> Iterator[str]:
+def _broken_budget(c: ConfigTree) -> Iterator[str]:
     """What schedule.tokens_per_update needs, and what it cannot go with."""
     s, budget = c.schedule, c.schedule.tokens_per_update
     if budget is None:
@@ -135,7 +132,7 @@ def _broken_budget(c: Config) -> Iterator[str]:
         )
 
 
-def _broken_delay(c: Config) -> Iterator[str]:
+def _broken_delay(c: ConfigTree) -> Iterator[str]:
     """What publish.mode=delayed needs, and what it cannot go with."""
     if c.publish.mode == "blocking":
         return

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pa_npu.config.schema import Config
+from pa_npu.config.tree import ConfigTree
 
 
-def broken_shards(c: Config) -> Iterator[str]:
+def broken_shards(c: ConfigTree) -> Iterator[str]:
     """Devices that no number of replicas uses up."""
     t = c.trainer
     shard = t.tensor_parallel * t.pipeline_parallel
@@ -20,7 +18,7 @@ def broken_shards(c: Config) -> Iterator[str]:
         )
 
 
-def broken_training(c: Config) -> Iterator[str]:
+def broken_training(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
     t, s = c.trainer, c.schedule
     if s.prompts_per_iteration % c.data_parallel:

@@ -1,0 +1,268 @@
+"""The tree of the configuration: all sections together, and what follows from several keys. Its rules are checked by Config."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pa_npu.config.sections import (
+    CUT_SHARE,
+    SLOWEST_TOKEN_S,
+    AlgorithmConfig,
+    AttentionConfig,
+    BufferConfig,
+    CheckpointConfig,
+    DataConfig,
+    Dataset,
+    EnvironmentConfig,
+    EvaluateConfig,
+    MicrobatchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PlacementConfig,
+    PublishConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    ScheduleConfig,
+    Section,
+    TelemetryConfig,
+    TrainerConfig,
+)
+
+# How much later a backend's own timeout comes than the wait that it stands behind.
+COLLECTIVE_MARGIN_S = 120.0
+
+
+class ConfigTree(Section):
+    """The whole tree. Sections in the order of a run's life."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    microbatch: MicrobatchConfig = MicrobatchConfig()
+    attention: AttentionConfig = AttentionConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    buffer: BufferConfig = BufferConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    publish: PublishConfig = PublishConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    placement: PlacementConfig = PlacementConfig()
+
+    @property
+    def evaluation_sets(self) -> dict[str, Dataset]:
+        """Held-out questions by name: data.test as `test`, then evaluate.sets."""
+        given = ({"test": self.data.test} if self.data.test else {}) | self.evaluate.sets
+        return {name: Dataset(path=found) if isinstance(found, str) else found for name, found in given.items()}
+
+    def key_of_set(self, name: str) -> str:
+        """The key that names the file of a held-out set."""
+        return f"evaluate.sets.{name}" if name in self.evaluate.sets else "data.test"
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether an evaluation may end the run before schedule.iterations."""
+        return self.evaluate.stop_at is not None or self.evaluate.patience is not None
+
+    @property
+    def evaluations_are_known_later(self) -> bool:
+        """Whether what an evaluation found is known at the border after it only: trainers work meanwhile, and nobody waits."""
+        return self.evaluate.overlap or self.schedule.max_staleness > 0
+
+    def may_end_at(self, version: int) -> bool:
+        """Whether the run may end with this version for what an evaluation said: trainers then wait to be told at its border."""
+        schedule = self.schedule
+        evaluated = version - 1 if self.evaluations_are_known_later else version
+        due = evaluated > 0 and schedule.evaluate_every > 0 and evaluated % schedule.evaluate_every == 0
+        return self.ends_early and due and version < schedule.iterations
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of replicas (DP)."""
+        return self.trainer.devices // (self.trainer.tensor_parallel * self.trainer.pipeline_parallel)
+
+    @property
+    def microbatch_responses(self) -> int:
+        """Responses per microbatch, resolved."""
+        return self.microbatch.responses or self.rollout.responses_per_prompt
+
+    @property
+    def pad_multiple(self) -> int:
+        """Packed lengths are multiples of this, resolved."""
+        default = self.trainer.tensor_parallel if self.trainer.sequence_parallel else 1
+        return self.microbatch.pad_to_multiple_of or default
+
+    @property
+    def groups_per_replica(self) -> int:
+        return self.schedule.prompts_per_iteration // self.data_parallel
+
+    @property
+    def probe_rides(self) -> bool:
+        """Whether an iteration's first groups are its probe: they are of the version just published, and so is what trains them."""
+        return bool(self.publish.probe_tokens) and self.schedule.max_staleness == 0
+
+    @property
+    def frozen_models(self) -> tuple[str, ...]:
+        """Models that the trainers keep beside the policy, and compute for every microbatch."""
+        takes_ratio = self.ratio == "proximal" and self.algorithm.loss != "dpo"
+        old = ("old",) if self.schedule.updates_per_iteration > 1 and takes_ratio else ()
+        return (*old, "reference") if self.algorithm.has_reference else old
+
+    @property
+    def ratio(self) -> Literal["proximal", "sampling"]:
+        """algorithm.ratio, resolved: with max_staleness, and no weights between the two, against the policy that sampled."""
+        if self.algorithm.ratio != "auto":
+            return self.algorithm.ratio
+        uncorrected = self.schedule.max_staleness and self.algorithm.importance_sampling == "none"
+        return "sampling" if uncorrected else "proximal"
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether responses go on under newer weights."""
+        return self.schedule.on_publish == "continue"
+
+    @property
+    def tokens_per_version(self) -> int:
+        """schedule.tokens_per_version, resolved."""
+        even = -(-self.rollout.max_response_tokens // (self.schedule.max_staleness + 1))
+        return self.schedule.tokens_per_version or even
+
+    @property
+    def keeps_published(self) -> bool:
+        """Whether trainers keep a copy of the published weights: with max_staleness they change while engines still need them."""
+        is_old = "old" in self.frozen_models and self.frozen_dtype == self.model.dtype and self.publish.when == "every"
+        is_old = is_old and self.publish.mode == "blocking"
+        return self.schedule.max_staleness > 0 and not is_old
+
+    @property
+    def iterations_ahead(self) -> int:
+        """How many iterations producing runs ahead of training: max_staleness, unless a part of that is for something else.
+
+        One is enough for engines never to wait for trainers. The rest, at least one, is how many publishes in a row may be skipped
+        (publish.when=divergence), or for how many updates a group may be carried (schedule.tokens_per_update).
+        """
+        staleness = self.schedule.max_staleness
+        shared = self.publish.when == "divergence" or self.schedule.tokens_per_update is not None
+        return min(1, max(0, staleness - 1)) if shared else staleness
+
+    @property
+    def probe_responses(self) -> int:
+        """Responses of a probe, at least: one of each engine, or enough to decide about publishes, whatever engines there are."""
+        return 1 if self.publish.when == "every" else self.rollout.responses_per_prompt
+
+    def always_publishes(self, version: int) -> bool:
+        """Whether a version is published whatever the divergence: it is the last, or may be, or is saved, or evaluated."""
+        schedule = self.schedule
+        evaluated = bool(self.evaluation_sets and schedule.evaluate_every) and version % schedule.evaluate_every == 0
+        return version == schedule.iterations or self.saves(version) or evaluated or self.may_end_at(version)
+
+    def delays(self, version: int) -> bool:
+        """Whether `version` is sent while engines generate; one that may be the last is not, as its log-probs are compared (I5)."""
+        is_last = version >= self.schedule.iterations or self.may_end_at(version)
+        return self.publish.mode == "delayed" and version > 0 and not is_last
+
+    def saves(self, version: int) -> bool:
+        """Whether a checkpoint of `version` is due by checkpoint.every."""
+        return bool(self.checkpoint.every) and version % self.checkpoint.every == 0
+
+    @property
+    def frozen_dtype(self) -> Literal["fp32", "bf16"]:
+        """Type of the frozen models, resolved."""
+        return self.model.dtype if self.model.frozen_dtype == "same" else self.model.frozen_dtype
+
+    @property
+    def request_limit_s(self) -> float:
+        """The longest that a request is waited for on an engine that works, and where groups are cut, a second one."""
+        return request_limit_s(self.rollout.request_timeout_s, self.rollout.max_response_tokens, self.rollout.too_long)
+
+    @property
+    def engine_wait_s(self) -> float:
+        """Deadline of the wait for room on an engine: what is in flight ends by then, and what died has been replaced."""
+        return self.request_limit_s + self.rollout.startup_timeout_s + self.publish.timeout_s
+
+    @property
+    def border_timeout_s(self) -> float:
+        """Deadline of an iteration border: a publish that fails, an engine that starts, and a publish that succeeds.
+
+        With max_staleness trainers may come to it before the iteration that is produced meanwhile is complete.
+        """
+        produce_s = self.trainer.wait_timeout_s if self.schedule.max_staleness else 0.0
+        return produce_s + self.rollout.startup_timeout_s + 2 * self.publish.timeout_s
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Deadline of a trainer's collective: later than our own waits, so that the first error names what was awaited.
+
+        A stage that waits for rollouts makes its neighbours wait in a collective, and a leader that publishes its TP peers.
+        """
+        return self.trainer.wait_timeout_s + COLLECTIVE_MARGIN_S
+
+    @property
+    def publish_collective_timeout_s(self) -> float:
+        """How long a broadcast of a publish may take on either end before a device ends it by itself."""
+        return self.publish.timeout_s + COLLECTIVE_MARGIN_S
+
+    @property
+    def longest_collective_s(self) -> float:
+        """How long any collective may take before a device ends it by itself; equal on engines and trainers, which share groups."""
+        return max(self.collective_timeout_s, self.publish_collective_timeout_s)
+
+    @property
+    def deterministic_collectives(self) -> bool:
+        """Whether reductions are done in one order; equal on engines and trainers."""
+        return self.run.deterministic or self.rollout.batch_invariant
+
+    @property
+    def publish_peer_timeout_s(self) -> float:
+        """The longest that a leader's TP peers wait for it in a publish: it joins, then sends."""
+        return 2 * self.publish.timeout_s
+
+    @property
+    def microbatches_per_group(self) -> int:
+        return self.rollout.responses_per_prompt // self.microbatch_responses
+
+    def streams(self, iteration: int) -> bool:
+        """Whether the groups of this iteration are handed over as they finish."""
+        schedule = self.schedule
+        compared = schedule.stream and iteration >= schedule.iterations - schedule.compare_iterations
+        if schedule.stream == "alternate" or compared:
+            return iteration % 2 == 1
+        return schedule.stream
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that the run starts with: those with devices of their own first, then those on the trainers' devices."""
+        return self.rollout.engines + self.rollout.shared_engines
+
+    @property
+    def num_shared_engines(self) -> int:
+        """Engines on the trainers' devices, the last of num_engines: all of them with placement.colocate."""
+        return self.num_engines if self.placement.colocate else self.rollout.shared_engines
+
+    def is_shared(self, index: int) -> bool:
+        """Whether engine `index` is on a trainer's device; engines that join the run have devices of their own."""
+        return self.num_engines - self.num_shared_engines <= index < self.num_engines
+
+    @property
+    def num_devices(self) -> int:
+        """All devices, engines and trainers, one that both share once: the denominator of TPSPD."""
+        return self.trainer.devices + (self.num_engines - self.num_shared_engines) * self.rollout.tensor_parallel
+
+    @property
+    def devices_per_node(self) -> int:
+        """placement.devices_per_node, resolved."""
+        return self.placement.devices_per_node or self.num_devices // self.placement.nnodes
+
+
+def request_limit_s(request_timeout_s: float, max_response_tokens: int, too_long: str) -> float:
+    """Seconds that a request of this length may take; where groups are cut, with the time of a second one."""
+    limit_s = request_timeout_s + SLOWEST_TOKEN_S * max_response_tokens
+    if too_long != "cut":
+        return limit_s
+    return limit_s + request_timeout_s + SLOWEST_TOKEN_S * (max_response_tokens // CUT_SHARE)
