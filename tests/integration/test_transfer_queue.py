@@ -33,8 +33,8 @@ ON_RAY: dict[str, object] = {
     "placement__cluster": "ray",
     "placement__nnodes": 2,
     "placement__devices_per_node": 2,
-    "placement__engine_devices": "[2]",
-    "placement__trainer_devices": "[0,3]",
+    "placement__engine_devices": "[0]",
+    "placement__trainer_devices": "[2,3]",
     "placement__join_timeout_s": 120,
     "buffer__backend": "transfer_queue",
 }
@@ -54,7 +54,7 @@ def test_transfer_queue_on_ray_is_a_rollout_buffer() -> None:
 def test_a_run_whose_groups_go_through_transfer_queue_ends_with_the_same_weights(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tensor-parallel replica over two nodes, against the same run on this machine with the store."""
+    """The engine on one node and a tensor-parallel replica on the other, against the same run on this machine with the store."""
     pytest.importorskip("ray")
     path = os.pathsep.join([str(ROOT), str(DIRECTORY)])
     monkeypatch.setenv("PYTHONPATH", path)
