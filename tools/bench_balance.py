@@ -7,6 +7,7 @@ The real producer, pool, estimates and assignment, between engines and trainers 
   --real     stand-in engines (tools/stand_in.py) as processes, HTTP, wall time; trainers are timers
 
     python tools/bench_balance.py [--markdown FILE]          # about two minutes
+    python tools/bench_balance.py --speeds 1,0.5             # one engine of each of these speeds; seconds
     python tools/bench_balance.py --real [--markdown FILE]
 
 A decode step takes the same time whatever is in flight (engines below saturation, where decoding waits for memory). A group holds
@@ -95,7 +96,8 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """train: Tt over the bound of generation. speed: the same per token, whatever is in flight."""
+    """train: Tt over the bound of generation. speed: the same per token, whatever is in flight. speeds: of each engine, where they
+    are not all of this one; a decode step takes speed.step_s over it."""
 
     engines: int
     places: int  # groups in flight per engine
@@ -107,16 +109,25 @@ class Case:
     max_tokens: int
     epochs: int
     iterations_per_epoch: int
+    speeds: tuple[float, ...] = ()
+
+    def step_s(self, engine: int) -> float:
+        return self.speed.step_s / (self.speeds[engine] if self.speeds else 1.0)
 
     def group_lengths(self, prompt: Prompt, iteration: int, index: int) -> list[int]:
         seed = group_seed(RUN_SEED, iteration, index)
         return [self.lengths.length(prompt.tokens, seed + i, self.max_tokens) for i in range(GROUP)]
 
     def bound_s(self, lengths: Sequence[Sequence[int]]) -> float:
-        """No generation of these groups is shorter, as long as a group keeps its place until its longest response ends."""
-        longest = [max(group) for group in lengths]
-        places = self.engines * self.places
-        return self.speed.step_s * max(sum(longest) / places, max(longest))
+        """No generation of these groups is shorter, as long as a group keeps its place until its longest response ends.
+
+        Engines of one speed: the larger of sum / places and the longest. Else, for every k, the k longest over the k fastest places
+        (Horvath, Lam and Sethi 1977), and all over all.
+        """
+        longest = sorted((max(group) for group in lengths), reverse=True)
+        rates = sorted((1 / self.step_s(e) for e in range(self.engines) for _ in range(self.places)), reverse=True)
+        firsts = range(1, min(len(longest), len(rates)) + 1)
+        return max(sum(longest) / sum(rates), *(sum(longest[:k]) / sum(rates[:k]) for k in firsts))
 
 
 @dataclass(frozen=True)
@@ -171,9 +182,9 @@ class Inline(Executor):
 class VirtualEngine:
     """Decodes all its sequences at the same rate: a sequence ends when the tokens decoded since it came are its length."""
 
-    def __init__(self, name: str, case: Case) -> None:
-        self.name = name
-        self._case = case
+    def __init__(self, number: int, case: Case) -> None:
+        self.name = f"engine {number}"
+        self._case, self._step_s = case, case.step_s(number)
         self._decoded, self._since_s = 0.0, 0.0
         self._ends: list[tuple[float, int]] = []
         self._left: dict[int, tuple[int, asyncio.Event]] = {}
@@ -201,14 +212,14 @@ class VirtualEngine:
     def _advance(self) -> None:
         now_s = asyncio.get_running_loop().time()
         if self._ends:
-            self._decoded += (now_s - self._since_s) / self._case.speed.step_s
+            self._decoded += (now_s - self._since_s) / self._step_s
         self._since_s = now_s
 
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if self._ends:
-            delay_s = max(0.0, self._ends[0][0] - self._decoded) * self._case.speed.step_s
+            delay_s = max(0.0, self._ends[0][0] - self._decoded) * self._step_s
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_some)
 
     def _end_some(self) -> None:
@@ -334,7 +345,7 @@ def virtual(case: Case, dispatch: str, stream: bool, seed: int) -> list[Iteratio
     loop = VirtualLoop()
     try:
         with mock.patch.object(time, "perf_counter", loop.time):  # the pool's clock
-            engines: list[Any] = [VirtualEngine(f"engine {number}", case) for number in range(case.engines)]
+            engines: list[Any] = [VirtualEngine(number, case) for number in range(case.engines)]
             return loop.run_until_complete(run_iterations(case, engines, dispatch, stream, seed, Inline()))
     finally:
         loop.close()
@@ -344,10 +355,11 @@ STEP_S = 0.01
 EPOCHS, PER_EPOCH, SEEDS = 3, 4, 3
 
 
-def case_of(waves: int, train: float) -> Case:
-    groups, engines = 64, 4
+def case_of(waves: int, train: float, speeds: tuple[float, ...] = ()) -> Case:
+    groups, engines = 64, len(speeds) or 4
     speed, lengths = Speed(step_s=STEP_S), HeavyTail(300)
-    return Case(engines, groups // (engines * waves), groups, 4, train, speed, lengths, 4096, EPOCHS, PER_EPOCH)
+    places = max(1, groups // (engines * waves))
+    return Case(engines, places, groups, 4, train, speed, lengths, 4096, EPOCHS, PER_EPOCH, speeds)
 
 
 def mean(values: Iterable[float]) -> float:
@@ -399,6 +411,24 @@ def iteration_table() -> list[str]:
             ]
             lines.append(f"| {waves} | {train:g} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
     return lines
+
+
+def speeds_table(speeds: tuple[float, ...]) -> list[str]:
+    """Generation over its bound with an engine of each speed. Tt is half of it, so that engines decide."""
+    lines = ["| waves | dispatch | generate, epoch 1 | epoch 2 | epoch 3 |", "|---:|---|---:|---:|---:|"]
+    for waves in (2, 4, 8, 16):
+        for dispatch in ("in-order", "longest-first", "auto"):
+            case = case_of(waves, 0.5, speeds)
+            runs = [virtual(case, dispatch, True, seed) for seed in range(SEEDS)]
+            epochs = [[i for run in runs for i in run[e * PER_EPOCH : (e + 1) * PER_EPOCH]] for e in range(EPOCHS)]
+            lines.append(f"| {waves} | {dispatch} | {' | '.join(f'{generate_ratio(epoch):.3f}' for epoch in epochs)} |")
+    return lines
+
+
+def speeds_report(speeds: tuple[float, ...]) -> str:
+    named = ", ".join(f"{speed:g}" for speed in speeds)
+    head = f"Engines of speed {named}, 64 groups of {GROUP}, median 300 tokens, limit 4,096; {SEEDS} seeds, epochs of {PER_EPOCH}."
+    return "\n".join([head, "", *speeds_table(speeds)])
 
 
 def replica_table() -> list[str]:
@@ -530,14 +560,27 @@ def real_report() -> str:
     return "\n".join(lines)
 
 
+def speeds_of(text: str) -> tuple[float, ...]:
+    """Raises ArgumentTypeError."""
+    try:
+        speeds = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        speeds = ()
+    if not speeds or not all(0.01 <= speed <= 100 for speed in speeds):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of speeds from 0.01 to 100, as 1,0.5")
+    return speeds
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--real", action="store_true", help="stand-in engines and wall time instead of virtual time")
     parser.add_argument("--markdown", type=Path, help="write the tables there")
+    parser.add_argument("--speeds", type=speeds_of, help="engines of these speeds, as 1,0.5, in virtual time")
     arguments = parser.parse_args()
-    report = real_report() if arguments.real else virtual_report()
+    reports = {True: real_report, False: virtual_report}
+    report = speeds_report(arguments.speeds) if arguments.speeds else reports[arguments.real]()
     print(report)
     if arguments.markdown:
         arguments.markdown.write_text(report + "\n")

@@ -15,6 +15,7 @@ class Pace:
     def __init__(self, schedule: Schedule, num_engines: int) -> None:
         self.schedule = schedule
         self._dispatching = Dispatching(schedule, num_engines)
+        self._left = list(schedule.order) if schedule.reach is not None else []
         self._start_s = time.perf_counter()
         self._completed = asyncio.Event()
 
@@ -34,6 +35,18 @@ class Pace:
     def place(self) -> str | None:
         """The shared engine that the next group is for, if it is for one."""
         return self._dispatching.place()
+
+    def index(self, number: int) -> int:
+        """Of the number-th group that goes, as far as it is known before its engine is; beyond the order, the number itself."""
+        if number >= len(self.schedule.order):
+            return number
+        return self._left[0] if self._left else self.schedule.order[number]
+
+    def taken_by(self, engine: str) -> int | None:
+        """The index that goes to this engine instead of `index`, which is not asked for again; None: that one."""
+        if self.schedule.reach is None or not self._left:
+            return None
+        return self._left.pop(self.schedule.reach.place(engine, self._left, self._now_s()))
 
     def dispatched(self, engine: str) -> None:
         """The next group has been given to this engine."""

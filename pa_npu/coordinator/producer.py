@@ -189,9 +189,9 @@ class Producer:
         async with TaskScope() as scope:
             while (number := await self._next_number(selection, tail)) is not None:
                 # replacements come as they are needed, after the prompts that the iteration began with
-                index = schedule.order[number] if number < len(schedule.order) else number
+                index = pace.index(number)
                 prompt = prompts[index] if another is None or index < len(prompts) else another()
-                tokens = num_sequences * (len(prompt.tokens) + round(self._lengths.mean(prompt)))
+                tokens = self._expected_tokens(prompt)
                 if self._service is not None:
                     await self._service.pause.passed()
                 if self._interruptions is None:  # else a turn might wait for a group that waits for the next version
@@ -202,6 +202,9 @@ class Producer:
                     place=pace.place(),
                     everywhere=schedule.everywhere,
                 )
+                if (taken := pace.taken_by(lease.engine.name)) is not None:
+                    index, prompt = taken, prompts[taken]
+                    lease.expect(self._expected_tokens(prompt))
                 pace.dispatched(lease.engine.name)
                 tail.dispatched()
                 scope.start(self._at_work(complete(index, prompt, lease)), f"group {index} of iteration {iteration}")
@@ -239,6 +242,10 @@ class Producer:
         # trainers that are behind wait for no group: what counts is when the last one is there
         streams = self._config.streams(iteration) and not self._config.iterations_ahead
         return IterationOutlook(groups, names, streams, shared)
+
+    def _expected_tokens(self, prompt: Prompt) -> int:
+        """Of a group, prompts and responses."""
+        return self._config.rollout.responses_per_prompt * (len(prompt.tokens) + round(self._lengths.mean(prompt)))
 
     def _expected_work(self, prompts: Sequence[Prompt]) -> float | None:
         """Of training all groups of an iteration; None before any length was seen."""

@@ -48,10 +48,34 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """Which of the groups that are left an engine takes, where engines are of unequal speed.
+
+    lengths: tokens expected of each group's longest response, by its index. token_s: seconds per token of the engines that take
+    only what they are expected to end by end_s, seconds from the iteration's beginning. Engines that are not named take the next
+    in order.
+    """
+
+    lengths: tuple[float, ...]
+    token_s: Mapping[str, float]
+    end_s: float
+
+    def place(self, engine: str, left: Sequence[int], now_s: float) -> int:
+        """Place in `left`, indices in order of dispatch, of the first group that ends in time; of the shortest where none does."""
+        seconds = self.token_s.get(engine)
+        if seconds is None:
+            return 0
+        limit = (self.end_s - now_s) / seconds
+        fits = (place for place, index in enumerate(left) if self.lengths[index] <= limit)
+        return next(fits, min(range(len(left)), key=lambda place: self.lengths[left[place]]))
+
+
+@dataclass(frozen=True)
 class Schedule:
     """order: indices in order of dispatch. windows: by rising from_group, the first from 0. turns: of the first groups in order.
 
     name: what the log and the record call it. Groups beyond `order` (replacements) follow it as they come, without turns.
+    reach: which of the groups that are left an engine takes, where that is not the next in order.
     shared: the shared engines of the first groups in order; turns and windows are of the groups behind them. everywhere: shared
     engines have windows and take groups like the others.
     """
@@ -62,6 +86,7 @@ class Schedule:
     turns: tuple[Turn, ...] = ()
     shared: tuple[str, ...] = ()
     everywhere: bool = False
+    reach: Reach | None = None
 
     @property
     def largest_window(self) -> int:

@@ -73,6 +73,11 @@ class Lease:
         self._closed = False
         self.duration_s = 0.0
 
+    def expect(self, tokens: int) -> None:
+        """What the sequences together are about, where it was not known at admission."""
+        self._use.advance(0, tokens - self.tokens)
+        self.tokens = tokens
+
     def close(self, response_tokens: int = 0) -> None:
         """Give the room back; response_tokens were received. Further calls do nothing."""
         if self._closed:

@@ -15,7 +15,7 @@ from pa_npu.config.schema import Config
 from pa_npu.coordinator.pacing import Pace
 from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.schedule import Schedule, Turn, same_windows
+from pa_npu.dispatch.schedule import Reach, Schedule, Turn, same_windows
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentContext
@@ -200,6 +200,12 @@ SCHEDULES = {
         tuple(range(GROUPS)),
         (same_windows("ab", 128),),
         tuple(Turn(max(0, i - 5), 0.13 * i if i < 5 else 0.05 * (i % 3)) for i in range(GROUPS)),
+    ),
+    "reach": Schedule(
+        "r",
+        tuple(reversed(range(GROUPS))),
+        (same_windows("ab", 16),),
+        reach=Reach(tuple(float(5 + (7 * i) % 60) for i in range(GROUPS)), {"b": 0.02}, 1.5),
     ),
 }
 

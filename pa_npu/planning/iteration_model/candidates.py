@@ -14,9 +14,8 @@ from pa_npu.dispatch.order import OrderName, dispatch_order
 from pa_npu.dispatch.schedule import Schedule, Windows, same_windows
 from pa_npu.planning.iteration_model.backwards import backwards_turns
 from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
+from pa_npu.planning.iteration_model.matched import EQUAL_SPEED, matched
 
-# Engines whose speeds differ by less have the same window.
-_EQUAL_SPEED = 1.1
 _SHARES_OF_ALL = (1.0, 0.75, 0.5, 0.375, 0.25)
 _WAVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _SHARED_GROUPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -26,6 +25,8 @@ _NEARLY_ALL = 0.8
 _LEAST_TO_HALVE = 4
 # Trainers are taken to need so much of their time, when turns are made: engines that stay a little ahead keep them busy.
 SLACKS = (1.0, 0.95, 0.85)
+# Slower engines are taken to have so much of the time that is left: groups may become longer than expected.
+MATCHED_SLACKS = (1.0, 0.8, 0.65)
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Candidate:
     """kind and places (groups in flight per engine) are the same from border to border, whatever the lengths are. shared: groups
     that begin on each shared engine."""
 
-    kind: Literal["window", "turns"]
+    kind: Literal["window", "turns", "matched"]
     places: int
     order: OrderName
     slack: float = 1.0
@@ -41,7 +42,11 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        how = self.order if self.kind == "window" else f"one after another at {self.slack:.0%} of the trainers' time"
+        how = {
+            "window": self.order,
+            "turns": f"one after another at {self.slack:.0%} of the trainers' time",
+            "matched": f"longest-first, slower engines in {self.slack:.0%} of the time left",
+        }[self.kind]
         return f"{self.places} groups per engine, {how}" + _first_on_shared(self.shared)
 
 
@@ -66,7 +71,7 @@ def constant_windows(cluster: Cluster, places: int, most: int, group_sequences: 
         name: speed.step_s + speed.sequence_s * places * group_sequences + speed.prompt_token_s
         for name, speed in speeds.items()
     }
-    if not at or min(at.values()) <= 0 or max(at.values()) < _EQUAL_SPEED * min(at.values()):
+    if not at or min(at.values()) <= 0 or max(at.values()) < EQUAL_SPEED * min(at.values()):
         return same_windows(tuple(speeds), places * group_sequences)
     total, rate = places * len(at), sum(1 / step_s for step_s in at.values())
     groups = {name: min(most, max(1, round(total / step_s / rate))) for name, step_s in at.items()}
@@ -83,6 +88,14 @@ def window_schedule(
     else:
         windows = constant_windows(cluster, candidate.places, most, group_sequences)
     return Schedule(candidate.name, tuple(indices), (windows,))
+
+
+def matched_schedule(
+    candidate: Candidate, cluster: Cluster, expected: Sequence[VirtualGroup], windows: Windows
+) -> Schedule:
+    """For engines of unequal speed; `windows` as they would be without it."""
+    order = dispatch_order("longest-first", [group.longest for group in expected])
+    return matched(cluster, expected, Schedule(candidate.name, tuple(order), (windows,)), candidate.slack)
 
 
 def turns_schedule(

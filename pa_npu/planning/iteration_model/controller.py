@@ -20,10 +20,12 @@ from dataclasses import dataclass, field, replace
 from pa_npu.dispatch.order import ORDERS, OrderName, dispatch_order
 from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.planning.iteration_model.candidates import (
+    MATCHED_SLACKS,
     SLACKS,
     Candidate,
     begin_on_shared,
     first_schedule,
+    matched_schedule,
     place_levels,
     shared_levels,
     turns_schedule,
@@ -31,6 +33,7 @@ from pa_npu.planning.iteration_model.candidates import (
 )
 from pa_npu.planning.iteration_model.cluster import Cluster, GroupTiming, VirtualGroup
 from pa_npu.planning.iteration_model.learned import Learned
+from pa_npu.planning.iteration_model.matched import unequal
 from pa_npu.planning.iteration_model.messages import IterationOutlook, IterationTimes, Prediction, Rules
 from pa_npu.planning.iteration_model.simulate import simulate
 
@@ -47,6 +50,8 @@ _KEPT = 6
 _TRIED_WITH_SHARED = 6
 # Windows, the best in the usual order, with which the other orders are tried.
 _WINDOWS_WITH_ALL_ORDERS = 3
+# Windows, the widest, with which schedules for engines of unequal speed are made.
+_MATCHED_WINDOWS = 2
 _BETTER = 0.99
 _USUAL_VARIES, _USUAL_EQUAL = 0.99, 0.998
 
@@ -188,18 +193,33 @@ class ScheduleController:
         longest = [group.longest for group in outlook.groups]
         if rules.window != "auto":
             places = rules.window // rules.responses
-            return {Candidate("window", places, o): self._fixed(outlook, rules.window, o) for o in orders}
+            found = {Candidate("window", places, o): self._fixed(outlook, rules.window, o) for o in orders}
+            return found | self._matched(outlook, cluster, found)
         share = math.ceil(len(outlook.groups) / len(outlook.dedicated))
         most = self._most_places(outlook, varies=varies)
         levels = self._within_reach(place_levels(share, most), outlook.streams)
         candidates = [Candidate("window", places, order) for order in orders for places in levels]
         found = {c: window_schedule(c, cluster, longest, most, rules.responses) for c in candidates}
+        found |= self._matched(outlook, cluster, found)
         if outlook.streams and rules.updates == 1 and (rules.dispatch == "auto" or not varies):
             expected = self._learned.expected(outlook)
             places = self._most_places(outlook, varies=False)
             turns = [Candidate("turns", places, orders[0], slack) for slack in SLACKS]
             found |= {c: turns_schedule(c, cluster, expected, rules.responses) for c in turns}
         return found
+
+    def _matched(
+        self, outlook: IterationOutlook, cluster: Cluster, found: dict[Candidate, Schedule]
+    ) -> dict[Candidate, Schedule]:
+        """For the widest windows of these, where engines are of unequal speed and what lengths are expected is of use."""
+        rules = self._rules
+        if rules.updates > 1 or rules.dispatch == "in-order" or not self._learned.varies or not unequal(cluster):
+            return {}
+        expected, usual = self._learned.expected(outlook), next(iter(found))
+        widest = [c for c in found if c.order == usual.order][:_MATCHED_WINDOWS]
+        made = [replace(c, kind="matched", slack=slack) for c in widest for slack in MATCHED_SLACKS]
+        windows = {c.places: found[c].windows[0] for c in widest}
+        return {c: matched_schedule(c, cluster, expected, windows[c.places]) for c in made}
 
     def _with_shared(
         self, outlook: IterationOutlook, cluster: Cluster, schedules: dict[Candidate, Schedule]

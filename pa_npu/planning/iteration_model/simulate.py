@@ -156,13 +156,23 @@ class _Iteration:
             )
             if name is None:
                 break
-            self._waiting.popleft()
+            group = self._next_for(name)
             self._engines[name].add(
                 (group, self._now_s), self._now_s, group.prompt_tokens, group.lengths, group.expected_tokens
             )
             heapq.heappush(self._ends, (self._engines[name].next_s, self._numbers[name]))
             dispatching.dispatched(name)
         return math.inf
+
+    def _next_for(self, engine: str) -> VirtualGroup:
+        """Takes the group that goes to this engine from those that wait."""
+        reach = self._dispatching.schedule.reach
+        if reach is None or self._waiting[0].index >= self._total:
+            return self._waiting.popleft()
+        place = reach.place(engine, [group.index for group in self._waiting if group.index < self._total], self._now_s)
+        group = self._waiting[place]
+        del self._waiting[place]
+        return group
 
     def _complete(self, engine: str, jobs: list[tuple[VirtualGroup, float]]) -> None:
         for group, start_s in jobs:
