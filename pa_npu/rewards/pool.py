@@ -119,19 +119,20 @@ class RewardPool:
         parts = [part for part in (self._compute(group), self._wait_for(group)) if part is not None]
         values: dict[str, list[float | None]] = {}
         errors: dict[str, str] = {}
-        reasons: list[str] = []
+        reasons: list[tuple[str, str]] = []  # (what comes of it, why)
+        judging = {spec.label for spec in self.specs if spec.name in CONCURRENT}
         for labels, reply in [await parts[0]] if len(parts) == 1 else await gather(parts):
             if reply.get("fatal"):
                 raise DataError(reply["fatal"])
             if "failure" in reply:  # the worker did not survive it, whichever function that was
                 errors.update(dict.fromkeys(labels, reply["failure"]))
-                reasons.append(reply["failure"])
+                reasons.append((_outcome(judging.issuperset(labels)), reply["failure"]))
                 continue
             values.update(reply["rewards"])
             errors.update(reply["errors"])
-            reasons += [f"{label}: {error}" for label, error in reply["errors"].items()]
-        for reason in reasons:
-            log.warning("rewards: for the responses to %.80r: %s", group.prompt, reason)
+            reasons += [(_outcome(label in judging), f"{label}: {error}") for label, error in reply["errors"].items()]
+        for outcome, reason in reasons:
+            log.warning("rewards: %s the responses to %.80r: %s", outcome, group.prompt, reason)
         rewards = np.zeros((len(self.specs), len(group.responses)), np.float32)
         no_verdict: dict[str, int] = {}
         for row, spec in zip(rewards, self.specs, strict=True):
@@ -147,7 +148,7 @@ class RewardPool:
             total=self._weights @ rewards,
             functions={spec.label: row for spec, row in zip(self.specs, rewards, strict=True)},
             correct=rewards[self._judge] >= _RIGHT_FROM.get(self.specs[self._judge].name, _LEAST_ABOVE_0),
-            errors=tuple(reasons),
+            errors=tuple(reason for _, reason in reasons),
             no_verdict=no_verdict,
         )
 
@@ -346,3 +347,8 @@ class _Worker:
         self._overdue = head
         if self._process is not None:
             self._process.kill()
+
+
+def _outcome(judges: bool) -> str:
+    """What comes of a failure: a judge gives no verdict (reward.judge.on_failure says what then), another function zero."""
+    return "no verdict on" if judges else "zero for"
