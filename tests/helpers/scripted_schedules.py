@@ -1,0 +1,66 @@
+"""An environment that is the usual one, whose import makes the coordinator follow six schedules that differ in everything.
+
+environment.name takes its module into the coordinator's process; only there has it an effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pa_npu.dispatch.schedule import Schedule, Turn, Windows, same_windows
+from pa_npu.environments.single_turn import SingleTurn
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import IterationOutlook
+
+# Groups that begin on each shared engine, if there are any, in the iterations of these numbers.
+ON_SHARED = (0, 0, 2, 1, 4, 0)
+NAMES = ("ramp", "one after another", "shared first", "all at once", "half on shared, thinning", "one at a time")
+
+
+class Scripted(SingleTurn):
+    """SingleTurn as it is."""
+
+
+def scripted(number: int, outlook: IterationOutlook, responses: int) -> Schedule:
+    """The schedule of iteration `number`."""
+    groups, engines = len(outlook.groups), outlook.dedicated
+
+    def windows(*steps: tuple[int, int]) -> tuple[Windows, ...]:
+        """steps: (groups per engine, from which group dispatched on)."""
+        return tuple(same_windows(engines, places * responses, start) for places, start in steps)
+
+    indices = range(groups)
+    backwards, odd_first = tuple(reversed(indices)), tuple([*indices[1::2], *indices[::2]])
+    turns = tuple(Turn(max(0, place - 1), 0.01 * (place % 3)) for place in indices)
+    rotated = tuple((index * 3 + 2) % groups for index in indices)
+    order: Sequence[tuple[int, ...]] = (backwards, odd_first, rotated, tuple(indices), backwards, rotated)
+    limits = (
+        windows((1, 0), (3, 2), (1, 6)),
+        windows((2, 0)),
+        windows((2, 0)),
+        windows((groups, 0)),
+        windows((3, 0), (1, 5)),
+        windows((1, 0)),
+    )
+    shared = outlook.shared * ON_SHARED[number]
+    assert sorted(order[number]) == list(indices), "each group once"
+    return Schedule(NAMES[number], order[number], limits[number], turns if number == 1 else (), shared)
+
+
+_begin = ScheduleController.begin_iteration
+_begun = 0
+
+
+def _begin_scripted(self: ScheduleController, outlook: IterationOutlook) -> Schedule:
+    """As chosen, but for what is scripted; what is recorded is what was followed."""
+    global _begun
+    chosen = _begin(self, outlook)
+    assert self._running is not None
+    made = scripted(_begun % len(NAMES), outlook.without_roles, self._rules.responses)
+    self._running.schedule = replace(made, everywhere=chosen.everywhere)
+    _begun += 1
+    return self._running.schedule
+
+
+ScheduleController.begin_iteration = _begin_scripted  # type: ignore[method-assign]

@@ -1,0 +1,88 @@
+"""Invariant I4: with order=prompt, a periodic run ends with the synchronous run's weights bit for bit, whatever its schedules are.
+
+Real engines and trainers; the schedules differ from iteration to iteration in order, windows, turns and what shared engines take.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.launched import Launched, settings
+from tests.helpers.scripted_schedules import NAMES, ON_SHARED
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
+
+TIMEOUT_S = 300.0
+GROUPS, ITERATIONS = 8, len(NAMES)
+
+
+@pytest.fixture(scope="module")
+def run(
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., tuple[dict[str, torch.Tensor], Any]]]:
+    """Runs with some keys of their own; gives (final weights, records)."""
+    launched: list[Launched] = []
+
+    def start(**others: object) -> tuple[dict[str, torch.Tensor], Any]:
+        directory = tmp_path_factory.mktemp("scheduled")
+        chosen: dict[str, object] = {
+            "schedule.iterations": ITERATIONS,
+            "schedule.prompts_per_iteration": GROUPS,
+            "schedule.order": "prompt",
+            "rollout.responses_per_prompt": 4,
+            "rollout.max_response_tokens": 16,
+            "reward.functions": '[{name: format, pattern: "[0-4]"}]',
+            "data.test": "null",
+            "trainer.devices": 2,
+            "optimizer.learning_rate": "1e-3",
+            "placement.pin_cores": "false",
+            "telemetry.trackers": "[]",
+        }
+        launched.append(Launched(directory, "run", *settings(tiny, directory / "run", **(chosen | others))))
+        launched[-1].popen.wait(TIMEOUT_S)
+        assert launched[-1].popen.returncode == 0, launched[-1].output
+        records = [json.loads(line) for line in (directory / "run/metrics.jsonl").read_text().splitlines()]
+        return load_file(directory / "run/hf/model.safetensors"), records
+
+    yield start
+    for item in launched:
+        item.close()
+
+
+@pytest.fixture(scope="module")
+def synchronous(run: Callable[..., Any]) -> Any:
+    return run(**{"schedule.stream": "false"})
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        pytest.param({"rollout.shared_engines": 2}, id="shared engines"),
+        pytest.param({"rollout.engines": 2}, id="two engines", marks=pytest.mark.nightly),
+        pytest.param(
+            {"rollout.shared_engines": 1, "publish.shared_through": "host"},
+            id="through host",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_whatever_the_schedules_weights_are_those_of_the_synchronous_run(
+    engines: dict[str, object], run: Callable[..., Any], synchronous: Any
+) -> None:
+    weights, records = run(**{"environment.name": "tests.helpers.scripted_schedules:Scripted"}, **engines)
+    assert [record["schedule"] for record in records] == list(NAMES), "the schedules were followed"
+    if "rollout.shared_engines" in engines:
+        assert [record["shared_engine_busy"] > 0 for record in records] == [count > 0 for count in ON_SHARED]
+    expected, held = synchronous
+    assert [(r["reward_mean"], r["loss"]) for r in records] == [(r["reward_mean"], r["loss"]) for r in held]
+    assert weights.keys() == expected.keys()
+    different = [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)]
+    assert not different, f"tensors that differ: {different}"
+    assert len({r["loss"] for r in held}) > 1, "negative control: there is something to learn"
