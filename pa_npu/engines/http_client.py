@@ -39,6 +39,7 @@ _KEEP_ALIVE_S = 2.0
 # Bodies are megabytes (80 bytes per token): a larger buffer than aiohttp's 64 KiB halves the pauses of the transport.
 _READ_BUFFER_BYTES = 2**20
 _READY_PAUSE_S = 0.25
+_CAPABILITIES_WITHIN_S = 60.0
 _RESET_PAUSE_S = 0.05
 _WORKERS_ANSWER_S = 10.0
 _GET_TIMEOUT_S = 10.0
@@ -195,7 +196,8 @@ class HttpEngine(ABC):
                 reason = str(error)
                 await asyncio.sleep(min(_READY_PAUSE_S, left_s))
             else:
-                return await self._capabilities(left_s)
+                # a server that serves may have lost its workers a moment ago, and then never answers
+                return await self._capabilities(min(left_s, _CAPABILITIES_WITHIN_S))
         raise DeadlineExceeded(f"engine {self.name}: not ready after {deadline_s:g} s ({reason}); see the engine's log")
 
     @abstractmethod

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from pa_npu.engines import http_client
 from pa_npu.engines.http_server import VERSION_HEADER
 from pa_npu.engines.protocol import EngineError, EngineGone, Sampling, WeightGroups
 from pa_npu.engines.vllm.client import VllmEngine
@@ -163,6 +164,25 @@ async def test_waiting_for_an_engine_that_never_comes_ends_at_the_deadline():
         async with VllmEngine(f"http://127.0.0.1:{reserved.getsockname()[1]}", 10) as client:
             with pytest.raises(DeadlineExceeded, match=r"not ready after 0.3 s .*see the engine's log"):
                 await client.wait_ready(deadline_s=0.3)
+
+
+async def test_an_engine_that_loses_its_workers_while_it_is_greeted_is_not_waited_for_until_it_must_have_started(
+    monkeypatch,
+):
+    """Its server is healthy, and a call of its workers is never answered."""
+    monkeypatch.setattr(http_client, "_CAPABILITIES_WITHIN_S", 0.2)
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"version": "0.32"})
+
+    async def silent(request: web.Request) -> web.Response:
+        await asyncio.sleep(30)
+        return web.Response()
+
+    handlers = {"/health": answer, "/version": answer, "/collective_rpc": silent}
+    async with server(handlers) as url, VllmEngine(url, 10) as client:
+        with pytest.raises(DeadlineExceeded, match="pa_version on its workers not answered within 0.2 s"):
+            await client.wait_ready(deadline_s=20)
 
 
 async def test_stand_in_has_the_throughput_it_was_set_to():
