@@ -181,7 +181,7 @@ async def test_an_engine_that_loses_its_workers_while_it_is_greeted_is_not_waite
 
     handlers = {"/health": answer, "/version": answer, "/collective_rpc": silent}
     async with server(handlers) as url, VllmEngine(url, 10) as client:
-        with pytest.raises(DeadlineExceeded, match="pa_version on its workers not answered within 0.2 s"):
+        with pytest.raises(DeadlineExceeded, match=r"pa_version on its workers not answered within 0.2 s"):
             await client.wait_ready(deadline_s=20)
 
 
