@@ -14,10 +14,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -46,8 +48,11 @@ class TransferQueuePayloads:
         self._starts = starts
         self._address = address
         self._timeout_s = timeout_s
-        # the package's calls have no deadline; one thread, because it keeps one connection
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="transfer queue")
+        # the package's calls have no deadline; one thread, because it keeps one connection, and no executor's, because the end
+        # of the program would wait for a call that never returns
+        self._calls: SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]] = SimpleQueue()
+        self._gave_up = False
+        threading.Thread(target=self._serve, name="transfer queue", daemon=True).start()
         self._queue: Any = None
 
     def put(self, key: str, group: Group) -> None:
@@ -78,18 +83,31 @@ class TransferQueuePayloads:
         self._call(f"to drop {key}", lambda queue: queue.kv_clear(keys=[key], partition_id=self._partition))
 
     def _call(self, what: str, call: Callable[[Any], T]) -> T:
-        future = self._thread.submit(lambda: call(self._connected()))
+        if self._gave_up:  # whoever comes next need not wait as long again
+            raise BufferFailed(f"TransferQueue was not asked {what}: it did not answer before")
+        future: Future[T] = Future()
+        self._calls.put((call, future))
         try:
             return future.result(self._timeout_s)
         except FutureTimeout:
+            self._gave_up = True
             raise BufferFailed(
-                f"waited {self._timeout_s:g} s {what}: TransferQueue does not answer; are all nodes of the Ray cluster alive?"
+                f"waited {self._timeout_s:g} s {what}: TransferQueue does not answer; are all nodes of the Ray cluster alive, and "
+                f"are three of its CPUs free for the queue (ray status)?"
             ) from None
         except (ConfigError, BufferFailed):
             raise
         except Exception as error:  # what Ray, ZeroMQ and the package raise has no common class
             reason = " ".join(str(error).split())[:300]
             raise BufferFailed(f"TransferQueue was asked {what}: {type(error).__name__}: {reason}") from error
+
+    def _serve(self) -> None:
+        while True:
+            call, future = self._calls.get()
+            try:
+                future.set_result(call(self._connected()))
+            except BaseException as error:  # whatever it is, the caller has to hear of it
+                future.set_exception(error)
 
     def _connected(self) -> Any:
         if self._queue is None:

@@ -66,7 +66,7 @@ def test_a_run_whose_groups_go_through_transfer_queue_ends_with_the_same_weights
         "placement__pin_cores": "false",
     }
     weights = {}
-    with raylets({"PYTHONPATH": path}) as cluster:
+    with raylets({"PYTHONPATH": path}, head_cpus=5, other_cpus=5) as cluster:  # three for the queue itself
         for name, keys in (("store", {}), ("queue", ON_RAY | {"placement__ray_address": cluster.address})):
             (tmp_path / name).mkdir()
             launched = Launched(tmp_path / name, "run", *settings(tiny, tmp_path / name / "run", **common, **keys))

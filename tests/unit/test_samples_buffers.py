@@ -97,8 +97,15 @@ def test_a_queue_that_hangs_or_has_lost_a_group_is_one_line(queue: Queue, monkey
         in_queue().get("buffer/run/0/0/0")
     stopped = threading.Event()
     monkeypatch.setattr(queue, "kv_put", lambda **_: stopped.wait(30), raising=False)
+    hangs = in_queue(timeout_s=0.05)
     with pytest.raises(BufferFailed, match=r"waited 0\.05 s to take group 3 .* does not answer"):
-        in_queue(timeout_s=0.05).put("key", make_group(3))
+        hangs.put("key", make_group(3))
+    with pytest.raises(BufferFailed, match=r"was not asked to take group 4 .* did not answer before"):
+        hangs.put("key", make_group(4))
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "transfer queue" and thread.is_alive()][
+        -1:
+    ]
+    assert thread.daemon, "the end of the program would wait for the call"
     stopped.set()
 
 
