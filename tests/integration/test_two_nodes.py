@@ -113,7 +113,7 @@ def test_a_run_over_two_nodes_equals_the_run_on_one_bit_for_bit(
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["iteration"] for record in records] == list(range(ITERATIONS))
     assert_same_weights(on_one, run)
-    names = {"launcher", "coordinator", "engine-0", "trainer-0", "trainer-1"}
+    names = {"launcher", "coordinator", "engine-0", "trainer-0", "trainer-1", "tracker-tensorboard"}
     assert {file.stem for file in (run / "logs").glob("*.log")} == names
     assert "node 1: engine-0 on device 0, trainer-1 on device 1" in launched.output
 
