@@ -35,12 +35,13 @@ CHANGES: dict[str, Change] = {
             "reward": "workers judge.api_key_variable judge.concurrency judge.timeout_s judge.attempts judge.cache "
             "code.concurrency",
             "trainer": "wait_timeout_s startup_timeout_s",
-            "publish": "bucket_mib timeout_s",
+            "publish": "bucket_mib timeout_s shared_through",
+            "buffer": "backend timeout_s",
             "checkpoint": "every load resume asynchronous timeout_s keep_last keep_best export_hf",
             "telemetry": "samples_per_iteration samples trackers tracker_python project run_name tags metric_names offline "
             "tracker_timeout_s timeline warmup_iterations profile_iterations profile_ranks",
             "placement": "cluster ray_address nnodes devices_per_node join_timeout_s node_timeout_s host store_port engine_port "
-            "engine_devices trainer_devices pin_cores",
+            "api_port engine_devices trainer_devices pin_cores",
         },
         Change.SAME_RUN: {
             "run": "deterministic",
