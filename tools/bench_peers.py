@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 GROUPS, RESPONSES = 16, 8
 SAMPLES = GROUPS * RESPONSES
-WARMUP = 2  # iterations: the first has to load code and fill queues, the second is the first with fresh weights
+WARMUP = 4  # iterations: code is loaded, queues fill, and `rollout.window=auto` learns what a decode step takes
 MAX_NUM_SEQS = 256
 LEARNING_RATE = 1e-4  # large enough that engines with old weights show in the log-prob difference
 TEMPLATE_TOKENS = 2  # of the tiny model's chat template around a prompt

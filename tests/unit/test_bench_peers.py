@@ -69,7 +69,8 @@ def step(at_s: float, **numbers: float) -> dict[str, float]:
 
 
 def test_steps_of_trl_are_timed_from_the_end_of_the_warm_up() -> None:
-    run = read_trl("long", "trl-server", 1, [step(5.0), step(9.0), step(12.0), step(16.0)])
+    warm = [step(float(number)) for number in range(WARMUP - 1)]
+    run = read_trl("long", "trl-server", 1, [*warm, step(9.0), step(12.0), step(16.0)])
     assert (run.round, list(run.seconds), list(run.response_tokens)) == (1, [3.0, 4.0], [1280.0, 1280.0])
     assert (run.age_mean, run.age_max) == (0.0, 0)
 
@@ -82,10 +83,13 @@ def test_the_asynchronous_trainer_says_what_it_trained_and_how_old_that_was() ->
 
 
 def test_iterations_of_this_system_leave_out_warm_up_and_what_produces_nothing() -> None:
-    records = [{"iteration_s": float(i), "tokens_response": 10 * i, "age_mean": 1.0, "age_max": 1} for i in range(5)]
-    assert list(read_ours("long", "periodic", 0, records).seconds) == [2.0, 3.0, 4.0]
+    records = [
+        {"iteration_s": float(i - WARMUP), "tokens_response": 10 * i, "age_mean": 1.0, "age_max": 1}
+        for i in range(WARMUP + 3)
+    ]
+    assert list(read_ours("long", "periodic", 0, records).seconds) == [0.0, 1.0, 2.0]
     stale = read_ours("long", "stale", 0, records)
-    assert (list(stale.seconds), stale.age_mean, stale.age_max) == ([2.0, 3.0], 1.0, 1)
+    assert (list(stale.seconds), stale.age_mean, stale.age_max) == ([0.0, 1.0], 1.0, 1)
 
 
 @pytest.mark.parametrize("read", [read_ours, read_trl])
