@@ -123,7 +123,9 @@ def main() -> None:
 
     from pa_npu.samples.transfer_queue import TransferQueuePayloads
 
-    context: Any = ray.init(num_cpus=4, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
+    context: Any = ray.init(
+        address="local", num_cpus=4, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False
+    )
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     address = context.address_info["gcs_address"]
     payloads = TransferQueuePayloads(PARTITION, starts=True, address=address, timeout_s=TIMEOUT_S)

@@ -153,6 +153,7 @@ def test_the_timeline_shows_who_waited(browser: Browser, url: str) -> None:
     browser.open(f"{url}#timeline?i=5")
     text = browser.evaluate("document.querySelector('#main').innerText")
     assert "Trainers waited 3 s (30 %) for groups" in text and "1 s (10 %) at the border" in text
+    browser.wait_for(f"document.querySelectorAll('svg.gantt rect.k-generate').length == {GROUPS}")
     bars = browser.evaluate("document.querySelectorAll('svg.gantt rect.k-generate').length")
     assert bars == GROUPS and ENGINES[0].removeprefix("http://") in text
     browser.evaluate("document.querySelector('svg.gantt').focus()")

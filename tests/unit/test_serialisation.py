@@ -77,12 +77,20 @@ def _call_reasons(name: str, keywords: dict[str | None, str], node: ast.Call) ->
         yield f"{name}({', '.join(f'{key}={value}' for key, value in keywords.items())})"
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+# runs a program that the policy wrote, which is its job, inside a sandbox and in a process that holds nothing of the run
+SANDBOXED = PACKAGE / "rewards" / "code_harness.py"
+FILES = sorted(file for file in PACKAGE.rglob("*.py") if file != SANDBOXED)
 
 
 def test_no_file_of_the_package_builds_objects_from_data():
     found = [f"{file.relative_to(PACKAGE)}:{finding}" for file in FILES for finding in findings(file.read_text())]
     assert len(FILES) > 100 and not found, "\n".join(found)
+
+
+def test_what_runs_programs_is_imported_by_nothing_and_runs_nothing_else():
+    assert {finding.partition(": ")[2] for finding in findings(SANDBOXED.read_text())} == {"exec()", "compile()"}
+    importers = [file for file in FILES if f"import {SANDBOXED.stem}" in file.read_text()]
+    assert not importers, "it is started by its file, in the sandbox"
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from pa_npu.telemetry.trackers import feed
 from pa_npu.telemetry.trackers.feed import QUEUE, Trackers
 from pa_npu.telemetry.trackers.names import names_table, tracked, tracked_evaluation
 from pa_npu.telemetry.trackers.protocol import REQUIREMENTS
+from tests.helpers.launched import running
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0  # for what ought to take a moment, on a machine that is busy
@@ -267,9 +268,9 @@ time.sleep(600)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     (pid,) = [told["pid"] for told in fake.told() if "init" in told]
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline_s:
+    while running(pid) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists() and fake.told()[-1] == {"finish": True}
+    assert not running(pid) and fake.told()[-1] == {"finish": True}
 
 
 def test_tensorboard_holds_scalars_and_samples_and_a_resumed_run_takes_back_what_comes_again(tmp_path: Path) -> None:
