@@ -106,15 +106,15 @@ class Client:
 
     def take_work(self, most: int = 1, wait_s: float = 0.0) -> dict[str, Any]:
         """{"version", "work"}: prompts of the run that want samples of the weights of `version` (environment.name=clients)."""
-        return self._call("POST", "/v1/work", {"most": most, "wait_s": wait_s}, wait_s)
+        return self._call("POST", "/v1/tasks", {"most": most, "wait_s": wait_s}, wait_s)
 
     def put_samples(self, work: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """The samples of work that was taken: each {"tokens", "logprobs", "version"} and "text", "finished", "reward"."""
-        self._call("PUT", f"/v1/work/{work}", {"samples": list(samples)})
+        self._call("PUT", f"/v1/tasks/{work}", {"samples": list(samples)})
 
     def give_back(self, work: int) -> None:
         """Let somebody else write the samples of work that was taken."""
-        self._call("DELETE", f"/v1/work/{work}")
+        self._call("DELETE", f"/v1/tasks/{work}")
 
     def _call(self, method: str, path: str, body: Any = None, wait_s: float = 0.0) -> dict[str, Any]:
         end_s = time.monotonic() + self._timeout_s + wait_s

@@ -1,8 +1,8 @@
 """FromClients: samples that other programs write, through the coordinator's API (environment.name=clients).
 
-Every prompt of the run is offered to clients (GET /v1/work), which sample from whatever engine they have and give samples back (PUT
-/v1/work/ID). What they give is scored, checked and trained as anything else. They must sample from the weights of the version that
-the API names, and say so; log-probs are those of the distribution that they sampled from.
+Every prompt of the run is offered to clients (POST /v1/tasks), which sample from whatever engine they have and give samples back
+(PUT /v1/tasks/ID). What they give is scored, checked and trained as anything else. They must sample from the weights of the version
+that the API names, and say so; log-probs are those of the distribution that they sampled from.
 """
 
 from __future__ import annotations

@@ -231,8 +231,8 @@ def each(kinds: Iterable[str]) -> Kills:
     return itertools.product(kinds, MOMENTS)
 
 
-def watched_when_ready(run: Launched) -> Watched:
-    watched = Watched(run)
+def watched_when_ready(run: Launched, ahead: int = 0, engine_port: int | None = None) -> Watched:
+    watched = Watched(run, ahead, engine_port)
     run.wait_for(lambda: "engine-0 ready" in run.output, "the engine is ready", TIMEOUT_S)
     return watched
 
@@ -322,8 +322,7 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
 ) -> None:
     directory = tmp_path / "run"
     others = {"rollout.probe_every_s": 1.0, "rollout.probe_timeout_s": 15.0, "publish.timeout_s": 60.0}
-    watched = Watched(launch(*keys(tiny, directory, "vllm", **others)))
-    watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
+    watched = watched_when_ready(launch(*keys(tiny, directory, "vllm", **others)))
     kill_all(watched, each(["keeper of engine-0"]))
     kill_all(watched, each(["VLLM::EngineCore"]), signal.SIGSTOP)
     watched.run.popen.wait(TIMEOUT_S)
@@ -406,10 +405,9 @@ def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed
     assert calm.popen.returncode == 0, calm.output
     expected = Result.of(tmp_path / "calm")
 
-    watched = Watched(
+    watched = watched_when_ready(
         launch(*keys(tiny, tmp_path / "run", "transformers", **stale)), AHEAD if on_publish == "finish" else 0
     )
-    watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
     kill_all(watched, kills)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output
@@ -444,8 +442,7 @@ def test_what_is_skipped_or_carried_is_the_same_whatever_is_killed(
     calm.popen.wait(TIMEOUT_S)
     assert calm.popen.returncode == 0, calm.output
     run = launch(*keys(tiny, tmp_path / "run", "transformers"), *(f"{k}={v}" for k, v in more.items()))
-    watched = Watched(run, ahead=1)
-    watched.run.wait_for(lambda: "engine-0 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
+    watched = watched_when_ready(run, ahead=1)
     kill_all(watched, ((TRANSFORMERS, "generation"), ("coordinator", "generation"), ("trainer-1", "training")))
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output

@@ -112,7 +112,7 @@ def test_other_programs_use_the_rollout_side_while_the_run_trains_its_own(tmp_pa
                 "unknown field `n`",
             ),
             ("POST", "/v1/groups", b'{"task": "t", "columns": ["secrets"]}', 400, "secrets"),
-            ("POST", "/v1/work", b"{}", 400, "environment.name=clients"),
+            ("POST", "/v1/tasks", b"{}", 400, "environment.name=clients"),
             ("POST", "/v1/pause", b'{"for_s": 1e9}', 400, "must be above 0 and at most"),
             ("GET", "/v1/nothing", None, 404, "docs/services.md"),
             ("POST", "/v1/prompts", b"x" * (LARGEST_REQUEST_BYTES + 1), 413, "longer than"),

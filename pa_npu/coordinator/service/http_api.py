@@ -2,9 +2,9 @@
 
     GET  /health          open to all              POST   /v1/prompts    prompts in
     GET  /v1/state        what the run does        POST   /v1/groups     groups out, each once per task
-    POST /v1/pause        {"for_s"}                POST   /v1/work       the run's prompts, for other engines
-    POST /v1/resume                                PUT    /v1/work/ID    their samples
-                                                   DELETE /v1/work/ID    gives them back
+    POST /v1/pause        {"for_s"}                POST   /v1/tasks      the run's prompts, for other engines
+    POST /v1/resume                                PUT    /v1/tasks/ID   their samples
+                                                   DELETE /v1/tasks/ID   gives them back
 
 Paths but /health want the run's key: `Authorization: Bearer KEY`. What goes wrong is {"error": one line}. It listens where the
 run's store does (placement.host, loopback by default), and RUN/api.json names it for as long as it does.
@@ -51,9 +51,9 @@ class Api:
         app.router.add_post("/v1/resume", self._resume)
         app.router.add_post("/v1/prompts", self._put_prompts)
         app.router.add_post("/v1/groups", self._take_groups)
-        app.router.add_post("/v1/work", self._take_work)
-        app.router.add_put(r"/v1/work/{number:\d{1,18}}", self._put_samples)
-        app.router.add_delete(r"/v1/work/{number:\d{1,18}}", self._give_back)
+        app.router.add_post("/v1/tasks", self._take_work)
+        app.router.add_put(r"/v1/tasks/{number:\d{1,18}}", self._put_samples)
+        app.router.add_delete(r"/v1/tasks/{number:\d{1,18}}", self._give_back)
         return app
 
     @web.middleware
