@@ -1,6 +1,6 @@
-"""An environment that is the usual one, whose import makes the coordinator follow six schedules that differ in everything.
+"""An environment that is the usual one, whose construction makes its process follow six schedules that differ in everything.
 
-environment.name takes its module into the coordinator's process; only there has it an effect.
+environment.name has it constructed in the coordinator's process, and importing it changes nothing: tests import the names below.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pa_npu.dispatch.schedule import Schedule, Turn, Windows, same_windows
+from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import IterationOutlook
@@ -19,7 +20,11 @@ NAMES = ("ramp", "one after another", "shared first", "all at once", "half on sh
 
 
 class Scripted(SingleTurn):
-    """SingleTurn as it is."""
+    """SingleTurn as it is, in a process whose schedules are scripted from here on."""
+
+    def __init__(self, context: EnvironmentContext) -> None:
+        super().__init__(context)
+        ScheduleController.begin_iteration = _begin_scripted  # type: ignore[method-assign]
 
 
 def scripted(number: int, outlook: IterationOutlook, responses: int) -> Schedule:
@@ -61,6 +66,3 @@ def _begin_scripted(self: ScheduleController, outlook: IterationOutlook) -> Sche
     self._running.schedule = replace(made, everywhere=chosen.everywhere)
     _begun += 1
     return self._running.schedule
-
-
-ScheduleController.begin_iteration = _begin_scripted  # type: ignore[method-assign]
