@@ -111,7 +111,7 @@ async def run(config: Config) -> None:
         controller = ScheduleController(Rules.of(config), work)
         service = None
         if config.placement.api_port is not None:
-            service = RolloutService(config, pool, environment, rewards, sampling, tokenizer)
+            service = RolloutService(config, pool, environment, rewards, sampling, tokenizer, work)
             where = (config.placement.address, config.placement.api_port, Path(config.run.dir))
             logger.info("API at %s", await stack.enter_async_context(serving(service, key or "", *where)))
         producer = Producer(

@@ -44,7 +44,7 @@ from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutl
 from pa_npu.rewards.types import RewardResult
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.seeds import group_seed
-from pa_npu.samples.types import Group, Sample
+from pa_npu.samples.types import Group, Sample, group_lengths
 from pa_npu.telemetry.sample_store import kept_groups
 from pa_npu.telemetry.timeline import Timeline, now
 
@@ -123,8 +123,7 @@ class Producer:
         pace = Pace(schedule, self._pool.num_places(everywhere=schedule.everywhere))
 
         def work(samples: Sequence[Sample]) -> float:
-            prompt = min(sample.prompt_length for sample in samples)
-            return self._work(prompt, [len(sample.tokens) - prompt for sample in samples])
+            return self._work(*group_lengths(samples))
 
         num_carried = 0 if share is None else len(share.carried)
 

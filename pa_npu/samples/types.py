@@ -84,6 +84,12 @@ class Sample:
         return bool(self.versions.max() != self.versions[self.prompt_length])
 
 
+def group_lengths(samples: Sequence[Sample]) -> tuple[int, list[int]]:
+    """The shortest prompt of these samples and what each has behind that, in tokens: what training them costs by (GroupWork)."""
+    prompt = min(sample.prompt_length for sample in samples)
+    return prompt, [len(sample.tokens) - prompt for sample in samples]
+
+
 class SampleBuilder:
     """Puts a sample together turn by turn: what the policy is shown, and what it writes."""
 

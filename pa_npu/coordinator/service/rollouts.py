@@ -16,7 +16,7 @@ import logging
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -38,7 +38,7 @@ from pa_npu.environments.protocol import Environment
 from pa_npu.errors import DataError, PaNpuError, UserError
 from pa_npu.samples.data_module import DataModule, Task
 from pa_npu.samples.seeds import group_seed
-from pa_npu.samples.types import IDENTITY, PER_SAMPLE, PER_TOKEN, Group, Sample, SampleBuilder
+from pa_npu.samples.types import IDENTITY, PER_SAMPLE, PER_TOKEN, Group, Sample, SampleBuilder, group_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Asked:
 
 
 class RolloutService:
-    """One coordinator's. tokenizer: renders prompts as those of datasets."""
+    """One coordinator's. tokenizer: renders prompts as those of datasets. work: what training a group costs, as in Producer."""
 
     def __init__(
         self,
@@ -71,6 +71,7 @@ class RolloutService:
         rewards: Rewards,
         sampling: Sampling,
         tokenizer: Any,
+        work: Callable[[int, Sequence[int]], float],
     ) -> None:
         self._config = config
         self._pool = pool
@@ -78,6 +79,7 @@ class RolloutService:
         self._rewards = rewards
         self._sampling = sampling
         self._tokenizer = tokenizer
+        self._work = work
         self.pause = Pause(config.trainer.wait_timeout_s / 2)
         self._rows = count()
         self._waiting: deque[Asked] = deque()
@@ -304,7 +306,7 @@ class RolloutService:
         }
         cells = {name: getattr(group, name) for name in (*PER_TOKEN, *PER_SAMPLE)}
         cells[_ABOUT] = np.frombuffer(json.dumps(about).encode(), np.uint8)
-        rows.write(row, cells, cost=float(group.num_tokens), age=float(group.version_range[0]))
+        rows.write(row, cells, cost=self._work(*group_lengths(samples)), age=float(group.version_range[0]))
         self._changed.set()
 
     def _window(self, _: str) -> int:
