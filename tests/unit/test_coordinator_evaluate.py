@@ -17,6 +17,10 @@ from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.errors import InvariantViolation, PaNpuError
 from pa_npu.rewards.types import RewardInput, RewardResult
+from tests.helpers.stuck import comes
+
+# what waits for room on an engine has the deadlines of a run, which are longer
+pytestmark = pytest.mark.timeout(60)
 
 QUESTIONS = 12
 
@@ -36,7 +40,9 @@ class Engine:
         question = int(prompt_tokens[1])
         self.asked.append((question, n, seed, sampling))
         try:
-            await (asyncio.Event().wait() if question in self.held else asyncio.sleep(0))
+            if question in self.held:
+                await comes(asyncio.Event(), lambda: f"question {question} was held, and nobody gave up on it")
+            await asyncio.sleep(0)
         except asyncio.CancelledError:
             self.cancelled.append(question)
             raise

@@ -19,7 +19,7 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.schedule import Schedule
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
-from pa_npu.environments.protocol import EnvironmentContext
+from pa_npu.environments.protocol import EnvironmentContext, EnvironmentFailed
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.errors import UserError
 from pa_npu.planning.iteration_model.controller import ScheduleController
@@ -29,13 +29,18 @@ from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Group
 from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
+from tests.helpers import stuck
 from tests.helpers.groups import sample_advantages
+from tests.helpers.stuck import comes
+
+# a dispatcher that waits for room has the deadlines of a run, which are longer
+pytestmark = pytest.mark.timeout(60)
 
 GROUPS, RESPONSES = 8, 4
 
 
 class ScriptedEngine:
-    """Answers a group when its turn comes: `order` lists dispatch indices by completion."""
+    """Answers a group when its turn comes: `order` lists dispatch indices by completion. A turn that never comes is an error."""
 
     def __init__(
         self,
@@ -64,13 +69,18 @@ class ScriptedEngine:
         if index == self._fail_at:
             raise EngineError(f"engine {self.name}: died")
         turn = self._order.index(index)
-        await self._turns[turn].wait()
+        await comes(self._turns[turn], lambda: self._why_no_turn(index))
         if turn == len(self._turns) - 1 and self._before_last is not None:
             await self._before_last()
         if turn + 1 < len(self._turns):
             self._turns[turn + 1].set()
         self.answered += 1
         return [completion(index, i) for i in range(n)]
+
+    def _why_no_turn(self, index: int) -> str:
+        before = self._order[self.answered]
+        asked = "has no answer yet" if before in [asked for asked, _, _ in self.asked] else "was never asked for"
+        return f"engine {self.name}: group {index} never had its turn, because group {before} comes first and {asked}"
 
     async def close(self) -> None:
         pass
@@ -224,7 +234,7 @@ async def test_streaming_delivers_while_others_are_generated_and_sync_holds_all_
 
     async def before_last() -> None:
         """Runs when all groups but the last are scored: whatever is delivered early is in the buffer after this."""
-        await rewards.all_but_last.wait()
+        await comes(rewards.all_but_last, lambda: f"not all of the first {GROUPS - 1} groups were scored")
         for _ in range(5):
             await asyncio.sleep(0)
         # one thread puts in order, so this comes after every earlier put
@@ -348,6 +358,16 @@ async def test_a_dying_engine_ends_the_iteration_at_once_with_its_error(store_th
     with pytest.raises(EngineError, match="engine a: died"):
         await asyncio.wait_for(produce(config(), [engine], store_thread, window=6 * RESPONSES), 5)
     assert len(asyncio.all_tasks()) == 1, "nothing is left in flight"
+
+
+async def test_a_script_that_waits_for_a_group_nobody_asks_for_ends_in_seconds_and_says_so(store_thread, monkeypatch):
+    """About ScriptedEngine itself: without it a mistake in the dispatch would show after a request's own deadline only."""
+    monkeypatch.setattr(stuck, "LIMIT_S", 0.05)
+    engine = ScriptedEngine("a", [7, 0, 1, 2, 3, 4, 5, 6])
+    with pytest.raises(
+        EnvironmentFailed, match="group 0 never had its turn, because group 7 comes first and was never"
+    ):
+        await produce(config(), [engine], store_thread, window=RESPONSES)
 
 
 class Answers:
