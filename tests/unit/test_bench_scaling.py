@@ -32,30 +32,34 @@ def test_both_sweeps_are_drawn(tmp_path: Path) -> None:
     assert {path.suffix for path in draw(rows, tmp_path / "scaling")} == {".png", ".svg"}
 
 
-def test_a_small_sweep_reaches_what_its_engines_and_replicas_allow(
+def test_a_small_job_reaches_what_its_engines_and_replicas_allow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator, its store and HTTP are real. Loose bounds: the machine may be busy."""
     monkeypatch.setattr(bench_scaling, "GROUPS_PER_ENGINE", 4)
     out = tmp_path / "rows.json"
-    command = [
-        "--engines",
-        "2",
-        "--replicas",
-        "1",
-        "--iterations",
-        "2",
-        "--json",
-        str(out),
-        "--markdown",
-        str(tmp_path / "t.md"),
-    ]
-    assert bench_scaling.main(command) == 0
-    rows = [Row(**row) for row in json.loads(out.read_text())]
-    assert [(row.sweep, row.engines, row.replicas) for row in rows] == [("engines", 2, 1), ("replicas", 2, 1)]
-    for row in rows:
-        assert 0.2 < row.of_ideal <= 1.001 and 0 < row.coordinator < 1
-    assert "| engines | 2 | 1 |" in (tmp_path / "t.md").read_text()
+    assert bench_scaling.main(["--engines", "2", "--replicas", "", "--iterations", "2", "--json", str(out)]) == 0
+    (row,) = [Row(**row) for row in json.loads(out.read_text())]
+    assert (row.sweep, row.engines, row.replicas) == ("engines", 2, 1)
+    assert 0.2 < row.of_ideal <= 1.001 and 0 < row.coordinator < 1
+
+
+def test_both_sweeps_are_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines grow with as many replicas as keep up; then replicas, with the most engines."""
+
+    def measure(directory: Path, sweep: str, engines: int, replicas: int, iterations: int) -> Row:
+        assert iterations == 3
+        return Row(sweep, engines, replicas, 3.0, 1000.0 * engines, 0.25)
+
+    monkeypatch.setattr(bench_scaling, "measure", measure)
+    monkeypatch.setattr(bench_scaling.subprocess, "run", lambda *_, **__: None)  # no model is needed
+    files = ["--json", str(tmp_path / "rows.json"), "--markdown", str(tmp_path / "table.md")]
+    assert bench_scaling.main(["--engines", "1,4", "--replicas", "2,8", "--iterations", "3", *files]) == 0
+    rows = [Row(**row) for row in json.loads((tmp_path / "rows.json").read_text())]
+    found = [(row.sweep, row.engines, row.replicas) for row in rows]
+    assert found == [("engines", 1, 1), ("engines", 4, 2), ("replicas", 4, 2), ("replicas", 4, 8)]
+    text = (tmp_path / "table.md").read_text()
+    assert "| engines | 4 | 2 |" in text and "| replicas | 4 | 8 | 3.00 | 4,000 |" in text
 
 
 def test_the_memory_table_has_what_the_rows_have() -> None:
