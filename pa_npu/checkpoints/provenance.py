@@ -47,9 +47,9 @@ CHANGES: dict[str, Change] = {
             "run": "deterministic",
             "model": "path head_chunk_tokens",
             "data": "test max_test_rows",
-            "rollout": "backend engines max_engines shared_engines attach tensor_parallel python window max_num_batched_tokens "
-            "max_num_seqs memory_fraction shared_memory_fraction kv_cache_gib graph_mode prefix_caching batch_invariant "
-            "expandable_segments too_long extra_args env",
+            "rollout": "backend engines max_engines shared_engines attach engine_settings tensor_parallel python "
+            "window max_num_batched_tokens max_num_seqs memory_fraction shared_memory_fraction kv_cache_gib graph_mode "
+            "prefix_caching batch_invariant expandable_segments too_long extra_args env",
             "environment": "timeout_s",
             "reward": "timeout_s max_failing_share judge.url judge.on_failure code.memory_mib code.files_mib code.output_kib "
             "code.processes code.timeout_s code.isolation",

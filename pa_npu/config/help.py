@@ -12,9 +12,13 @@ from pydantic import BaseModel
 from pa_npu.config.keys import Key, all_keys, section_of
 from pa_npu.config.presets import PRESETS, PresetName
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import RewardFunction, Section, TrainingDataset
+from pa_npu.config.sections import EngineSettings, RewardFunction, Section, TrainingDataset
 
-_ENTRIES: dict[str, type[Section]] = {"reward.functions": RewardFunction, "data.train": TrainingDataset}
+_ENTRIES: dict[str, type[Section]] = {
+    "rollout.engine_settings": EngineSettings,
+    "reward.functions": RewardFunction,
+    "data.train": TrainingDataset,
+}
 """Sections that are entries of a key's list."""
 
 

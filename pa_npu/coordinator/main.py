@@ -53,7 +53,8 @@ from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import Rules
-from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish
+from pa_npu.publish.coordinator_side import CoordinatorPublish
+from pa_npu.publish.engine_groups import Connection
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, StageManifest
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.open_buffer import open_buffer
@@ -129,11 +130,12 @@ async def run(config: Config) -> None:
             service,
         )
         await fleet.wait_all_ready()
-        backend = platform.get(config.run.device).comm_backend
-        manifests = [await wait_manifests(config, channel, topic) for topic in (MANIFEST, LATE_MANIFEST)]
+        device = platform.get(config.run.device)
+        stages, late_stages = [await wait_manifests(config, channel, topic) for topic in (MANIFEST, LATE_MANIFEST)]
         trainers = await TRAINERS_RUN_ON.wait_async(channel, config.trainer.startup_timeout_s)
         records.write_runs_on(RunsOn(trainers, fleet.run_on()))
-        publish = CoordinatorPublish(config, fleet, pool, channel, Connection(store, backend, *manifests), sampling)
+        connection = Connection(store, device.comm_backend, stages, late_stages, device.name)
+        publish = CoordinatorPublish(config, fleet, pool, channel, connection, sampling)
         coordinator = Coordinator(
             config,
             channel,

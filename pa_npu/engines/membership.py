@@ -35,9 +35,6 @@ logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.25
 _GREETING_S = 2.0
 
-DeliverLate = Callable[[RolloutEngine, int], Awaitable[bool]]
-"""Give an engine the weights of a version while its iteration runs; false where the trainers have gone on already."""
-
 
 @dataclass(eq=False)
 class Member:
@@ -60,6 +57,10 @@ class Member:
     @property
     def name(self) -> str:
         return self.engine.name
+
+
+DeliverLate = Callable[[Member, int], Awaitable[bool]]
+"""Give an engine the weights of a version while its iteration runs; false where the trainers have gone on already."""
 
 
 class Fleet:
@@ -283,7 +284,7 @@ class Fleet:
                     return
                 self._counted = [member]
                 try:
-                    delivered = await self.deliver_late(member.engine, self._version)
+                    delivered = await self.deliver_late(member, self._version)
                 finally:
                     self._counted = []
                 if delivered:

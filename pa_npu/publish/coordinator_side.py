@@ -27,9 +27,9 @@ from pa_npu.engines.membership import Fleet, Member
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, LoadedWeights, RolloutEngine, Sampling, WeightGroups
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.planning.shared_way import way_to_shared
 from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.publish.arrival import ArrivalCheck
+from pa_npu.publish.engine_groups import Connection, EngineGroups
 from pa_npu.publish.messages import (
     BROKEN,
     ENGINES_SWAPPED,
@@ -48,14 +48,13 @@ from pa_npu.publish.messages import (
     Probe,
     ProbeResponse,
     PublishBroken,
-    PublishMembers,
     PublishVerdict,
     SentWeights,
     StageManifest,
 )
+from pa_npu.publish.routes import NOT_COUNTED, MovedBytes
 from pa_npu.samples.seeds import group_seed
-from pa_npu.weight_transfer import collectives
-from pa_npu.weight_transfer.transport import HANDLES, HOST_BACKEND, WAYS, Abandonment, Way
+from pa_npu.weight_transfer.transport import WAYS, Abandonment
 
 logger = logging.getLogger(__name__)
 
@@ -70,24 +69,11 @@ _HEALTH_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
-class Connection:
-    """How engines reach the trainers' groups: the store's address, the backend, and each pipeline stage's manifest, in order.
-
-    stages: for publishes to all engines. late_stages: for deliveries to one engine inside an iteration.
-    """
-
-    store: tuple[str, int]
-    backend: str
-    stages: Sequence[StageManifest]
-    late_stages: Sequence[StageManifest]
-
-
-@dataclass(frozen=True)
 class EnginesHold:
     """A version that the engines hold, and when (time.perf_counter): trainers were ready to send, engines had loaded it, what they
     got had been compared with what was sent, and all of it was over. probe: their answers, where one was due. memory: the
     most of any engine since the publish before; None where no engine says it. still_s: how long the longest of them stood still
-    for it, from when it had nothing to generate and the trainers were ready."""
+    for it, from when it had nothing to generate and the trainers were ready. moved: over which links weights went."""
 
     probe: Probe | None
     ready_s: float
@@ -96,14 +82,17 @@ class EnginesHold:
     done_s: float
     memory: MemoryPeak | None = None
     still_s: float = 0.0
+    moved: MovedBytes = NOT_COUNTED
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A version that these members have in their second buffers, and when the trainers were ready (time.perf_counter)."""
+    """A version that these members have in their second buffers, when the trainers were ready (time.perf_counter), and over which
+    links it came."""
 
     members: Sequence[Member]
     ready_s: float
+    moved: MovedBytes
 
 
 class TrainersBroke(EngineError):
@@ -134,6 +123,7 @@ class CoordinatorPublish:
         self._epoch = -1
         self._connected: list[Member] | None = None  # the members of the groups of this epoch, while these are whole
         self._late_number = 0
+        self._groups = EngineGroups(config, pool, connection)
         self._arrival = ArrivalCheck(connection.stages, connection.late_stages)
         self._failed_ahead: int | None = None  # the version whose first attempt, beside generation, failed
         fleet.deliver_late = self.deliver_late
@@ -191,8 +181,9 @@ class CoordinatorPublish:
         if not members or self._connected != members:
             return None
         place = {"version": version, "attempt": 0}
-        workers = {way: self._workers * count for way, count in self._numbered(members)[1].items()}
-        MEMBERS.put(self._channel, replace(PublishMembers.of(self._epoch, workers), delayed=True), **place)
+        routes = self._groups.routes(members)
+        receivers = self._groups.receivers(members, routes, self._epoch)
+        MEMBERS.put(self._channel, replace(receivers, delayed=True), **place)
 
         async def prepare(engine: RolloutEngine) -> LoadedWeights:
             received = await engine.prepare_weights(version, deadline_s=self._deadline_s + _GRACE_S)
@@ -212,7 +203,7 @@ class CoordinatorPublish:
         if self._arrival.applies:
             self._arrival.check(version, await self._sent(version, 0), by_engine)
         VERDICT.put(self._channel, PublishVerdict(True), **place)
-        return Prepared(members, ready_s)
+        return Prepared(members, ready_s, MovedBytes.of(list(zip(routes, received, strict=True))))
 
     async def swap(self, version: int, prepared: Prepared) -> EnginesHold:
         """Engines load what they have prepared; nothing may be in flight. One that does not is replaced, or gets it late."""
@@ -243,20 +234,22 @@ class CoordinatorPublish:
             "weight version %d on %d engines, which stood still for %.3f s", version, len(swapped), end_s - start_s
         )
         memory = MemoryPeak.largest(one.memory for one in loaded if one is not None and one.memory is not None)
-        return EnginesHold(None, start_s, end_s, end_s, end_s, memory, max(seconds, default=0.0))
+        still_s = max(seconds, default=0.0)
+        return EnginesHold(None, start_s, end_s, end_s, end_s, memory, still_s, prepared.moved)
 
     async def _ready(self, version: int, within_s: float) -> float:
         """When the trainers were seen to be ready."""
         await READY.wait_async(self._channel, within_s, version=version)
         return time.perf_counter()
 
-    async def deliver_late(self, engine: RolloutEngine, version: int) -> bool:
+    async def deliver_late(self, member: Member, version: int) -> bool:
         """One engine loads the running iteration's version; false where the trainers have begun to change it, or could not send it.
 
         Raises EngineError or DeadlineExceeded where the engine is to blame.
         """
         number, self._late_number = self._late_number, self._late_number + 1
-        LATE_REQUEST.put(self._channel, LateRequest(version, self._workers, self._way(engine)), number=number)
+        engine = member.engine
+        LATE_REQUEST.put(self._channel, LateRequest(version, self._workers, self._groups.way(member)), number=number)
         answers = [
             await LATE_ANSWER.wait_async(self._channel, self._deadline_s, number=number, rank=rank)
             for rank in self._sending_ranks()
@@ -266,7 +259,7 @@ class CoordinatorPublish:
         if not held:
             return False
         stages = self._connection.late_stages
-        load = self._load_late(engine, version, number)
+        load = self._load_late(member, version, number)
         try:
             loaded = await self._unless_broken(LATE_BROKEN, {"number": number}, self._while_healthy(engine, load))
         except (EngineError, DeadlineExceeded) as error:
@@ -282,21 +275,6 @@ class CoordinatorPublish:
             ]
             self._arrival.check_late(version, sent, {engine.name: loaded})
         return True
-
-    def _way(self, engine: RolloutEngine) -> Way:
-        """How weights reach an engine; one on a trainer's device may not be able to be in a group with that trainer."""
-        if not self._pool.is_shared(engine):
-            return "group"
-        return way_to_shared(self._config, collectives.rules(self._connection.backend).shares_device)
-
-    def _numbered(self, members: Sequence[Member]) -> tuple[list[int], dict[Way, int]]:
-        """(each member's number in its groups, how many are in the groups of each way)."""
-        numbers, counts = [], dict.fromkeys(WAYS, 0)
-        for member in members:
-            way = self._way(member.engine)
-            numbers.append(counts[way])
-            counts[way] += 1
-        return numbers, counts
 
     def _sending_ranks(self) -> list[int]:
         """Replica 0: tensor parallel varies fastest, then data parallel, then pipeline."""
@@ -322,20 +300,23 @@ class CoordinatorPublish:
         asked_s = time.perf_counter()
         self._epoch += joins
         self._connected = list(members)
-        numbers, counts = self._numbered(members)
-        workers = {way: self._workers * count for way, count in counts.items()}
-        MEMBERS.put(self._channel, PublishMembers.of(self._epoch, workers), **place)
+        routes = self._groups.routes(members)
+        MEMBERS.put(self._channel, self._groups.receivers(members, routes, self._epoch), **place)
         if joins:
             await ready
         begins_within_s = None if ready.done() else trainers_within_s + _GRACE_S
 
-        async def load(number: int, engine: RolloutEngine) -> LoadedWeights:
+        groups = self._groups.of_members(members, routes, self._epoch)
+
+        async def load(engine: RolloutEngine, groups: WeightGroups) -> LoadedWeights:
             if joins:
-                count = counts[self._way(engine)]
-                await self._connect(engine, numbers[number], count, self._connection.stages, self._epoch)
+                await engine.join_weight_groups(groups, deadline_s=self._deadline_s + _GRACE_S)
             return await self._load_on(engine, version, begins_within_s)
 
-        loads = [self._while_healthy(member.engine, load(i, member.engine)) for i, member in enumerate(members)]
+        loads = [
+            self._while_healthy(member.engine, load(member.engine, joined))
+            for member, joined in zip(members, groups, strict=True)
+        ]
         loaded = await self._unless_broken(BROKEN, place, gather(loads), begins_within_s or 0.0, ready)
         loaded_s = time.perf_counter()
         if not ready.done() and READY.exists(self._channel, version=version):
@@ -349,7 +330,8 @@ class CoordinatorPublish:
         probe = await self._probe(version, members, prompt) if prompt is not None else None
         memory = MemoryPeak.largest(weights.memory for weights in loaded if weights.memory is not None)
         still_s = max(0.0, loaded_s - max(ready_s, asked_s))
-        return EnginesHold(probe, ready_s, max(loaded_s, ready_s), compared_s, time.perf_counter(), memory, still_s)
+        moved, done_s = MovedBytes.of(list(zip(routes, loaded, strict=True))), time.perf_counter()
+        return EnginesHold(probe, ready_s, max(loaded_s, ready_s), compared_s, done_s, memory, still_s, moved)
 
     async def _sent(self, version: int, attempt: int) -> list[SentWeights]:
         """What each stage's leader says that it sent: it does so when the last engine has the last bucket."""
@@ -401,23 +383,10 @@ class CoordinatorPublish:
             for way in WAYS:
                 Abandonment(*self._connection.store, stage.by(way).of_epoch(epoch).name).declare(reason)
 
-    async def _connect(
-        self, engine: RolloutEngine, number: int, count: int, stages: Sequence[StageManifest], epoch: int
-    ) -> None:
-        """The engine's workers join one group per stage, as numbers 1 + number * workers and following.
-
-        Workers are numbered through the `count` engines of its groups; rank 0 of each group is the stage's leader.
-        """
-        way = self._way(engine)
-        backend = {"group": self._connection.backend, "handles": HANDLES, "host": HOST_BACKEND}[way]
-        named = [stage.by(way).of_epoch(epoch).to_json() for stage in stages]
-        rank, world_size = 1 + number * self._workers, 1 + count * self._workers
-        groups = WeightGroups(self._connection.store, rank, world_size, named, backend, self._deadline_s)
-        await engine.join_weight_groups(groups, deadline_s=self._deadline_s + _GRACE_S)
-
-    async def _load_late(self, engine: RolloutEngine, version: int, number: int) -> LoadedWeights:
-        await self._connect(engine, 0, 1, self._connection.late_stages, number)
-        return await self._load_on(engine, version, None)
+    async def _load_late(self, member: Member, version: int, number: int) -> LoadedWeights:
+        groups = self._groups.of_late(member, number)
+        await member.engine.join_weight_groups(groups, deadline_s=self._deadline_s + _GRACE_S)
+        return await self._load_on(member.engine, version, None)
 
     async def _load_on(self, engine: RolloutEngine, version: int, begins_within_s: float | None) -> LoadedWeights:
         deadline_s = self._deadline_s + _GRACE_S + (begins_within_s or 0.0)

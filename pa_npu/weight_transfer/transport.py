@@ -81,7 +81,8 @@ class Group(Protocol):
 class Abandonment:
     """The key under which a group's publish is given up, because a member is gone: whoever still waits must stop.
 
-    A name a/b also stops with a, so that everything of one attempt of a run can be given up at once.
+    A name a/b/c also stops with a/b and with a: everything of one attempt of a run can be given up at once, and a group with what
+    is passed on from it.
     A backend may not notice a dead member (NCCL and HCCL wait for it), so both ends ask, through a store client of their own.
     """
 
@@ -100,8 +101,8 @@ class Abandonment:
             return None
         self._asked_s = time.monotonic()
         store = self._client()
-        scopes = (self._name, self._name.rpartition("/")[0])
-        keys = [f"{scope}/abandoned" for scope in scopes if scope]
+        parts = self._name.split("/")
+        keys = [f"{'/'.join(parts[:end])}/abandoned" for end in range(len(parts), 0, -1)]
         return next((store.get(key).decode() for key in keys if store.check([key])), None)
 
     def _client(self) -> dist.Store:
@@ -314,8 +315,8 @@ def wait_for_members(store: dist.Store, rank: int, size: int, terms: str, deadli
     while missing := [member for member in missing if not store.check([f"member/{member}"])]:
         if deadline.remaining_s <= 0:
             raise DeadlineExceeded(
-                f"{describe}: ranks {missing} of {size} did not join within {deadline.seconds:g} s (rank 0 is the trainer's, "
-                f"the others are engine workers); check that they are alive and were given this run's store and manifests"
+                f"{describe}: ranks {missing} of {size} did not join within {deadline.seconds:g} s (rank 0 sends, the "
+                f"others are engine workers); check that they are alive and were given this run's store and manifests"
             )
         if reason := deadline.given_up():
             raise WeightSyncError(f"{describe}: given up: {reason}")
@@ -333,6 +334,11 @@ def wait_for_members(store: dist.Store, rank: int, size: int, terms: str, deadli
 def epoch_name(name: str, epoch: int) -> str:
     """The group's name after the `epoch`-th change of its members; a name serves once."""
     return f"{name}.{epoch}" if epoch else name
+
+
+def relay_name(name: str, sender: int) -> str:
+    """The name of the group in which engine `sender` passes on what comes through group `name`; it is given up with that."""
+    return f"{name}/relay-{sender}"
 
 
 def way_name(name: str, way: Way) -> str:

@@ -41,8 +41,8 @@ class WeightSender:
 
         sizes: of the model, which engines compare with their own.
         """
-        tensors = _tensors(model)
-        manifest = _manifest(tensors, sizes)
+        tensors = tensors_of(model)
+        manifest = manifest_of(tensors, sizes)
         name = f"sender-{next(_names)}"
         stages = [{"name": name, "manifest": manifest.to_json()}]
         groups = WeightGroups(("127.0.0.1", self._store.port), 1, 2, stages, "gloo", TIMEOUT_S)
@@ -87,11 +87,11 @@ class WeightSender:
         transport.leave_group(group)
 
 
-def _tensors(model: Path) -> dict[str, torch.Tensor]:
+def tensors_of(model: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def _manifest(tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> Manifest:
+def manifest_of(tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> Manifest:
     """Buckets of whole and cut tensors."""
     segments: list[Segment] = []
     for name, tensor in tensors.items():

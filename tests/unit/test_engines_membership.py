@@ -152,8 +152,8 @@ async def test_an_engine_that_joins_while_others_are_asked_to_load_gets_that_ver
     job = Job()
     delivered: list[tuple[str, int]] = []
 
-    async def deliver_late(engine: Any, version: int) -> bool:
-        delivered.append((engine.name, version))
+    async def deliver_late(member: Any, version: int) -> bool:
+        delivered.append((member.name, version))
         return True
 
     async with job.fleet:

@@ -13,8 +13,8 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.engines import interpreter
+from pa_npu.engines.membership import Member
 from pa_npu.engines.pool import EnginePool
-from pa_npu.engines.protocol import Sampling, WeightGroups
 from pa_npu.engines.vllm import command as engine
 from pa_npu.engines.vllm import kind, versions
 from pa_npu.engines.vllm.versions import (
@@ -29,7 +29,7 @@ from pa_npu.engines.vllm.versions import (
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.placement import place
 from pa_npu.launcher.process import commands
-from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish
+from pa_npu.publish.engine_groups import Connection, EngineGroups
 from pa_npu.publish.messages import StageManifest
 from tests.unit.test_engines_vllm_command import CPU, ROWS, SPEC, Device, config, option
 
@@ -195,18 +195,6 @@ def test_engine_for_another_cann_than_the_trainers_is_refused(tmp_path, monkeypa
         kind.check(config())
 
 
-class RecordingEngine:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.joined: list[WeightGroups] = []
-
-    async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
-        self.joined.append(connection)
-
-    async def close(self) -> None:
-        """Nothing is open."""
-
-
 async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow_one_another(monkeypatch):
     monkeypatch.setattr(engine.platform, "get", lambda kind: Device())
     monkeypatch.setattr(versions, "installed", lambda python: {"vllm": "0.23.0", "vllm-ascend": "0.23.0"})
@@ -231,14 +219,11 @@ async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow
         os.environ.get("VLLM_ASCEND_ENABLE_NZ", "0")
     ] * 2
 
-    engines = [RecordingEngine("a"), RecordingEngine("b")]
+    engines = [SimpleNamespace(name=name) for name in "ab"]
     connection = Connection(("127.0.0.1", 1), "hccl", [StageManifest("stage", {})], [StageManifest("late", {})])
-    fleet = SimpleNamespace(deliver_late=None)
-    publish = CoordinatorPublish(chosen, fleet, EnginePool(), None, connection, Sampling(8, 1.0))  # type: ignore[arg-type]
-    for number, recording in enumerate(engines):
-        await publish._connect(recording, number, len(engines), connection.stages, 0)  # type: ignore[arg-type]
+    members = [Member(number, 0, True, engine) for number, engine in enumerate(engines)]  # type: ignore[arg-type]
+    pool = EnginePool(engines)  # type: ignore[arg-type]
+    planned = EngineGroups(chosen, pool, connection)
+    joined = planned.of_members(members, planned.routes(members), 0)
     # rank 0 is the trainers' leader; each of the two engines has two workers
-    assert [(groups.first_rank, groups.world_size) for recording in engines for groups in recording.joined] == [
-        (1, 5),
-        (3, 5),
-    ]
+    assert [(groups.first_rank, groups.world_size) for groups in joined] == [(1, 5), (3, 5)]

@@ -202,7 +202,7 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
     rooms = (".engines", ".engines.vllm", ".engines.vllm.worker", ".weight_transfer")
     rooms += (".platform", ".platform.memory_peaks", ".platform.typical")
     parts = ("collectives", "digest", "manifest", "progress", "receiver", "second_buffer", "transport")
-    parts += ("handover", "memory_handles")
+    parts += ("handover", "memory_handles", "relay", "relay_plan")
     rooms = (*rooms, *(f".weight_transfer.{part}" for part in parts))
     modules = {f"pa_npu{name}" for name in ("", ".errors", *rooms)}
     assert set(json.loads(lines[1])) == modules

@@ -16,7 +16,6 @@ from pa_npu.config import Config
 from pa_npu.dispatch.schedule import Dispatching, Schedule, Turn, engine_with_room, same_windows
 from pa_npu.engines.membership import Member
 from pa_npu.engines.pool import EnginePool
-from pa_npu.engines.protocol import Sampling, WeightGroups
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.placement import place, place_nodes
@@ -27,7 +26,7 @@ from pa_npu.planning.iteration_model.simulate import simulate
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.planning.shortages import shortages
-from pa_npu.publish.coordinator_side import Connection, CoordinatorPublish
+from pa_npu.publish.engine_groups import Connection, EngineGroups
 from pa_npu.publish.messages import StageManifest
 
 GIB = 2**30
@@ -218,20 +217,6 @@ async def test_a_shared_engine_that_dies_before_it_has_its_group_keeps_nobody_wa
         assert (await waiting).engine is shared, "the last that serves"
 
 
-class Joining:
-    """An engine that notes which groups it was told to join."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.joined: list[WeightGroups] = []
-
-    async def join_weight_groups(self, groups: WeightGroups, *, deadline_s: float) -> None:
-        self.joined.append(groups)
-
-    async def close(self) -> None:
-        """Nothing to close."""
-
-
 @pytest.mark.parametrize(
     ("backend", "through", "expected"),
     [("gloo", "auto", "gloo"), ("nccl", "auto", "handles"), ("hccl", "auto", "handles"), ("hccl", "host", "host")],
@@ -243,18 +228,14 @@ async def test_no_publish_group_has_two_ranks_on_a_device_where_the_backend_forb
     rollout, trainer = {"tensor_parallel": 2}, {"devices": 2}
     config = shared_config(rollout=rollout, trainer=trainer, publish={"shared_through": through})
     async with EnginePool() as pool:
-        engines = {name: Joining(name) for name in ("shared", "own")}
+        engines = {name: SimpleNamespace(name=name, close=lambda: asyncio.sleep(0)) for name in ("shared", "own")}
         for name, engine in engines.items():
             pool.add(engine, shared=name == "shared")
         connection = Connection(("127.0.0.1", 1), backend, [StageManifest("stage", {})], [StageManifest("late", {})])
-        fleet = SimpleNamespace(deliver_late=None)
-        publish = CoordinatorPublish(config, fleet, pool, None, connection, Sampling(8, 1.0))
         members = [Member(number, 0, True, engine) for number, engine in enumerate(engines.values())]
-        numbers, counts = publish._numbered(members)
-        for number, member in zip(numbers, members, strict=True):
-            count = counts[publish._way(member.engine)]
-            await publish._connect(member.engine, number, count, connection.stages, 0)
-    found = {name: engine.joined[0] for name, engine in engines.items()}
+        groups = EngineGroups(config, pool, connection)
+        joined = groups.of_members(members, groups.routes(members), 0)
+    found = {member.name: one for member, one in zip(members, joined, strict=True)}
     shape = {name: (g.backend, g.stages[0]["name"], g.first_rank, g.world_size) for name, g in found.items()}
     if expected == "gloo":
         assert shape == {"shared": ("gloo", "stage", 1, 5), "own": ("gloo", "stage", 3, 5)}

@@ -12,6 +12,7 @@ from pa_npu.config.rules.evaluation import broken_evaluation
 from pa_npu.config.rules.functions import broken_functions
 from pa_npu.config.rules.placement import broken_placement
 from pa_npu.config.rules.rewards import broken_rewards
+from pa_npu.config.rules.single_engines import broken_single_engines
 from pa_npu.config.rules.staleness import broken_staleness
 from pa_npu.config.rules.training import broken_shards, broken_training
 from pa_npu.config.texts import broken_texts
@@ -32,6 +33,7 @@ def broken_rules(c: ConfigTree) -> Iterator[str]:
     yield from broken_algorithm(c)
     yield from broken_evaluation(c)
     yield from broken_engines(c)
+    yield from broken_single_engines(c)
     yield from broken_placement(c)
     yield from broken_functions(c)
     yield from broken_rewards(c)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,35 @@ SLOWEST_TOKEN_S = 0.25
 """An engine that takes longer per token of a response than this, on top of its deadline, is not worth waiting for."""
 CUT_SHARE = 4
 """A group that is cut is generated again with the configured length divided by this (rollout.too_long)."""
+
+
+class EngineSettings(Section):
+    """What is particular to some engines of a run."""
+
+    engines: tuple[Annotated[int, Field(ge=0, le=2**14)], ...] = Field(
+        ...,
+        min_length=1,
+        description="Numbers of the engines, from 0 in the order of rollout.attach, or in which the run starts them.",
+    )
+    device: str | None = Field(
+        None,
+        min_length=1,
+        max_length=64,
+        description="What each runs on, for records and reports, such as `npu 910B`. Attached engines whose first word is another "
+        "of npu, cuda and cpu than run.device get weights through host memory.",
+    )
+    via: int | None = Field(
+        None,
+        ge=0,
+        description="Number of the engine through which each gets its weights, as it is nearer to them than the trainers are; none "
+        "gets them from the trainers.",
+    )
+
+    @property
+    def device_kind(self) -> str | None:
+        """npu, cuda or cpu, where `device` begins with one of them."""
+        words = (self.device or "").lower().split()
+        return words[0] if words and words[0] in ("npu", "cuda", "cpu") else None
 
 
 class RolloutConfig(Section):
@@ -52,6 +81,11 @@ class RolloutConfig(Section):
         min_length=1,
         description="File with the API key of attached engines, which `pa-npu engines` names; none means VLLM_API_KEY of "
         "the environment.",
+    )
+    engine_settings: tuple[EngineSettings, ...] = Field(
+        (),
+        description="What is particular to some of the engines, such as [{engines: [1, 2], via: 0}]; engines that no "
+        "entry names are alike.",
     )
     tensor_parallel: int = Field(1, ge=1, le=1024, description="Devices per engine.")
     python: str | None = Field(None, description="Interpreter of the engines' own environment; none means this one.")
@@ -142,6 +176,16 @@ class RolloutConfig(Section):
         if section.get("max_engines") is not None:
             raise ValueError(f"engines: {section['engines']} names the maximum; remove max_engines")
         return {**section, "engines": int(found[1]), "max_engines": int(found[2])}
+
+    def settings_of(self, index: int) -> EngineSettings:
+        """Of engine `index`; the usual ones where no entry names it."""
+        found = (entry for entry in self.engine_settings if index in entry.engines)
+        return next(found, None) or EngineSettings(engines=(index,))
+
+    @property
+    def via(self) -> dict[int, int]:
+        """By the number of each engine that does not get its weights from the trainers: through which engine it gets them."""
+        return {index: entry.via for entry in self.engine_settings if entry.via is not None for index in entry.engines}
 
 
 class EnvironmentConfig(Section):

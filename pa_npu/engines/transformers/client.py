@@ -69,6 +69,8 @@ class TransformersEngine(HttpEngine):
             [dict(stage) for stage in connection.stages],
             connection.backend,
             connection.timeout_s,
+            connection.via,
+            connection.relay,
         )
         await self._request("POST", "/join", msgspec.json.encode(request), deadline_s)
 
@@ -94,7 +96,8 @@ class TransformersEngine(HttpEngine):
     def _loaded(self, data: bytes) -> LoadedWeights:
         answer = self._decode(data, WeightsAnswer)
         memory = None if answer.host_bytes is None else MemoryPeak(answer.host_bytes, answer.device_bytes)
-        return LoadedWeights(tuple(answer.versions), tuple(tuple(digests) for digests in answer.digests), memory)
+        digests = tuple(tuple(of_worker) for of_worker in answer.digests)
+        return LoadedWeights(tuple(answer.versions), digests, memory, answer.received_bytes, answer.relayed_bytes)
 
     async def _reset(self, deadline_s: float) -> bool:
         return True  # it keeps no prefixes beyond a request

@@ -165,13 +165,7 @@ class Server:
 
     async def _join(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=JoinRequest)
-        joined = self._scheduler.call(
-            lambda: self._weights.join(
-                *(asked.host, asked.port, asked.rank, asked.world_size, asked.stages, asked.backend, asked.timeout_s)
-            ),
-            alone=True,
-        )
-        await asyncio.wrap_future(joined)
+        await asyncio.wrap_future(self._scheduler.call(lambda: self._weights.join(asked), alone=True))
         return web.Response()
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -182,7 +176,8 @@ class Server:
     async def _prepare(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=VersionRequest)
         digests = await asyncio.to_thread(self._weights.prepare, asked.version)
-        return _json(WeightsAnswer([asked.version], [list(digests)]))
+        received, relayed = self._weights.moved_bytes
+        return _json(WeightsAnswer([asked.version], [list(digests)], received_bytes=received, relayed_bytes=relayed))
 
     async def _swap(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=VersionRequest)
@@ -197,6 +192,7 @@ class Server:
             self._identity.version = version
             held = self._held()
             held.host_bytes, held.device_bytes = self._peak.take(), device_peak_bytes(self._device.type)
+            held.received_bytes, held.relayed_bytes = self._weights.moved_bytes
             return held
 
         return _json(await asyncio.wrap_future(self._scheduler.call(load, alone=True)))

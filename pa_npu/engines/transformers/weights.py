@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pa_npu.engines.transformers.messages import JoinRequest
 from pa_npu.weight_transfer.receiver import Receiver
 from pa_npu.weight_transfer.second_buffer import SecondBuffer
 from pa_npu.weight_transfer.transport import WeightSyncError
@@ -23,29 +24,27 @@ class WeightReceiver:
         self._receiver: Receiver | None = None
         self._second = SecondBuffer()
 
-    def join(
-        self,
-        host: str,
-        port: int,
-        rank: int,
-        world_size: int,
-        stages: list[dict[str, Any]],
-        backend: str,
-        timeout_s: float,
-    ) -> None:
-        """Join the groups of `stages` as `rank`, after leaving those of before."""
+    def join(self, asked: JoinRequest) -> None:
+        """Join the groups, after leaving those of before."""
         self.close()
         config: Any = self._model.config
         self._receiver = Receiver.join(
-            (host, port),
-            stages,
-            rank=rank,
-            world_size=world_size,
-            backend=backend,
+            (asked.host, asked.port),
+            asked.stages,
+            rank=asked.rank,
+            world_size=asked.world_size,
+            backend=asked.backend,
             device=self._device,
-            timeout_s=timeout_s,
+            timeout_s=asked.timeout_s,
             model=config.get_text_config(),
+            relay=asked.relay,
+            via=asked.via,
         )
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """(received, passed on) of weights, the last time."""
+        return (0, 0) if self._receiver is None else (self._receiver.received_bytes, self._receiver.relayed_bytes)
 
     @torch.no_grad()
     def load(self, version: int, begins_within_s: float | None = None) -> tuple[str, ...]:

@@ -1,0 +1,59 @@
+"""Rules for what is particular to some engines (rollout.engine_settings): which there are, their devices and ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pa_npu.config.tree import ConfigTree
+
+_KEY = "rollout.engine_settings"
+
+
+def broken_single_engines(c: ConfigTree) -> Iterator[str]:
+    """One line per rule that is broken: keys, values, rule, remedy."""
+    r = c.rollout
+    number = max(c.num_engines, r.max_engines or 0)
+    named = [index for entry in r.engine_settings for index in entry.engines]
+    for index in sorted(set(named)):
+        if index >= number:
+            yield (
+                f"{_KEY}: there is no engine {index}: the run has {number}, numbered from 0 (rollout.engines); name one of 0 to "
+                f"{number - 1}"
+            )
+        if named.count(index) > 1:
+            yield f"{_KEY}: engine {index} is named {named.count(index)} times; put all that is said of it into one entry"
+    for entry in r.engine_settings:
+        which = _which(entry.engines)
+        kind = entry.device_kind
+        if kind is not None and not r.attach and c.run.device not in ("auto", kind):
+            yield (
+                f"{_KEY}: {which} on {entry.device}, but the run starts its engines on run.device={c.run.device}; start them where "
+                f"they are and attach them (rollout.attach), or remove the device"
+            )
+    yield from _broken_ways(c, number)
+
+
+def _broken_ways(c: ConfigTree, number: int) -> Iterator[str]:
+    """Of weights: each engine is reached in the end, and engines pass on what they have on a device of their own."""
+    via = c.rollout.via
+    for index, before in via.items():
+        if before >= number:
+            yield f"{_KEY}: engine {index} via engine {before}, which the run does not have; name one of 0 to {number - 1}"
+        elif c.is_shared(index) or c.is_shared(before):
+            shared = index if c.is_shared(index) else before
+            yield (
+                f"{_KEY}: engine {index} via engine {before}, but engine {shared} is on a trainer's device, so that trainers are "
+                f"nearer; remove via"
+            )
+    for start in via:
+        passed = [start]
+        while (at := via.get(passed[-1])) is not None and at not in passed:
+            passed.append(at)
+        if at == start:
+            circle = " via ".join(map(str, [*passed, start]))
+            yield f"{_KEY}: engine {circle}: nothing comes there from the trainers; remove one of them"
+            return
+
+
+def _which(engines: tuple[int, ...]) -> str:
+    return f"engine{'s' if len(engines) > 1 else ''} {', '.join(map(str, engines))}"
