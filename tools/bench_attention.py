@@ -53,8 +53,16 @@ class Case:
 
 
 def _cases() -> list[Case]:
-    equal = [(64, 64, 8), (512, 64, 8), (512, 512, 8), (2048, 256, 16), (256, 1024, 8), (1024, 8192, 16)]
-    cases = [Case(f"{p}/{r}/{g}", PrefixLayout.from_groups([(p, [r] * g)]), r > 4096) for p, r, g in equal]
+    equal = [
+        (64, 64, 8),
+        (512, 64, 8),
+        (512, 512, 8),
+        (2048, 256, 16),
+        (256, 1024, 8),
+        (1024, 8192, 16),
+        (16384, 256, 8),
+    ]
+    cases = [Case(f"{p}/{r}/{g}", PrefixLayout.from_groups([(p, [r] * g)]), max(p, r) > 4096) for p, r, g in equal]
     cases.append(Case("512/256/1", PrefixLayout.from_groups([(512, [256])])))
     ragged = [16, 48, 64, 96, 128, 160, 224, 320]
     cases.append(Case("256/ragged/8", PrefixLayout.from_groups([(256, ragged)])))

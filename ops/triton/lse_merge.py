@@ -44,6 +44,8 @@ def _lse_merge(  # type: ignore[no-untyped-def]  # triton would read annotations
     old_at = lse + head * lse_head_stride + target
     old = tl.load(old_at, mask=inside, other=float("-inf"))
     new = tl.load(part_lse + head * part_lse_head_stride + row, mask=inside, other=float("-inf"))
+    # every warp loads these few values for itself, and none may find what another has stored already
+    tl.debug_barrier()
     top = tl.maximum(old, new)
     top = tl.where(top == float("-inf"), 0.0, top)  # both sides without keys: (-inf) - (-inf) is not a number
     old_weight = tl.exp(old - top)

@@ -60,16 +60,18 @@ class AcceleratorPlatform:
         CUDA shares these by file descriptors that containers do not let another process take ("pidfd_getfd: Operation not
         permitted", pytorch issue 165685), and torch_npu only with newer drivers; a plain allocation needs neither.
         """
-        settings = self._module.memory._set_allocator_settings
         variable = f"PYTORCH_{self.name.upper()}_ALLOC_CONF"
         configured = os.environ.get(variable, "").replace(" ", "").lower()
         if "expandable_segments:true" not in configured:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device(self._local_index))
-        settings("expandable_segments:False")
+        self._set_allocator("expandable_segments:False")
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device(self._local_index))
         finally:
-            settings("expandable_segments:True")
+            self._set_allocator("expandable_segments:True")
+
+    def _set_allocator(self, setting: str) -> None:
+        self._module.memory._set_allocator_settings(setting)
 
     def synchronize(self) -> None:
         self._module.synchronize()

@@ -10,7 +10,7 @@ the receiver reads it over the link between the two (CUDA: cudaIpcMemLazyEnableP
 keeps the memory: a handle does not.
 
 Read in torch's multiprocessing.reductions (2.13), torch_npu's of the same name (2.13), vLLM's and vllm-ascend's engines for weight
-transfer over IPC, and CANN's introduction to IPC in torch_npu. Only cpu was run.
+transfer over IPC, and CANN's introduction to IPC in torch_npu. cpu and cuda were run, npu was not.
 """
 
 from __future__ import annotations

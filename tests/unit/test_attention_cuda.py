@@ -120,6 +120,16 @@ def test_equals_dense(layout, form, pads_lse, monkeypatch):
         assert operators.calls == 2 * (1 + max(compress(layout).depths))
 
 
+def test_auto_gathers_short_prefixes_and_merges_long_ones():
+    """Rows that gather copies, in total: also those of many short prefixes, and of each level of a tree."""
+    prefers_gather = cuda.CudaFlash().prefers_gather
+    assert prefers_gather(PrefixLayout.from_groups([(512, [64] * 8)]))
+    assert prefers_gather(PrefixLayout.from_groups([(2048, [256] * 16)]))
+    assert not prefers_gather(PrefixLayout.from_groups([(2049, [256] * 16)]))
+    assert not prefers_gather(PrefixLayout.from_groups([(512, [64] * 8)] * 9))
+    assert not prefers_gather(PrefixLayout.from_sequences([512, 64])), "nothing is shared, so there is nothing to copy"
+
+
 def test_supports_what_the_operators_take():
     assert cuda.CudaFlash.supports(torch.zeros(1, 1, 128, dtype=torch.bfloat16))
     assert not cuda.CudaFlash.supports(torch.zeros(1, 1, 128))

@@ -18,6 +18,7 @@ _FORWARD = ("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
 _BACKWARD = ("grad_out", "query", "key", "value", "out", "logsumexp", *_FORWARD[3:])
 _FORWARD_POSITIONS = len(_FORWARD) + 1  # and return_debug_mask
 _BACKWARD_POSITIONS = len(_BACKWARD) + 2  # and the generator tensors
+_MOST_COPIED_ROWS = 16 * 2048
 
 
 class CudaFlash:
@@ -40,8 +41,9 @@ class CudaFlash:
         return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
     def prefers_gather(self, layout: PrefixLayout) -> bool:
-        # Not measured yet. By arithmetic merge moves less: gather copies the shared keys and values per response.
-        return False
+        # Gather copies the keys and values of every prefix once per response, merge starts further kernels. Measured on an H100
+        # (docs/results/attention_cuda.md): even at 16 prefixes of 2,048 rows, gather first below that, merge above.
+        return 0 < sum(layout.offsets) <= _MOST_COPIED_ROWS
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float) -> Partial:
         out, lse, state, offset, _ = torch.ops.aten._flash_attention_forward(

@@ -188,7 +188,7 @@ class MegatronBackend:
 
     def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
         self._reset_sums()
-        self._run(microbatches, len(microbatches), self._forward, self._probe_loss)
+        self._run([one.to(self._device) for one in microbatches], len(microbatches), self._forward, self._probe_loss)
         return self._metrics.over_ranks(self._device).all
 
     def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
