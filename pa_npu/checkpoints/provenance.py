@@ -36,7 +36,7 @@ CHANGES: dict[str, Change] = {
             "code.concurrency",
             "trainer": "wait_timeout_s startup_timeout_s",
             "publish": "bucket_mib timeout_s shared_through",
-            "buffer": "backend timeout_s",
+            "buffer": "backend shards timeout_s",
             "checkpoint": "every load resume asynchronous timeout_s keep_last keep_best export_hf",
             "telemetry": "samples_per_iteration samples trackers tracker_python project run_name tags metric_names offline "
             "tracker_timeout_s timeline warmup_iterations profile_iterations profile_ranks",

@@ -141,6 +141,12 @@ class ConfigTree(Section):
         return self.schedule.max_staleness > 0 and not is_old
 
     @property
+    def has_shards(self) -> bool:
+        """Whether groups lie on the nodes of the replicas that train them, instead of in the store on the head."""
+        on_nodes = self.buffer.shards == "node" or (self.buffer.shards == "auto" and self.placement.nnodes > 1)
+        return self.buffer.backend == "store" and on_nodes
+
+    @property
     def iterations_ahead(self) -> int:
         """How many iterations producing runs ahead of training: max_staleness, unless a part of that is for something else.
 

@@ -25,7 +25,8 @@ class UpdateReport:
     than what they train; None with max_staleness=0. With older tokens logprob_* have the updates since in them.
     learning_rate: of the step. preference_*: of loss=dpo, else None: groups whose responses are not all equal, and over these the
     mean margin, and the share with a positive one. tokens_computed: tokens through the model, padding left out. rollout_*: reads of
-    groups from the buffer and their bytes, and bytes that ranks got from their replica's reader over collectives.
+    groups from the buffer and their bytes, bytes that came from the store on the head for it, and bytes that ranks got from their
+    replica's reader over collectives.
     memory_trainer_host_bytes, memory_trainer_device_bytes: MemoryPeak of the fullest rank since the update before. wait_s: waiting
     for groups; train_s: the rest, the step (step_s) included; all three means over ranks.
     """
@@ -53,6 +54,7 @@ class UpdateReport:
     microbatches: int
     rollout_reads: int
     rollout_buffer_bytes: int
+    rollout_head_bytes: int
     rollout_collective_bytes: int
     memory_trainer_host_bytes: int
     memory_trainer_device_bytes: int | None
@@ -69,6 +71,7 @@ _ADDED = frozenset(
         "preference_pairs",
         "rollout_reads",
         "rollout_buffer_bytes",
+        "rollout_head_bytes",
         "rollout_collective_bytes",
         "wait_s",
         "train_s",
@@ -250,7 +253,7 @@ PRODUCED_AHEAD = Topic(
 
 @dataclass(frozen=True)
 class WrittenAhead:
-    """What has been written of iterations that are not trained yet, before a version is published, lies in the store.
+    """What has been written of iterations that are not trained yet, before a version is published, lies in the buffer.
 
     groups: of each of these iterations, as indices from 0 on. With schedule.on_publish=continue.
     """
@@ -280,7 +283,7 @@ UPDATE_SIZE = Topic(
 
 @dataclass(frozen=True)
 class CarriedGroups:
-    """Groups that wait for a later update than those that have been produced when a version is saved; they lie in the store.
+    """Groups that wait for a later update than those that have been produced when a version is saved; they lie in the buffer.
 
     iteration: the first that may train them. groups: what a record says of each. group_tokens: TokenBudget.group_tokens.
     """

@@ -62,7 +62,7 @@ from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import IterationTimes, Prediction
 from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold, Prepared
 from pa_npu.publish.messages import READY
-from pa_npu.samples.rollout_buffer import written_buffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.telemetry.metrics import read_evaluations
 from pa_npu.telemetry.timeline import Timeline, now, on_clock
 
@@ -82,6 +82,7 @@ class Coordinator:
         fleet: Fleet,
         pool: EnginePool,
         producer: Producer,
+        buffer: RolloutBuffer,
         controller: ScheduleController,
         publish: CoordinatorPublish,
         records: RunRecords,
@@ -97,6 +98,7 @@ class Coordinator:
         self._fleet = fleet
         self._pool = pool
         self._producer = producer
+        self._buffer = buffer
         self._controller = controller
         self._publish = publish
         self._records = records
@@ -252,7 +254,7 @@ class Coordinator:
         if self._budget is None or not self._config.saves(version) or version >= self._config.schedule.iterations:
             return
         iteration = min(version + self._config.iterations_ahead, self._config.schedule.iterations)
-        buffer = written_buffer(self._channel, version)
+        buffer = self._buffer.written(version)
         for index, group in enumerate(self._carried):
             buffer.put(group.group(iteration, index), 0, index)
         told = [group.told() for group in self._carried]
@@ -280,7 +282,7 @@ class Coordinator:
         if not self._config.saves(following) or following >= schedule.iterations:
             return
         iterations = list(range(following, min(following + schedule.max_staleness, schedule.iterations)))
-        buffer = written_buffer(self._channel, following)
+        buffer = self._buffer.written(following)
         for iteration in iterations:
             for group in interruptions.so_far(iteration):
                 buffer.put(group, 0, group.index)

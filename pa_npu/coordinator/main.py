@@ -142,6 +142,7 @@ async def run(config: Config) -> None:
             fleet,
             pool,
             producer,
+            buffer,
             controller,
             publish,
             records,

@@ -29,6 +29,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
+from pa_npu.control.store_server import host_store
 from pa_npu.errors import ConfigError, DataError
 from pa_npu.launcher.cluster.local import LocalCluster
 from pa_npu.launcher.cluster.protocol import Cluster
@@ -39,7 +40,7 @@ from pa_npu.launcher.placement import engine_ports, placement_lines
 from pa_npu.launcher.process.commands import Startable, Store, coordinator_command, engine_command, engine_url
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
-from pa_npu.launcher.process.readiness import Awaited, engine_answers, host_store, trainers_announced
+from pa_npu.launcher.process.readiness import Awaited, engine_answers, trainers_announced
 from pa_npu.launcher.process.recovery import Attempt, Recovery
 from pa_npu.launcher.process.run_progress import RunProgress
 from pa_npu.launcher.process.supervisor import StopSignals, Supervisor, stop_signals

@@ -26,10 +26,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from safetensors.numpy import load, save
 
-from pa_npu.control.channel import StoreChannel
+from pa_npu.control.channel import StoreChannel, StoreError
 from pa_npu.errors import PaNpuError
 
 Policy = Literal["order", "age", "balanced"]
+Row = int | str
 Cells = Mapping[str, np.ndarray]
 
 
@@ -47,28 +48,28 @@ class Task:
 
 
 class Shard(Protocol):
-    """Payload of some rows, by row and column."""
+    """Payload of some rows, by row and column. What is put is there for everybody who asks when `put` returns."""
 
-    def put(self, row: int, cells: Cells) -> None: ...
+    def put(self, row: Row, cells: Cells) -> None: ...
 
-    def get(self, row: int, columns: Sequence[str]) -> dict[str, np.ndarray]: ...
+    def get(self, row: Row, columns: Sequence[str]) -> dict[str, np.ndarray]: ...
 
-    def drop(self, row: int, columns: Iterable[str]) -> None: ...
+    def drop(self, row: Row, columns: Iterable[str]) -> None: ...
 
 
 class MemoryShard:
     """In this process."""
 
     def __init__(self) -> None:
-        self._cells: dict[tuple[int, str], np.ndarray] = {}
+        self._cells: dict[tuple[Row, str], np.ndarray] = {}
 
-    def put(self, row: int, cells: Cells) -> None:
+    def put(self, row: Row, cells: Cells) -> None:
         self._cells |= {(row, column): value for column, value in cells.items()}
 
-    def get(self, row: int, columns: Sequence[str]) -> dict[str, np.ndarray]:
+    def get(self, row: Row, columns: Sequence[str]) -> dict[str, np.ndarray]:
         return {column: self._cells[row, column] for column in columns}
 
-    def drop(self, row: int, columns: Iterable[str]) -> None:
+    def drop(self, row: Row, columns: Iterable[str]) -> None:
         for column in columns:
             self._cells.pop((row, column), None)
 
@@ -79,14 +80,17 @@ class StoreShard:
     def __init__(self, channel: StoreChannel) -> None:
         self._channel = channel
 
-    def put(self, row: int, cells: Cells) -> None:
+    def put(self, row: Row, cells: Cells) -> None:
         for column, value in cells.items():
             self._channel.put_bytes(f"{row}/{column}", save({column: np.ascontiguousarray(value)}))
+        # a store answers no put; what it is asked after the last one, it answers when it has them all
+        if not all(self._channel.exists(f"{row}/{column}") for column in tuple(cells)[-1:]):
+            raise StoreError(f"{row}: its columns {list(cells)} did not stay where they were put")
 
-    def get(self, row: int, columns: Sequence[str]) -> dict[str, np.ndarray]:
+    def get(self, row: Row, columns: Sequence[str]) -> dict[str, np.ndarray]:
         return {column: load(self._channel.get_bytes(f"{row}/{column}"))[column] for column in columns}
 
-    def drop(self, row: int, columns: Iterable[str]) -> None:
+    def drop(self, row: Row, columns: Iterable[str]) -> None:
         for column in columns:
             self._channel.delete(f"{row}/{column}")
 

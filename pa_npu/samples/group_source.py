@@ -18,17 +18,19 @@ from pa_npu.samples.types import Group
 
 @dataclass(frozen=True)
 class Traffic:
-    """How groups came to one replica: reads and bytes from the buffer, and bytes that its ranks got over collectives, each
-    receiver's counted."""
+    """How groups came to one replica: reads and bytes from the buffer, bytes from the store on the head among them or said of
+    them, and bytes that its ranks got over collectives, each receiver's counted."""
 
     reads: int = 0
     buffer_bytes: int = 0
+    head_bytes: int = 0
     collective_bytes: int = 0
 
     def plus(self, other: Traffic) -> Traffic:
         return Traffic(
             self.reads + other.reads,
             self.buffer_bytes + other.buffer_bytes,
+            self.head_bytes + other.head_bytes,
             self.collective_bytes + other.collective_bytes,
         )
 
@@ -36,6 +38,7 @@ class Traffic:
         return Traffic(
             self.reads - before.reads,
             self.buffer_bytes - before.buffer_bytes,
+            self.head_bytes - before.head_bytes,
             self.collective_bytes - before.collective_bytes,
         )
 
@@ -111,8 +114,9 @@ class LoneReader:
         self._thread.shutdown(wait=False)
 
     def _read(self, slot: int) -> bytes:
+        before = self._buffer.head_bytes
         data = self._buffer.read_bytes(self._iteration, self._replica, slot)
-        self.traffic = self.traffic.plus(Traffic(1, len(data)))
+        self.traffic = self.traffic.plus(Traffic(1, len(data), self._buffer.head_bytes - before))
         return data
 
     def _prepared(self, ahead: Future[Parsed], slot: int) -> Parsed:

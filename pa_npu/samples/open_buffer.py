@@ -1,4 +1,4 @@
-"""open_buffer: the run's rollout buffer as buffer.backend says, for the process that fills it and for those that read it."""
+"""open_buffer: the run's rollout buffer as section buffer says, for the process that fills it and for those that read it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ import hashlib
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix
 from pa_npu.samples.rollout_buffer import Payloads, RolloutBuffer, StoreRolloutBuffer
+from pa_npu.samples.shards import OwnShard, ShardPayloads
 
 # Its keys are those of one attempt of the run, which the channel's prefix is.
 _NAME = "run"
 
 
 def open_buffer(
-    config: Config, channel: StoreChannel, *, readers: int = 1, ahead: int = 0, fills: bool = False
+    config: Config,
+    channel: StoreChannel,
+    *,
+    readers: int = 1,
+    ahead: int = 0,
+    fills: bool = False,
+    own: OwnShard | None = None,
 ) -> RolloutBuffer:
-    """readers, ahead: as StoreRolloutBuffer. fills: whether this is the coordinator, which starts what the backend needs."""
-    return StoreRolloutBuffer(channel, _NAME, readers, ahead, payloads(config, fills))
+    """readers, ahead: as StoreRolloutBuffer. fills: whether this is the coordinator, which starts what the backend needs. own: the
+    shard that this process hosts."""
+    return StoreRolloutBuffer(channel, _NAME, readers, ahead, payloads(config, channel, fills=fills, own=own))
 
 
-def payloads(config: Config, fills: bool) -> Payloads | None:
+def payloads(
+    config: Config, channel: StoreChannel, *, fills: bool = False, own: OwnShard | None = None
+) -> Payloads | None:
     """Where groups lie; None is the store itself."""
+    if config.has_shards:
+        return ShardPayloads(channel, config.buffer.timeout_s, own)
     if config.buffer.backend == "store":
         return None
     from pa_npu.samples.transfer_queue import TransferQueuePayloads

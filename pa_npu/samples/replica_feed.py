@@ -173,13 +173,17 @@ class ReplicaFeed:
         self._passing = slot
         links = self._links
         whole = common = loss = b""
+        before = self._buffer.head_bytes
         if links.reads:
             whole = self._buffer.read_bytes(self._iteration, self._replica, slot)
             common, loss = split(whole) if links.stages > 1 else (whole, b"")
         try:
-            sizes = torch.tensor([len(whole), len(common), len(loss)], dtype=torch.int64, device=self._device)
+            from_head = self._buffer.head_bytes - before
+            sizes = torch.tensor(
+                [len(whole), from_head, len(common), len(loss)], dtype=torch.int64, device=self._device
+            )
             dist.broadcast(sizes, src=dist.get_global_rank(links.replica, 0), group=links.replica)
-            num_whole, num_common, num_loss = sizes.tolist()
+            num_whole, from_head, num_common, num_loss = sizes.tolist()
             common = self._broadcast(common, num_common, links.replica)
             if links.loss is not None:
                 loss = self._broadcast(loss, num_loss, links.loss)
@@ -191,7 +195,7 @@ class ReplicaFeed:
             ) from error
         with_loss = links.size // links.stages  # the reader is on the first stage
         passed = (sizes.nbytes + num_common) * (links.size - 1) + num_loss * with_loss
-        return self._parse(common, loss if links.stages > 1 else None), Traffic(1, num_whole, passed)
+        return self._parse(common, loss if links.stages > 1 else None), Traffic(1, num_whole, from_head, passed)
 
     def _broadcast(self, data: bytes, num_bytes: int, group: dist.ProcessGroup) -> bytes:
         """data: the reader's; the same on all members afterwards."""

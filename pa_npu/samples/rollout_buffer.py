@@ -9,8 +9,8 @@ Life of a slot (iteration, replica, slot):
 All ranks of a replica wait for the key, so the key may go only when each of them has seen it: `readers` is the number
 of ranks of a replica (tensor x pipeline parallel), and every rank calls `done` once per slot, after it has the group.
 
-What is filled, and who is done, is always in the store that the launcher hosts on the head; the groups themselves lie there too
-(buffer.backend=store), or elsewhere (`Payloads`).
+What is filled, and who is done, is always in the store that the launcher hosts on the head; the groups themselves lie there too,
+or elsewhere (`Payloads`): in shards on the nodes, or in TransferQueue.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ from pa_npu.samples.wire import from_bytes, to_bytes
 
 
 class RolloutBuffer(Protocol):
-    """What coordinator (put) and trainer ranks (all others) need; another data plane implements these six."""
+    """What coordinator (put) and trainer ranks (all others) need; another data plane implements these.
+
+    head_bytes: what this has read from the store on the head so far.
+    """
 
     readers: int
+    head_bytes: int
 
     def put(self, group: Group, replica: int, slot: int) -> None:
         """Makes a group available to a replica as its slot-th group of `group.iteration`. Each slot once (I2)."""
@@ -46,18 +50,23 @@ class RolloutBuffer(Protocol):
     def done(self, iteration: int, replica: int, slot: int) -> None:
         """This rank needs the slot no more; the last of `readers` calls removes it."""
 
+    def written(self, version: int) -> RolloutBuffer:
+        """Beside this, in the same place: what has been written before `version`, slot by dispatch index, for one rank to take."""
+
 
 class Payloads(Protocol):
     """Where groups lie while the store knows of them. What is put under a key is there for `get` when `put` returns, until `drop`.
 
-    All raise BufferFailed where the place does not answer in time, or has lost the key.
+    replica: that trains the group. All raise BufferFailed where the place does not answer in time, or has lost the key.
     """
 
-    def put(self, key: str, group: Group) -> None: ...
+    def put(self, key: str, replica: int, group: Group) -> bytes:
+        """Returns what the store is to say of it."""
 
-    def get(self, key: str) -> Group: ...
+    def get(self, key: str, replica: int, said: bytes) -> bytes:
+        """The wire format. said: by the store."""
 
-    def drop(self, key: str) -> None: ...
+    def drop(self, key: str, replica: int) -> None: ...
 
 
 class BufferFailed(PaNpuError):
@@ -82,6 +91,7 @@ class StoreRolloutBuffer:
         self._run_id = run_id
         self._ahead = ahead
         self._payloads = payloads
+        self.head_bytes = 0
         self._filled: dict[int, dict[tuple[int, int], int]] = {}  # by iteration
         self._newest = 0
 
@@ -101,11 +111,8 @@ class StoreRolloutBuffer:
                     else f"group {filled[replica, slot]} of that iteration is already there"
                 )
             )
-        if self._payloads is None:
-            self._channel.put_bytes(key, to_bytes(group))
-        else:
-            self._payloads.put(key, group)
-            self._channel.put_bytes(key, b"")  # from here on it may be read
+        said = to_bytes(group) if self._payloads is None else self._payloads.put(key, replica, group)
+        self._channel.put_bytes(key, said)  # from here on it may be read
         filled[replica, slot] = group.index
 
     def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
@@ -120,7 +127,9 @@ class StoreRolloutBuffer:
 
     def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
         key = self._key(iteration, replica, slot)
-        return self._channel.get_bytes(key) if self._payloads is None else to_bytes(self._payloads.get(key))
+        said = self._channel.get_bytes(key)
+        self.head_bytes += len(said)
+        return said if self._payloads is None else self._payloads.get(key, replica, said)
 
     def read(self, iteration: int, replica: int, slot: int) -> Group:
         return from_bytes(self.read_bytes(iteration, replica, slot))
@@ -131,12 +140,10 @@ class StoreRolloutBuffer:
             self._channel.delete(key)
             self._channel.delete(key + "/done")
             if self._payloads is not None:
-                self._payloads.drop(key)
+                self._payloads.drop(key, replica)
+
+    def written(self, version: int) -> StoreRolloutBuffer:
+        return StoreRolloutBuffer(self._channel, f"written-{version}", readers=1, payloads=self._payloads)
 
     def _key(self, iteration: int, replica: int, slot: int) -> str:
         return f"buffer/{self._run_id}/{iteration}/{replica}/{slot}"
-
-
-def written_buffer(channel: StoreChannel, version: int) -> StoreRolloutBuffer:
-    """Where the coordinator puts what has been written before `version`, slot by dispatch index, for one rank to take."""
-    return StoreRolloutBuffer(channel, f"written-{version}", readers=1)

@@ -14,19 +14,17 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
+from pa_npu.control.bounded_calls import BoundedCalls, NoAnswer
 from pa_npu.errors import ConfigError
 from pa_npu.samples.rollout_buffer import BufferFailed
 from pa_npu.samples.types import IDENTITY, PER_SAMPLE, PER_TOKEN, Group
+from pa_npu.samples.wire import to_bytes
 
 T = TypeVar("T")
 
@@ -48,14 +46,10 @@ class TransferQueuePayloads:
         self._starts = starts
         self._address = address
         self._timeout_s = timeout_s
-        # the package's calls have no deadline; one thread, because it keeps one connection, and no executor's, because the end
-        # of the program would wait for a call that never returns
-        self._calls: SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]] = SimpleQueue()
-        self._gave_up = False
-        threading.Thread(target=self._serve, name="transfer queue", daemon=True).start()
+        self._calls = BoundedCalls("transfer queue", timeout_s)  # the package's have no deadline
         self._queue: Any = None
 
-    def put(self, key: str, group: Group) -> None:
+    def put(self, key: str, replica: int, group: Group) -> bytes:
         columns = {name: torch.from_numpy(getattr(group, name)) for name in (*PER_TOKEN, *PER_SAMPLE)}
         columns[_NUMBERS] = torch.tensor([getattr(group, name) for name in IDENTITY], dtype=torch.int64)
         self._call(
@@ -64,12 +58,13 @@ class TransferQueuePayloads:
                 key=key, partition_id=self._partition, fields=columns, tag={"index": group.index}
             ),
         )
+        return b""
 
-    def get(self, key: str) -> Group:
+    def get(self, key: str, replica: int, said: bytes) -> bytes:
         columns = self.get_columns(key, _COLUMNS)
         identity = dict(zip(IDENTITY, columns.pop(_NUMBERS).tolist(), strict=True))
         arrays: dict[str, Any] = {name: tensor.numpy().copy() for name, tensor in columns.items()}
-        return Group(**identity, **arrays)
+        return to_bytes(Group(**identity, **arrays))
 
     def get_columns(self, key: str, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Some columns of a row, and no others travel."""
@@ -79,18 +74,15 @@ class TransferQueuePayloads:
         )
         return {name: found[name][0] for name in names}
 
-    def drop(self, key: str) -> None:
+    def drop(self, key: str, replica: int) -> None:
         self._call(f"to drop {key}", lambda queue: queue.kv_clear(keys=[key], partition_id=self._partition))
 
     def _call(self, what: str, call: Callable[[Any], T]) -> T:
-        if self._gave_up:  # whoever comes next need not wait as long again
-            raise BufferFailed(f"TransferQueue was not asked {what}: it did not answer before")
-        future: Future[T] = Future()
-        self._calls.put((call, future))
         try:
-            return future.result(self._timeout_s)
-        except FutureTimeout:
-            self._gave_up = True
+            return self._calls(lambda: call(self._connected()))
+        except NoAnswer as error:
+            if not error.asked:
+                raise BufferFailed(f"TransferQueue was not asked {what}: {error}") from None
             raise BufferFailed(
                 f"waited {self._timeout_s:g} s {what}: TransferQueue does not answer; are all nodes of the Ray cluster alive, and "
                 f"are three of its CPUs free for the queue (ray status)?"
@@ -100,14 +92,6 @@ class TransferQueuePayloads:
         except Exception as error:  # what Ray, ZeroMQ and the package raise has no common class
             reason = " ".join(str(error).split())[:300]
             raise BufferFailed(f"TransferQueue was asked {what}: {type(error).__name__}: {reason}") from error
-
-    def _serve(self) -> None:
-        while True:
-            call, future = self._calls.get()
-            try:
-                future.set_result(call(self._connected()))
-            except BaseException as error:  # whatever it is, the caller has to hear of it
-                future.set_exception(error)
 
     def _connected(self) -> Any:
         if self._queue is None:

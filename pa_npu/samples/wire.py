@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -40,7 +41,8 @@ _TENSORS: dict[str, tuple[str, str, int]] = {
     "tokens": ("I32", "<i4", 1),
     "logprobs": ("F32", "<f4", 1),
 }
-_COLUMNS = 3  # of spans
+COLUMNS = tuple(_TENSORS)
+_SPAN_NUMBERS = 3
 _WHOLE, _COMMON, _LOSS = range(3)
 _PARTS = {_WHOLE: tuple(_TENSORS), _COMMON: ("numbers", "spans", "tokens"), _LOSS: ("values", "logprobs")}
 # A group of more tokens than this is damage, not data.
@@ -49,20 +51,29 @@ _MOST_TOKENS = 2**31 - 1
 
 def to_bytes(group: Group) -> bytes:
     """The wire format. `from_bytes` gives back an equal group, bit for bit."""
+    return from_columns(columns_of(group))
+
+
+def columns_of(group: Group) -> dict[str, np.ndarray]:
+    """What the wire format consists of, by COLUMNS, for where these lie one by one."""
     starts, ends = group.runs
-    spans = np.empty((group.num_samples + len(starts), _COLUMNS), "<i4")
+    spans = np.empty((group.num_samples + len(starts), _SPAN_NUMBERS), "<i4")
     samples, runs = spans[: group.num_samples], spans[group.num_samples :]
     samples[:, 0], samples[:, 1], samples[:, 2] = group.lengths, _shared(group), group.finished
     runs[:, 0], runs[:, 1], runs[:, 2] = starts, ends - starts, group.versions[starts]
     own = zip(pairwise(group.offsets().tolist()), samples[:, 1].tolist(), strict=True)
-    tensors = {
+    return {
         "numbers": np.array([*(getattr(group, name) for name in IDENTITY), group.num_samples], "<i8"),
         "spans": spans,
         "values": np.concatenate([group.rewards, group.advantages[starts]]),
         "tokens": np.concatenate([group.tokens[start + shared : end] for (start, end), shared in own]),
         "logprobs": group.logprobs[group.trained],
     }
-    return _enveloped(_WHOLE, tensors)
+
+
+def from_columns(columns: Mapping[str, np.ndarray]) -> bytes:
+    """The wire format of `columns_of`."""
+    return _enveloped(_WHOLE, dict(columns))
 
 
 def _enveloped(part: int, tensors: dict[str, np.ndarray]) -> bytes:
@@ -154,8 +165,8 @@ def _arrays(tensors: dict[str, Any], part: int) -> dict[str, np.ndarray]:
     for name, tensor in tensors.items():
         stored, dtype, dimensions = _TENSORS[name]
         shape = tensor["shape"]
-        if tensor["dtype"] != stored or len(shape) != dimensions or shape[1:] not in ([], [_COLUMNS]):
-            wanted = f"[n, {_COLUMNS}]" if dimensions == 2 else "[n]"
+        if tensor["dtype"] != stored or len(shape) != dimensions or shape[1:] not in ([], [_SPAN_NUMBERS]):
+            wanted = f"[n, {_SPAN_NUMBERS}]" if dimensions == 2 else "[n]"
             raise GroupFormatError(f"group bytes: {name} is {tensor['dtype']} {shape}, expected {stored} {wanted}")
         arrays[name] = np.frombuffer(tensor["data"], dtype).reshape(shape)
     if "numbers" in arrays and len(arrays["numbers"]) != len(IDENTITY) + 1:

@@ -13,7 +13,7 @@ from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import CARRIED, DATA_POSITION, DISPATCHED, PRODUCED_AHEAD, WRITTEN_AHEAD
-from pa_npu.samples.rollout_buffer import RolloutBuffer, written_buffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
 
 # pa_npu.coordinator.resumed reads it.
 _CARRIED = "carried"
@@ -50,7 +50,7 @@ class RolloutsAhead:
     def _carried(self, version: int) -> AheadIteration:
         """Groups that no update before this version has trained, and no iteration that is produced by then."""
         carried = CARRIED.wait(self._channel, self._config.trainer.wait_timeout_s, version=version)
-        buffer = written_buffer(self._channel, version)
+        buffer = self._buffer.written(version)
         groups = []
         for index in range(len(carried.groups)):
             groups.append(buffer.read_bytes(carried.iteration, 0, index))
@@ -58,10 +58,10 @@ class RolloutsAhead:
         return AheadIteration(carried.iteration, {_CARRIED: asdict(carried)}, [], {}, groups)
 
     def _written(self, version: int) -> list[AheadIteration]:
-        """Complete or not, what the versions before this one have written; it lies in the store for this purpose alone."""
+        """Complete or not, what the versions before this one have written; it lies in the buffer for this purpose alone."""
         limit_s = self._config.trainer.wait_timeout_s
         written = WRITTEN_AHEAD.wait(self._channel, limit_s, version=version)
-        buffer = written_buffer(self._channel, version)
+        buffer = self._buffer.written(version)
         found = []
         for iteration in written.iterations:
             data = DATA_POSITION.wait(self._channel, limit_s, iteration=iteration + 1).state

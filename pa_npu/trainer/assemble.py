@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from pa_npu.control.channel import StoreChannel, attempt_prefix
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import UPDATE_SIZE
 from pa_npu.control.software import TRAINERS_RUN_ON
+from pa_npu.control.store_server import ADDRESS_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.publish.late_engines import LateEngines, Place
@@ -24,6 +26,7 @@ from pa_npu.publish.publisher import Publisher, WeightSource
 from pa_npu.publish.sizing import auto_bucket_bytes
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.open_buffer import open_buffer
+from pa_npu.samples.shards import host_shard
 from pa_npu.telemetry.sample_store import TrainerLogprobs, kept_groups
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
@@ -130,8 +133,11 @@ def rollout_source(
     config: Config, channel: StoreChannel, backend: TrainBackend, timeline: Timeline
 ) -> Callable[[int], MicrobatchIterator]:
     """A function from an iteration to this replica's microbatches of it."""
-    ranks = backend.ranks
-    buffer = open_buffer(config, channel, readers=ranks.tensor_size * ranks.pipeline_size)
+    ranks, own = backend.ranks, None
+    if config.has_shards and (backend.replica_links is None or backend.replica_links.reads):
+        address = os.environ.get(ADDRESS_VARIABLE, config.placement.address)
+        own = host_shard(channel, ranks.data_rank, address)
+    buffer = open_buffer(config, channel, readers=ranks.tensor_size * ranks.pipeline_size, own=own)
 
     has_budget = config.schedule.tokens_per_update is not None
     # a group is carried for max_staleness updates at most

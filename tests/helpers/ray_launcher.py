@@ -143,6 +143,7 @@ def main(arguments: Sequence[str]) -> int:
     from pa_npu.config import Config
     from pa_npu.control.channel import StoreChannel, connect
     from pa_npu.control.roster import PREFIX, Roster
+    from pa_npu.control.store_server import host_store
     from pa_npu.errors import PaNpuError
     from pa_npu.launcher.cluster.ray_cluster import ray_cluster
     from pa_npu.launcher.cluster.ray_connection import connected
@@ -150,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
     from pa_npu.launcher.process.commands import Startable, Store
     from pa_npu.launcher.process.console import Console
     from pa_npu.launcher.process.process_tree import ProcessTree
-    from pa_npu.launcher.process.readiness import Awaited, host_store
+    from pa_npu.launcher.process.readiness import Awaited
     from pa_npu.launcher.process.recovery import Attempt, Recovery
     from pa_npu.telemetry.timeline import Timeline
 

@@ -11,7 +11,7 @@ from pa_npu.samples.wire import to_bytes
 class Shelf:
     """A rollout buffer that holds one iteration's groups."""
 
-    readers = 1
+    readers, head_bytes = 1, 0
 
     def __init__(self, groups: list[Group]) -> None:
         self._groups = groups

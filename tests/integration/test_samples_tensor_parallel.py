@@ -26,6 +26,7 @@ from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.replica_feed import GroupsNotPassed, ReplicaLinks
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.shards import ShardPayloads, host_shard
 from pa_npu.samples.types import Group
 from pa_npu.samples.wire import split, to_bytes
 from tests.helpers.rank_processes import rank_processes
@@ -97,10 +98,12 @@ def rank_main(rank: int, port: int) -> None:
     )
     channel = StoreChannel(connect("127.0.0.1", port, 30.0))
     buffer = WatchedBuffer(channel, "run", readers=RANKS)
+    own = host_shard(channel, 0, "127.0.0.1") if rank == 0 else None
+    in_shards = StoreRolloutBuffer(channel, "shards", RANKS, payloads=ShardPayloads(channel, 30.0, own))
 
-    def iterator(iteration: int, timeout_s: float) -> MicrobatchIterator:
+    def iterator(iteration: int, timeout_s: float, source: StoreRolloutBuffer = buffer) -> MicrobatchIterator:
         return MicrobatchIterator(
-            buffer,
+            source,
             replica=0,
             num_replicas=1,
             iteration=iteration,
@@ -114,6 +117,9 @@ def rank_main(rank: int, port: int) -> None:
         )
 
     channel.add("ready", 1)
+    sharded = iterator(0, 30.0, in_shards)
+    from_shard = list(sharded)
+    sharded.finish()
     microbatches = iterator(0, 30.0)
     taken = list(microbatches)
     microbatches.finish()
@@ -124,6 +130,8 @@ def rank_main(rank: int, port: int) -> None:
         "waited_s": microbatches.waited_s,
         "traffic": asdict(microbatches.traffic),
     }
+    same = [digest(found, COMMON + LOSS) for found in (taken, from_shard)]
+    result["from_shard"] = {"same": same[0] == same[1], **asdict(sharded.traffic)}
     try:
         next(iterator(1, MISSING_TIMEOUT_S))
     except DeadlineExceeded as error:
@@ -149,6 +157,11 @@ def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_what_it_com
         buffer = StoreRolloutBuffer(ranks.channel, "run", readers=RANKS, ahead=2)
         groups = [make_group(index) for index in range(GROUPS)]
         sizes = [len(to_bytes(group)) for group in groups]
+        sharded = StoreRolloutBuffer(
+            ranks.channel, "shards", readers=RANKS, payloads=ShardPayloads(ranks.channel, 30.0)
+        )
+        for slot, group in enumerate(groups):
+            sharded.put(group, 0, slot)
         assert sizes[-1] > CHUNK_BYTES
         buffer.put(
             replace(groups[0], iteration=2, versions=groups[0].versions + 2 * groups[0].trained.astype(np.int32)), 0, 0
@@ -160,7 +173,7 @@ def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_what_it_com
         results = ranks.results()
     expected = [m for group in groups for m in build_microbatches(group, MICROBATCH_RESPONSES, True, PAD)]
     parts = [split(to_bytes(group)) for group in groups]
-    sent = sum((24 + len(common)) * (RANKS - 1) + len(loss) * TENSOR_PARALLEL for common, loss in parts)
+    sent = sum((32 + len(common)) * (RANKS - 1) + len(loss) * TENSOR_PARALLEL for common, loss in parts)
     for rank, result in enumerate(results):
         assert result["common"] == digest(expected, COMMON), f"rank {rank} trained something else"
         last_stage = rank >= TENSOR_PARALLEL
@@ -170,14 +183,28 @@ def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_what_it_com
             "only the reader and the last stage need the loss's columns"
         )
         assert result["waited_s"] >= PRODUCER_DELAY_S - 0.5, "the wait must be counted as idle time"
-        assert result["traffic"] == {"reads": GROUPS, "buffer_bytes": sum(sizes), "collective_bytes": sent}
+        assert result["traffic"] == {
+            "reads": GROUPS,
+            "buffer_bytes": sum(sizes),
+            "head_bytes": sum(sizes),
+            "collective_bytes": sent,
+        }
+        from_head = result["from_shard"].pop("head_bytes")
+        assert result["from_shard"] == {
+            "same": True,
+            "reads": GROUPS,
+            "buffer_bytes": sum(sizes),
+            "collective_bytes": sent,
+        }
+        assert 0 < from_head < 0.01 * sum(sizes), "of groups in a shard the head says what there is"
         assert f"deadline of {MISSING_TIMEOUT_S:g} s reached" in result["deadline"]
         assert "the group of slot 0, replica 0, iteration 1" in result["deadline"]
         if rank:
             assert "slot 0, replica 0, iteration 2 could not be passed" in result["reader_gone"]
             assert result["told_after_s"] < COLLECTIVE_TIMEOUT_S + 2
     assert [result["reads"] for result in results] == [GROUPS, 0, 0, 0], "only the replica's reader reads"
-    left = [slot for slot in range(GROUPS) if ranks.channel.exists(f"buffer/run/0/0/{slot}")]
+    names = [f"buffer/{name}/0/0/{slot}" for name in ("run", "shards") for slot in range(GROUPS)]
+    left = [name for name in names if ranks.channel.exists(name)]
     assert not left, f"slots {left} stayed in the store after all ranks were done"
 
 

@@ -6,6 +6,7 @@ A run over both equals the run on one machine bit for bit, also when one of the 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
+from pa_npu.samples.shards import SHARD
 from tests.helpers.launched import Launched, environment, running, settings
 from tests.helpers.raylets import HEAD, OTHER, Raylets, raylets
 from tests.helpers.sockets import listening
@@ -106,6 +109,10 @@ def test_a_run_over_two_nodes_equals_the_run_on_one_bit_for_bit(
     )
     seen = processes_of(run)
     addresses = {address for _, address, _ in listening(list(seen))}
+    store = re.search(r"pa-npu join (\S+):(\d+)", launched.output)
+    assert store
+    channel = StoreChannel(connect(store[1], int(store[2]), 30.0), attempt_prefix(0))
+    shards = [SHARD.get(channel, replica=replica).host for replica in range(2)]
     assert launched.popen.wait(RUN_TIMEOUT_S) == 0, launched.output
 
     launched.assert_nothing_survives()
@@ -113,6 +120,13 @@ def test_a_run_over_two_nodes_equals_the_run_on_one_bit_for_bit(
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["iteration"] for record in records] == list(range(ITERATIONS))
     assert_same_weights(on_one, run)
+    assert sorted(shards) == sorted([HEAD, OTHER]), "each replica's groups lie on its own node"
+    on_head = [json.loads(line) for line in (on_one / "metrics.jsonl").read_text().splitlines()]
+    for there, here in zip(records, on_head, strict=True):
+        assert here["rollout_head_bytes"] == here["rollout_buffer_bytes"] == there["rollout_buffer_bytes"]
+        assert 0 < there["rollout_head_bytes"] < 0.5 * there["rollout_buffer_bytes"], (
+            "what the head says of small groups"
+        )
     names = {"launcher", "coordinator", "engine-0", "trainer-0", "trainer-1", "tracker-tensorboard"}
     assert {file.stem for file in (run / "logs").glob("*.log")} == names
     assert "node 1: engine-0 on device 0, trainer-1 on device 1" in launched.output

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from pa_npu.control.channel import CHUNK_BYTES, StoreChannel, StoreError, connect
+from pa_npu.control.store_server import host_store
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.launcher.process.readiness import host_store
 
 
 @pytest.fixture

@@ -135,6 +135,7 @@ def test_ranks_know_their_place_on_their_node_and_in_the_run() -> None:
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert [env[name] for name in names] == ["3", "1", "3", "4", "2", "10.0.0.1", "29500"]
     assert env["PA_NPU_STORE"] == "10.0.0.1:29500" and env["PA_NPU_ATTEMPT"] == "2"
+    assert env["PA_NPU_ADDRESS"] == "127.0.0.1", "of its own node"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for the addresses of interfaces")

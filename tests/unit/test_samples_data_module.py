@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pa_npu.control.channel import StoreChannel
-from pa_npu.samples.data_module import DataModule, DataModuleError, MemoryShard, StoreShard, Task
+from pa_npu.samples.data_module import DataModule, DataModuleError, MemoryShard, Row, StoreShard, Task
 
 COLUMNS = ("prompt", "tokens", "logprobs", "rewards")
 STAGE = Task("middle stage", ("tokens",))
@@ -30,7 +30,7 @@ class WatchedShard(MemoryShard):
         super().__init__()
         self.asked: list[tuple[str, ...]] = []
 
-    def get(self, row: int, columns: Sequence[str]) -> dict[str, np.ndarray]:
+    def get(self, row: Row, columns: Sequence[str]) -> dict[str, np.ndarray]:
         self.asked.append(tuple(columns))
         return super().get(row, columns)
 

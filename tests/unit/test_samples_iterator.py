@@ -45,7 +45,7 @@ class MemoryBuffer:
     """A RolloutBuffer in memory; a slot that is missing is a deadline that has passed. early: slots that are there before they are
     waited for."""
 
-    readers = 1
+    readers, head_bytes = 1, 0
 
     def __init__(self, groups: list[Group], replica: int = 0, early: tuple[int, ...] = ()) -> None:
         self.early = early
@@ -71,6 +71,9 @@ class MemoryBuffer:
 
     def done(self, iteration: int, replica: int, slot: int) -> None:
         self.finished.append(slot)
+
+    def written(self, version: int) -> RolloutBuffer:
+        raise NotImplementedError
 
 
 def iterator(buffer: RolloutBuffer, **changes: Any) -> MicrobatchIterator:

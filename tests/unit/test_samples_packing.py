@@ -17,6 +17,7 @@ from pa_npu.planning.amounts import work
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.types import Group
 from pa_npu.samples.wire import to_bytes
 
@@ -45,7 +46,7 @@ def make_group(index: int, lengths: list[int]) -> Group:
 class ScriptedBuffer:
     """A RolloutBuffer that holds everything and says of a slot whether it is ready as `ready` decides."""
 
-    readers = 1
+    readers, head_bytes = 1, 0
 
     def __init__(self, groups: list[Group], ready: Callable[[int], bool]) -> None:
         self._groups = groups
@@ -70,6 +71,9 @@ class ScriptedBuffer:
 
     def done(self, iteration: int, replica: int, slot: int) -> None:
         pass
+
+    def written(self, version: int) -> RolloutBuffer:
+        raise NotImplementedError
 
 
 def iterator(

@@ -164,7 +164,7 @@ def test_what_is_carried_comes_back_from_a_checkpoint_as_it_was() -> None:
 class Filling:
     """A buffer whose slots are filled one look after another."""
 
-    readers = 1
+    readers, head_bytes = 1, 0
 
     def __init__(self, groups: list[Group]) -> None:
         self._groups, self.looks = groups, 0

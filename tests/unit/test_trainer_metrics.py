@@ -33,7 +33,7 @@ from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
 
 RESPONSES, SHARES, CLIP, CAP, KL, TEMPERATURE = 4, 2, 0.1, 1.2, 0.05, 0.8
 LEARNING_RATE = 3e-3
-EACH = Traffic(1, 300, 70)  # how a group came to its replica
+EACH = Traffic(1, 300, 40, 70)  # how a group came to its replica
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +94,7 @@ def expected(
         "microbatches": len(groups),
         "rollout_reads": EACH.reads * len(groups),
         "rollout_buffer_bytes": EACH.buffer_bytes * len(groups),
+        "rollout_head_bytes": EACH.head_bytes * len(groups),
         "rollout_collective_bytes": EACH.collective_bytes * len(groups),
     }
     return numbers, {"k3": k3, "k3 the other way": np.exp(engine - before) - 1 - (engine - before)}

@@ -190,6 +190,7 @@ def update_report(
         microbatches=totals.num_microbatches,
         rollout_reads=totals.traffic.reads,
         rollout_buffer_bytes=totals.traffic.buffer_bytes,
+        rollout_head_bytes=totals.traffic.head_bytes,
         rollout_collective_bytes=totals.traffic.collective_bytes,
         memory_trainer_host_bytes=host_bytes,
         memory_trainer_device_bytes=None if peak.device_bytes is None else device_bytes,

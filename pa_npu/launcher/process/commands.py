@@ -10,6 +10,7 @@ from typing import Literal
 
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import attempt_prefix
+from pa_npu.control.store_server import ADDRESS_VARIABLE
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.registry import engine_kind
 from pa_npu.families.spec import ModelSpec
@@ -106,6 +107,7 @@ def trainer_command(
     env |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(config.trainer.devices)}
     env |= {"LOCAL_WORLD_SIZE": str(len(placement.ranks)), "GROUP_RANK": str(node)}
     env |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
+    env[ADDRESS_VARIABLE] = config.placement.address  # this node's; config.yaml has the launcher's
     argv = (sys.executable, "-m", "pa_npu.trainer.main", "--config", _config_file(config))
     return Command(f"trainer-{rank}", argv, env, placement.trainer_cores[local])
 

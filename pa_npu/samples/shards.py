@@ -1,0 +1,141 @@
+"""Groups in shards on the nodes: each in the memory of the process that reads it, the first rank of the replica that trains it.
+
+    coordinator ──columns──> shard of replica r ──> reader of replica r ──collectives──> its other ranks
+         └──the columns' names and sizes──> store on the head <──who waits, and who is done── all ranks of replica r
+
+A shard is a c10d store that the reader hosts, so that it needs no process of its own and nobody to watch over it: it ends with a
+trainer rank, and then coordinator and trainers start again from the newest checkpoint, as whenever a rank ends. The groups that
+were in it are generated again, or come back from the checkpoint. Every attempt of a run has shards of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from pa_npu.control.bounded_calls import BoundedCalls, NoAnswer
+from pa_npu.control.channel import StoreChannel, StoreError, connect
+from pa_npu.control.store_server import host_store
+from pa_npu.control.typed import Topic
+from pa_npu.errors import DeadlineExceeded
+from pa_npu.samples.data_module import Cells, StoreShard
+from pa_npu.samples.rollout_buffer import BufferFailed
+from pa_npu.samples.types import Group
+from pa_npu.samples.wire import COLUMNS, columns_of, from_columns
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ShardAddress:
+    """Where a shard listens."""
+
+    host: str
+    port: int
+
+
+SHARD = Topic(
+    "buffer/shards/{replica}", ShardAddress, "trainers: the reader of replica {replica} to say where its groups may lie"
+)
+
+
+@dataclass(frozen=True)
+class OwnShard:
+    """The shard that this process hosts, as long as this is there."""
+
+    replica: int
+    server: dist.TCPStore
+
+
+def host_shard(channel: StoreChannel, replica: int, address: str) -> OwnShard:
+    """For the groups of the replica that this process reads for. channel: to the run's store. address: of this node.
+
+    Raises BufferFailed where nothing can listen there.
+    """
+    try:
+        server = host_store(address, 0)
+    except OSError as error:
+        raise BufferFailed(
+            f"the shard of replica {replica} cannot listen on {address} ({error.strerror}); set buffer.shards=head, or "
+            f"correct this node's address in the cluster"
+        ) from None
+    SHARD.put(channel, ShardAddress(address, server.port), replica=replica)
+    return OwnShard(replica, server)
+
+
+class ShardPayloads:
+    """Payloads of one attempt of a run, in the shards of its replicas.
+
+    channel: to the run's store, which knows where shards are. timeout_s: of finding a shard, and of every call to it.
+    """
+
+    def __init__(self, channel: StoreChannel, timeout_s: float, own: OwnShard | None = None) -> None:
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._clients: dict[int, _Client] = {}
+        if own is not None:
+            # asked without a thread between: what stops the shard stops this process
+            self._clients[own.replica] = _Client(StoreShard(StoreChannel(own.server, "")), _at_once)
+
+    def put(self, key: str, replica: int, group: Group) -> bytes:
+        cells = columns_of(group)
+        self._ask(replica, f"to take {group}", lambda shard: shard.put(key, cells))
+        return msgspec.json.encode(_sizes(cells))
+
+    def get(self, key: str, replica: int, said: bytes) -> bytes:
+        cells = self._ask(replica, f"for {key}", lambda shard: shard.get(key, COLUMNS))
+        if msgspec.json.encode(sizes := _sizes(cells)) != said:
+            raise BufferFailed(f"the shard of replica {replica} has {sizes} bytes of {key}, expected {said!r}")
+        return from_columns(cells)
+
+    def drop(self, key: str, replica: int) -> None:
+        self._ask(replica, f"to drop {key}", lambda shard: shard.drop(key, COLUMNS))
+
+    def _ask(self, replica: int, what: str, call: Callable[[StoreShard], T]) -> T:
+        client = self._client(replica)
+        try:
+            return client.bounded(lambda: call(client.shard))
+        except NoAnswer as error:
+            reason = f"it does not answer within {self._timeout_s:g} s" if error.asked else str(error)
+            raise BufferFailed(
+                f"the shard of replica {replica} was asked {what}: {reason}; its trainer rank hangs, see the trainers' logs"
+            ) from None
+        except StoreError as error:
+            raise BufferFailed(f"the shard of replica {replica} was asked {what}: {error}") from error
+
+    def _client(self, replica: int) -> _Client:
+        with self._lock:
+            if replica not in self._clients:
+                where = SHARD.wait(self._channel, self._timeout_s, replica=replica)
+                try:
+                    store = connect(where.host, where.port, self._timeout_s)
+                except DeadlineExceeded:
+                    raise BufferFailed(
+                        f"the shard of replica {replica} at {where.host}:{where.port} cannot be reached within "
+                        f"{self._timeout_s:g} s; does its trainer rank still run, and can this machine reach that node?"
+                    ) from None
+                calls = BoundedCalls(f"shard of replica {replica}", self._timeout_s)
+                self._clients[replica] = _Client(StoreShard(StoreChannel(store, "")), calls)
+            return self._clients[replica]
+
+
+@dataclass(frozen=True)
+class _Client:
+    """bounded: makes a call to the shard, which has no deadline of its own."""
+
+    shard: StoreShard
+    bounded: Callable[[Callable[[], Any]], Any]
+
+
+def _at_once(call: Callable[[], Any]) -> Any:
+    return call()
+
+
+def _sizes(cells: Cells) -> dict[str, int]:
+    return {name: cells[name].nbytes for name in COLUMNS}
