@@ -209,10 +209,14 @@ def _read(directory: Path) -> CheckpointMeta | str:
         path = directory / name
         if not isinstance(size, int) or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
             return f"{META_FILE} is damaged (its file {name!r:.60} of {size!r:.20} bytes)"
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        try:
+            found = path.stat().st_size if path.is_file() else None
+        except OSError as error:
+            return f"{META_FILE} is damaged (its file {name!r:.60}: {error.strerror})"
+        if found is None:
+            return f"{name:.200} is missing"
+        if found != size:
+            return f"{name} has {found} bytes instead of {size}"
     return meta
 
 

@@ -114,6 +114,8 @@ META = asdict(make_meta(4, Path("nowhere"))) | {"files": {"__0_0.distcp": 7, ".m
 @example(content=json.dumps(META | {"files": {"a\0b": 1}}).encode())
 @example(content=json.dumps(META | {"files": {"../../../etc/passwd": 1}}).encode())
 @example(content=json.dumps(META | {"files": {"": 4096}}).encode())
+@example(content=json.dumps(META | {"files": {"long" * 64: 1}}).encode())
+@example(content=json.dumps(META | {"files": {"long/" * 512: 1}}).encode())
 @example(content=b" " * (65 << 20))
 def test_any_meta_data_are_those_of_a_checkpoint_or_what_is_wrong_in_one_line(written: Path, content: bytes) -> None:
     (written / store.META_FILE).write_bytes(content)
