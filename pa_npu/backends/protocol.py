@@ -115,6 +115,9 @@ class MicrobatchSource(Protocol):
     @property
     def is_last(self) -> bool: ...
 
+    def settle(self) -> int:
+        """How many groups the update has; waits until that is known. Raises DeadlineExceeded."""
+
     def __iter__(self) -> Iterator[Microbatch]: ...
 
     def __next__(self) -> Microbatch: ...

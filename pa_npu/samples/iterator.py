@@ -152,6 +152,20 @@ class MicrobatchIterator(Iterator[Microbatch]):
             self._end = self._groups * update // number
             yield self
 
+    def settle(self) -> int:
+        """How many groups there are (of an update's share), for a schedule that has to know before it begins.
+
+        Waits until that is known. Raises DeadlineExceeded when neither that nor a further group comes within timeout_s.
+        """
+        if self._size is not None:
+            start_s = now()
+            with self._border():
+                self._groups = self._end = self._wait_for_size(self._size)
+            self._size = None
+            self.waited_s += now() - start_s
+            self._timeline.complete("wait for groups", start_s, now(), lane="wait")
+        return self._end - len(self._indices)
+
     def finish(self) -> None:
         """Asserts that the schedule consumed every microbatch of every slot (I2)."""
         self._source.close()
@@ -202,6 +216,24 @@ class MicrobatchIterator(Iterator[Microbatch]):
         self._indices.append(group.index)
         return taken.parsed.pieces
 
+    def _wait_for_size(self, size_of: Callable[[], int | None]) -> int:
+        seen, since_s = 0, time.perf_counter()
+        while (size := size_of()) is None:
+            if seen < self._groups and self._buffer.ready(self._iteration, self._replica, seen):
+                seen, since_s = seen + 1, time.perf_counter()
+                continue
+            waited_s = time.perf_counter() - since_s
+            if waited_s > self._timeout_s:
+                raise self._no_size(seen)
+            time.sleep(min(_LONGEST_LOOK_S, _SHORTEST_LOOK_S + _LOOK_SHARE * waited_s))
+        return size
+
+    def _no_size(self, slot: int) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"neither the group of slot {slot} of replica {self._replica} in iteration {self._iteration} nor how many it has came "
+            f"from the coordinator within {self._timeout_s:g} s; see its log"
+        )
+
     def _ends_at(self, slot: int) -> bool:
         """Waits until the slot is filled, or the iteration is known to end before it, and says which."""
         if self._size is None:
@@ -210,10 +242,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         while size is None and not self._buffer.ready(self._iteration, self._replica, slot):
             waited_s = time.perf_counter() - start_s
             if waited_s > self._timeout_s:
-                raise DeadlineExceeded(
-                    f"neither the group of slot {slot} of replica {self._replica} in iteration {self._iteration} nor how many it "
-                    f"has came from the coordinator within {self._timeout_s:g} s; see its log"
-                )
+                raise self._no_size(slot)
             time.sleep(min(_LONGEST_LOOK_S, _SHORTEST_LOOK_S + _LOOK_SHARE * waited_s))
             size = self._size()
         if size is None or slot < size:

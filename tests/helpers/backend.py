@@ -32,6 +32,9 @@ class Source(Iterator[Microbatch]):
         self.traffic = Traffic()
         self._each = each
 
+    def settle(self) -> int:
+        raise AssertionError("without pipeline stages nobody needs to know in advance")
+
     def __next__(self) -> Microbatch:
         microbatch = next(self._microbatches)
         self.traffic = self.traffic.plus(self._each)

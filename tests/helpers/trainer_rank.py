@@ -125,6 +125,7 @@ def main(job_file: str) -> None:
     from pa_npu.checkpoints.saving import Checkpointing
     from pa_npu.config.load import load_config
     from pa_npu.control.channel import StoreChannel, connect
+    from pa_npu.control.messages import UPDATE_SIZE, UpdateSize
     from pa_npu.families.spec import ModelSpec
     from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
@@ -151,7 +152,9 @@ def main(job_file: str) -> None:
     for iteration in range(job["first"], job["last"]):
         if rank == 0:
             buffer = StoreRolloutBuffer(channel, "run", readers=1)
-            put_groups(config, buffer, iteration, job["order"], job["advantages_of_rewards"])
+            put_groups(config, buffer, iteration, job["order"], job["advantages_of_rewards"], job.get("sizes"))
+            if "sizes" in job:
+                UPDATE_SIZE.put(channel, UpdateSize(job["sizes"][iteration]), iteration=iteration)
         backend.publish(iteration)
         report = consume(backend, rollouts(iteration), config.schedule.updates_per_iteration).report
         reports.append(numbers(report, checkpoints.at_border(iteration + 1)))
@@ -170,16 +173,25 @@ def data_state(config: Config, version: int) -> dict[str, Any]:
 
 
 def put_groups(
-    config: Config, buffer: Any, iteration: int, order: list[int] | None, advantages_of_rewards: bool
+    config: Config,
+    buffer: Any,
+    iteration: int,
+    order: list[int] | None,
+    advantages_of_rewards: bool,
+    sizes: list[int] | None = None,
 ) -> None:
-    """Slots as the coordinator assigns them with order=prompt, or in the given arrival order."""
+    """Slots as the coordinator assigns them with order=prompt, or in the given arrival order.
+
+    sizes: of every iteration, as many groups for each replica as schedule.tokens_per_update is said to take; None: all.
+    """
     groups = make_groups(
         iteration, config.schedule.prompts_per_iteration, config.rollout.responses_per_prompt, config.run.seed
     )
     kind = config.algorithm.advantage
     if advantages_of_rewards and kind != "batch-std":
         groups = [with_advantages(group, group_advantages(group.rewards, kind)) for group in groups]
-    for place, index in enumerate(order or range(len(groups))):
+    taken = len(groups) if sizes is None else sizes[iteration] * config.data_parallel
+    for place, index in enumerate(order or range(taken)):
         buffer.put(groups[index], place % config.data_parallel, place // config.data_parallel)
 
 

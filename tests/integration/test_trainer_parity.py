@@ -122,6 +122,33 @@ def test_two_updates_per_iteration_do_not_depend_on_the_parallel_layout(model: P
                 )
 
 
+def test_a_budget_of_tokens_gives_pipeline_stages_the_weights_of_one_rank(model: Path, tmp_path: Path) -> None:
+    """Of four groups that an iteration may have, the first trains three and the second two, which nobody knows in advance."""
+    schedule = {"tokens_per_update": 40, "max_staleness": 1}
+    found = {}
+    for name, trainer, sizes in (
+        ("single", {"devices": 1}, [3, 2]),
+        ("PP2", LAYOUTS["PP2"], [3, 2]),
+        ("whole", {"devices": 1}, [4, 2]),
+    ):
+        directory = tmp_path / name
+        config = make_config(model, directory, schedule=schedule, trainer=trainer)
+        reports = run_job(Job(config, directory, last=2, export=str(directory / "hf"), options={"sizes": sizes}))
+        weights = {k: v for file in (directory / "hf").glob("*.safetensors") for k, v in load_file(file).items()}
+        found[name] = reports, weights
+    (reports, weights), (ours, same), (_, other) = found["single"], found["PP2"], found["whole"]
+    assert [report["microbatches"] for report in ours] == [report["microbatches"] for report in reports] == [3, 2]
+    assert [report["tokens_response"] for report in ours] == [report["tokens_response"] for report in reports]
+    for name in ("loss", "grad_norm"):
+        assert [report[name] for report in ours] == pytest.approx([report[name] for report in reports], rel=1e-4)
+    assert weights.keys() == same.keys() and len(weights) > 20
+    for name, weight in weights.items():
+        torch.testing.assert_close(same[name], weight, rtol=1e-4, atol=1e-6, msg=name)
+    assert any((other[name] - weight).abs().max() > 1e-4 for name, weight in weights.items()), (
+        "negative control: one group more would have shown"
+    )
+
+
 @pytest.mark.parametrize("cut", [{"microbatch": {"responses": 1}}, {"attention": {"shared_prompt": False}}])
 def test_update_does_not_depend_on_the_cut_into_microbatches(
     cut: dict[str, Any], model: Path, single: dict[str, Any], tmp_path: Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,6 @@ from tests.helpers.trainer_rank import make_groups
         ({"schedule": {"on_publish": "continue"}}, "set on_publish to finish"),
         ({"schedule": {"updates_per_iteration": 2}}, "updates_per_iteration = 2"),
         ({"publish": {"when": "divergence", "divergence": 0.1}}, "set when to every"),
-        ({"trainer": {"devices": 2, "pipeline_parallel": 2}}, "set pipeline_parallel to 1"),
         ({"schedule": {"tokens_per_update": 10**6}}, "lower it, or raise prompts_per_iteration"),
     ],
 )
@@ -184,6 +184,18 @@ class Filling:
         pass
 
 
+def updates_of(
+    groups: list[Group], timeout_s: float, size: Callable[[], int | None], max_tokens: int | None = None
+) -> MicrobatchIterator:
+    return MicrobatchIterator(
+        Filling(groups),  # type: ignore[arg-type]
+        **{"replica": 0, "num_replicas": 1, "iteration": 2, "groups": 16, "order": "prompt"},
+        **{"responses_per_microbatch": 4, "shared_prompt": True, "pad_multiple": 1, "timeout_s": timeout_s},
+        max_tokens=max_tokens,
+        size=size,
+    )
+
+
 @pytest.mark.parametrize("known_after", [0, 1, 9])
 @pytest.mark.parametrize("max_tokens", [None, 64])
 def test_trainers_end_where_the_update_ends_whenever_they_hear_of_it(known_after: int, max_tokens: int | None) -> None:
@@ -194,13 +206,7 @@ def test_trainers_end_where_the_update_ends_whenever_they_hear_of_it(known_after
     def size() -> int | None:
         return 3 if next(asked) >= known_after else None
 
-    source = MicrobatchIterator(
-        Filling(groups),  # type: ignore[arg-type]
-        **{"replica": 0, "num_replicas": 1, "iteration": 2, "groups": 16, "order": "prompt"},
-        **{"responses_per_microbatch": 4, "shared_prompt": True, "pad_multiple": 1, "timeout_s": 5.0},
-        max_tokens=max_tokens,
-        size=size,
-    )
+    source = updates_of(groups, 5.0, size, max_tokens)
     for share in source.updates(1):
         for microbatch in share:
             taken += microbatch.group_indices
@@ -208,12 +214,19 @@ def test_trainers_end_where_the_update_ends_whenever_they_hear_of_it(known_after
     assert sorted(set(taken)) == [0, 1, 2] and source.indices == (0, 1, 2)
 
 
+def test_pipeline_stages_know_how_many_groups_an_update_has_before_it_begins() -> None:
+    looked = itertools.count()
+    source = updates_of(make_groups(2, 3, 4, seed=1), 5.0, lambda: 3 if next(looked) > 20 else None)
+    (share,) = source.updates(1)
+    assert share.settle() == 3 and next(looked) == 22 and source.waited_s > 0, "until the coordinator has said so"
+    assert [microbatch.group_indices for microbatch in share] == [(0,), (1,), (2,)]
+    source.finish()
+
+
 def test_an_update_that_neither_goes_on_nor_ends_is_one_line() -> None:
-    source = MicrobatchIterator(
-        Filling([]),  # type: ignore[arg-type]
-        **{"replica": 0, "num_replicas": 1, "iteration": 2, "groups": 16, "order": "prompt"},
-        **{"responses_per_microbatch": 4, "shared_prompt": True, "pad_multiple": 1, "timeout_s": 0.05},
-        size=lambda: None,
-    )
+    source = updates_of([], 0.05, lambda: None)
     with pytest.raises(DeadlineExceeded, match="slot 0 of replica 0 in iteration 2 nor how many"):
         next(source)
+    source = updates_of(make_groups(2, 3, 4, seed=1), 0.05, lambda: None)
+    with pytest.raises(DeadlineExceeded, match="slot 3 of replica 0 in iteration 2 nor how many"):
+        source.settle()  # three come, and nothing after them

@@ -145,10 +145,10 @@ class MegatronBackend:
         self._reset_sums()
         self._judge_first = judge_first
         start = time.perf_counter()
-        # of use to the pipeline only, which packs nothing: every piece of a group is a microbatch
-        groups = self._config.groups_per_replica // self._config.schedule.updates_per_iteration
-        num_microbatches = groups * self._config.microbatches_per_group
         waited_s, traffic = microbatches.waited_s, microbatches.traffic
+        num_microbatches = 0
+        if self._config.trainer.pipeline_parallel > 1:  # which packs nothing: every piece of a group is a microbatch
+            num_microbatches = microbatches.settle() * self._config.microbatches_per_group
         self._traffic = lambda: microbatches.traffic.since(traffic)
         source: MicrobatchSource | HeldMicrobatches = microbatches
         loss = self._training_loss

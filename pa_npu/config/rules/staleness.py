@@ -119,11 +119,6 @@ def _broken_budget(c: ConfigTree) -> Iterator[str]:
             f"{what} with schedule.updates_per_iteration = {s.updates_per_iteration}, which shares a fixed number of groups; set "
             f"it to 1, or remove the key"
         )
-    if c.trainer.pipeline_parallel > 1:
-        yield (
-            f"{what}: the number of microbatches is not known in advance, which trainer.pipeline_parallel = "
-            f"{c.trainer.pipeline_parallel} needs; remove the key, or set pipeline_parallel to 1"
-        )
     most = s.prompts_per_iteration * c.rollout.responses_per_prompt * c.rollout.max_response_tokens
     if budget > most:
         yield (
