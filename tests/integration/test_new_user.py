@@ -92,6 +92,8 @@ class NewUser:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # as in a terminal, even where these tests run in a shell's background, which has children ignore it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert process.stdout is not None
         self.lines = []
