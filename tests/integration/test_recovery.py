@@ -300,14 +300,17 @@ def test_trainers_coordinator_reward_workers_and_launcher_that_are_killed_whenev
     tmp_path: Path,
     undisturbed: Callable[[str], Result],
 ) -> None:
+    """Groups lie with the trainers that are killed, whose ends are theirs; undisturbed they lie in the store on the head."""
     directory = tmp_path / "run"
-    watched = watched_when_ready(launch(*keys(tiny, directory, backend)))
+    watched = watched_when_ready(launch(*keys(tiny, directory, backend, buffer__shards="node")))
     kill_all(watched, kills)
     assert "the run continues from" in watched.run.output, watched.run.output
     watched.wait_for("training", ITERATIONS - 1)
     watched.run.popen.kill()
     watched.run.popen.wait(30)
     watched.run.assert_nothing_survives()
+    for record in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines()):
+        assert 0 < record["rollout_head_bytes"] < 0.5 * record["rollout_buffer_bytes"], "they were in shards"
 
     last = launch(*keys(tiny, directory, backend, checkpoint__resume="auto"))
     last.popen.wait(TIMEOUT_S)
@@ -393,8 +396,8 @@ SOME: Kills = (
 def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed(
     on_publish: str, kills: Kills, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
 ) -> None:
-    """What lies in the buffer and is not trained yet, or is half written, is in the checkpoints; an engine that comes again
-    gets the version that trainers have left."""
+    """What lies in the buffer and is not trained yet, or is half written, is in the checkpoints, also where it lies in shards with
+    the trainers; an engine that comes again gets the version that trainers have left."""
     stale = {
         "schedule.max_staleness": AHEAD,
         "schedule.on_publish": on_publish,
@@ -406,7 +409,8 @@ def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed
     expected = Result.of(tmp_path / "calm")
 
     watched = watched_when_ready(
-        launch(*keys(tiny, tmp_path / "run", "transformers", **stale)), AHEAD if on_publish == "finish" else 0
+        launch(*keys(tiny, tmp_path / "run", "transformers", buffer__shards="node", **stale)),
+        AHEAD if on_publish == "finish" else 0,
     )
     kill_all(watched, kills)
     watched.run.popen.wait(TIMEOUT_S)
