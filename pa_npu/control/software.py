@@ -43,11 +43,13 @@ TRAINERS_RUN_ON = Topic("trainers/run_on", TrainersRunOn, "trainers: rank 0 to s
 
 @dataclass(frozen=True)
 class EngineRunsOn:
-    """One engine. name: its URL. kind: rollout.backend; version: of its software, None where it does not say."""
+    """One engine. name: its URL. kind: rollout.backend; version: of its software, None where it does not say. device: as
+    rollout.engine_settings has it, None where that says nothing."""
 
     name: str
     kind: str
     version: str | None
+    device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class RunsOn:
     engines: tuple[EngineRunsOn, ...]
 
     def lines(self) -> list[str]:
-        """One of the trainers, one of each kind of engine."""
-        kinds = Counter(f"{engine.kind} {engine.version or '(version unknown)'}" for engine in self.engines)
+        """One of the trainers, one of each kind of engine and device."""
+        kinds = Counter(
+            f"{engine.kind} {engine.version or '(version unknown)'}{f' on {engine.device}' if engine.device else ''}"
+            for engine in self.engines
+        )
         return [self.trainers.line(), *(f"engines: {count} x {kind}" for kind, count in kinds.items())]

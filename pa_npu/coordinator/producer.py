@@ -240,7 +240,9 @@ class Producer:
         shared = tuple(name for name in names if uses[name].shared)
         # trainers that are behind wait for no group: what counts is when the last one is there
         streams = self._config.streams(iteration) and not self._config.iterations_ahead
-        return IterationOutlook(groups, names, streams, shared)
+        windows = {name: own for name in names if (own := uses[name].window) is not None}
+        speeds = {name: uses[name].speed for name in names if uses[name].speed != 1.0}
+        return IterationOutlook(groups, names, streams, shared, windows, speeds)
 
     def _expected_tokens(self, prompt: Prompt) -> int:
         """Of a group, prompts and responses."""

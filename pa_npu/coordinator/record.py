@@ -181,8 +181,9 @@ def iteration_record(
             name: {
                 "requests": use_after[name].requests - use_before[name].requests,
                 "tokens": use_after[name].tokens - use_before[name].tokens,
+                **({"device": use.device} if use.device is not None else {}),
             }
-            for name in use_after
+            for name, use in use_after.items()
         },
         "time": time.time(),
     }

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 
@@ -191,6 +191,14 @@ def engine_with_room(
         if fill < least:
             best, least = name, fill
     return best
+
+
+def with_own_windows(schedule: Schedule, own: Mapping[str, int]) -> Schedule:
+    """The same, but for engines with windows of their own, which have these."""
+    if not own:
+        return schedule
+    windows = tuple(replace(windows, sequences={**windows.sequences, **own}) for windows in schedule.windows)
+    return replace(schedule, windows=windows)
 
 
 def same_windows(engines: Sequence[str], sequences: int, from_group: int = 0) -> Windows:

@@ -109,8 +109,12 @@ class Fleet:
 
     def run_on(self) -> tuple[EngineRunsOn, ...]:
         """What the engines that are ready say they are, in the order of the roster."""
-        ready = [(member.name, member.capabilities) for _, member in sorted(self._members.items())]
-        return tuple(EngineRunsOn(name, found.kind, found.version) for name, found in ready if found is not None)
+        ready = [(member, member.capabilities) for _, member in sorted(self._members.items())]
+        return tuple(
+            EngineRunsOn(member.name, found.kind, found.version, self._config.settings_of(member.index).device)
+            for member, found in ready
+            if found is not None
+        )
 
     async def members(self) -> list[Member]:
         """The members that can take part in a publish, in the order of the roster; waits until there is one.
@@ -255,7 +259,7 @@ class Fleet:
                 task.cancel()
             self._start(member, predecessor.engine.close, "close")
         self._members[entry.index] = member
-        self._pool.add(member.engine, shared=member.shared)
+        self._pool.add(member.engine, shared=member.shared, settings=self._config.settings_of(entry.index))
         bring_up = partial(self._bring_up, member, is_replacement=predecessor is not None)
         self._start(member, bring_up, "bring up")
 

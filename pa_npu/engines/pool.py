@@ -18,6 +18,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pa_npu.config.sections import EngineSettings
 from pa_npu.control.tasks import gather
 from pa_npu.dispatch.schedule import engine_with_room
 from pa_npu.engines.patience import generate_patiently
@@ -46,6 +47,12 @@ class EngineUse:
     """Time with anything in flight."""
     shared: bool = False
     """Whether the engine is on a trainer's device."""
+    window: int | None = None
+    """The most sequences in flight on it, where it has a window of its own (rollout.engine_settings)."""
+    speed: float = 1.0
+    """How fast it is expected to be beside an engine of 1."""
+    device: str | None = None
+    """What it runs on, where that is said."""
     updated_s: float = field(default_factory=time.perf_counter)
 
     def advance(self, sequences: int = 0, tokens: int = 0) -> None:
@@ -228,10 +235,13 @@ class EnginePool:
         dedicated = [engine for engine in self.engines if everywhere or not self._uses[engine.name].shared]
         return len(dedicated or self.engines)
 
-    def add(self, engine: RolloutEngine, *, shared: bool = False) -> None:
-        """One more engine; it does not serve yet. shared: it is on a trainer's device."""
+    def add(self, engine: RolloutEngine, *, shared: bool = False, settings: EngineSettings | None = None) -> None:
+        """One more engine; it does not serve yet. shared: it is on a trainer's device. settings: what is particular to it."""
         self._engines[engine.name] = engine
-        self._uses.setdefault(engine.name, EngineUse()).shared = shared
+        use = self._uses.setdefault(engine.name, EngineUse())
+        use.shared = shared
+        if settings is not None:
+            use.window, use.speed, use.device = settings.window, settings.speed, settings.device
 
     async def remove(self, engine: RolloutEngine) -> None:
         """It serves no more and is not counted from here on."""
@@ -281,9 +291,10 @@ class EnginePool:
     ) -> Lease:
         """Wait until an engine has room for `sequences` more, of about `tokens` together, and take it.
 
-        window: the most sequences in flight on an engine, by its name, asked anew whenever room appears; an idle engine takes
-        anything, so that a group larger than the window still runs. place, everywhere: as engine_with_room has them. Call it from
-        one task only, in dispatch order; with `again`, for what an engine has lost, from anywhere.
+        window: the most sequences in flight on an engine, by its name, asked anew whenever room appears; one with a window of its
+        own has no more than that. An idle engine takes anything, so that a group larger than the window still runs. place,
+        everywhere: as engine_with_room has them. Call it from one task only, in dispatch order; with `again`, for what an engine
+        has lost, from anywhere.
         """
         start_s = time.monotonic()
         self._again += again
@@ -327,11 +338,19 @@ class EnginePool:
         self, sequences: int, window: Callable[[str], int], place: str | None, everywhere: bool
     ) -> RolloutEngine | None:
         loads = {engine.name: self._uses[engine.name] for engine in self.engines}
-        name = engine_with_room(loads, sequences, window, place, everywhere=everywhere)
+        name = engine_with_room(loads, sequences, self._own_or(window), place, everywhere=everywhere)
         return None if name is None else self._engines[name]
 
+    def _own_or(self, window: Callable[[str], int]) -> Callable[[str], int]:
+        def limit(name: str) -> int:
+            own = self._uses[name].window
+            return window(name) if own is None else min(own, window(name))
+
+        return limit
+
     def _windows(self, window: Callable[[str], int]) -> str:
-        sizes = sorted({window(engine.name) for engine in self.engines})
+        limit = self._own_or(window)
+        sizes = sorted({limit(engine.name) for engine in self.engines})
         return f"window {' to '.join(str(size) for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]))}"
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pa_npu.config.schema import Config
+from pa_npu.config.sections import EngineSettings
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import Work, work
 from pa_npu.planning.memory import (
@@ -37,6 +38,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         f"{amount.response_tokens} response; computed at most {amount.computed_tokens}",
         f"iterations            {config.schedule.iterations}, {_schedule(config)}, order {config.schedule.order}",
     ]
+    lines += [f"engines that differ   {_settings(entry)}" for entry in rollout.engine_settings]
     if spec is None:
         return [*lines, "memory                not known: the model cannot be read here"]
     engine_bytes, colocated = device_bytes if own_memory else None, config.placement.colocate
@@ -73,6 +75,17 @@ def _devices(config: Config) -> str:
     if config.placement.colocate:
         return f"{config.num_devices} = {config.trainer.devices} trainer ranks, with {engines} on them in turn"
     return f"{config.num_devices} = {engines} + {config.trainer.devices} trainer ranks"
+
+
+def _settings(entry: EngineSettings) -> str:
+    said = [
+        entry.device,
+        f"expected speed {entry.speed:g}" if entry.speed != 1.0 else None,
+        f"window {entry.window}" if entry.window is not None else None,
+        f"weights via engine {entry.via}" if entry.via is not None else None,
+    ]
+    numbers = f"engine{'s' if len(entry.engines) > 1 else ''} {', '.join(map(str, entry.engines))}"
+    return f"{numbers}: {', '.join(filter(None, said)) or 'nothing is said of them'}"
 
 
 def _shared(config: Config) -> str:

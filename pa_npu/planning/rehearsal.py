@@ -183,7 +183,7 @@ def _cluster(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Cluster:
     names = [f"engine-{number}" for number in range(config.num_engines)]
     schedule = config.schedule
     return Cluster(
-        dict.fromkeys(names, speed),
+        {name: speed.scaled(1.0 / rollout.settings_of(number).speed) for number, name in enumerate(names)},
         rollout.max_num_seqs,
         config.data_parallel,
         schedule.order,

@@ -35,7 +35,8 @@ _MIB = 2**20
 class RunReport:
     """Throughput of one run. `device` is the configured kind (npu, cuda, cpu), None if the run has no config.yaml.
 
-    memory: by names of PEAKS, the mean over iterations of what each needed at most, in bytes.
+    memory: by names of PEAKS, the mean over iterations of what each needed at most, in bytes. engines: on what those run of which
+    the configuration says it (rollout.engine_settings), in words.
     """
 
     directory: Path
@@ -43,6 +44,7 @@ class RunReport:
     device: str | None
     result: RunThroughput
     memory: Mapping[str, float]
+    engines: str = ""
 
 
 def load_report(run_dir: Path | str, warmup_iterations: int | None = None) -> RunReport:
@@ -61,7 +63,20 @@ def load_report(run_dir: Path | str, warmup_iterations: int | None = None) -> Ru
     except DataError as error:
         raise DataError(f"{run_dir}: {error}") from error
     peaks = memory_peaks(records[warmup_iterations:])
-    return RunReport(run_dir, run_dir.name or str(run_dir), config.get("run", {}).get("device"), result, peaks)
+    device = config.get("run", {}).get("device")
+    return RunReport(run_dir, run_dir.name or str(run_dir), device, result, peaks, named_devices(config))
+
+
+def named_devices(config: Mapping[str, Any]) -> str:
+    """Of single engines, in words; empty where the configuration names none. config: plain values, of any version."""
+    rollout = config.get("rollout")
+    entries = rollout.get("engine_settings") if isinstance(rollout, dict) else None
+    said = [
+        f"{entry['device']} (engine{'s' if len(entry['engines']) > 1 else ''} {', '.join(map(str, entry['engines']))})"
+        for entry in (entries if isinstance(entries, list) else [])
+        if isinstance(entry, dict) and entry.get("device") and isinstance(entry.get("engines"), list)
+    ]
+    return ", ".join(said)
 
 
 def memory_peaks(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -114,6 +129,11 @@ def notes(reports: Sequence[RunReport]) -> list[str]:
     units = sorted({_DEVICE_UNITS.get(report.device or "", "one device of the run") for report in reports})
     labelled = zip(labels(reports), reports, strict=True)
     dropped = [f"{label} {report.result.dropped_iterations}" for label, report in labelled]
+    named = [
+        f"Engines of {label} by device: {report.engines}."
+        for label, report in zip(labels(reports), reports, strict=True)
+        if report.engines
+    ]
     return [
         f"TPSPD: trained prompt + response tokens (prompt once per sample) / seconds between publishes / all devices, "
         f"trainers and engines; a device is {' or '.join(units)}.",
@@ -123,6 +143,7 @@ def notes(reports: Sequence[RunReport]) -> list[str]:
         f"checkpoint are part of the iteration.",
         "Memory: what an iteration needed at most, border included, the mean over iterations; of the fullest engine and trainer "
         "rank. Host memory is resident, a sum over processes that counts what they share for each.",
+        *named,
     ]
 
 

@@ -50,7 +50,10 @@ def test_every_number_is_what_its_definition_gives() -> None:
     length, total, end = np.array(lengths), np.array(totals), np.array(finished)
 
     before = {"a": EngineUse(requests=5, tokens=100, busy_s=2.0), "gone": EngineUse(requests=9, busy_s=9.0)}
-    after = {"a": EngineUse(requests=8, tokens=160, busy_s=6.0), "new": EngineUse(requests=2, tokens=40, busy_s=1.0)}
+    after = {
+        "a": EngineUse(requests=8, tokens=160, busy_s=6.0),
+        "new": EngineUse(requests=2, tokens=40, busy_s=1.0, device="npu 910B"),
+    }
     after["beside a trainer"] = EngineUse(requests=1, tokens=20, busy_s=2.0, shared=True)
     record = iteration_record(
         Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}),
@@ -115,8 +118,10 @@ def test_every_number_is_what_its_definition_gives() -> None:
     for name, value in expected.items():
         assert record[name] == pytest.approx(value), name
     assert record["rewards"] == {"math": pytest.approx(2 * total.mean())}
-    assert record["engines"] == {"a": {"requests": 3, "tokens": 60}, "new": {"requests": 2, "tokens": 40}} | {
-        "beside a trainer": {"requests": 1, "tokens": 20}
+    assert record["engines"] == {
+        "a": {"requests": 3, "tokens": 60},
+        "new": {"requests": 2, "tokens": 40, "device": "npu 910B"},
+        "beside a trainer": {"requests": 1, "tokens": 20},
     }
     assert [(g.index, g.replica, list(g.response_tokens)) for g in produced.dispatched.groups] == [
         (index, index % 2, length[index].tolist()) for index in range(3)

@@ -76,6 +76,13 @@ def test_markdown_and_text_show_the_same_cells_and_say_what_was_dropped(tmp_path
     assert "400.0" in row
 
 
+def test_engines_on_devices_of_another_kind_are_named_below_the_table(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "mixed", 8.0)
+    with (run / "config.yaml").open("a") as file:
+        file.write("rollout: {engine_settings: [{engines: [1], device: cuda A100}]}\n")
+    assert "Engines of mixed by device: cuda A100 (engine 1)." in render_text([load_report(run)]).splitlines()
+
+
 def test_warm_up_can_be_overridden_and_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     runs = make_run(tmp_path / "a" / "run", 8.0), make_run(tmp_path / "b" / "run", 8.0, warmup=None)
     result = json.loads(report(*runs, "--warmup", 0, "--json").stdout)["runs"]

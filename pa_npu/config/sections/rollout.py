@@ -23,6 +23,15 @@ class EngineSettings(Section):
         min_length=1,
         description="Numbers of the engines, from 0 in the order of rollout.attach, or in which the run starts them.",
     )
+    window: int | None = Field(
+        None, ge=1, description="Sequences in flight on each of them, in place of rollout.window; none goes by that."
+    )
+    speed: float = Field(
+        1.0,
+        ge=0.05,
+        le=20.0,
+        description="How fast each is expected to be beside an engine of 1; it holds until iterations have shown their speed.",
+    )
     device: str | None = Field(
         None,
         min_length=1,
@@ -84,7 +93,7 @@ class RolloutConfig(Section):
     )
     engine_settings: tuple[EngineSettings, ...] = Field(
         (),
-        description="What is particular to some of the engines, such as [{engines: [1, 2], via: 0}]; engines that no "
+        description="What is particular to some of the engines, such as [{engines: [1, 2], speed: 0.5, via: 0}]; engines that no "
         "entry names are alike.",
     )
     tensor_parallel: int = Field(1, ge=1, le=1024, description="Devices per engine.")

@@ -6,7 +6,7 @@ Each also with some groups that begin on the shared engines, if there are any.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -132,26 +132,45 @@ def begin_on_shared(
     return replace(schedule, name=name, order=order, windows=windows, shared=tuple(shared) * each)
 
 
+@dataclass(frozen=True)
+class FirstEngines:
+    """What is known of engines before they have generated. speeds: expected, of those that differ from an engine of 1. room: groups
+    that each has room for."""
+
+    names: Sequence[str]
+    speeds: Mapping[str, float]
+    room: int
+
+    def windows(self, places: int, group_sequences: int, from_group: int = 0) -> Windows:
+        """`places` groups per engine on average, in proportion to their speeds."""
+        mean = sum(self.speeds.get(name, 1.0) for name in self.names) / max(1, len(self.names))
+        if all(self.speeds.get(name, 1.0) == mean for name in self.names):
+            return same_windows(self.names, places * group_sequences, from_group)
+        groups = {name: round(places * self.speeds.get(name, 1.0) / mean) for name in self.names}
+        sequences = {name: min(self.room, max(1, count)) * group_sequences for name, count in groups.items()}
+        return Windows(sequences, places * group_sequences, from_group)
+
+
 def first_schedule(
-    engines: Sequence[str],
+    engines: FirstEngines,
     expected_longest: Sequence[float],
     group_sequences: int,
     most: int,
     order: OrderName,
     updates: int,
 ) -> Schedule:
-    """For the first iteration, of which nothing is known: two waves where the engines have room for one, and at first half of that.
+    """For the first iteration, of which nothing was seen: two waves where the engines have room for one, and at first half of that.
 
     What a step takes alone and what each sequence adds are told apart by two levels of sequences in flight.
     """
     indices = dispatch_order(order, expected_longest, updates)
-    num_engines = max(1, len(engines))
+    num_engines = max(1, len(engines.names))
     places = math.ceil(len(indices) / num_engines / 2)
     places = max(1, most if places >= _NEARLY_ALL * most else places)
     half = math.ceil(places / 2) if places >= _LEAST_TO_HALVE else places
     from_group = min(len(indices) // 2, 2 * half * num_engines)
     windows = (
-        same_windows(engines, half * group_sequences),
-        same_windows(engines, places * group_sequences, from_group),
+        engines.windows(half, group_sequences),
+        engines.windows(places, group_sequences, from_group),
     )
     return Schedule(f"{half}, then {places} groups per engine, {order}", tuple(indices), windows)

@@ -8,6 +8,8 @@
 A candidate's score is the time until the last optimizer step, not until the last response. It must be better by 1% to replace
 the one before; where lengths vary the widest window in the usual order has 1% in advance, because wrong estimates cost least
 there. With rollout.window=N windows are given; the order, where schedule.dispatch leaves it open, and the prediction remain.
+Engines may have a window of their own, and an expected speed, which counts until their groups have shown it
+(rollout.engine_settings).
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pa_npu.dispatch.order import ORDERS, OrderName, dispatch_order
-from pa_npu.dispatch.schedule import Schedule, same_windows
+from pa_npu.dispatch.schedule import Schedule, same_windows, with_own_windows
 from pa_npu.planning.iteration_model.candidates import (
     MATCHED_SLACKS,
     SLACKS,
     Candidate,
+    FirstEngines,
     begin_on_shared,
     first_schedule,
     matched_schedule,
@@ -130,9 +133,12 @@ class ScheduleController:
         longest = [group.longest for group in outlook.groups]
         if rules.window == "auto":
             most = self._most_places(outlook, varies=False)
-            schedule = first_schedule(outlook.dedicated, longest, rules.responses, most, order, rules.updates)
+            room = max(1, rules.max_num_seqs // rules.responses)
+            expected = FirstEngines(outlook.dedicated, outlook.speeds, room)
+            schedule = first_schedule(expected, longest, rules.responses, most, order, rules.updates)
         else:
             schedule = self._fixed(outlook, rules.window, order)
+        schedule = with_own_windows(schedule, outlook.windows)
         if outlook.shared:  # a group on each shows how fast they are
             each = self._shared_levels(outlook)[:1]
             schedule = begin_on_shared(schedule, outlook.shared, sum(each), longest, rules.updates)
@@ -193,19 +199,21 @@ class ScheduleController:
         longest = [group.longest for group in outlook.groups]
         if rules.window != "auto":
             places = rules.window // rules.responses
-            found = {Candidate("window", places, o): self._fixed(outlook, rules.window, o) for o in orders}
+            found = _own(
+                {Candidate("window", places, o): self._fixed(outlook, rules.window, o) for o in orders}, outlook
+            )
             return found | self._matched(outlook, cluster, found)
         share = math.ceil(len(outlook.groups) / len(outlook.dedicated))
         most = self._most_places(outlook, varies=varies)
         levels = self._within_reach(place_levels(share, most), outlook.streams)
         candidates = [Candidate("window", places, order) for order in orders for places in levels]
-        found = {c: window_schedule(c, cluster, longest, most, rules.responses) for c in candidates}
+        found = _own({c: window_schedule(c, cluster, longest, most, rules.responses) for c in candidates}, outlook)
         found |= self._matched(outlook, cluster, found)
         if outlook.streams and rules.updates == 1 and (rules.dispatch == "auto" or not varies):
             expected = self._learned.expected(outlook)
             places = self._most_places(outlook, varies=False)
             turns = [Candidate("turns", places, orders[0], slack) for slack in SLACKS]
-            found |= {c: turns_schedule(c, cluster, expected, rules.responses) for c in turns}
+            found |= _own({c: turns_schedule(c, cluster, expected, rules.responses) for c in turns}, outlook)
         return found
 
     def _matched(
@@ -235,7 +243,7 @@ class ScheduleController:
                     found[with_shared] = turns_schedule(with_shared, cluster, expected, rules.responses)
                 else:
                     found[with_shared] = begin_on_shared(schedule, outlook.shared, each, longest, rules.updates)
-        return found
+        return _own(found, outlook)
 
     def _shared_levels(self, outlook: IterationOutlook) -> list[int]:
         most = self._rules.max_num_seqs // self._rules.responses
@@ -292,6 +300,10 @@ class ScheduleController:
             learned["train_group_s"],
             "" if self._last_error is None else f"; the last prediction was off by {self._last_error:+.1%}",
         )
+
+
+def _own(schedules: dict[Candidate, Schedule], outlook: IterationOutlook) -> dict[Candidate, Schedule]:
+    return {candidate: with_own_windows(schedule, outlook.windows) for candidate, schedule in schedules.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -5,12 +5,12 @@ compute, takes  L (a + b n) + p P  seconds. n is the mean over the group's decod
 complete: a response of l tokens ended l / L of the group's steps after the group began, and a step takes longer the more sequences
 live (some rounds with the a and b found so far). Then a, b, p >= 0 by least squares on relative errors, forgetting exponentially.
 
-Engines differ by a factor of speed each, which is learned too, and is 1 before anything was seen.
+Engines differ by a factor of speed each, which is learned too; before anything was seen it is what is expected of the engine, or 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,8 @@ _USUAL_PROMPT = 0.25
 _PROMPT_RATIOS = tuple(_USUAL_PROMPT * 2.0**power for power in (-3, -2, -1, 0, 1, 2, 3))
 # What a factor of 2 from the usual ratio costs: a mean error of 1%.
 _PROMPT_PULL = 1e-4
-# Groups that "engines are equally fast" weighs against each engine's own.
-_EQUAL_GROUPS = 0.5
+# Groups that what is expected of an engine, usually that it is as fast as the others, weighs against its own.
+_EXPECTED_GROUPS = 0.5
 _ROUNDS = 3
 # Residuals beyond so many times their median do not count more than that: a stall says nothing about the engine.
 _OUTLIER = 4.0
@@ -43,6 +43,7 @@ class EngineFit:
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
         self._pooled: Array | None = None  # a, b, p
+        self._expected: dict[str, float] = {}
         self._factors: dict[str, float] = {}
         self._sums: dict[
             str, tuple[Array, Array, float]
@@ -52,11 +53,22 @@ class EngineFit:
     def known(self) -> bool:
         return self._pooled is not None
 
+    def expect(self, speeds: Mapping[str, float]) -> None:
+        """How fast engines are thought to be beside those that are not named."""
+        self._expected = {name: 1.0 / speed for name, speed in speeds.items()}
+
+    def _factor(self, engine: str) -> float:
+        """Of its seconds, over those that all have in common."""
+        return self._factors.get(engine, self._expected.get(engine, 1.0))
+
     def speed(self, engine: str) -> EngineSpeed:
-        """Of an engine, or, where it has not generated yet, of all of them. Raises ValueError before anything was seen."""
+        """Of an engine, or, where it has not generated yet, what follows from the others' and what is expected of it.
+
+        Raises ValueError before anything was seen.
+        """
         if self._pooled is None:
             raise ValueError("no iteration was observed yet")
-        a, b, p = self._pooled * self._factors.get(engine, 1.0)
+        a, b, p = self._pooled * self._factor(engine)
         return EngineSpeed(float(a), float(b), float(p))
 
     def observe(self, timings: Sequence[GroupTiming]) -> None:
@@ -90,7 +102,7 @@ class EngineFit:
         weights = np.minimum(1.0, longest / max(float(longest.max()), 1.0) * 2) * (longest > 0)
         rows = rows / durations[:, None]
         if self._pooled is not None:
-            residual = np.abs(rows @ self._pooled * self._factors.get(engine, 1.0) - 1.0)
+            residual = np.abs(rows @ self._pooled * self._factor(engine) - 1.0)
             limit = _OUTLIER * max(float(np.median(residual)), 0.01)
             weights = weights * np.minimum(1.0, limit / np.maximum(residual, 1e-12))
         return rows, weights
@@ -98,18 +110,20 @@ class EngineFit:
     def _solve(self, before: Array | None) -> None:
         """Alternately the speed that all engines have but for a factor, and each engine's factor."""
         for _ in range(_ROUNDS):
-            factors = {name: self._factors.get(name, 1.0) for name in self._sums}
+            factors = {name: self._factor(name) for name in self._sums}
             gram = sum((factors[name] ** 2 * gram for name, (gram, _, _) in self._sums.items()), np.zeros((3, 3)))
             moment = sum((factors[name] * moment for name, (_, moment, _) in self._sums.items()), np.zeros(3))
             weight = sum(weight for _, _, weight in self._sums.values())
             self._pooled = _non_negative(gram, moment, weight, before)
             if len(self._sums) == 1:
-                self._factors = dict.fromkeys(self._sums, 1.0)
+                self._factors = {name: self._expected.get(name, 1.0) for name in self._sums}
                 return
-            for name, (gram_of, moment_of, _) in self._sums.items():
-                share = float(self._pooled @ gram_of @ self._pooled)
-                factor = (float(self._pooled @ moment_of) + _EQUAL_GROUPS) / (share + _EQUAL_GROUPS)
-                self._factors[name] = min(max(factor, 1 / _LARGEST_FACTOR), _LARGEST_FACTOR)
+            for name, (gram_of, moment_of, groups) in self._sums.items():
+                share, found = float(self._pooled @ gram_of @ self._pooled), float(self._pooled @ moment_of)
+                expected = self._expected.get(name, 1.0)
+                if share > 0 and found > 0:  # a weighted mean of logarithms, so that both directions count alike
+                    expected *= (found / share / expected) ** (groups / (groups + _EXPECTED_GROUPS))
+                self._factors[name] = min(max(expected, 1 / _LARGEST_FACTOR), _LARGEST_FACTOR)
 
 
 def living_rows(groups: Sequence[GroupTiming], max_num_seqs: int, step_s: float, sequence_s: float) -> Array:

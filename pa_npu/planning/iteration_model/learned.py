@@ -61,6 +61,7 @@ class Learned:
     def observe(self, outlook: IterationOutlook, timings: Sequence[GroupTiming], times: IterationTimes) -> None:
         """An iteration that is complete."""
         self._observe_shapes(outlook, timings)
+        self._engines.expect(outlook.speeds)
         self._engines.observe(timings)
         trained = [timing for timing in timings if timing.trained]
         work = sum(self._work(timing.prompt_tokens, timing.lengths) for timing in trained)
@@ -101,6 +102,7 @@ class Learned:
     def cluster(self, outlook: IterationOutlook) -> Cluster:
         """Raises ValueError before anything was observed."""
         rules = self._rules
+        self._engines.expect(outlook.speeds)
         return Cluster(
             {name: self._engines.speed(name) for name in outlook.engines},
             rules.max_num_seqs,

@@ -49,12 +49,15 @@ class GroupOutlook:
 @dataclass(frozen=True)
 class IterationOutlook:
     """groups by index; engines: names of those that serve; streams: trainers get groups as they complete. shared: of the engines,
-    those on the trainers' devices."""
+    those on the trainers' devices. windows: of engines that have one of their own, in sequences; speeds: of engines that are
+    expected to differ from an engine of 1 (rollout.engine_settings)."""
 
     groups: Sequence[GroupOutlook]
     engines: Sequence[str]
     streams: bool = True
     shared: tuple[str, ...] = ()
+    windows: Mapping[str, int] = field(default_factory=dict)
+    speeds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def dedicated(self) -> tuple[str, ...]:
