@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -66,7 +66,7 @@ from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.telemetry.metrics import read_evaluations
 from pa_npu.telemetry.timeline import Timeline, now, on_clock
 
-# How long the record of a finished iteration may still take when the run fails in the next one.
+# How long the record of a finished iteration may still take when the run fails, or is ended, after it.
 _LAST_RECORD_S = 2.0
 # Trainers that cross the border of version v ask for positions from v on, when that of v + max_staleness + 1 may be there already.
 _POSITIONS_KEPT = 3
@@ -166,11 +166,7 @@ class Coordinator:
             probes = version in (first, last) or may_end or not self._config.probe_rides
             preparing = self._prepare(ahead, prompts) if ahead < last else None
             border = await self._cross(version, prompts[0] if probes else None, is_first=version == first)
-            await self._recorded()
-            if preparing is not None:
-                await preparing
-            if before is not None:
-                self._end(self._produced.pop(version - 1), before, border, version)
+            await _even_if_cancelled(self._conclude(preparing, before, border, version))
             evaluation = None
             known_later = self._config.evaluations_are_known_later
             if may_end and known_later and self._ends(version):
@@ -207,6 +203,16 @@ class Coordinator:
                 self._evaluator.start(version, self._record_evaluation)
             before = _Window(evaluation, border, until - ahead)
             ahead = until
+
+    async def _conclude(
+        self, preparing: asyncio.Task[None] | None, before: _Window | None, border: _Border, version: int
+    ) -> None:
+        """What was trained until `version` was published is over; nothing of it may still be asked of the controller meanwhile."""
+        await self._recorded()
+        if preparing is not None:
+            await preparing
+        if before is not None:
+            self._end(self._produced.pop(version - 1), before, border, version)
 
     def _prepare(self, iteration: int, prompts: Sequence[Prompt]) -> asyncio.Task[None] | None:
         """The schedule of the next iteration is chosen while trainers still train; not beside responses that go on."""
@@ -424,6 +430,19 @@ class Coordinator:
             devices=self._config.trainer.devices + start.border.engines * self._config.rollout.tensor_parallel,
         )
         self._records.write_iteration(record, produced.samples, produced.kept)
+
+
+async def _even_if_cancelled(work: Coroutine[Any, Any, None]) -> None:
+    """The work, which a cancellation lets go on for _LAST_RECORD_S."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task}, timeout=_LAST_RECORD_S)
+        await cancel([task])
+        if not task.cancelled():
+            task.exception()  # nobody else looks at it
+        raise
 
 
 def _observed(produced: Produced, train: TrainingStream) -> Produced:

@@ -4,13 +4,12 @@
 
 The launcher names its store in PA_NPU_STORE (host:port), where the roster of engines is too. Engines may die, hang, leave and join
 while the loop runs (engines/membership.py). Any other failure ends the process with one line; the launcher starts coordinator and
-trainers again from the newest checkpoint.
+trainers again from the newest checkpoint. SIGTERM ends it when the last iteration's record is written (termination.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import sys
@@ -38,6 +37,7 @@ from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.resumed import CARRIED_KEY, carried_of, put_back, usable_ahead
 from pa_npu.coordinator.service.http_api import serving
 from pa_npu.coordinator.service.rollouts import RolloutService
+from pa_npu.coordinator.termination import run_until_terminated
 from pa_npu.data.mixture import training_stream
 from pa_npu.data.prompts import PromptSet, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
@@ -71,7 +71,7 @@ def main() -> int:
     arguments = parser.parse_args()
     setup_logging("coordinator")
     try:
-        asyncio.run(run(load_config([arguments.config])))
+        run_until_terminated(run(load_config([arguments.config])))
     except PaNpuError as error:
         return exit_code(error, logger)
     return 0
