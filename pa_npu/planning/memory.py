@@ -3,7 +3,8 @@
 The figures are for choosing sizes before a run. Weights, gradients, optimizer and frozen models are exact; activations and working
 set are counts of the tensors that are alive at the peak of a backward pass. What the allocator measures on a CPU
 (docs/results/memory_cpu.md) is within 3% of the total and 15% of the counted parts. Allocator overhead, attention kernels'
-workspaces, communication buffers and the device's own context are not in them: `shortages` keeps a tenth of a device for these.
+workspaces, the buffers of training's own process groups and the device's context are not in them: `shortages` keeps a tenth of a
+device for these. The groups over which a replica's reader passes rollouts on come on top, and are counted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import Work, work
 from pa_npu.planning.shared_way import device_way
-from pa_npu.platform.typical import LARGEST_BUCKET_BYTES
+from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
 from pa_npu.weight_transfer.handover import NUM_SLOTS
 
 GIB = 2**30
@@ -68,8 +69,19 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
             ("working set", working_set),
             ("publish buckets", 2 * min(_bucket_bytes(config), weights * element)),
             ("handed buckets", handed_bytes(config, weights * element)),
+            ("reader's groups", _reader_bytes(config, stage)),
         ),
     )
+
+
+def _reader_bytes(config: Config, stage: int) -> int:
+    """Buffers of the process groups over which a replica's reader passes rollouts to its other ranks (samples.replica_feed): one of
+    all ranks, and with stages one of the reader, which is on the first, and the last stage, which alone computes the loss."""
+    stages = config.trainer.pipeline_parallel
+    if stages * config.trainer.tensor_parallel == 1:
+        return 0
+    num_groups = 1 + (stages > 1 and stage in (0, stages - 1))
+    return num_groups * group_buffer_bytes(config.run.device)
 
 
 def _stage_parameters(config: Config, spec: ModelSpec, stage: int) -> int:

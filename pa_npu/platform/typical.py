@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from pa_npu.errors import UserError
 
 # Of publish.bucket_mib=auto on accelerators. At 25 GB/s it is 2.7 ms on the wire, 27 times a collective's latency.
 LARGEST_BUCKET_BYTES = 64 * 2**20
+
+# Of HCCL: MiB of a process group's buffer for each of the two directions, unless HCCL_BUFFSIZE says otherwise (CANN's list of
+# environment variables). NCCL's channels take a few MiB, and gloo's buffers are on the host.
+_HCCL_BUFFER_MIB = 200
 
 # Memory of the devices that a plan for absent hardware assumes, GiB. cpu: devices are cores without memory of their own.
 _TYPICAL_MEMORY_GIB = {"npu": ("Ascend 910B", 64), "cuda": ("A100 or H100", 80)}
@@ -85,6 +90,14 @@ def typical_memory(kind: str) -> tuple[str, int] | None:
     """(what device, its bytes) to plan with where the hardware is not at hand; None for a kind without memory of its own."""
     name, gib = _TYPICAL_MEMORY_GIB.get(kind, ("", 0))
     return (name, gib * 2**30) if gib else None
+
+
+def group_buffer_bytes(kind: str) -> int:
+    """What a process group takes on a device of this kind beside the tensors that go through it."""
+    if kind != "npu":
+        return 0
+    given = os.environ.get("HCCL_BUFFSIZE", "")
+    return 2 * (int(given) if given.isdecimal() else _HCCL_BUFFER_MIB) * 2**20
 
 
 def typical_speed(kind: str) -> TypicalSpeed:

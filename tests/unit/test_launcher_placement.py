@@ -218,6 +218,29 @@ def test_recompute_and_pipeline_lower_what_a_rank_holds() -> None:
     assert plain.total / 4 < staged.total < plain.total / 2, "the last stage holds the head beside its layers"
 
 
+@pytest.mark.parametrize(
+    "trainer, kind, expected_mib",
+    [
+        ({"devices": 4}, "npu", 0),
+        ({"devices": 4, "tensor_parallel": 4}, "npu", 2 * 200),
+        ({"devices": 4, "pipeline_parallel": 4}, "npu", 2 * 2 * 200),
+        ({"devices": 4, "tensor_parallel": 4}, "cuda", 0),
+        ({"devices": 4, "tensor_parallel": 4}, "cpu", 0),
+    ],
+)
+def test_groups_that_pass_rollouts_inside_a_replica_take_hccl_buffers(
+    trainer: dict[str, object], kind: str, expected_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer for each direction; the fullest rank of a pipeline is on its first or last stage, which are in two groups."""
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    config = make_config(trainer=trainer, run={"device": kind})
+    memory = trainer_memory(config, QWEN_7B)
+    assert dict(memory.parts)["reader's groups"] == expected_mib * 2**20
+    assert ("reader's groups" in memory.line()) == (expected_mib > 0)
+    monkeypatch.setenv("HCCL_BUFFSIZE", "50")
+    assert memory.total - trainer_memory(config, QWEN_7B).total == expected_mib * 2**20 * 3 // 4
+
+
 def test_engine_memory_is_weights_and_the_cache_that_is_left() -> None:
     parts = dict(engine_memory(make_config(rollout={"memory_fraction": 0.5}), QWEN_7B, 64 * 2**30).parts)
     assert sum(parts.values()) == 32 * 2**30
