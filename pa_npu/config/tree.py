@@ -6,6 +6,7 @@ from typing import Literal
 
 from pa_npu.config.sections import (
     CUT_SHARE,
+    LONGEST_JUDGE_PAUSE_S,
     SLOWEST_TOKEN_S,
     AlgorithmConfig,
     AttentionConfig,
@@ -188,6 +189,11 @@ class ConfigTree(Section):
         return request_limit_s(self.rollout.request_timeout_s, self.rollout.max_response_tokens, self.rollout.too_long)
 
     @property
+    def reward_limit_s(self) -> float:
+        """The longest that a judge and programs may take for a group, from when no earlier group is waited for."""
+        return reward_limit_s(self.reward, self.rollout.responses_per_prompt)
+
+    @property
     def engine_wait_s(self) -> float:
         """Deadline of the wait for room on an engine: what is in flight ends by then, and what died has been replaced."""
         return self.request_limit_s + self.rollout.startup_timeout_s + self.publish.timeout_s
@@ -272,3 +278,25 @@ def request_limit_s(request_timeout_s: float, max_response_tokens: int, too_long
     if too_long != "cut":
         return limit_s
     return limit_s + request_timeout_s + SLOWEST_TOKEN_S * (max_response_tokens // CUT_SHARE)
+
+
+def reward_limit_s(reward: RewardConfig, responses: int) -> float:
+    """Seconds that the functions with limits of their own may take for a group of so many responses, before which no other goes.
+
+    Of requests that take t each, c at once, each response needs up to k one after another. A turn is free after t at most, so a
+    group that has no more than c of them at once takes 2 k t, and one that has more also what it needs of all turns (Graham 1966,
+    list scheduling).
+    """
+    names = [function.name for function in reward.functions]
+    judge, code = reward.judge, reward.code
+    limits = [0.0]
+    if "judge" in names:
+        pauses_s = LONGEST_JUDGE_PAUSE_S * (judge.attempts - 1)
+        limits.append(judge.attempts * judge.timeout_s * _rounds(responses, judge.concurrency) + pauses_s)
+    if "code" in names:
+        limits.append(code.most_tests * code.timeout_s * _rounds(responses, code.concurrency))
+    return max(limits)
+
+
+def _rounds(requests: int, at_once: int) -> int:
+    return 2 + (-(-requests // at_once) if requests > at_once else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import secrets
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pa_npu.config.sections import CodeConfig
 from pa_npu.errors import DataError
 from pa_npu.rewards.code_tests import CodeTest, program_of, row_tests, same_output, same_result
 from pa_npu.rewards.sandbox import Limits, Outcome, SandboxFailed, run
+from pa_npu.rewards.turns import Turns
 from pa_npu.rewards.types import RewardInput
 
 _HARNESS = Path(__file__).with_name("code_harness.py")
@@ -26,7 +28,8 @@ class CodeReward:
 
     def __init__(self, config: CodeConfig) -> None:
         self._config = config
-        self._turn = asyncio.Semaphore(config.concurrency)
+        self._turns = Turns(config.concurrency)
+        self._groups = itertools.count()
         self._harness = _HARNESS.read_text(encoding="utf-8")
         self.problem: str | None = None
         self._limits = Limits(
@@ -46,7 +49,8 @@ class CodeReward:
             self.problem = str(error)
             return [None] * len(group.responses)
         programs = [program_of(response) for response in group.responses]
-        known = {program: asyncio.ensure_future(self._score(program, tests)) for program in programs if program}
+        number = next(self._groups)
+        known = {program: asyncio.ensure_future(self._score(number, program, tests)) for program in programs if program}
         try:
             await asyncio.gather(*known.values())
         finally:
@@ -56,16 +60,16 @@ class CodeReward:
 
     async def check(self) -> None:
         """Raises SandboxFailed where no program can be run here."""
-        await self._run("print('ready')", [CodeTest("stdin", "", "ready")])
+        await self._run(next(self._groups), "print('ready')", [CodeTest("stdin", "", "ready")])
 
-    async def _score(self, program: str, tests: Sequence[CodeTest]) -> float | None:
+    async def _score(self, group: int, program: str, tests: Sequence[CodeTest]) -> float | None:
         """Tests by standard input are a cell each, all others one together, so that a program loads once for them."""
         together = [test for test in tests if test.kind != "stdin"]
         batches = [[test] for test in tests if test.kind == "stdin"] + ([together] if together else [])
         passed = 0
         try:
             for batch in batches:
-                passed_here = await self._run(program, batch)
+                passed_here = await self._run(group, program, batch)
                 passed += passed_here
                 if passed_here < len(batch) and self._config.score == "all":
                     return 0.0
@@ -74,7 +78,7 @@ class CodeReward:
             return None
         return passed / len(tests)
 
-    async def _run(self, program: str, batch: Sequence[CodeTest]) -> int:
+    async def _run(self, group: int, program: str, batch: Sequence[CodeTest]) -> int:
         """How many tests of a batch pass."""
         mark = secrets.token_hex(16)
         if batch[0].kind == "stdin":
@@ -85,7 +89,7 @@ class CodeReward:
         files = {"harness.py": self._harness, "program.py": program}
         for attempt in range(_ATTEMPTS):
             try:
-                async with self._turn:
+                async with self._turns.of(group):
                     outcome = await run(arguments, stdin.encode("utf-8", "replace"), self._limits, files)
                 break
             except SandboxFailed:

@@ -10,6 +10,7 @@ response as a conversation, and gives the score itself, which may lie beyond the
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -20,15 +21,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pa_npu.config.sections import JudgeConfig
+from pa_npu.config.sections import LONGEST_JUDGE_PAUSE_S, JudgeConfig
 from pa_npu.errors import DataError
 from pa_npu.rewards.judge_cache import JudgeCache
+from pa_npu.rewards.turns import Turns
 from pa_npu.rewards.types import RewardInput
 
 _FIELD = re.compile(r"\{(prompt|answer|response|lowest|highest|row\.[\w-]+)\}")
 _NOBODY_MAY = frozenset({401, 403, 404, 405})  # the address or the key is wrong: asking again changes nothing
 _LATER = frozenset({408, 409, 425, 429})
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_FIRST_PAUSE_S = 0.5
 _LONGEST_ANSWER_BYTES = 4 << 20
 _SHOWN_CHARACTERS = 120
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -52,7 +54,8 @@ class JudgeReward:
     def __init__(self, config: JudgeConfig, cache: Path | None) -> None:
         self._config = config
         self._cache = JudgeCache(cache)
-        self._turn = asyncio.Semaphore(config.concurrency)
+        self._turns = Turns(config.concurrency)
+        self._groups = itertools.count()
         self._asked: dict[str, asyncio.Task[float]] = {}
         self._session: Any = None
         self._pattern = re.compile(config.score_pattern)
@@ -60,7 +63,8 @@ class JudgeReward:
         self.problem: str | None = None
 
     async def __call__(self, group: RewardInput) -> list[float | None]:
-        tasks = [self._ask_once(self._messages(group, response)) for response in group.responses]
+        number = next(self._groups)
+        tasks = [self._ask_once(number, self._messages(group, response)) for response in group.responses]
         found = await asyncio.gather(*tasks, return_exceptions=True)
         rewards: list[float | None] = []
         for score in found:
@@ -93,7 +97,7 @@ class JudgeReward:
         system = [{"role": "system", "content": self._config.system}] if self._config.system else []
         return [*system, {"role": "user", "content": _clean(text)}]
 
-    async def _ask_once(self, messages: list[dict[str, str]]) -> float:
+    async def _ask_once(self, group: int, messages: list[dict[str, str]]) -> float:
         """The cached score, else the judge's; equal contents that are asked at the same time are asked once."""
         body: dict[str, Any] = {"model": self._config.model, "messages": messages}
         if self._config.api == "chat":
@@ -105,14 +109,14 @@ class JudgeReward:
         name = json.dumps(content)
         task = self._asked.get(name)
         if task is None:
-            task = self._asked[name] = asyncio.create_task(self._ask(content, body), name="judge")
+            task = self._asked[name] = asyncio.create_task(self._ask(group, content, body), name="judge")
             task.add_done_callback(lambda _: self._asked.pop(name, None))
         return await asyncio.shield(task)
 
-    async def _ask(self, content: list[Any], body: Mapping[str, Any]) -> float:
+    async def _ask(self, group: int, content: list[Any], body: Mapping[str, Any]) -> float:
         for attempt in range(1, self._config.attempts + 1):
             try:
-                async with self._turn:
+                async with self._turns.of(group):
                     answer = await self._post(body)
                 score = self._score(answer)
                 self._cache.put(content, score, answer)
@@ -120,8 +124,8 @@ class JudgeReward:
             except _NoScore as failed:
                 if not failed.again or attempt == self._config.attempts:
                     raise
-                pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
-                await asyncio.sleep(max(pause_s, min(failed.after_s, _LONGEST_PAUSE_S)))
+                pause_s = min(LONGEST_JUDGE_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+                await asyncio.sleep(max(pause_s, min(failed.after_s, LONGEST_JUDGE_PAUSE_S)))
         raise AssertionError("attempts is at least 1")
 
     async def _post(self, body: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from pa_npu.platform.base import Platform
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}, "run": {"device": "cpu"}}
+JUDGED: dict[str, Any] = {"functions": [{"name": "judge"}], "judge": {"url": "http://127.0.0.1:1/v1", "model": "j"}}
 
 
 @pytest.fixture
@@ -74,6 +75,11 @@ def test_the_users_own_deadline_of_the_device_is_refused_where_it_comes_first(
             "trainer.wait_timeout_s: 3000 s is shorter than the 3760 s .* once more for a group that is cut",
         ),
         (
+            {"reward": JUDGED, "trainer": {"wait_timeout_s": 1200}},
+            r"1200 s is shorter than the 664 s of a request and the 570 s that the group's rewards may take then "
+            r"\(reward.judge: attempts.*set it to at least 1234, remove it",
+        ),
+        (
             {"publish": {"timeout_s": 1000}},
             "trainer.wait_timeout_s: 1800 s is shorter than twice publish.timeout_s = 1000 s",
         ),
@@ -83,6 +89,29 @@ def test_deadlines_that_stand_upside_down_are_refused(sections: dict[str, Any], 
     with pytest.raises(ValueError, match=expected):
         Config.model_validate(TREE | sections)
     Config.model_validate(TREE | sections | {"trainer": {"wait_timeout_s": 3800}})
+
+
+def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_and_its_rewards_may_take() -> None:
+    """Defaults: 16 requests to the judge at once, 60 s each and 4 for a score; 2 programs at once, 32 tests of 10 s."""
+
+    def waits(responses: int, *functions: str, **reward: Any) -> float:
+        given = {"functions": [{"name": name} for name in functions]}
+        given |= {"judge": JUDGED["judge"]} if "judge" in functions else {}
+        tree = {"rollout": {"responses_per_prompt": responses}, "reward": given | reward}
+        return Config.model_validate(TREE | tree).trainer.wait_timeout_s
+
+    request_s, pauses_s = 600 + 0.25 * 256, 3 * 30
+    assert waits(8, "judge") == 1800, "which is more than a request's 664 s and 4 times a free turn and 60 s"
+    assert waits(64, "judge") == request_s + 4 * 60 * (2 + 64 / 16) + pauses_s
+    slow = JUDGED["judge"] | {"timeout_s": 600.0}
+    assert waits(8, "judge", judge=slow) == request_s + 4 * 600 * 2 + pauses_s
+    assert waits(8, "code") == request_s + 32 * 10 * (2 + 8 / 2)
+    assert waits(64, "code", "judge") == request_s + 32 * 10 * (2 + 64 / 2), (
+        "the slower one: they run beside each other"
+    )
+    assert waits(64, "math") == 1800
+    with pytest.raises(ValueError, match="attempts"):
+        waits(8, "judge", judge=JUDGED["judge"] | {"attempts": 0})
 
 
 def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_may_take() -> None:

@@ -65,7 +65,7 @@ async def test_scores_become_rewards_and_the_judge_reads_what_the_template_says(
         )
         found = await rewards(config, group("it is 1", "it is 4", "it is 5", level="easy"))
     assert found == [[0.0, 0.75, 1.0]]
-    message, headers, body = judge.asked[0]
+    message, headers, body = next(asked for asked in judge.asked if "it is 1" in asked[0])  # they are asked at once
     assert message == "easy|What is 2+2?|4|{unknown} 1 5\nResponse:\nit is 1\n"
     assert headers["Authorization"] == "Bearer secret-key" and body["path"] == "/v1/chat/completions"
     assert body["messages"][0] == {"role": "system", "content": "Be strict."}
@@ -147,6 +147,18 @@ async def test_many_groups_are_judged_at_once_up_to_the_limit_and_equal_ones_are
         assert found == [[0.5] * 3] * 3 and judge.most_at_once == 3 and len(judge.asked) == 9
         assert await rewards(config, group("same", "same"), group("same")) == [[0.5, 0.5], [0.5]]
         assert len(judge.asked) == 10
+
+
+async def test_a_retry_of_the_first_group_waits_for_no_later_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request at a time; the first answer fails. trainer.wait_timeout_s follows from this (ConfigTree.reward_limit_s)."""
+    monkeypatch.setattr(judge_module, "_FIRST_PAUSE_S", 0.0)
+    with fake_judge(lambda message, before: Answer(status=500 if message == "0" and not before else 200)) as judge:
+        reward = JudgeReward(settings(judge, concurrency=1, template="{response}"), None)
+        await asyncio.gather(*(reward(group(*responses)) for responses in ("0", "12", "34")))
+        await reward.close()
+    asked = [message for message, _, _ in judge.asked]
+    assert asked[0] == "0" and asked.index("0", 1) <= 2, asked
+    assert asked[asked.index("0", 1) + 1 :] == [n for n in "1234" if n not in asked[1 : asked.index("0", 1)]], asked
 
 
 async def test_scores_are_kept_on_disk_by_content_and_a_broken_file_costs_only_the_cache(

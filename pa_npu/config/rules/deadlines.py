@@ -1,19 +1,21 @@
-"""Rules for deadlines: what waits for something ends after what it waits for, and trainer.wait_timeout_s follows the requests."""
+"""Rules for deadlines: what waits for something ends after it; trainer.wait_timeout_s follows requests and rewards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import ValidationError
+
 from pa_npu.config.presets import set_keys
-from pa_npu.config.sections import SLOWEST_TOKEN_S, RolloutConfig, TrainerConfig
-from pa_npu.config.tree import COLLECTIVE_MARGIN_S, ConfigTree, request_limit_s
+from pa_npu.config.sections import SLOWEST_TOKEN_S, RewardConfig, RolloutConfig, TrainerConfig
+from pa_npu.config.tree import COLLECTIVE_MARGIN_S, ConfigTree, request_limit_s, reward_limit_s
 
 _LONGEST_WAIT_S = 10_000_000  # four months; the clocks of some libraries overflow above
 
 
 def fill_wait(tree: Any) -> Any:
-    """The tree with trainer.wait_timeout_s where the user left it out and a request may take longer than the default."""
+    """The tree with trainer.wait_timeout_s where the user left it out and a group may take longer than the default."""
     if not isinstance(tree, dict) or not isinstance(tree.get("trainer", {}), dict | TrainerConfig):
         return tree  # the sections' own checks say what is wrong
     trainer = set_keys(tree.get("trainer"))
@@ -26,10 +28,19 @@ def fill_wait(tree: Any) -> Any:
     ]
     if not all(type(value) in (int, float) for value in values[:2]):
         return tree
-    needed_s = request_limit_s(*values)
+    needed_s = request_limit_s(*values) + _reward_limit_s(tree, given)
     if not TrainerConfig.model_fields["wait_timeout_s"].default < needed_s <= _LONGEST_WAIT_S:
         return tree
     return {**tree, "trainer": {**trainer, "wait_timeout_s": needed_s}}
+
+
+def _reward_limit_s(tree: dict[str, Any], rollout: dict[str, Any]) -> float:
+    responses = rollout.get("responses_per_prompt", RolloutConfig.model_fields["responses_per_prompt"].default)
+    try:
+        reward = RewardConfig.model_validate(tree.get("reward", {}))
+    except ValidationError:
+        return 0.0  # it is said when the tree is checked
+    return reward_limit_s(reward, responses) if type(responses) is int else 0.0
 
 
 def broken_deadlines(c: ConfigTree) -> Iterator[str]:
@@ -46,6 +57,13 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
             f"(rollout.request_timeout_s = {c.rollout.request_timeout_s:g} and {SLOWEST_TOKEN_S:g} s for each of "
             f"rollout.max_response_tokens = {c.rollout.max_response_tokens}{cut}), so that trainers would give up on a group that "
             f"still has time; set it to at least that, or remove it"
+        )
+    elif c.reward_limit_s and wait_s < c.request_limit_s + c.reward_limit_s:
+        yield (
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.request_limit_s:g} s of a request and the "
+            f"{c.reward_limit_s:g} s that the group's rewards may take then (reward.judge: attempts, timeout_s and concurrency; "
+            f"reward.code: most_tests, timeout_s and concurrency), so that trainers would give up on a group that still has time; "
+            f"set it to at least {c.request_limit_s + c.reward_limit_s:g}, remove it, or lower these"
         )
     if c.rollout.too_long == "cut" and c.schedule.order == "prompt":
         yield (

@@ -230,6 +230,10 @@ class RewardFunction(Section):
     )
 
 
+LONGEST_JUDGE_PAUSE_S = 30.0
+"""Between two requests for one score, however often they failed and whatever the server asked for."""
+
+
 class JudgeConfig(Section):
     url: str | None = Field(
         None, description="Base URL of the judge's OpenAI-compatible server, such as http://HOST:PORT/v1."
