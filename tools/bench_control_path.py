@@ -53,13 +53,14 @@ from pa_npu.engines.vllm import codec as wire
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
+from pa_npu.environments.single_turn import samples_of as samples_of_turn
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import Rules
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
-from pa_npu.samples.types import Group, Sample, SampleBuilder
+from pa_npu.samples.types import Group, Sample
 from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
 
@@ -288,12 +289,7 @@ def environment(config: Config) -> SingleTurn:
 
 def samples_of(body: bytes, sampling: Sampling, prompt: Prompt, responses: int, url: str) -> list[Sample]:
     """An engine's answer as the environment makes samples of it."""
-    samples = []
-    for generation in wire.decode_response(body, responses, sampling, VOCABULARY, url):
-        sample = SampleBuilder(prompt.tokens)
-        sample.write(generation.tokens, generation.logprobs, 0)
-        samples.append(sample.finish(generation.finished, generation.text))
-    return samples
+    return samples_of_turn(prompt.tokens, wire.decode_response(body, responses, sampling, VOCABULARY, url, version=0))
 
 
 async def time_parts(

@@ -40,22 +40,14 @@ def checked_generations(
 
     Arrays are made and checked for all together, which is several times cheaper than one by one, and cut apart.
     """
-    lengths = [len(response.token_ids) for response in responses]
-    for number, (response, length) in enumerate(zip(responses, lengths, strict=True)):
-        what = f"engine {engine}: response {number}"
-        if response.finish_reason not in ("stop", "length"):
-            raise EngineError(
-                f"{what} ended with reason {response.finish_reason!r} instead of stop or length; see the engine's log"
-            )
-        if not 1 <= length <= sampling.max_tokens:
-            raise EngineError(f"{what} has {length} tokens, must be 1 to {sampling.max_tokens}")
-        if sampling.logprobs and len(response.logprobs) != length:
-            raise EngineError(f"{what} has {len(response.logprobs)} log-probs for {length} tokens")
-    bounds = [0, *accumulate(lengths)]
-    tokens = _checked_tokens([*chain.from_iterable(r.token_ids for r in responses)], bounds, vocab_size, engine)
+    for number, response in enumerate(responses):
+        if problem := _problem(response, sampling):
+            raise EngineError(f"engine {engine}: response {number} {problem}")
+    bounds = [0, *accumulate(len(response.token_ids) for response in responses)]
+    tokens = _checked_tokens([response.token_ids for response in responses], bounds, vocab_size, engine)
     logprobs = np.empty(0, np.float32)
     if sampling.logprobs:
-        logprobs = _checked_logprobs([*chain.from_iterable(r.logprobs for r in responses)], bounds, engine)
+        logprobs = _checked_logprobs([response.logprobs for response in responses], bounds, engine)
     return [
         Generation(
             tokens=tokens[start:end],
@@ -69,9 +61,24 @@ def checked_generations(
     ]
 
 
-def _checked_tokens(token_ids: list[int], bounds: list[int], vocab_size: int, engine: str) -> npt.NDArray[np.int32]:
+def _problem(response: Answered, sampling: Sampling) -> str | None:
+    """What is wrong with the shape of a response."""
+    length = len(response.token_ids)
+    if response.finish_reason not in ("stop", "length"):
+        return f"ended with reason {response.finish_reason!r} instead of stop or length; see the engine's log"
+    if not 1 <= length <= sampling.max_tokens:
+        return f"has {length} tokens, must be 1 to {sampling.max_tokens}"
+    if sampling.logprobs and len(response.logprobs) != length:
+        return f"has {len(response.logprobs)} log-probs for {length} tokens"
+    return None
+
+
+def _checked_tokens(
+    token_ids: Sequence[Sequence[int]], bounds: list[int], vocab_size: int, engine: str
+) -> npt.NDArray[np.int32]:
     try:
-        tokens = np.array(token_ids, dtype=np.int64)
+        # fromiter, told the type and the length, takes two thirds of the time of array, which looks for them first
+        tokens = np.fromiter(chain.from_iterable(token_ids), np.int64, bounds[-1])
     except OverflowError:
         raise EngineError(f"engine {engine}: a token id has more than 64 bits; does it serve another model?") from None
     if tokens.min() < 0 or tokens.max() >= vocab_size:
@@ -83,9 +90,9 @@ def _checked_tokens(token_ids: list[int], bounds: list[int], vocab_size: int, en
     return tokens.astype(np.int32)
 
 
-def _checked_logprobs(values: list[float], bounds: list[int], engine: str) -> npt.NDArray[np.float32]:
+def _checked_logprobs(values: Sequence[Sequence[float]], bounds: list[int], engine: str) -> npt.NDArray[np.float32]:
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
-        logprobs = np.array(values, dtype=np.float32)
+        logprobs = np.fromiter(chain.from_iterable(values), np.float32, bounds[-1])
     # NaN fails both comparisons
     if not (logprobs.min() > _LOGPROB_CLAMP and logprobs.max() <= _LOGPROB_ROUNDING):
         position = int((~((logprobs > _LOGPROB_CLAMP) & (logprobs <= _LOGPROB_ROUNDING))).argmax())

@@ -98,7 +98,11 @@ class EnvironmentContext:
 
 def write(sample: SampleBuilder, generation: Generation) -> None:
     """Adds what the policy wrote to a sample."""
+    sample.write(generation.tokens, generation.logprobs, versions_of(generation))
+
+
+def versions_of(generation: Generation) -> int | npt.NDArray[np.int32]:
+    """The weight version of all its tokens, or of each."""
     if generation.version is None:
         raise ValueError("a generation without weight version cannot be trained; take it from `generate`")
-    versions = generation.version if generation.versions is None else generation.versions
-    sample.write(generation.tokens, generation.logprobs, versions)
+    return generation.version if generation.versions is None else generation.versions

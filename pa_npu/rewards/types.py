@@ -54,4 +54,5 @@ class RewardResult:
     @cached_property
     def is_informative(self) -> bool:
         """Whether the rewards for content (not for form, such as length) differ within the group."""
-        return bool(np.any(self.judged != self.judged[0]))
+        judged = self.judged
+        return bool((judged != judged[0]).any())

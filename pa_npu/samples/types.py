@@ -116,8 +116,7 @@ class SampleBuilder:
 
         version: of all, or of each.
         """
-        if len(logprobs) not in (0, len(tokens)):
-            raise ValueError(f"write: {len(logprobs)} log-probs for {len(tokens)} tokens; give one each, or none")
+        check_one_each(tokens, logprobs)
         start = self._length
         self.show(tokens)
         self._written.append((slice(start, self._length), logprobs, version))
@@ -134,6 +133,12 @@ class SampleBuilder:
             if len(sampled):
                 logprobs[span] = sampled
         return Sample(self.tokens, trained, logprobs, versions, finished, text, reward)
+
+
+def check_one_each(tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> None:
+    """Raises ValueError unless every token that was written has a log-prob, or none has."""
+    if len(logprobs) not in (0, len(tokens)):
+        raise ValueError(f"write: {len(logprobs)} log-probs for {len(tokens)} tokens; give one each, or none")
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +265,7 @@ class Group:
     def _check_values(self) -> None:
         if (lowest := self.tokens.min()) < 0:
             raise GroupFormatError(f"{self} tokens: token ids must not be negative, lowest is {lowest}")
-        for name in ("logprobs", "rewards", "advantages"):
+        for name in ("logprobs", "rewards"):
             finite = np.isfinite(getattr(self, name))
             if not finite.all():
                 position = int(finite.argmin())
@@ -271,14 +276,31 @@ class Group:
             raise GroupFormatError(f"{self} trained: a sample's first token follows from nothing and cannot be trained")
         if not (counts := self.trained_lengths).all():
             raise GroupFormatError(f"{self} trained: sample {int(counts.argmin())} has no trained token")
-        if ((self.versions < 0) & self.trained).any():
-            lowest = self.versions[self.trained].min()
-            raise GroupFormatError(f"{self} versions: a trained token needs a weight version, lowest is {lowest}")
-        differs = {name: getattr(self, name) != value for name, value in _ELSEWHERE.items()}
-        # bool > bool: the one without the other; looked at together first, because every group comes through here
-        if ((differs["logprobs"] | differs["advantages"] | differs["versions"]) > self.trained).any():
-            name = next(name for name, values in differs.items() if (values > self.trained).any())
-            raise GroupFormatError(f"{self} {name}: must be {_ELSEWHERE[name]} for tokens that are not trained")
+        self._check_stretches()
+        # bool > bool: the one without the other
+        if ((self.logprobs != _ELSEWHERE["logprobs"]) > self.trained).any():
+            raise self._set_elsewhere("logprobs")
+
+    def _check_stretches(self) -> None:
+        """Versions and advantages: what holds for a stretch's first token holds for all of it."""
+        starts = self._stretches[:-1]
+        trained, versions, advantages = self.trained[starts], self.versions[starts], self.advantages[starts]
+        finite = np.isfinite(advantages)
+        if not finite.all():
+            position = int(finite.argmin())
+            raise GroupFormatError(
+                f"{self} advantages: values must be finite, number {starts[position]} is {advantages[position]}"
+            )
+        if ((versions < 0) & trained).any():
+            raise GroupFormatError(
+                f"{self} versions: a trained token needs a weight version, lowest is {versions[trained].min()}"
+            )
+        for name, values in (("advantages", advantages), ("versions", versions)):
+            if ((values != _ELSEWHERE[name]) > trained).any():
+                raise self._set_elsewhere(name)
+
+    def _set_elsewhere(self, name: str) -> GroupFormatError:
+        return GroupFormatError(f"{self} {name}: must be {_ELSEWHERE[name]} for tokens that are not trained")
 
     def __str__(self) -> str:
         return f"group {self.index} of iteration {self.iteration} (prompt {self.prompt_id})"
@@ -310,6 +332,17 @@ class Group:
         """(starts, ends), int64 [R]: consecutive trained tokens of one version and one advantage; together all trained tokens."""
 
         def build() -> tuple[np.ndarray, np.ndarray]:
+            bounds = self._stretches
+            trained = self.trained[bounds[:-1]]
+            return bounds[:-1][trained], bounds[1:][trained]
+
+        return self.cached("runs", build)
+
+    @property
+    def _stretches(self) -> np.ndarray:
+        """int64 [S + 1]: bounds of stretches of consecutive tokens with the same `trained`, version and advantage."""
+
+        def build() -> np.ndarray:
             changes = np.empty(len(self.tokens) + 1, np.bool_)
             changes[0] = changes[-1] = True
             inner = changes[1:-1]
@@ -317,11 +350,9 @@ class Group:
             inner |= self.versions[1:] != self.versions[:-1]
             bits = self.advantages.view(np.int32)  # 0.0 and -0.0 are two
             inner |= bits[1:] != bits[:-1]
-            bounds = np.flatnonzero(changes)
-            trained = self.trained[bounds[:-1]]
-            return bounds[:-1][trained], bounds[1:][trained]
+            return np.flatnonzero(changes)
 
-        return self.cached("runs", build)
+        return self.cached("stretches", build)
 
     @property
     def num_trained(self) -> int:
