@@ -150,9 +150,11 @@ async def _evaluate(config: Config, spec: ModelSpec, urls: Sequence[str], key: s
     kind = engine_kind(config.rollout.backend)
     async with AsyncExitStack() as stack:
         clients: list[Any] = [Untrained(kind.client(url, spec.vocab_size, key)) for url in urls]
-        pool = await stack.enter_async_context(EnginePool(clients, config.rollout.probe_timeout_s))
-        for client in clients:
+        pool = await stack.enter_async_context(EnginePool((), config.rollout.probe_timeout_s))
+        for index, client in enumerate(clients):
+            pool.add(client, settings=config.rollout.settings_of(index))
             await client.wait_ready(deadline_s=config.rollout.startup_timeout_s)
+            pool.serve(client)
         rewards = await stack.enter_async_context(RewardPool(config.reward, config.run.dir))
         sampling = Sampling(config.rollout.max_response_tokens, 1.0, stop_token_ids=spec.eos_token_ids)
         evaluator = Evaluator(config, sets, pool, make_environment(config, tokenizer), rewards, sampling)

@@ -21,6 +21,9 @@ from pa_npu.planning.iteration_model.messages import IterationOutlook, Iteration
 from pa_npu.planning.iteration_model.simulate import simulate
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
+from pa_npu.planning.prediction.cluster_plan import planning_base
+from pa_npu.planning.rehearsal import rehearse
+from pa_npu.platform.typical import typical_speed
 from pa_npu.telemetry.report import named_devices
 from tests.helpers.reports import trainers_run_on
 from tests.helpers.virtual_cluster import CPU_ENGINE, Case, Lengths, rules_of
@@ -110,6 +113,16 @@ def test_the_dry_run_says_what_is_particular_to_which_engines() -> None:
         "engines that differ   engines 1, 2: cpu old, expected speed 0.5, window 16, weights via engine 0",
         "engines that differ   engine 0: expected speed 2",
     ]
+
+
+def test_the_dry_run_and_the_plan_of_a_cluster_take_them_into_account() -> None:
+    """The plan, which varies how many engines there are, leaves them out."""
+    spec = known_spec("Qwen2.5-7B")
+    assert spec is not None
+    slow, alike = (Config.model_validate(tree(s, "npu")) for s in ([{"engines": [2], "speed": 0.25, "via": 0}], []))
+    typical = typical_speed("npu")
+    assert rehearse(slow, spec, typical).generate_s > 1.3 * rehearse(alike, spec, typical).generate_s
+    assert planning_base(slow, "npu") == planning_base(alike, "npu")
 
 
 def test_what_a_run_runs_on_has_a_line_for_each_device() -> None:

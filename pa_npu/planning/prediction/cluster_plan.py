@@ -220,7 +220,7 @@ def planning_base(config: Config, kind: str) -> Config:
     tree["rollout"] = {
         key: value
         for key, value in rollout.items()
-        if key not in ("attach", "key_file", "max_engines", "shared_engines")
+        if key not in ("attach", "key_file", "max_engines", "shared_engines", "engine_settings")
     }
     if "telemetry" in tree:
         telemetry = tree["telemetry"]
