@@ -73,7 +73,7 @@ class Sample:
     def num_trained(self) -> int:
         return int(np.count_nonzero(self.trained))
 
-    @cached_property
+    @property
     def prompt_length(self) -> int:
         """Tokens before the first trained one."""
         return int(self.trained.argmax())

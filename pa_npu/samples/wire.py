@@ -24,9 +24,9 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import safetensors
-from safetensors.numpy import save as save_tensors
 
 from pa_npu.samples.types import IDENTITY, NO_VERSION, PER_TOKEN, Group, GroupFormatError
 
@@ -77,8 +77,17 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _enveloped(part: int, tensors: dict[str, np.ndarray]) -> bytes:
-    payload = save_tensors(tensors)
-    return _ENVELOPE.pack(_MAGIC, FORMAT_VERSION, part, zlib.crc32(payload), 0) + payload
+    """The safetensors file is written here, and copied once: safetensors' own `save` takes twice as long, and copies it twice."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _TENSORS[name][0], "shape": tensor.shape, "data_offsets": (start, end)}
+    head = msgspec.json.encode(header)
+    pieces: list[bytes | memoryview] = [struct.pack("<Q", len(head)), head, *(t.data for t in tensors.values())]
+    checksum = 0
+    for piece in pieces:
+        checksum = zlib.crc32(piece, checksum)
+    return b"".join([_ENVELOPE.pack(_MAGIC, FORMAT_VERSION, part, checksum, 0), *pieces])
 
 
 def split(data: bytes) -> tuple[bytes, bytes]:
