@@ -23,13 +23,10 @@ import importlib.util
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +42,7 @@ from pa_npu.telemetry.metrics import read_records
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.bench_schedule import write_prompts
 from tools.peers.table import Measured, System, draw, render, rows_of
+from tools.processes import end_on_sigterm, reason_of, serve, started
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -136,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for option, given, known in (("--shapes", shapes, SHAPES), ("--systems", systems, SYSTEMS)):
         if unknown := set(given) - known.keys():
             parser.error(f"{option}: {', '.join(sorted(unknown))} not among {', '.join(known)}")
+    end_on_sigterm()
     runs = load_runs(args.json)
     if shapes:
         install(ENVIRONMENT)
@@ -312,12 +311,9 @@ class Bench:
         else:
             command, env = trl_server_command(keys, port, self._engine_core)
         process = self._stack.enter_context(started(command, log, env))
-        deadline = time.monotonic() + STARTED_S
         url = f"http://127.0.0.1:{port}"
-        while not healthy(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise PeerError(f"no engine: {last_line(log)}")
-            time.sleep(0.5)
+        if not serve(process, [url], STARTED_S):
+            raise PeerError(f"no engine: {reason_of(log)}")
         return url
 
     def _keys(self) -> list[str]:
@@ -387,53 +383,14 @@ def trl_environment() -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def started(command: list[str], log: Path, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a group of its own, which is ended with everything in it: interrupted first, so that it can clean up."""
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **(env or {})},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
-
-
 def finish(process: subprocess.Popen[bytes], log: Path) -> None:
     """Raises PeerError when it fails or is not done in time."""
     try:
         status = process.wait(RUN_S)
     except subprocess.TimeoutExpired:
-        raise PeerError(f"not done after {RUN_S} s; its last line: {last_line(log)}") from None
+        raise PeerError(f"not done after {RUN_S} s; its log: {reason_of(log)}") from None
     if status:
-        raise PeerError(f"ended with {status}: {last_line(log)}")
-
-
-def last_line(log: Path) -> str:
-    """What a log ends with; the last error where it names one, since what follows is often teardown."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line.split(":")[0]]
-    return (errors or lines or ["nothing was written"])[-1][:300]
-
-
-def healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=1) as reply:
-            return bool(reply.status == 200)
-    except OSError:
-        return False
+        raise PeerError(f"ended with {status}: {reason_of(log)}")
 
 
 def read_ours(shape: str, system: str, number: int, records: Sequence[Mapping[str, Any]]) -> Measured:

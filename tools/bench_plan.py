@@ -28,13 +28,10 @@ import contextlib
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,6 +51,7 @@ from pa_npu.platform.typical import published_speed
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
 from tools.bench_schedule import MOST_OF_MEAN, median_for
+from tools.processes import end_on_sigterm, reason_of, serve, started
 
 ROOT = Path(__file__).resolve().parent.parent
 RESPONSES, MAX_NUM_SEQS, MAX_PROMPT, MAX_RESPONSE = 8, 256, 512, 512
@@ -133,6 +131,7 @@ def main() -> int:
         parser.error(f"--rows: {', '.join(sorted(unknown))} not among {', '.join(case.name for case in CASES)}")
     if args.iterations <= WARMUP:
         parser.error(f"--iterations: {args.iterations} is not above {WARMUP}")
+    end_on_sigterm()
     cases = [case for case in CASES if case.name in names]
     with contextlib.ExitStack() as stack:
         scratch = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_plan_")))
@@ -243,24 +242,14 @@ class Bench:
         first = free_ports("127.0.0.1", 1)[0]
         self._urls = [f"http://127.0.0.1:{first + i}" for i in range(count)]
         name = f"engines_{model}_{count}"
-        log_path = self._scratch / f"{name}.log"
+        log = self._scratch / f"{name}.log"
         case = Case("engines", engines=count, model=model)
         settings = [f"placement.engine_port={first}", f"run.dir={self._scratch / name}"]
-        with log_path.open("w") as log:
-            process = subprocess.Popen(
-                self._command("engines", case, settings), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
-            )
-        try:
-            deadline = time.monotonic() + 300 * count
-            while not all(map(_healthy, self._urls)):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"bench_plan: no engine:\n{log_path.read_text()[-2000:]}")
-                time.sleep(0.5)
+        with started(self._command("engines", case, settings), log) as process:
+            if not serve(process, self._urls, 300 * count):
+                raise SystemExit(f"bench_plan: no engine: {reason_of(log)}\n{log.read_text()[-2000:]}")
             self._key_file = self._scratch / f"{name}-engines" / "api_key"
             yield
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(30)
 
     def run(self, case: Case) -> Path:
         """The directory of a run that has ended."""
@@ -344,14 +333,6 @@ def write_prompts(path: Path, length: int | tuple[int, int], count: int, seed: i
         for _ in range(count):
             text = "".join(rng.choice(letters) for _ in range(rng.randint(low, high)))
             file.write(json.dumps({"question": text, "answer": "#### 0"}) + "\n")
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=1) as reply:
-            return bool(reply.status == 200)
-    except OSError:
-        return False
 
 
 def ranked(rows: Sequence[Row]) -> list[str]:

@@ -34,13 +34,10 @@ import json
 import math
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -60,6 +57,10 @@ from pa_npu.planning.iteration_model.simulate import simulate
 from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
+
+# run as a file, this folder's parent is not on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.processes import end_on_sigterm, reason_of, serve, started
 
 ROOT = Path(__file__).resolve().parent.parent
 RESPONSES = 8
@@ -165,6 +166,7 @@ def main() -> int:
     if args.iterations <= WARMUP + 1 or args.iterations % 2:
         parser.error(f"--iterations: {args.iterations} is not an even number above {WARMUP + 1}")
 
+    end_on_sigterm()
     if args.simulate:
         print(simulated(args.response))
         return 0
@@ -287,23 +289,13 @@ class Bench:
         first = free_ports("127.0.0.1", 1)[0]
         ports = [first + i for i in range(count)]  # as the launcher counts
         self._urls = [f"http://127.0.0.1:{port}" for port in ports]
-        log_path = self._scratch / f"engines{count}.log"
+        log = self._scratch / f"engines{count}.log"
         settings = [f"placement.engine_port={ports[0]}", f"run.dir={self._scratch / f'engines{count}'}"]
         settings.append(f"rollout.shared_engines={self._beside}")
-        with log_path.open("w") as log:
-            process = subprocess.Popen(
-                self._command("engines", settings), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
-            )
-        try:
-            deadline = time.monotonic() + 300 * count
-            while not all(map(_healthy, self._urls)):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"bench_schedule: no engine:\n{log_path.read_text()[-2000:]}")
-                time.sleep(0.5)
+        with started(self._command("engines", settings), log) as process:
+            if not serve(process, self._urls, 300 * count):
+                raise SystemExit(f"bench_schedule: no engine: {reason_of(log)}\n{log.read_text()[-2000:]}")
             yield
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(30)
 
     def schedule_rows(self, cases: list[Case]) -> list[Row]:
         measured = {prompt: self._calibrate(prompt) for prompt in (32, 256)}
@@ -512,14 +504,6 @@ class Bench:
         }
         keys = [f"{key}={value}" for key, value in common.items()]
         return [sys.executable, "-m", "pa_npu.launcher", action, *keys, *settings]
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=1) as reply:
-            return bool(reply.status == 200)
-    except OSError:
-        return False
 
 
 def best_known_s(cluster: Cluster, groups: Sequence[VirtualGroup]) -> float:

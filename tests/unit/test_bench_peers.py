@@ -13,10 +13,11 @@ import torch
 
 from pa_npu.launcher.placement import free_ports
 from tools import bench_peers
-from tools.bench_peers import SHAPES, SYSTEMS, WARMUP, PeerError, finish, last_line, read_ours, read_trl, started
+from tools.bench_peers import SHAPES, SYSTEMS, WARMUP, PeerError, finish, read_ours, read_trl
 from tools.peers.cpu_stand_ins import attend, receive, send, trainer_end, worker_end
 from tools.peers.rewards import of_completions, vowel_share
 from tools.peers.table import Measured, draw, render, row_of, rows_of
+from tools.processes import started
 
 TITLES = {name: shape.title for name, shape in SHAPES.items()}
 
@@ -112,14 +113,6 @@ def test_a_process_that_fails_or_hangs_is_a_reason_and_nothing_is_left(tmp_path:
     ):
         finish(process, log)
     assert process.poll() is not None
-
-
-def test_the_error_of_a_log_is_found_before_its_teardown(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("start\nRuntimeError: the reason\nclosing engines\n")
-    assert last_line(log) == "RuntimeError: the reason"
-    log.write_text("")
-    assert last_line(log) == "nothing was written"
 
 
 def test_runs_are_kept_between_invocations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
