@@ -88,13 +88,28 @@ def test_the_division_that_is_chosen_is_the_best_of_those_simulated(plans):
 def test_what_breaks_first_is_named_and_then_sets_the_time(plans):
     found, (small, large) = plans
     assert limited_s(small.predicted.iteration_s, list(small.limits)) == pytest.approx(small.iteration_s.value)
-    assert flatness([small, large]).startswith("within 10% of 8 devices up to 64")
+    assert flatness([small, large]).startswith("8 to 64 devices: any two within ")
     many = large.config.model_copy(
         update={"schedule": large.config.schedule.model_copy(update={"prompts_per_iteration": 10**6})}
     )
     crowded = limits(many, large.predicted, 500.0, found.typical)
     assert first_to_break(crowded, large.iteration_s.value).name.startswith("coordinator")
     assert limited_s(large.predicted.iteration_s, crowded) > 10 * large.predicted.iteration_s
+
+
+def test_flat_is_what_any_two_sizes_differ_by_not_what_they_differ_from_the_smallest(plans):
+    """Device-seconds per group: 1.05, 1.0, 1.12 are each within 10% of the first, and 12% apart; then 1.1 and 1.5."""
+    large = plans[1][1]
+
+    def of(devices: int, relative: float) -> ClusterPlan:
+        seconds = replace(large.iteration_s, value=relative * large.iteration_s.value * large.devices / devices)
+        return replace(large, devices=devices, iteration_s=seconds)
+
+    sizes = [of(8, 1.05), of(16, 1.0), of(32, 1.12), of(64, 1.1), of(128, 1.5)]
+    assert flatness(sizes[:2]) == "8 to 16 devices: any two within 5.0%"
+    assert flatness(sizes[:3]) == "8 to 16 devices: any two within 5.0%; 32: +7%"
+    assert flatness([sizes[1], sizes[2]]) == "32 to 32 devices: any two within 0.0%; 16: -11%"
+    assert flatness(sizes) == "32 to 64 devices: any two within 1.8%; 8: -5%; 16: -9%; 128: +34%"
 
 
 def test_without_a_run_every_figure_is_estimated(plans):

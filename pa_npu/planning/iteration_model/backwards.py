@@ -17,6 +17,8 @@ from pa_npu.dispatch.schedule import Turn, Windows, engine_with_room
 from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
 
 _SAME_STEP = 1e-6
+# Of engines, as the turns are computed for them.
+_MOST_KINDS = 32
 
 
 def backwards_turns(
@@ -36,7 +38,7 @@ def backwards_turns(
     speeds = list(cluster.dedicated.values())
     mean_living = sum(sum(group.lengths) for group in groups) / sum(steps)
     mean_prompt = sum(group.prompt_tokens / group.longest for group in groups) / len(groups)
-    rates = [(s.step_s, s.sequence_s * mean_living + s.prompt_token_s * mean_prompt) for s in speeds]
+    rates = _kinds([(s.step_s, s.sequence_s * mean_living + s.prompt_token_s * mean_prompt) for s in speeds])
 
     emitted = _emissions(cluster, groups, slack)
     first = [emitted.pop() for _ in shared]
@@ -46,8 +48,8 @@ def backwards_turns(
     ended: list[tuple[float, int]] = []
     number = 0
     while len(ended) < len(groups) - len(first):
-        per_engine = max(1.0, len(ends) / len(rates))
-        step_s = len(rates) / sum(1.0 / max(a + b * per_engine, 1e-12) for a, b in rates)
+        per_engine = max(1.0, len(ends) / len(speeds))
+        step_s = len(speeds) / sum(count / max(a + b * per_engine, 1e-12) for a, b, count in rates)
         next_end_s = now_s + (ends[0][0] - clock) * step_s if ends else math.inf
         if number < len(emitted) and len(ends) < places and max(now_s, emitted[number][0]) <= next_end_s:
             at_s = max(now_s, emitted[number][0])
@@ -77,19 +79,37 @@ def backwards_turns(
     return tuple(order), tuple(turns)
 
 
+def _kinds(rates: Sequence[tuple[float, float]]) -> list[tuple[float, float, int]]:
+    """Engines that are equal, or in a large cluster nearly so, counted together: (a, b, how many)."""
+    size = -(-len(rates) // _MOST_KINDS)
+    ranked = sorted(rates)
+    parts = [ranked[start : start + size] for start in range(0, len(ranked), size)]
+    means = [(sum(a for a, _ in part) / len(part), sum(b for _, b in part) / len(part), len(part)) for part in parts]
+    if len({(a, b) for a, b in rates}) == 1:
+        return [(*rates[0], len(rates))]
+    return means
+
+
 def _emissions(cluster: Cluster, groups: Sequence[VirtualGroup], slack: float) -> list[tuple[float, int]]:
     """(time, index), rising: when reversed trainers emit which group."""
     if cluster.order == "prompt":  # replicas take their slots in turn, so the last slots come out first
         indices = list(reversed(range(len(groups))))
     else:
         indices = sorted(range(len(groups)), key=lambda index: (-groups[index].longest, -index))
-    busy_until_s = [0.0] * cluster.replicas
+    replicas = [
+        (0.0, replica) for replica in range(cluster.replicas)
+    ]  # busy until then, of which the first is free first
     emitted = []
     for index in indices:
-        free = min(range(cluster.replicas), key=busy_until_s.__getitem__)
-        replica = index % cluster.replicas if cluster.order == "prompt" else free
-        busy_until_s[replica] += slack * groups[index].train_s
-        emitted.append((busy_until_s[replica], index))
+        seconds = slack * groups[index].train_s
+        if cluster.order == "prompt":
+            replica = index % cluster.replicas
+            until_s = replicas[replica][0] + seconds
+            replicas[replica] = until_s, replica
+        else:
+            until_s = replicas[0][0] + seconds
+            heapq.heapreplace(replicas, (until_s, replicas[0][1]))
+        emitted.append((until_s, index))
     return sorted(emitted)
 
 

@@ -91,11 +91,15 @@ def window_schedule(
 
 
 def matched_schedule(
-    candidate: Candidate, cluster: Cluster, expected: Sequence[VirtualGroup], windows: Windows
+    candidate: Candidate,
+    cluster: Cluster,
+    expected: Sequence[VirtualGroup],
+    windows: Windows,
+    end: float | None = None,
 ) -> Schedule:
-    """For engines of unequal speed; `windows` as they would be without it."""
+    """For engines of unequal speed; `windows` as they would be without it. end: as `matched` has it."""
     order = dispatch_order("longest-first", [group.longest for group in expected])
-    return matched(cluster, expected, Schedule(candidate.name, tuple(order), (windows,)), candidate.slack)
+    return matched(cluster, expected, Schedule(candidate.name, tuple(order), (windows,)), candidate.slack, end)
 
 
 def turns_schedule(
@@ -126,7 +130,8 @@ def begin_on_shared(
     in_order = list(schedule.order) == sorted(schedule.order)
     shortest = first_step if in_order else sorted(first_step, key=lambda index: expected_longest[index])
     picked = tuple(shortest[: each * len(shared)])
-    order = picked + tuple(index for index in schedule.order if index not in picked)
+    others = set(schedule.order).difference(picked)
+    order = picked + tuple(index for index in schedule.order if index in others)
     windows = tuple(replace(w, from_group=w.from_group + len(picked) if w.from_group else 0) for w in schedule.windows)
     name = schedule.name + _first_on_shared(each)
     return replace(schedule, name=name, order=order, windows=windows, shared=tuple(shared) * each)

@@ -15,7 +15,6 @@ Engines may have a window of their own, and an expected speed, which counts unti
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -36,16 +35,21 @@ from pa_npu.planning.iteration_model.candidates import (
 )
 from pa_npu.planning.iteration_model.cluster import Cluster, GroupTiming, VirtualGroup
 from pa_npu.planning.iteration_model.learned import Learned
-from pa_npu.planning.iteration_model.matched import unequal
+from pa_npu.planning.iteration_model.matched import ENDS, unequal
 from pa_npu.planning.iteration_model.messages import IterationOutlook, IterationTimes, Prediction, Rules
+from pa_npu.planning.iteration_model.part import Part, cost, halves, part_of, whole
 from pa_npu.planning.iteration_model.simulate import simulate
 
 logger = logging.getLogger(__name__)
 
-# Draws of the lengths to come. Choosing may take 1% of an iteration, at so many sequences per second of simulation.
-_DRAWS = 12
-_SHARE_OF_ITERATION = 0.01
+# Draws of the lengths to come, and on a part. Choosing may take 1% of an iteration, at so many sequences per second of simulation;
+# what it takes for one draw may be more, as long as it is no more than 3%, or 20 ms.
+_DRAWS, _DRAWS_OF_PART = 12, 3
+_SHARE_OF_ITERATION, _MOST_OF_ITERATION = 0.01, 0.03
 _SEQUENCES_PER_S = 200_000
+_ALWAYS_S = 0.02
+# Fewer simulations than these choose nothing.
+_LEAST_RUNS = 3
 # Simulations under the first draw, about; and the candidates that are simulated under the others too.
 _FIRST_RUNS = 24
 _KEPT = 6
@@ -66,6 +70,8 @@ class _Running:
     outlook: IterationOutlook
     candidate: Candidate
     schedule: Schedule
+    part: Part | None = None  # on which it was tried, and how it looked there
+    tried: Schedule | None = None
     predicted_s: float | None = None
     timings: list[GroupTiming] = field(default_factory=list)
 
@@ -115,24 +121,33 @@ class ScheduleController:
         if hindsight_s:
             measured_s = times.iteration_s - times.border_s
             self._learned.note_error(running.outlook.streams, running.candidate.kind, hindsight_s, measured_s)
-        return Prediction(
-            running.schedule.name, running.predicted_s, self._last_error, self._learned.numbers(running.outlook)
-        )
+        some = running.part.outlook if running.part is not None else running.outlook
+        return Prediction(running.schedule.name, running.predicted_s, self._last_error, self._learned.numbers(some))
 
     def _hindsight_s(self, running: _Running) -> float | None:
         """The iteration simulated with the lengths that it had, and with speeds that were learned from it too: what then differs
-        from what was measured is the model's own error, not that of an expectation."""
+        from what was measured is the model's own error, not that of an expectation. None where it is too dear."""
         groups = self._learned.seen(running.outlook, running.timings)
         if not self._learned.enough or groups is None or not running.outlook.engines:
             return None
-        cluster = self._learned.cluster(running.outlook)
-        return simulate(cluster, groups, running.schedule, streams=running.outlook.streams).end_s
+        part, schedule = running.part, running.tried
+        if part is None or schedule is None:  # it was chosen with nothing known
+            part, schedule = whole(running.outlook, self._rules), running.schedule
+            if self._cost(part.outlook) > self._budget(_MOST_OF_ITERATION):
+                return None
+        some = part.of(groups)
+        if some is None:
+            return None
+        cluster = part.cluster(self._learned.cluster(running.outlook))
+        return simulate(
+            cluster, some, replace(schedule, everywhere=running.schedule.everywhere), streams=running.outlook.streams
+        ).end_s
 
     def _first(self, outlook: IterationOutlook) -> _Running:
         rules, order = self._rules, self._orders(outlook.streams)[0]
         longest = [group.longest for group in outlook.groups]
         if rules.window == "auto":
-            most = self._most_places(outlook, varies=False)
+            most = self._most_places(whole(outlook, rules).share, varies=False)
             room = max(1, rules.max_num_seqs // rules.responses)
             expected = FirstEngines(outlook.dedicated, outlook.speeds, room)
             schedule = first_schedule(expected, longest, rules.responses, most, order, rules.updates)
@@ -146,10 +161,18 @@ class ScheduleController:
 
     def _choose(self, outlook: IterationOutlook) -> _Running:
         learned, streams = self._learned, outlook.streams
-        cluster = learned.cluster(outlook)
-        schedules = self._candidates(outlook, cluster)
-        usual, last = next(iter(schedules)), self._last.get(streams)
-        draws = self._draws(outlook)
+        everything = learned.cluster(outlook)
+        part = self._part(outlook, everything)
+        cluster = part.cluster(everything)
+        runs = int(self._budget(_MOST_OF_ITERATION) / self._cost(part.outlook))
+        last = self._last.get(streams)
+        if runs < _LEAST_RUNS:
+            widest = self._most_places(part.share, varies=learned.varies)
+            same = last or Candidate("window", widest, self._orders(streams)[0])
+            return _Running(outlook, same, self._made(same, whole(outlook, self._rules), everything))
+        schedules = self._candidates(part, cluster, runs)
+        usual = next(iter(schedules))
+        draws = self._draws(part)
 
         def run(candidate: Candidate, some: Sequence[Sequence[VirtualGroup]]) -> list[float]:
             return [simulate(cluster, groups, schedules[candidate], streams=streams).end_s for groups in some]
@@ -159,19 +182,27 @@ class ScheduleController:
 
         # under the first draw all windows in the usual order, then the other orders with the best of them; the best of these,
         # and what there is, under the other draws too
-        first = {c: run(c, draws[:1]) for c in schedules if c.order == usual.order}
+        told = (usual, last)
+        first = {c: run(c, draws[:1]) for c in _some([c for c in schedules if c.order == usual.order], runs, told)}
         ranked = sorted(first, key=lambda c: biased(c, first[c][0]))
         places = [c.places for c in ranked if c.kind == "window"][:_WINDOWS_WITH_ALL_ORDERS]
-        first |= {c: run(c, draws[:1]) for c in schedules if c not in first and (c.places in places or c == last)}
+        further = [
+            c for c in schedules if c not in first and c.order != usual.order and (c.places in places or c == last)
+        ]
+        first |= {c: run(c, draws[:1]) for c in _some(further, runs - len(first), told)}
         if outlook.shared:
             best = sorted(first, key=lambda c: biased(c, first[c][0]))[:_TRIED_WITH_SHARED]
             best += [c for c in schedules if last is not None and c == replace(last, shared=0) and c not in best]
-            further = self._with_shared(outlook, cluster, {c: schedules[c] for c in best})
-            schedules |= further
-            first |= {c: run(c, draws[:1]) for c in further}
-        kept = sorted(first, key=lambda c: biased(c, first[c][0]))[:_KEPT]
+            levels = [each for each in self._shared_levels(part.outlook) if each in self._shared_levels(outlook)]
+            with_shared = [replace(c, shared=each) for c in best for each in levels]
+            for candidate in _some(with_shared, runs - len(first), told):
+                schedules[candidate] = self._made(candidate, part, cluster, schedules[replace(candidate, shared=0)])
+                first[candidate] = run(candidate, draws[:1])
+        kept: list[Candidate] = sorted(first, key=lambda c: biased(c, first[c][0]))[:_KEPT]
         kept += [c for c in (usual, last) if c is not None and c in first and c not in kept]
-        simulated = {c: _mean([*first[c], *run(c, draws[1:])]) for c in kept}
+        # the whole ends when the last of its parts does, and draws are parts
+        together = _mean if part.is_whole else max
+        simulated = {c: together([*first[c], *run(c, draws[1:])]) for c in kept}
         scores = {c: biased(c, end_s) for c, end_s in simulated.items()}
 
         advance = _USUAL_VARIES if learned.varies else _USUAL_EQUAL
@@ -179,73 +210,120 @@ class ScheduleController:
         if last is not None and last in scores and scores[chosen] > _BETTER * scores[last]:
             chosen = last
         if chosen != last:
-            self._explain(outlook, schedules[chosen], chosen, scores)
+            self._explain(part.outlook, schedules[chosen], chosen, scores)
         self._last[streams] = chosen
-        predicted_s = scores[chosen] + learned.border_s
-        return _Running(outlook, chosen, schedules[chosen], predicted_s)
+        tried = schedules[chosen]
+        schedule = tried
+        if not part.is_whole:
+            end = tried.reach.end if tried.reach is not None else None
+            schedule = self._made(chosen, whole(outlook, self._rules), everything, end=end)
+        return _Running(outlook, chosen, schedule, part, tried, scores[chosen] + learned.border_s)
 
-    def _draws(self, outlook: IterationOutlook) -> list[list[VirtualGroup]]:
+    def _budget(self, share: float) -> float:
+        """Sequences that may be simulated at a border, for this share of an iteration."""
+        return max(_ALWAYS_S, share * self._learned.iteration_s) * _SEQUENCES_PER_S
+
+    def _cost(self, outlook: IterationOutlook, parts: int = 1) -> float:
+        """Of one simulation of it, or of one of so many parts, in sequences."""
+        groups = len(outlook.groups) * self._learned.groups_per_trained / parts
+        return max(1.0, cost(groups, self._rules.responses, len(outlook.engines) / parts))
+
+    def _part(self, outlook: IterationOutlook, cluster: Cluster) -> Part:
+        """All of it where one draw is not too dear; else the largest half, quarter, ... with which several are not."""
+        runs = _FIRST_RUNS + len(self._shared_levels(outlook)) * _TRIED_WITH_SHARED
+        if self._matches(cluster):
+            runs += _MATCHED_WINDOWS * len(MATCHED_SLACKS) * len(ENDS)
+        if runs * self._cost(outlook) <= self._budget(_MOST_OF_ITERATION):
+            return whole(outlook, self._rules)
+        runs += (_KEPT + 1) * (_DRAWS_OF_PART - 1)
+        for half in range(1, halves(outlook, self._rules) + 1):
+            if runs * self._cost(outlook, 2**half) <= self._budget(_SHARE_OF_ITERATION):
+                return part_of(outlook, cluster, self._rules, 2**half)
+        most = halves(outlook, self._rules)
+        return part_of(outlook, cluster, self._rules, 2**most) if most else whole(outlook, self._rules)
+
+    def _draws(self, part: Part) -> list[list[VirtualGroup]]:
         if not self._learned.varies and not self._learned.replaces:
-            return [self._learned.expected(outlook)]
-        num_sequences = max(1, len(outlook.groups) * self._rules.responses)
+            return [self._expected(part)]
+        num_sequences = max(1, len(part.outlook.groups) * self._rules.responses)
         runs = _SHARE_OF_ITERATION * self._learned.iteration_s * _SEQUENCES_PER_S / num_sequences
         number = max(1, min(_DRAWS, 1 + int((runs - _FIRST_RUNS) / (_KEPT + 1))))
-        return [self._learned.draw(outlook, seed) for seed in range(number)]
+        if not part.is_whole:
+            most = self._budget(_MOST_OF_ITERATION) / self._cost(part.outlook)
+            number = max(number, min(_DRAWS_OF_PART, 1 + int((most - _FIRST_RUNS) / (_KEPT + 1))))
+        return [part.scaled(self._learned.draw(part.outlook, seed)) for seed in range(number)]
 
-    def _candidates(self, outlook: IterationOutlook, cluster: Cluster) -> dict[Candidate, Schedule]:
-        """The usual one first: the widest window in the usual order."""
-        rules, varies = self._rules, self._learned.varies
-        orders = self._orders(outlook.streams) if varies else self._orders(outlook.streams)[:1]
-        longest = [group.longest for group in outlook.groups]
+    def _expected(self, part: Part) -> list[VirtualGroup]:
+        return part.scaled(self._learned.expected(part.outlook))
+
+    def _candidates(self, part: Part, cluster: Cluster, runs: int) -> dict[Candidate, Schedule]:
+        """The usual one first: the widest window in the usual order. runs: simulations that there are for all of it."""
+        rules, varies, streams = self._rules, self._learned.varies, part.outlook.streams
+        orders = self._orders(streams)
+        # on few engines chance decides which group meets a slow one, where only its length and the engine's speed should
+        by_chance = not part.is_whole and unequal(cluster)
+        if not varies or by_chance:
+            orders = orders[:1]
         if rules.window != "auto":
-            places = rules.window // rules.responses
-            found = _own(
-                {Candidate("window", places, o): self._fixed(outlook, rules.window, o) for o in orders}, outlook
-            )
-            return found | self._matched(outlook, cluster, found)
-        share = math.ceil(len(outlook.groups) / len(outlook.dedicated))
-        most = self._most_places(outlook, varies=varies)
-        levels = self._within_reach(place_levels(share, most), outlook.streams)
-        candidates = [Candidate("window", places, order) for order in orders for places in levels]
-        found = _own({c: window_schedule(c, cluster, longest, most, rules.responses) for c in candidates}, outlook)
-        found |= self._matched(outlook, cluster, found)
-        if outlook.streams and rules.updates == 1 and (rules.dispatch == "auto" or not varies):
-            expected = self._learned.expected(outlook)
-            places = self._most_places(outlook, varies=False)
-            turns = [Candidate("turns", places, orders[0], slack) for slack in SLACKS]
-            found |= _own({c: turns_schedule(c, cluster, expected, rules.responses) for c in turns}, outlook)
+            levels = [rules.window // rules.responses]
+        else:
+            levels = self._within_reach(place_levels(part.share, self._most_places(part.share, varies=varies)), streams)
+        windows = [Candidate("window", places, order) for order in orders for places in levels]
+        found = {c: self._made(c, part, cluster) for c in windows}
+        if self._matches(cluster):
+            widest = [c for c in windows if c.order == orders[0]][:_MATCHED_WINDOWS]
+            made = [replace(c, kind="matched", slack=slack) for c in widest for slack in MATCHED_SLACKS]
+            for c in made[: max(0, runs - _FIRST_RUNS) // len(ENDS)]:  # each is looked for with as many simulations
+                found[c] = self._made(c, part, cluster)
+        if (
+            not by_chance
+            and rules.window == "auto"
+            and streams
+            and rules.updates == 1
+            and (rules.dispatch == "auto" or not varies)
+        ):
+            places = self._most_places(part.share, varies=False)
+            found |= {
+                c: self._made(c, part, cluster)
+                for c in (Candidate("turns", places, orders[0], slack) for slack in SLACKS)
+            }
         return found
 
-    def _matched(
-        self, outlook: IterationOutlook, cluster: Cluster, found: dict[Candidate, Schedule]
-    ) -> dict[Candidate, Schedule]:
-        """For the widest windows of these, where engines are of unequal speed and what lengths are expected is of use."""
+    def _matches(self, cluster: Cluster) -> bool:
+        """Whether engines are of unequal speed and what lengths are expected is of use."""
         rules = self._rules
-        if rules.updates > 1 or rules.dispatch == "in-order" or not self._learned.varies or not unequal(cluster):
-            return {}
-        expected, usual = self._learned.expected(outlook), next(iter(found))
-        widest = [c for c in found if c.order == usual.order][:_MATCHED_WINDOWS]
-        made = [replace(c, kind="matched", slack=slack) for c in widest for slack in MATCHED_SLACKS]
-        windows = {c.places: found[c].windows[0] for c in widest}
-        return {c: matched_schedule(c, cluster, expected, windows[c.places]) for c in made}
+        return rules.updates == 1 and rules.dispatch != "in-order" and self._learned.varies and unequal(cluster)
 
-    def _with_shared(
-        self, outlook: IterationOutlook, cluster: Cluster, schedules: dict[Candidate, Schedule]
-    ) -> dict[Candidate, Schedule]:
-        """These, with some groups that begin on the shared engines."""
-        rules, found = self._rules, {}
+    def _made(
+        self,
+        candidate: Candidate,
+        part: Part,
+        cluster: Cluster,
+        without_shared: Schedule | None = None,
+        end: float | None = None,
+    ) -> Schedule:
+        """The schedule of a candidate. without_shared: the one of the same candidate without shared engines, where it is there.
+        end: as `matched` has it."""
+        rules, outlook = self._rules, part.outlook
         longest = [group.longest for group in outlook.groups]
-        for candidate, schedule in schedules.items():
-            for each in self._shared_levels(outlook):
-                with_shared = replace(candidate, shared=each)
-                if candidate.kind == "turns":
-                    expected = self._learned.expected(outlook)
-                    found[with_shared] = turns_schedule(with_shared, cluster, expected, rules.responses)
-                else:
-                    found[with_shared] = begin_on_shared(schedule, outlook.shared, each, longest, rules.updates)
-        return _own(found, outlook)
+        if candidate.kind == "turns":
+            found = turns_schedule(candidate, cluster, self._expected(part), rules.responses)
+        elif candidate.shared:
+            alone = without_shared or self._made(replace(candidate, shared=0), part, cluster, end=end)
+            found = begin_on_shared(alone, outlook.shared, candidate.shared, longest, rules.updates)
+        elif candidate.kind == "matched":
+            usual = self._made(replace(candidate, kind="window", slack=1.0), part, cluster)
+            found = matched_schedule(candidate, cluster, self._expected(part), usual.windows[0], end)
+        elif rules.window != "auto":
+            found = self._fixed(outlook, rules.window, candidate.order)
+        else:
+            most = self._most_places(part.share, varies=self._learned.varies)
+            found = window_schedule(candidate, cluster, longest, most, rules.responses)
+        return with_own_windows(found, outlook.windows)
 
     def _shared_levels(self, outlook: IterationOutlook) -> list[int]:
+        if not outlook.shared:
+            return []
         most = self._rules.max_num_seqs // self._rules.responses
         groups = len(outlook.groups) // self._rules.updates
         return shared_levels(groups, len(outlook.dedicated), len(outlook.shared), most)
@@ -265,10 +343,9 @@ class ScheduleController:
         usual: OrderName = "in-order" if streams and self._rules.order == "prompt" else "longest-first"
         return (usual, *(name for name in ORDERS if name != usual))
 
-    def _most_places(self, outlook: IterationOutlook, *, varies: bool) -> int:
-        """Groups per engine of the widest window. A group holds its places until its longest response ends, so twice as many as
-        decode together keep an engine full where lengths vary; what has no place waits in the engine."""
-        share = math.ceil(len(outlook.groups) / max(1, len(outlook.dedicated)))
+    def _most_places(self, share: int, *, varies: bool) -> int:
+        """Groups per engine of the widest window, of `share` in an iteration. A group holds its places until its longest response
+        ends, so twice as many as decode together keep an engine full where lengths vary; what has no place waits in the engine."""
         held = self._rules.max_num_seqs * (2 if varies else 1) // self._rules.responses
         return max(1, min(share, held))
 
@@ -302,8 +379,13 @@ class ScheduleController:
         )
 
 
-def _own(schedules: dict[Candidate, Schedule], outlook: IterationOutlook) -> dict[Candidate, Schedule]:
-    return {candidate: with_own_windows(schedule, outlook.windows) for candidate, schedule in schedules.items()}
+def _some(candidates: Sequence[Candidate], count: int, told: Sequence[Candidate | None]) -> list[Candidate]:
+    """No more than so many of them: those that are told, and of the others every so manieth."""
+    if len(candidates) <= count:
+        return list(candidates)
+    kept = [candidate for candidate in candidates if candidate in told][: max(0, count)]
+    others, left = [c for c in candidates if c not in kept], max(0, count - len(kept))
+    return kept + [others[int((number + 0.5) * len(others) / left)] for number in range(left)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -51,6 +51,11 @@ class Learned:
         return self._informative < 1.0
 
     @property
+    def groups_per_trained(self) -> float:
+        """How many groups are generated for one that is trained."""
+        return 1.0 / self._informative
+
+    @property
     def varies(self) -> bool:
         """Whether lengths differ from each other or from what was expected."""
         longest = np.array([max(shape) for shape in self._shapes])

@@ -23,7 +23,7 @@ from pa_npu.planning.iteration_model.simulate import simulate
 # Engines whose speeds differ by less are equal.
 EQUAL_SPEED = 1.1
 # The planned end over the bound: longest first ends at twice it at the latest (Gonzalez, Ibarra and Sahni 1977, SIAM J. Comput. 6).
-_ENDS = (1.0, 1.03, 1.06, 1.1, 1.15, 1.3, 1.6, 2.0)
+ENDS = (1.0, 1.03, 1.06, 1.1, 1.15, 1.3, 1.6, 2.0)
 _HOLDS = 1.01
 
 
@@ -33,18 +33,22 @@ def unequal(cluster: Cluster) -> bool:
     return len(steps) > 1 and max(steps) >= EQUAL_SPEED * min(steps)
 
 
-def matched(cluster: Cluster, expected: Sequence[VirtualGroup], schedule: Schedule, slack: float) -> Schedule:
+def matched(
+    cluster: Cluster, expected: Sequence[VirtualGroup], schedule: Schedule, slack: float, end: float | None = None
+) -> Schedule:
     """`schedule`, whose order is longest first, with what slower engines take. slack: the part of the time that these are taken to
-    have, as groups may become longer than expected."""
+    have, as groups may become longer than expected. end: the planned one over the bound; None: it is looked for."""
     lengths = [group.longest for group in sorted(expected, key=lambda group: group.index)]
     places = {name: _places(cluster, schedule, name, expected) for name in cluster.dedicated}
     token_s = {name: _token_s(cluster, name, count, expected) for name, count in places.items()}
     fastest_s = min(token_s.values())
     slower = {name: seconds / slack for name, seconds in token_s.items() if seconds >= EQUAL_SPEED * fastest_s}
     bound = bound_s(lengths, {name: (token_s[name], count) for name, count in places.items()})
+    if end is not None:
+        return replace(schedule, reach=Reach(tuple(lengths), slower, end * bound, end))
     best, best_s = schedule, math.inf
-    for factor in _ENDS:
-        planned = replace(schedule, reach=Reach(tuple(lengths), slower, factor * bound))
+    for factor in ENDS:
+        planned = replace(schedule, reach=Reach(tuple(lengths), slower, factor * bound, factor))
         generated_s = simulate(cluster, expected, planned).generated_s
         if generated_s < best_s:
             best, best_s = planned, generated_s

@@ -12,7 +12,7 @@ from pa_npu.planning.prediction.figures import Figure
 from pa_npu.platform.typical import published_speeds
 
 _LABEL = 24
-# An iteration that grows by more with the devices, while work grows with them, is not flat.
+# Work grows with the devices, and an iteration should not: two sizes are alike whose iterations differ by no more.
 FLAT = 0.10
 
 
@@ -94,14 +94,22 @@ def growth_lines(plans: Sequence[ClusterPlan]) -> list[str]:
 
 
 def flatness(plans: Sequence[ClusterPlan]) -> str:
-    """Up to where an iteration per group and device takes as long as with the fewest devices."""
-    first = _per_group(plans[0])
-    flat = [plan for plan in plans if _per_group(plan) <= (1.0 + FLAT) * first]
-    beyond = [plan for plan in plans if _per_group(plan) > (1.0 + FLAT) * first]
-    text = f"within {FLAT:.0%} of {plans[0].devices} devices up to {flat[-1].devices}"
-    if beyond:
-        text += f"; at {beyond[0].devices} {_per_group(beyond[0]) / first - 1.0:+.0%}"
+    """Over which sizes in a row an iteration per group and device takes as long, the largest against the smallest of them, and how
+    far the others are from the nearest of these. Of several such rows the one with the most sizes, of larger clusters."""
+    rows = [plans[start:end] for start in range(len(plans)) for end in range(start + 1, len(plans) + 1)]
+    flat = max((row for row in rows if _spread(row) <= FLAT), key=lambda row: (len(row), row[-1].devices))
+    text = f"{flat[0].devices} to {flat[-1].devices} devices: any two within {_spread(flat):.1%}"
+    low, high = min(map(_per_group, flat)), max(map(_per_group, flat))
+    for plan in plans:
+        if plan not in flat:
+            nearest = high if _per_group(plan) > high else low
+            text += f"; {plan.devices}: {_per_group(plan) / nearest - 1.0:+.0%}"
     return text
+
+
+def _spread(plans: Sequence[ClusterPlan]) -> float:
+    """The largest over the smallest, less one."""
+    return max(map(_per_group, plans)) / min(map(_per_group, plans)) - 1.0
 
 
 def _per_group(plan: ClusterPlan) -> float:
