@@ -313,8 +313,9 @@ class CoordinatorPublish:
                 await engine.join_weight_groups(groups, deadline_s=self._deadline_s + _GRACE_S)
             return await self._load_on(engine, version, begins_within_s)
 
+        begin = ready if begins_within_s is not None else None
         loads = [
-            self._while_healthy(member.engine, load(member.engine, joined))
+            self._while_healthy(member.engine, load(member.engine, joined), begin)
             for member, joined in zip(members, groups, strict=True)
         ]
         loaded = await self._unless_broken(BROKEN, place, gather(loads), begins_within_s or 0.0, ready)
@@ -368,12 +369,27 @@ class CoordinatorPublish:
         finally:
             await cancel([working, broken])
 
-    async def _while_healthy(self, engine: RolloutEngine, work: Coroutine[Any, Any, T]) -> T:
-        """`work` on an engine, which may never answer when its worker dies meanwhile. Raises EngineError then."""
+    async def _while_healthy(
+        self, engine: RolloutEngine, work: Coroutine[Any, Any, T], begin: asyncio.Task[float] | None = None
+    ) -> T:
+        """`work` on an engine, which may never answer when its worker dies meanwhile. Raises EngineError then.
+
+        begin: when the trainers send, for work that was asked for before. A worker that hangs leaves the engine healthy, so from
+        then on it has the time that a publish has, whatever it may have waited. Raises DeadlineExceeded beyond it.
+        """
+        limit_s = self._deadline_s + _GRACE_S
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({task}, timeout=_HEALTH_EVERY_S))[0]:
                 await engine.check_health(deadline_s=self._config.rollout.probe_timeout_s)
+                # a failure of the trainers ends the attempt elsewhere
+                if begin is None or not begin.done() or begin.cancelled() or begin.exception() is not None:
+                    continue
+                if time.perf_counter() - begin.result() > limit_s:
+                    raise DeadlineExceeded(
+                        f"engine {engine.name}: it has not loaded the weights {limit_s:g} s after the trainers began to send them; "
+                        f"it may hang"
+                    )
             return await task
         finally:
             await cancel([task])

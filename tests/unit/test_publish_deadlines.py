@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,10 +15,12 @@ import pytest
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.engines.transformers.command import server_command
-from pa_npu.errors import ConfigError
+from pa_npu.errors import ConfigError, DeadlineExceeded
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process import commands
 from pa_npu.platform.base import Platform
+from pa_npu.publish import coordinator_side
+from pa_npu.publish.coordinator_side import CoordinatorPublish
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}, "run": {"device": "cpu"}}
@@ -154,3 +158,36 @@ def test_processes_do_not_inherit_what_would_break_their_groups(monkeypatch: pyt
         platform: Platform = SimpleNamespace(comm_backend=backend)  # type: ignore[assignment]
         found[backend] = {"RANK_TABLE_FILE", "ROOTINFO_SUBCOMM_ENABLE"} & commands._common_env(config, platform).keys()
     assert not found["hccl"] and len(found["gloo"]) == 2
+
+
+async def test_an_engine_that_hangs_has_a_publishs_time_from_when_the_trainers_send(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was asked to load long before; its health page stays green."""
+    monkeypatch.setattr(coordinator_side, "_GRACE_S", 0.0)
+    monkeypatch.setattr(coordinator_side, "_HEALTH_EVERY_S", 0.02)
+    publish: Any = CoordinatorPublish.__new__(CoordinatorPublish)
+    publish._deadline_s = 0.2
+    publish._config = SimpleNamespace(rollout=SimpleNamespace(probe_timeout_s=1.0))
+    looks: list[float] = []
+
+    async def look(deadline_s: float) -> None:
+        looks.append(deadline_s)
+
+    engine: Any = SimpleNamespace(name="http://engine", check_health=look)
+    sending: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    async def work(hangs: bool, sending: asyncio.Future[float]) -> str:
+        await asyncio.sleep(0.5)  # the trainers' work, longer than a publish may take
+        sending.set_result(time.perf_counter())
+        await asyncio.sleep(60 if hangs else 0.05)
+        return "loaded"
+
+    assert await publish._while_healthy(engine, work(False, sending), sending) == "loaded"
+    sending = asyncio.get_running_loop().create_future()
+    start_s = time.perf_counter()
+    with pytest.raises(
+        DeadlineExceeded, match=r"http://engine: it has not loaded the weights 0.2 s after the trainers began"
+    ):
+        await asyncio.wait_for(publish._while_healthy(engine, work(True, sending), sending), 30)
+    assert time.perf_counter() - start_s > 0.7 and looks
