@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 from pa_npu.errors import DataError
+from pa_npu.telemetry.columns import markdown_table, text_table
 from pa_npu.telemetry.metrics import read_records
 from pa_npu.telemetry.tpspd import RunThroughput, number, run_throughput
 
@@ -86,31 +86,13 @@ def memory_peaks(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def render_text(reports: Sequence[RunReport]) -> str:
-    """A rich table, one column per run, followed by what the numbers mean."""
-    from rich.box import ASCII2  # logs and terminals of any locale can show it
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Throughput", box=ASCII2)
-    table.add_column("")
-    for label in labels(reports):
-        table.add_column(label, justify="right", overflow="fold")
-    for title, cells in table_rows(reports):
-        table.add_row(title, *cells)
-    # Not a terminal: the width must fit the table, whoever reads it.
-    console = Console(file=io.StringIO(), width=40 + 24 * len(reports), color_system=None)
-    console.print(table)
-    for note in notes(reports):
-        console.print(note, highlight=False, soft_wrap=True)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().rstrip("\n")
+    """A table, one column per run, followed by what the numbers mean."""
+    return text_table("Throughput", labels(reports), table_rows(reports), notes(reports), column_width=24)
 
 
 def render_markdown(reports: Sequence[RunReport]) -> str:
     """The same as a markdown table."""
-    lines = ["| |" + "".join(f" {label} |" for label in labels(reports)), "|---|" + "---:|" * len(reports)]
-    lines += [f"| {title} |" + "".join(f" {cell} |" for cell in cells) for title, cells in table_rows(reports)]
-    return "\n".join([*lines, "", *notes(reports)])
+    return markdown_table(labels(reports), table_rows(reports), notes(reports))
 
 
 def as_json(reports: Sequence[RunReport]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Runs whose configurations differ only in their seed and in where they ran form a
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from pa_npu.telemetry import plots
+from pa_npu.telemetry.columns import markdown_table, text_table
 from pa_npu.telemetry.compare import alike, flat
 from pa_npu.telemetry.metrics import read_records
 from pa_npu.telemetry.report import Figure, RunReport, figures, notes, read_config, shown
@@ -75,28 +75,12 @@ def group_rows(groups: Sequence[ReportGroup]) -> list[tuple[str, list[str]]]:
 
 
 def render_markdown(groups: Sequence[ReportGroup]) -> str:
-    lines = ["| |" + "".join(f" {group.label} |" for group in groups), "|---|" + "---:|" * len(groups)]
-    lines += [f"| {title} |" + "".join(f" {cell} |" for cell in cells) for title, cells in group_rows(groups)]
-    return "\n".join([*lines, "", *group_notes(groups)])
+    return markdown_table([group.label for group in groups], group_rows(groups), group_notes(groups))
 
 
 def render_text(groups: Sequence[ReportGroup]) -> str:
-    from rich.box import ASCII2
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Throughput of groups of runs", box=ASCII2)
-    table.add_column("")
-    for group in groups:
-        table.add_column(group.label, justify="right", overflow="fold")
-    for title, cells in group_rows(groups):
-        table.add_row(title, *cells)
-    console = Console(file=io.StringIO(), width=40 + 36 * len(groups), color_system=None)
-    console.print(table)
-    for note in group_notes(groups):
-        console.print(note, highlight=False, soft_wrap=True)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().rstrip("\n")
+    labels = [group.label for group in groups]
+    return text_table("Throughput of groups of runs", labels, group_rows(groups), group_notes(groups), column_width=36)
 
 
 def group_notes(groups: Sequence[ReportGroup]) -> list[str]:
