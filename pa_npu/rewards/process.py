@@ -24,6 +24,7 @@ from pa_npu.rewards.types import RewardInput
 STARTUP_TIMEOUT_S = 120.0  # importing math-verify and a user's module on a busy machine
 REAP_TIMEOUT_S = 5.0  # a killed process is gone within milliseconds
 REPLY_LIMIT_BYTES = 64 << 20
+KILLED_STARTS = 3  # in a row, before what is loaded is taken to be the cause
 
 log = logging.getLogger(__name__)
 
@@ -40,31 +41,44 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, first_line: bytes, module: str = "pa_npu.rewards.worker") -> WorkerProcess:
-        """first_line: what the process of the module reads first.
+        """first_line: what the process of the module reads first. One that is killed while it loads is started again.
 
         Raises DataError where a function cannot be used, DeadlineExceeded where loading takes too long.
         """
-        process = await asyncio.create_subprocess_exec(
-            *_command(module),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            limit=REPLY_LIMIT_BYTES,
-            env=_environment(),
-            start_new_session=True,  # so that what a reward function starts can be killed with it
-        )
-        worker = cls(process)
-        try:
-            worker.write(first_line)
-            worker.ready = _check_first_reply(await asyncio.wait_for(worker._stdout.readline(), STARTUP_TIMEOUT_S))
-        except asyncio.TimeoutError:
-            await worker.reap()
-            raise DeadlineExceeded(
-                f"a reward worker did not load its functions within {STARTUP_TIMEOUT_S:.0f} s; make them import faster"
-            ) from None
-        except BaseException:
-            await worker.reap()
-            raise
-        return worker
+        for number in range(1, KILLED_STARTS + 1):
+            process = await asyncio.create_subprocess_exec(
+                *_command(module),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                limit=REPLY_LIMIT_BYTES,
+                env=_environment(),
+                start_new_session=True,  # so that what a reward function starts can be killed with it
+            )
+            worker = cls(process)
+            try:
+                worker.write(first_line)
+                reply = await asyncio.wait_for(worker._stdout.readline(), STARTUP_TIMEOUT_S)
+                if number == KILLED_STARTS or reply or not await worker._was_killed():
+                    worker.ready = _check_first_reply(reply)
+                    return worker
+            except asyncio.TimeoutError:
+                await worker.reap()
+                raise DeadlineExceeded(
+                    f"a reward worker did not load its functions within {STARTUP_TIMEOUT_S:.0f} s; make them import faster"
+                ) from None
+            except BaseException:
+                await worker.reap()
+                raise
+            log.warning(
+                "a reward worker was killed while it loaded its functions (%s); started again", await worker.reap()
+            )
+        raise AssertionError("unreachable: the last start returns or raises")
+
+    async def _was_killed(self) -> bool:
+        """Of a process that has closed its output: whether a signal ended it."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            return await asyncio.wait_for(self._process.wait(), REAP_TIMEOUT_S) < 0
+        return False
 
     def write(self, line: bytes) -> None:
         self._stdin.write(line)

@@ -390,6 +390,30 @@ def test_the_check_before_a_run_accepts_usable_functions_and_refuses_a_broken_pa
         check_reward_functions(full_config(RewardFunction(name="format", pattern="(")))
 
 
+@pytest.mark.parametrize("deaths", [2, 3])
+async def test_a_worker_that_is_killed_while_it_loads_is_started_again_twice(
+    deaths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As often as it takes to tell somebody's signal from a function that ends its process that way."""
+    starts = tmp_path / "starts"
+    (tmp_path / "killed_rewards.py").write_text(
+        "import os, signal\n"
+        f"with open({str(starts)!r}, 'a') as file: file.write('.')\n"
+        f"if os.path.getsize({str(starts)!r}) <= {deaths}: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def f(group): return [1.0] * len(group.responses)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    if deaths == 3:
+        with pytest.raises(DataError, match="the reward worker died while loading them"):
+            async with RewardPool(users_config("killed_rewards:f")):
+                pytest.fail("the pool must not start")
+    else:
+        async with RewardPool(users_config("killed_rewards:f")) as pool:
+            assert (await pool.score(group())).total.tolist() == [1.0] * len(group().responses)
+    assert len(starts.read_text()) == 3
+    assert caplog.text.count("was killed while it loaded its functions (SIGKILL); started again") == 2
+
+
 async def test_entering_a_pool_with_an_unusable_function_says_the_same() -> None:
     with pytest.raises(DataError, match="no_such_module"):
         async with RewardPool(users_config("no_such_module:f")):
