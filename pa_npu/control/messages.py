@@ -298,3 +298,16 @@ CARRIED = Topic(
     CarriedGroups,
     "the coordinator to say which groups are carried over weight version {version}",
 )
+
+
+@dataclass(frozen=True)
+class ShardAddress:
+    """Where a shard of the rollout buffer listens (samples/shards.py)."""
+
+    host: str
+    port: int
+
+
+SHARD = Topic(
+    "buffer/shards/{replica}", ShardAddress, "trainers: the reader of replica {replica} to say where its groups may lie"
+)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from pa_npu.control.bounded_calls import BoundedCalls, NoAnswer
 from pa_npu.control.channel import StoreChannel, StoreError, connect
+from pa_npu.control.messages import SHARD, ShardAddress
 from pa_npu.control.store_server import host_store
-from pa_npu.control.typed import Topic
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.samples.data_module import Cells, StoreShard
 from pa_npu.samples.rollout_buffer import BufferFailed
@@ -29,19 +29,6 @@ from pa_npu.samples.types import Group
 from pa_npu.samples.wire import COLUMNS, columns_of, from_columns
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ShardAddress:
-    """Where a shard listens."""
-
-    host: str
-    port: int
-
-
-SHARD = Topic(
-    "buffer/shards/{replica}", ShardAddress, "trainers: the reader of replica {replica} to say where its groups may lie"
-)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
-from pa_npu.samples.shards import SHARD
+from pa_npu.control.messages import SHARD
 from tests.helpers.launched import Launched, environment, running, settings
 from tests.helpers.raylets import HEAD, OTHER, Raylets, raylets
 from tests.helpers.sockets import listening
