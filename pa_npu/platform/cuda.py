@@ -47,7 +47,7 @@ class CudaPlatform(AcceleratorPlatform):
         return base.torch_profile([activity.CPU, activity.CUDA], directory, name)
 
     def _set_allocator(self, setting: str) -> None:
-        # the name since torch 2.10, which warns of the other one
+        # torch 2.11 warns that the other name goes; before, there is only that one
         change = (
             getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
         )

@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from pa_npu.telemetry.metrics import read_records
-from tests.helpers.launched import ENGINE_SERVERS, Launched, find, settings
-from tools import make_tiny_model
+from tests.helpers.launched import ENGINE_SERVERS, Launched, find, random_tiny, settings
 
 pytestmark = pytest.mark.timeout(600)
 TIMEOUT_S = 400.0
@@ -26,11 +25,7 @@ ITERATIONS = 4
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """model/, train.jsonl and test.jsonl; random weights."""
-    directory = tmp_path_factory.mktemp("tiny")
-    arguments = ["--out", str(directory), "--random", "--train-questions", "64", "--test-questions", "8"]
-    assert make_tiny_model.main(arguments) == 0
-    return directory
+    return random_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 Launch = Callable[..., Launched]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pa_npu.launcher.process.keeper import descendants
+from tools import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 # part of the command line of an engine's HTTP server
@@ -76,6 +77,13 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def random_tiny(directory: Path) -> Path:
+    """Makes model/ with random weights, train.jsonl and test.jsonl in the directory, for `settings`."""
+    arguments = ["--out", str(directory), "--random", "--train-questions", "64", "--test-questions", "8"]
+    assert make_tiny_model.main(arguments) == 0
+    return directory
 
 
 def settings(tiny: Path, run_dir: Path, **others: object) -> list[str]:
