@@ -264,22 +264,23 @@ def _make_choice(
         tokens[-1] = eos_token_id
         finish_reason = "stop"
     strings = [f" t{token}" for token in tokens]
-    choice: dict[str, Any] = {
-        "text": "".join(strings if finish_reason == "length" else strings[:-1]),
-        "finish_reason": finish_reason,
-        "stop_reason": None,
-        "token_ids": tokens.tolist(),
-        "prompt_logprobs": None,
-        "logprobs": None,
-    }
+    scored: dict[str, Any] | None = None
     if with_logprobs:
         logprobs = (-numbers.exponential(1.0, length)).astype(np.float32).astype(np.float64).tolist()
-        choice["logprobs"] = {
+        scored = {
             "text_offset": np.cumsum([len(string) for string in strings]).tolist(),
             "token_logprobs": logprobs,
             "tokens": strings,
             "top_logprobs": [{string: logprob} for string, logprob in zip(strings, logprobs, strict=True)],
         }
+    choice = {  # in vLLM's order, which decoding goes by
+        "text": "".join(strings if finish_reason == "length" else strings[:-1]),
+        "logprobs": scored,
+        "finish_reason": finish_reason,
+        "stop_reason": None,
+        "token_ids": tokens.tolist(),
+        "prompt_logprobs": None,
+    }
     return length, json.dumps(choice, separators=(",", ":")).encode()[1:-1]
 
 
