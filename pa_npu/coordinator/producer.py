@@ -205,7 +205,7 @@ class Producer:
                     index, prompt = taken, prompts[taken]
                     lease.expect(self._expected_tokens(prompt))
                 pace.dispatched(lease.engine.name)
-                tail.dispatched()
+                tail.dispatched(lease.engine)
                 scope.start(self._at_work(complete(index, prompt, lease)), f"group {index} of iteration {iteration}")
                 if self._interruptions is not None and selection.must_wait:
                     self._interruptions.admitted()  # once: nothing is replaced

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pa_npu.engines.pool import EnginePool, EngineUse
+from pa_npu.engines.protocol import RolloutEngine
 
 
 @dataclass
@@ -25,7 +26,10 @@ class _Engine:
 
 
 class TailMeter:
-    """Follows one iteration's generation: call `dispatched` after every dispatch, `nothing_left` and `received` as it happens."""
+    """Follows one iteration's generation: call `dispatched` after every dispatch, `nothing_left` and `received` as it happens.
+
+    While there is something to dispatch, an event costs the same however many engines there are.
+    """
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
@@ -35,10 +39,13 @@ class TailMeter:
         self._engines: dict[str, _Engine] = {}
         self._tail_waste = 0.0
 
-    def dispatched(self) -> None:
-        """A group has been given to an engine."""
-        self._advance()
-        self._waits = False
+    def dispatched(self, engine: RolloutEngine) -> None:
+        """A group has been given to this engine."""
+        if self._waits or engine.name not in self._last:
+            self._advance()
+            self._waits = False
+        seen = self._engines.setdefault(engine.name, _Engine())
+        seen.capacity = max(seen.capacity, self._pool.in_flight(engine))
 
     def nothing_left(self) -> None:
         """From here on, until the next dispatch, engines have nothing more to take."""
@@ -47,6 +54,8 @@ class TailMeter:
 
     def received(self) -> None:
         """A group's responses are here."""
+        if not self._waits:
+            return  # others are to come
         self._advance()
         capacity_s = sum(engine.capacity * engine.total_s for engine in self._engines.values())
         idle_s = sum(e.capacity * e.idle_s - e.idle_sequence_s for e in self._engines.values())

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from pa_npu import platform as platforms
 from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher
 from pa_npu.weight_transfer import transport
 from tests.helpers.launched import ROOT
+from tests.helpers.mapped_weights import TIMEOUT_S, publish_to_processes
 from tests.helpers.weights import Stage, make_checkpoint
-
-TIMEOUT_S = 120.0
-RECEIVER = """
-import json, sys, types, torch
-from safetensors.torch import save_file
-from pa_npu import platform
-from pa_npu.weight_transfer.receiver import Receiver
-port, stages, directory, versions = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-gpu = platform.get("cuda")
-gpu.set_device(0)
-receiver = Receiver.join(("127.0.0.1", port), stages, rank=1, world_size=2, backend="handles", device=gpu.device(0),
-                         timeout_s=120.0, model=types.SimpleNamespace())
-for version in range(versions):
-    weights = dict(receiver.receive(version))
-    assert all(tensor.is_cuda for tensor in weights.values())
-    save_file({name: tensor.cpu() for name, tensor in weights.items()}, f"{directory}/{version}.safetensors")
-    print(*receiver.digests, flush=True)
-receiver.close()
-"""
 
 
 @pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
@@ -68,27 +46,7 @@ def send(directory: Path) -> None:
         device=gpu.device(0),
         memory=gpu,
     )
-    expected = load_file(directory / "model.safetensors")
-    for epoch, versions in ((0, 2), (1, 1)):
-        stages = json.dumps([publisher.manifest().by("handles").of_epoch(epoch).to_json()])
-        command = [sys.executable, "-c", RECEIVER, str(store.port), stages, str(directory), str(versions)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            publisher.connect(PublishMembers(epoch, 0, handles_workers=1), TIMEOUT_S)
-            for version in range(versions):
-                stats = publisher.publish(version)
-                assert process.stdout is not None and process.stdout.readline().strip() == stats.digests
-                arrived = load_file(directory / f"{version}.safetensors")
-                assert arrived.keys() == expected.keys() and stats.buckets > 5
-                different = [name for name, tensor in expected.items() if not torch.equal(arrived[name], tensor)]
-                assert not different, different
-                expected = {name: tensor + 1 for name, tensor in expected.items()}
-                with torch.no_grad():
-                    for parameter in module.parameters():
-                        parameter.add_(1)
-        finally:
-            process.kill()
-            process.wait()
+    publish_to_processes(publisher, module, directory, store.port, "cuda")
     try:
         publisher.publish(1)
     except (transport.WeightSyncError, DeadlineExceeded) as error:

@@ -495,7 +495,7 @@ async def test_tail_waste_is_the_idle_share_after_the_last_dispatch(store_thread
         leases = []
         for end_s in ends[:2]:
             leases.append((end_s, await pool.admit(4, 10, lambda _: 8, 1)))
-            meter.dispatched()
+            meter.dispatched(leases[-1][1].engine)
         waiting = ends[2:]
         while leases:
             leases.sort(key=lambda item: item[0])
@@ -505,7 +505,7 @@ async def test_tail_waste_is_the_idle_share_after_the_last_dispatch(store_thread
             meter.received()
             if waiting:
                 leases.append((waiting.pop(0), await pool.admit(4, 10, lambda _: 8, 1)))
-                meter.dispatched()
+                meter.dispatched(leases[-1][1].engine)
                 if not waiting:
                     meter.nothing_left()
         clock[0] += 10

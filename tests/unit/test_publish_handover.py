@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,26 +26,12 @@ from pa_npu.publish.publisher import Publisher, PublishStats
 from pa_npu.weight_transfer import handover, memory_handles, transport
 from pa_npu.weight_transfer.handover import Meeting, MemoryGroup, Slots
 from pa_npu.weight_transfer.receiver import Receiver
+from tests.helpers.mapped_weights import publish_to_processes
 from tests.helpers.weights import Stage, make_checkpoint, run_threads
 
 CPU = torch.device("cpu", 0)
 TIMEOUT_S = 60.0
 GIB = 2**30
-
-RECEIVER = """
-import sys, types, torch
-from safetensors.torch import save_file
-from pa_npu.weight_transfer.receiver import Receiver
-import json
-port, stages, directory, versions = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-receiver = Receiver.join(("127.0.0.1", port), stages, rank=1, world_size=2, backend="handles", device=torch.device("cpu"),
-                         timeout_s=60.0, model=types.SimpleNamespace())
-for version in range(versions):
-    weights = dict(receiver.receive(version))
-    save_file({name: tensor.clone() for name, tensor in weights.items()}, f"{directory}/{version}.safetensors")
-    print(*receiver.digests, flush=True)
-receiver.close()
-"""
 
 
 @pytest.fixture
@@ -168,37 +151,9 @@ def test_memory_for_handles_is_taken_outside_of_expandable_segments(
 def test_a_process_that_maps_the_trainers_memory_gets_the_checkpoint_bit_for_bit(
     tmp_path: Path, store: dist.TCPStore
 ) -> None:
-    """Three versions, each of changed weights, to two processes that are killed in turn: the second is served by the same memory,
-    and what is sent to it after its death ends when the publish is given up."""
+    """And what is sent to a process after its death ends when the publish is given up."""
     publisher, module = sender(tmp_path, store, timeout_s=20.0)
-    expected = load_file(tmp_path / "model.safetensors")
-    for epoch, versions in ((0, 2), (1, 1)):
-        stages = json.dumps([publisher.manifest().by("handles").of_epoch(epoch).to_json()])
-        command = [
-            sys.executable,
-            "-c",
-            textwrap.dedent(RECEIVER),
-            str(store.port),
-            stages,
-            str(tmp_path),
-            str(versions),
-        ]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            publisher.connect(PublishMembers(epoch, 0, handles_workers=1), TIMEOUT_S)
-            for version in range(versions):
-                stats = publisher.publish(version)
-                assert process.stdout is not None and process.stdout.readline().strip() == stats.digests
-                arrived = load_file(tmp_path / f"{version}.safetensors")
-                assert arrived.keys() == expected.keys() and stats.buckets > 5
-                assert not [name for name, tensor in expected.items() if not torch.equal(arrived[name], tensor)]
-                expected = {name: tensor + 1 for name, tensor in expected.items()}
-                with torch.no_grad():
-                    for parameter in module.parameters():
-                        parameter.add_(1)
-        finally:
-            process.kill()
-            process.wait()
+    publish_to_processes(publisher, module, tmp_path, store.port, "cpu")
     error, _ = run_threads(
         lambda: publisher.publish(1),
         lambda: transport.Abandonment("127.0.0.1", store.port, _name(publisher, 1)).declare("it is dead"),
