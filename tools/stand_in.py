@@ -273,7 +273,7 @@ def _make_choice(
             "tokens": strings,
             "top_logprobs": [{string: logprob} for string, logprob in zip(strings, logprobs, strict=True)],
         }
-    choice = {  # in vLLM's order, which decoding goes by
+    choice = {  # in vLLM's order
         "text": "".join(strings if finish_reason == "length" else strings[:-1]),
         "logprobs": scored,
         "finish_reason": finish_reason,

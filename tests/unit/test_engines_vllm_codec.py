@@ -7,12 +7,9 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pa_npu.engines.answers import Answered, checked_generations
 from pa_npu.engines.protocol import EngineError, Sampling
-from pa_npu.engines.vllm import codec
 from pa_npu.engines.vllm.codec import decode_response, encode_request
 from pa_npu.samples.seeds import group_seed
 
@@ -96,57 +93,6 @@ def test_impossible_answers_are_refused_with_engine_and_value(changes, message):
     with pytest.raises(EngineError, match=r"engine http://e") as caught:
         decode(choice(**changes))
     assert message in str(caught.value)
-
-
-NASTY = st.text('ab"\\\\{}[],:é\u2028') | st.sampled_from(
-    (',"tokens":[', '},"finish_reason":', '"text_offset":[', "],", '"', "\\\\", "]}]}")
-)
-
-
-@given(st.data())
-def test_cutting_out_what_nobody_reads_changes_no_response(data):
-    """Whatever the texts are, in vLLM's order of fields, compact, and in any other."""
-    as_of_vllm = data.draw(st.booleans())
-    choices = []
-    for index in range(data.draw(st.integers(1, 3))):
-        tokens = data.draw(st.lists(NASTY, min_size=1, max_size=4))
-        scored = {
-            "text_offset": list(range(len(tokens))),
-            "token_logprobs": [-0.5 * (index + 1)] * len(tokens),
-            "tokens": tokens,
-            "top_logprobs": [{token: -0.5} for token in tokens],
-        }
-        fields = {"index": index, "text": "".join(tokens), "logprobs": scored, "finish_reason": "length"}
-        fields |= {"stop_reason": None, "token_ids": [index + 3] * len(tokens), "prompt_token_ids": [1, 2]}
-        if not as_of_vllm:
-            fields["logprobs"] = {name: scored[name] for name in data.draw(st.permutations(sorted(scored)))}
-            fields = {name: fields[name] for name in data.draw(st.permutations(sorted(fields)))}
-        choices.append(fields)
-    separators = data.draw(st.sampled_from(((",", ":"), (", ", ": "))))
-    body = json.dumps({"id": "x", "choices": choices}, separators=separators, ensure_ascii=data.draw(st.booleans()))
-    for choice, answered in zip(
-        choices, decode_response(body.encode(), len(choices), SAMPLING, 100, "http://e"), strict=True
-    ):
-        assert answered.text == choice["text"]
-        assert answered.tokens.tolist() == choice["token_ids"]
-        assert answered.logprobs.tolist() == choice["logprobs"]["token_logprobs"]
-
-
-def test_the_token_strings_of_vllms_answers_are_never_parsed(monkeypatch):
-    parsed, decoder = [], codec._decoder
-
-    class Spy:
-        def decode(self, data):
-            parsed.append(data)
-            return decoder.decode(data)
-
-    monkeypatch.setattr(codec, "_decoder", Spy())
-    scored = {"text_offset": [0, 1], "token_logprobs": [-1.0, -2.0], "tokens": ["a", "b"], "top_logprobs": [{}, {}]}
-    answer = {"index": 0, "text": "ab", "logprobs": scored, "finish_reason": "stop", "token_ids": [7, 2]}
-    body = json.dumps({"choices": [answer]}, separators=(",", ":")).encode()
-    (generation,) = decode_response(body, 1, SAMPLING, 100, "http://e")
-    assert generation.text == "ab" and len(parsed) == 1
-    assert not any(name in parsed[0] for name in (b'"tokens"', b"top_logprobs", b"text_offset"))
 
 
 def test_wrong_number_of_responses_is_refused():
