@@ -103,6 +103,31 @@ async def test_a_group_that_is_too_long_ends_the_run_in_one_line_that_names_it(m
     assert exit_code(raised.value, patience.logger) == BAD_INPUT
 
 
+async def test_whoever_is_cancelled_while_it_waits_is_cancelled_and_not_judged():
+    """Before the deadline, and after it while the engine is being watched; nothing stays behind."""
+    for deadline_s in (5.0, 0.02):
+        engine = Engine("slow", 60.0)
+        asking = asyncio.create_task(ask(engine, deadline_s))
+        while not engine.asked or (deadline_s < 1 and not engine.probes):
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert engine.cancelled and asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_response_that_comes_with_the_verdict_leaves_its_task_able_to_go_on():
+    """The cancellation by the verdict does not count as one of the caller's."""
+    engine = Engine("hung", 0.05, works=False)  # the probe's failure and the response fall together
+    for _ in range(20):
+        try:
+            await ask(engine)
+        except EngineGone:
+            pass
+        await asyncio.sleep(0)
+        assert not getattr(asyncio.current_task(), "cancelling", lambda: 0)()
+
+
 class Slow(Engine):
     """Generates two tokens at once, and more than two never."""
 
