@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.markdown:
         args.markdown.write_text(table + "\n", encoding="utf-8")
     if args.plot:
-        draw(groups, args.plot)
+        draw(list(zip(chosen, groups, strict=True)), args.plot)
     return 0
 
 
@@ -165,18 +165,28 @@ def render(chosen: Sequence[Case], seeds: Sequence[int], work: Path) -> str:
     return "\n".join(lines)
 
 
-def draw(groups: Sequence[RunGroup], path: Path) -> list[Path]:
-    """Held-out accuracy over trained samples: the mean over seeds, and their range as a band."""
-    figure, (axes,) = new_figure()
-    for number, group in enumerate(groups):
-        points = curve(group, "eval_accuracy", "samples")
-        x, mean, low, high = ([point[i] for point in points] for i in range(4))
-        style = line_style(number)
-        axes.plot(x, mean, label=group.label, **style)
-        axes.fill_between(x, low, high, color=style["color"], alpha=0.12, linewidth=0)
-    axes.set_xlabel("trained samples")
-    axes.set_ylabel("held-out accuracy")
-    axes.legend(fontsize=7)
+def draw(cases_run: Sequence[tuple[Case, RunGroup]], path: Path) -> list[Path]:
+    """Held-out accuracy over trained samples, a panel for each correction and a line for each k: means over seeds, their range as
+    a band. Corrections that nothing of k = 0 has are drawn beside the on-policy runs."""
+    names = list(dict.fromkeys(case.correction for case, _ in cases_run if case.correction != ON_POLICY)) or [ON_POLICY]
+    columns = min(3, len(names))
+    figure, panels = new_figure(columns, -(-len(names) // columns), width_in=3.2, height_in=2.6)
+    for panel, name in zip(panels, names, strict=False):
+        own = [(case, group) for case, group in cases_run if case.correction == name]
+        if all(case.staleness for case, _ in own):
+            own = [(case, group) for case, group in cases_run if case.correction == ON_POLICY] + own
+        for number, (case, group) in enumerate(own):
+            points = curve(group, "eval_accuracy", "samples")
+            x, mean, low, high = ([point[i] for point in points] for i in range(4))
+            style = line_style(number)
+            panel.plot(x, mean, label=f"k = {case.staleness}", **style)
+            panel.fill_between(x, low, high, color=style["color"], alpha=0.12, linewidth=0)
+        panel.set_title(name, fontsize=9)
+        panel.set_xlabel("trained samples")
+        panel.set_ylabel("held-out accuracy")
+        panel.legend(fontsize=7, loc="lower right")
+    for panel in panels[len(names) :]:
+        panel.set_axis_off()
     return save(figure, path)
 
 

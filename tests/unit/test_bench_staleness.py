@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pa_npu.config.load import load_config
+from pa_npu.telemetry.compare import RunGroup, load_runs
 from tools import bench_staleness
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +58,19 @@ def test_the_table_has_mean_and_range_over_seeds_and_the_last_quarters_means(tmp
     last = bench_staleness.render(chosen, [1, 2], tmp_path).splitlines()[-1]
     cells = [cell.strip() for cell in last.strip("|").split("|")]
     assert cells == ["2", "decoupled", "0.625", "0.500", "0.750", "2.000", "", "", "0.100", *("0.110", "")]
+
+
+def test_every_correction_has_a_panel_with_a_line_for_each_k_beside_the_on_policy_runs(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    chosen = bench_staleness.cases([0, 2], ["decoupled", "dpo"])
+    drawn = []
+    for case in chosen:
+        write_run(tmp_path / f"{case.name}-1", 0.5, age=case.staleness)
+        drawn.append((case, RunGroup(case.name, load_runs([tmp_path / f"{case.name}-1"]))))
+    svg, *_ = (file for file in bench_staleness.draw(drawn, tmp_path / "picture") if file.suffix == ".svg")
+    text = svg.read_text()
+    assert all(text.count(f"<!-- {label} -->") == 1 for label in ("decoupled", "dpo"))
+    assert text.count("<!-- k = 0 -->") == text.count("<!-- k = 2 -->") == 2
 
 
 def test_an_unknown_correction_is_named(capsys: pytest.CaptureFixture[str]) -> None:
