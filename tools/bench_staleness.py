@@ -168,7 +168,7 @@ def render(chosen: Sequence[Case], seeds: Sequence[int], work: Path) -> str:
 def draw(cases_run: Sequence[tuple[Case, RunGroup]], path: Path) -> list[Path]:
     """Held-out accuracy over trained samples, a panel for each correction and a line for each k: means over seeds, their range as
     a band. Corrections that nothing of k = 0 has are drawn beside the on-policy runs."""
-    names = list(dict.fromkeys(case.correction for case, _ in cases_run if case.correction != ON_POLICY)) or [ON_POLICY]
+    names = list(dict.fromkeys(case.correction for case, _ in cases_run if case.staleness)) or [ON_POLICY]
     columns = min(3, len(names))
     figure, panels = new_figure(columns, -(-len(names) // columns), width_in=3.2, height_in=2.6)
     for panel, name in zip(panels, names, strict=False):
