@@ -511,3 +511,19 @@ async def test_tail_waste_is_the_idle_share_after_the_last_dispatch(store_thread
         clock[0] += 10
         meter.nothing_left()
         assert meter.tail_waste == pytest.approx(waste), "what comes after the last response is not generation"
+
+
+async def test_while_there_is_something_to_dispatch_no_engine_is_looked_at_for_the_tail_but_its_own(monkeypatch):
+    pool = EnginePool([Answers(name, LENGTHS, []) for name in "abc"])  # type: ignore[misc]
+    meter, looks = TailMeter(pool), []
+    use = pool.use
+    monkeypatch.setattr(pool, "use", lambda: looks.append(1) or use())
+    for _ in range(4):
+        lease = await pool.admit(4, 10, lambda _: 8, 1)
+        meter.dispatched(lease.engine)
+        lease.close()
+        meter.received()
+    assert not looks
+    meter.nothing_left()
+    meter.received()
+    assert len(looks) == 2, "the tail is looked at as it was"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from dataclasses import replace
 
@@ -115,16 +114,6 @@ async def test_whoever_is_cancelled_while_it_waits_is_cancelled_and_not_judged()
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert engine.cancelled and asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_a_response_that_comes_with_the_verdict_leaves_its_task_able_to_go_on():
-    """The cancellation by the verdict does not count as one of the caller's."""
-    engine = Engine("hung", 0.05, works=False)  # the probe's failure and the response fall together
-    for _ in range(20):
-        with contextlib.suppress(EngineGone):
-            await ask(engine)
-        await asyncio.sleep(0)
-        assert not getattr(asyncio.current_task(), "cancelling", lambda: 0)()
 
 
 class Slow(Engine):
