@@ -16,33 +16,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from pa_npu.data.prompts import Prompt
+
+Pair = tuple[float, float]
+"""Of a group: (mean of its responses, the longest of them), in tokens or as ratios. numpy takes several times as long for two."""
 
 # Groups that the baseline remembers, about: some iterations of usual size.
 _MEMORY = 1000
 # A line through fewer groups than this is noise.
 _MIN_FOR_SLOPE = 16
+# The ratio of a prompt that was not seen.
+_NO_RATIO = (1.0, 1.0)
 # Of the newest group in a prompt's ratio. One group of 8 has most of the information, and the policy moves between epochs.
 _NEWEST = 0.5
 
 
 class ResponseLengths:
-    """Running estimates in tokens. max_tokens: the length limit, and what is assumed before anything was seen.
-
-    All pairs of this class are (mean of the group's responses, longest of them).
-    """
+    """Running estimates in tokens. max_tokens: the length limit, and what is assumed before anything was seen."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._count, self._weight = 0, 0.0
         # exponentially forgotten sums: x and x^2 of prompt lengths, y and x y of the pairs
         self._x, self._xx = 0.0, 0.0
-        self._y, self._xy = np.zeros(2), np.zeros(2)
-        self._ratios: dict[int, npt.NDArray[np.float64]] = {}
-        self._expected: dict[tuple[int, int], tuple[float, float]] = {}  # by prompt and its length, until more is seen
+        self._y, self._xy = (0.0, 0.0), (0.0, 0.0)
+        self._ratios: dict[int, Pair] = {}
+        self._expected: dict[tuple[int, int], Pair] = {}  # by prompt and its length, until more is seen
 
     @property
     def num_observed(self) -> int:
@@ -64,35 +63,44 @@ class ResponseLengths:
         """
         self._expected.clear()
         keep = 1.0 - 1.0 / _MEMORY
-        pairs = [np.array([np.mean(lengths), np.max(lengths)]) for _, lengths in groups]
-        for (prompt, _), pair in zip(groups, pairs, strict=True):
+        pairs = [(sum(lengths) / len(lengths), float(max(lengths))) for _, lengths in groups]
+        for (prompt, _), (mean, longest) in zip(groups, pairs, strict=True):
             x = float(len(prompt.tokens))
             self._count += 1
             self._weight = keep * self._weight + 1.0
             self._x, self._xx = keep * self._x + x, keep * self._xx + x * x
-            self._y, self._xy = keep * self._y + pair, keep * self._xy + x * pair
-        for (prompt, _), pair in zip(groups, pairs, strict=True):
-            ratio = self._ratios.get(prompt.prompt_id, np.ones(2))
-            self._ratios[prompt.prompt_id] = ratio + _NEWEST * (pair / self._baseline(prompt) - ratio)
+            self._y = keep * self._y[0] + mean, keep * self._y[1] + longest
+            self._xy = keep * self._xy[0] + x * mean, keep * self._xy[1] + x * longest
+        for (prompt, _), (mean, longest) in zip(groups, pairs, strict=True):
+            base, ratio = self._baseline(prompt), self._ratios.get(prompt.prompt_id, _NO_RATIO)
+            self._ratios[prompt.prompt_id] = (
+                ratio[0] + _NEWEST * (mean / base[0] - ratio[0]),
+                ratio[1] + _NEWEST * (longest / base[1] - ratio[1]),
+            )
 
-    def _expect(self, prompt: Prompt) -> tuple[float, float]:
+    def _expect(self, prompt: Prompt) -> Pair:
         key = prompt.prompt_id, len(prompt.tokens)
         known = self._expected.get(key)
         if known is None:
-            mean, longest = self._baseline(prompt) * self._ratios.get(prompt.prompt_id, 1.0)
-            known = self._expected[key] = self._possible(mean), self._possible(longest)
+            base, ratio = self._baseline(prompt), self._ratios.get(prompt.prompt_id, _NO_RATIO)
+            known = self._expected[key] = self._possible(base[0] * ratio[0]), self._possible(base[1] * ratio[1])
         return known
 
     def _possible(self, length: float) -> float:
-        return min(max(float(length), 1.0), float(self._max_tokens))
+        return min(max(length, 1.0), float(self._max_tokens))
 
-    def _baseline(self, prompt: Prompt) -> npt.NDArray[np.float64]:
+    def _baseline(self, prompt: Prompt) -> Pair:
         if not self._count:
-            return np.full(2, float(self._max_tokens))
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        spread = self._xx / self._weight - mean_x**2
+            return float(self._max_tokens), float(self._max_tokens)
+        weight, mean_x = self._weight, self._x / self._weight
+        spread = self._xx / weight - mean_x**2
         if self._count < _MIN_FOR_SLOPE or spread < 1.0:
-            return mean_y
-        slope = (self._xy / self._weight - mean_x * mean_y) / spread
-        # prompts far from the others' lengths are not extrapolated to nothing, nor beyond the limit
-        return np.clip(mean_y + slope * (len(prompt.tokens) - mean_x), 0.25 * mean_y, 4.0 * mean_y)
+            return self._y[0] / weight, self._y[1] / weight
+
+        def on_line(y: float, xy: float) -> float:
+            mean_y = y / weight
+            slope = (xy / weight - mean_x * mean_y) / spread
+            # prompts far from the others' lengths are not extrapolated to nothing, nor beyond the limit
+            return min(max(mean_y + slope * (len(prompt.tokens) - mean_x), 0.25 * mean_y), 4.0 * mean_y)
+
+        return on_line(self._y[0], self._xy[0]), on_line(self._y[1], self._xy[1])

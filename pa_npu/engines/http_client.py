@@ -297,6 +297,7 @@ class HttpEngine(ABC):
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
                 headers=self._headers,
                 read_bufsize=_READ_BUFFER_BYTES,
+                cookie_jar=aiohttp.DummyCookieJar(),  # engines set none
                 trust_env=False,
                 auto_decompress=False,  # engines do not compress, and a few bytes can become gigabytes
             )

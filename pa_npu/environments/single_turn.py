@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation
 from pa_npu.environments.protocol import EnvironmentContext, Generate, versions_of
-from pa_npu.samples.types import NO_VERSION, Sample, check_one_each
+from pa_npu.samples.types import NO_VERSION, Sample, SampleRow, check_one_each
 
 
 class SingleTurn:
@@ -35,7 +35,6 @@ def samples_of(prompt: npt.NDArray[np.int32], generations: Sequence[Generation])
     trained = np.zeros(bounds[-1], np.bool_)
     logprobs = np.zeros(bounds[-1], np.float32)
     versions = np.full(bounds[-1], NO_VERSION, np.int32)
-    samples = []
     for generation, (start, end) in zip(generations, pairwise(bounds), strict=True):
         check_one_each(generation.tokens, generation.logprobs)
         written = slice(start + len(prompt), end)
@@ -43,8 +42,5 @@ def samples_of(prompt: npt.NDArray[np.int32], generations: Sequence[Generation])
         versions[written] = versions_of(generation)
         if len(generation.logprobs):
             logprobs[written] = generation.logprobs
-        span = slice(start, end)
-        samples.append(
-            Sample(tokens[span], trained[span], logprobs[span], versions[span], generation.finished, generation.text)
-        )
-    return samples
+    row = SampleRow(tokens, trained, logprobs, versions, bounds[1:])
+    return row.cut([generation.finished for generation in generations], [generation.text for generation in generations])

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -68,6 +68,7 @@ class Sample:
     finished: bool
     text: str = ""
     reward: float | None = None
+    _place: tuple[SampleRow, int] | None = field(init=False, default=None, repr=False)
 
     @cached_property
     def num_trained(self) -> int:
@@ -82,6 +83,46 @@ class Sample:
     def is_of_several_versions(self) -> bool:
         """Whether it was written by more than one weight version; later tokens never have older ones."""
         return bool(self.versions.max() != self.versions[self.prompt_length])
+
+
+@dataclass(frozen=True, eq=False)
+class SampleRow:
+    """Arrays [T] of Sample for some samples, one after another: what a group of them is made of without another copy.
+
+    ends: where each sample ends.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    trained: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    ends: Sequence[int]
+
+    def cut(self, finished: Sequence[bool], texts: Sequence[str]) -> list[Sample]:
+        """The samples, views."""
+        samples = []
+        for number, span in enumerate(map(slice, [0, *self.ends], self.ends)):
+            arrays = self.tokens[span], self.trained[span], self.logprobs[span], self.versions[span]
+            sample = Sample(*arrays, finished[number], texts[number])
+            object.__setattr__(sample, "_place", (self, number))
+            samples.append(sample)
+        return samples
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> SampleRow:
+        """The row that was cut into these samples; a copy where there is none."""
+        place = samples[0]._place
+        if place is not None and len(place[0].ends) == len(samples):
+            row = place[0]
+            if all(sample._place == (row, number) for number, sample in enumerate(samples)):
+                return row
+        return cls(
+            np.concatenate([sample.tokens for sample in samples]),
+            np.concatenate([sample.trained for sample in samples]),
+            np.concatenate([sample.logprobs for sample in samples]),
+            np.concatenate([sample.versions for sample in samples]),
+            list(accumulate(len(sample.tokens) for sample in samples)),
+        )
 
 
 def group_lengths(samples: Sequence[Sample]) -> tuple[int, list[int]]:
@@ -197,20 +238,20 @@ class Group:
         prompt_id: int,
     ) -> Group:
         """rewards: float32 [G]. advantages: float32 [G], the same for all trained tokens of a sample."""
-        trained = np.concatenate([sample.trained for sample in samples])
+        row = SampleRow.of(samples)
         lengths = np.array([len(sample.tokens) for sample in samples], np.int32)
         of_tokens = np.repeat(np.asarray(advantages, np.float32), lengths)
-        of_tokens[~trained] = 0
+        of_tokens[~row.trained] = 0
         return cls(
             run_seed=run_seed,
             iteration=iteration,
             index=index,
             prompt_id=prompt_id,
             lengths=lengths,
-            tokens=np.concatenate([sample.tokens for sample in samples]),
-            trained=trained,
-            logprobs=np.concatenate([sample.logprobs for sample in samples]),
-            versions=np.concatenate([sample.versions for sample in samples]),
+            tokens=row.tokens,
+            trained=row.trained,
+            logprobs=row.logprobs,
+            versions=row.versions,
             advantages=of_tokens,
             rewards=np.asarray(rewards, np.float32),
             finished=np.array([sample.finished for sample in samples], np.bool_),
@@ -249,11 +290,11 @@ class Group:
         num_samples = len(self.lengths)
         if num_samples == 0:
             raise GroupFormatError(f"{self} lengths: a group needs at least one sample")
-        if (shortest := self.lengths.min()) < 2:
+        if (shortest := min(self.lengths.tolist())) < 2:
             raise GroupFormatError(
                 f"{self} lengths: a sample needs a prompt and a trained token, shortest is {shortest}"
             )
-        total = int(self.lengths.sum(dtype=np.int64))
+        total = int(self.offsets()[-1])
         for names, wanted in ((PER_TOKEN, total), (PER_SAMPLE, num_samples)):
             for name in names:
                 if len(getattr(self, name)) != wanted:
@@ -263,22 +304,22 @@ class Group:
                     )
 
     def _check_values(self) -> None:
-        if (lowest := self.tokens.min()) < 0:
+        if (lowest := np.minimum.reduce(self.tokens)) < 0:
             raise GroupFormatError(f"{self} tokens: token ids must not be negative, lowest is {lowest}")
         for name in ("logprobs", "rewards"):
             finite = np.isfinite(getattr(self, name))
-            if not finite.all():
+            if not _all(finite):
                 position = int(finite.argmin())
                 raise GroupFormatError(
                     f"{self} {name}: values must be finite, number {position} is {getattr(self, name)[position]}"
                 )
-        if self.trained[self.offsets()[:-1]].any():
+        if _any(self.trained[self.offsets()[:-1]]):
             raise GroupFormatError(f"{self} trained: a sample's first token follows from nothing and cannot be trained")
-        if not (counts := self.trained_lengths).all():
+        if not _all(counts := self.trained_lengths):
             raise GroupFormatError(f"{self} trained: sample {int(counts.argmin())} has no trained token")
         self._check_stretches()
         # bool > bool: the one without the other
-        if ((self.logprobs != _ELSEWHERE["logprobs"]) > self.trained).any():
+        if _any((self.logprobs != _ELSEWHERE["logprobs"]) > self.trained):
             raise self._set_elsewhere("logprobs")
 
     def _check_stretches(self) -> None:
@@ -286,17 +327,17 @@ class Group:
         starts = self._stretches[:-1]
         trained, versions, advantages = self.trained[starts], self.versions[starts], self.advantages[starts]
         finite = np.isfinite(advantages)
-        if not finite.all():
+        if not _all(finite):
             position = int(finite.argmin())
             raise GroupFormatError(
                 f"{self} advantages: values must be finite, number {starts[position]} is {advantages[position]}"
             )
-        if ((versions < 0) & trained).any():
+        if _any((versions < 0) & trained):
             raise GroupFormatError(
                 f"{self} versions: a trained token needs a weight version, lowest is {versions[trained].min()}"
             )
         for name, values in (("advantages", advantages), ("versions", versions)):
-            if ((values != _ELSEWHERE[name]) > trained).any():
+            if _any((values != _ELSEWHERE[name]) > trained):
                 raise self._set_elsewhere(name)
 
     def _set_elsewhere(self, name: str) -> GroupFormatError:
@@ -396,3 +437,12 @@ class Group:
             self._cache[name] = build()
         found: T = self._cache[name]
         return found
+
+
+def _any(values: np.ndarray) -> bool:
+    """As values.any(), which takes several times as long for a group's few values, as all() does."""
+    return bool(np.count_nonzero(values))
+
+
+def _all(values: np.ndarray) -> bool:
+    return int(np.count_nonzero(values)) == len(values)
