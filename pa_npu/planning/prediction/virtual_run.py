@@ -140,8 +140,10 @@ def predict_with(
         )
         schedule = controller.begin_iteration(IterationOutlook(outlooks, names, streams))
         outcome = simulate(cluster, groups, schedule, streams=streams)
-        for timing in outcome.timings:
-            controller.observe(timing)
+        for (
+            timing
+        ) in outcome.timings:  # as a coordinator sees them: prompts whole, whatever an engine has cached of them
+            controller.observe(replace(timing, prompt_tokens=shapes[timing.index].prompt))
         times = IterationTimes(
             outcome.end_s + trainer_cost.border_s,
             trainer_cost.border_s,
