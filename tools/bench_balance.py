@@ -334,7 +334,8 @@ async def run_iterations(
             end_s = await training - start_s
             if generate_s < bound_s * 0.999:
                 raise SystemExit(f"iteration {iteration}: generated in {generate_s} s, below the bound of {bound_s} s")
-            controller.end_iteration(IterationTimes(end_s, border_s=0.0, train_s=train_s, step_s=0.0))
+            times = IterationTimes(end_s, border_s=0.0, train_s=train_s, step_s=0.0)
+            controller.end_iteration(times, iteration)
             results.append(
                 Iteration(bound_s, train_s, generate_s, end_s, numbers["tail_waste"], numbers["replica_imbalance"])
             )

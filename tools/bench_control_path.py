@@ -25,6 +25,7 @@ import argparse
 import asyncio
 import contextlib
 import cProfile
+import gc
 import json
 import os
 import platform
@@ -271,6 +272,8 @@ async def produce_for(
             )
             prompts = [prompt] * GROUPS_PER_ITERATION
             await producer.produce(0, prompts)
+            gc.collect()
+            gc.freeze()  # as the coordinator does
             if profiler is not None:
                 profiler.enable()
             start_s, start_cpu_s, iteration = time.perf_counter(), time.process_time(), 0

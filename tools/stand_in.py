@@ -23,6 +23,7 @@ import math
 import os
 import random
 import sys
+import time
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -149,7 +150,9 @@ class StandInEngine:
 
     async def _complete(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read())
-        self.requests.append({key: value for key, value in body.items() if key != "prompt"})
+        known = {key: value for key, value in body.items() if key != "prompt"}
+        known |= {"version": self.identity.version, "begin_s": time.monotonic()}
+        self.requests.append(known)
         with_logprobs = body.get("logprobs") is not None
         choices = [
             self._choice(body["prompt"], body["seed"] + i, body["max_tokens"], body["ignore_eos"], with_logprobs)
@@ -161,6 +164,7 @@ class StandInEngine:
         try:
             await work.done.wait()
         finally:
+            known["end_s"] = time.monotonic()
             for queue in (self._running, self._waiting):
                 if work in queue:
                     queue.remove(work)

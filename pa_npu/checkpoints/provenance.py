@@ -59,7 +59,7 @@ CHANGES: dict[str, Change] = {
             "evaluate": "sets greedy samples temperature top_p max_response_tokens overlap metric stop_at patience",
             "schedule": "iterations stream compare_iterations dispatch dynamic_sampling_limit evaluate_every",
             "placement": "colocate",
-            "publish": "mode probe_tokens probe_tolerance false_stop_rate noise_margin",
+            "publish": "mode swap probe_tokens probe_tolerance false_stop_rate noise_margin",
         },
         Change.NEW_RUN: {
             "model": "frozen_dtype",

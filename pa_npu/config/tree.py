@@ -165,14 +165,24 @@ class ConfigTree(Section):
 
     def always_publishes(self, version: int) -> bool:
         """Whether a version is published whatever the divergence: it is the last, or may be, or is saved, or evaluated."""
-        schedule = self.schedule
-        evaluated = bool(self.evaluation_sets and schedule.evaluate_every) and version % schedule.evaluate_every == 0
-        return version == schedule.iterations or self.saves(version) or evaluated or self.may_end_at(version)
+        is_last = version == self.schedule.iterations
+        return is_last or self.saves(version) or self.evaluates(version) or self.may_end_at(version)
 
     def delays(self, version: int) -> bool:
         """Whether `version` is sent while engines generate; one that may be the last is not, as its log-probs are compared (I5)."""
         is_last = version >= self.schedule.iterations or self.may_end_at(version)
         return self.publish.mode == "delayed" and version > 0 and not is_last
+
+    def swaps_in_turn(self, version: int) -> bool:
+        """Whether engines swap to `version` one after another; not where it is saved, or evaluated before anything is produced, for
+        which the iteration before has to be complete."""
+        rolls = self.publish.swap == "rolling" and self.delays(version)
+        return rolls and not self.saves(version) and not self.evaluates(version)
+
+    def evaluates(self, version: int) -> bool:
+        """Whether an evaluation of `version` is due by schedule.evaluate_every."""
+        every = self.schedule.evaluate_every
+        return bool(self.evaluation_sets and every) and version % every == 0
 
     def saves(self, version: int) -> bool:
         """Whether a checkpoint of `version` is due by checkpoint.every."""

@@ -9,15 +9,16 @@ Per weight version v, with keys in the store that the launcher hosts, where the 
     meanwhile iteration v - 1 goes into metrics.jsonl and onto the console              (record.py)
 
 With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. With publish.when=divergence trainers
-may say that engines keep the version that they have; then that version produces what is due. The last version is only published
-and evaluated.
+may say that engines keep the version that they have; then that version produces what is due. With publish.swap=rolling the border
+of version v + 1 begins when engines have all groups of iteration v + k: those that are through with theirs swap to the version, and
+begin with iteration v + k + 1. The last version is only published and evaluated.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -108,7 +109,8 @@ class Coordinator:
         self._freshness = Freshness(config.schedule.max_staleness, config.iterations_ahead)
         self._published: int | None = None
         self._produced: dict[int, Produced] = {}  # not trained yet, by iteration
-        self._complete: dict[int, asyncio.Event] = {}  # of iterations whose responses come in parts
+        self._complete: dict[int, asyncio.Event] = {}  # of iterations that are produced beside others
+        self._swapping: asyncio.Task[EnginesHold] | None = None  # engines, one after another
         self._recording: asyncio.Task[None] | None = None  # of the iteration before the one that runs
         self._arriving: asyncio.Task[Prepared | None] | None = None  # the next version, beside generation
         schedule = config.schedule
@@ -142,8 +144,7 @@ class Coordinator:
             async with TaskScope() as scope:
                 await self._run(train, first, scope)
         finally:
-            if self._arriving is not None:
-                await cancel([self._arriving])
+            await cancel([task for task in (self._arriving, self._swapping) if task is not None])
             if self._recording is not None:
                 await asyncio.wait({self._recording}, timeout=_LAST_RECORD_S)
                 await cancel([self._recording])
@@ -166,7 +167,8 @@ class Coordinator:
             probes = version in (first, last) or may_end or not self._config.probe_rides
             preparing = self._prepare(ahead, prompts) if ahead < last else None
             border = await self._cross(version, prompts[0] if probes else None, is_first=version == first)
-            await _even_if_cancelled(self._conclude(preparing, before, border, version))
+            if border is not None:
+                await _even_if_cancelled(self._conclude(preparing, before, border, version))
             evaluation = None
             known_later = self._config.evaluations_are_known_later
             if may_end and known_later and self._ends(version):
@@ -183,25 +185,34 @@ class Coordinator:
                 return
             if self._interruptions is not None:
                 self._interruptions.publish(version)
+            crossed: asyncio.Future[_Border] = asyncio.get_running_loop().create_future()
+            if border is not None:
+                crossed.set_result(border)
+            else:
+                scope.start(self._end_crossing(version, preparing, before, crossed), f"border of version {version}")
             if self._config.delays(version + 1):
-                # what is produced meanwhile, and then what is trained
-                within_s = self._config.border_timeout_s + self._config.trainer.wait_timeout_s
-                arriving = self._publish.prepare(version + 1, within_s)
+                arriving = self._arrive(version + 1, crossed)
                 self._arriving = asyncio.create_task(arriving, name=f"weight version {version + 1}")
+            if preparing is not None:
+                await preparing
             until = ahead
             while until < last and self._freshness.is_due(until, version):
                 prompts = prompts if until == ahead else self._prompts(until, train)
-                if self._interruptions is None:
-                    await self._produce(until, prompts, train)
-                else:
+                is_last_due = until + 1 < last and not self._freshness.is_due(until + 1, version)
+                if self._interruptions is not None:
                     self._begin(until, prompts, train, scope)
+                elif is_last_due and self._config.swaps_in_turn(version + 1):
+                    await self._dispatch(until, prompts, train, scope)
+                else:
+                    await self._produce(until, prompts, train)
                 until += 1
+            border = await crossed
             self._put_carried(version + 1)
             if self._interruptions is not None:
                 await self._interrupt(version, self._interruptions)
             if due and overlapped and self._evaluator is not None:
                 self._evaluator.start(version, self._record_evaluation)
-            before = _Window(evaluation, border, until - ahead)
+            before = _Window(evaluation, border, ahead if until == ahead + 1 else None)
             ahead = until
 
     async def _conclude(
@@ -232,7 +243,9 @@ class Coordinator:
         self._freshness.check_production(iteration, self._published)
         with self._timeline.span("produce", iteration=iteration):
             share = self._share(iteration, len(prompts))
-            produced = await self._producer.produce(iteration, prompts, lambda: train.take(1)[0], share)
+            produced = await self._producer.produce(
+                *(iteration, prompts, lambda: train.take(1)[0], share), version=self._published
+            )
         if self._budget is not None and share is not None:
             self._carried = produced.carried
             self._budget.observe(share.update.new_tokens)
@@ -268,16 +281,37 @@ class Coordinator:
 
     def _begin(self, iteration: int, prompts: Sequence[Prompt], train: TrainingStream, scope: TaskScope) -> None:
         """An iteration from this version on, its responses in parts."""
+        assert self._interruptions is not None
+        self._interruptions.admits()
+        self._start(iteration, prompts, train, scope, None, self._interruptions.admitted)
+
+    async def _dispatch(
+        self, iteration: int, prompts: Sequence[Prompt], train: TrainingStream, scope: TaskScope
+    ) -> None:
+        """An iteration by the version that engines hold, until they have all its groups; they finish beside the next border."""
+        dispatched = asyncio.Event()
+        self._start(iteration, prompts, train, scope, self._published, dispatched.set)
+        await dispatched.wait()  # each wait for room on an engine has a deadline, and its failure ends this one too
+
+    def _start(
+        self,
+        iteration: int,
+        prompts: Sequence[Prompt],
+        train: TrainingStream,
+        scope: TaskScope,
+        version: int | None,
+        all_dispatched: Callable[[], None],
+    ) -> None:
+        """Produce an iteration beside whatever comes. version: that writes all of it, if it is one."""
         self._freshness.check_production(iteration, self._published)
         self._put_position(iteration + 1, train)
         done = self._complete[iteration] = asyncio.Event()
 
         async def produce() -> None:
-            self._take(_observed(await self._producer.produce(iteration, prompts), train))
+            produced = await self._producer.produce(iteration, prompts, version=version, all_dispatched=all_dispatched)
+            self._take(_observed(produced, train))
             done.set()
 
-        assert self._interruptions is not None
-        self._interruptions.admits()
         scope.start(produce(), f"iteration {iteration}")
 
     async def _interrupt(self, version: int, interruptions: Interruptions) -> None:
@@ -311,8 +345,9 @@ class Coordinator:
         if self._config.data.skip != "none" and past >= 0:  # else they are a few bytes each
             DATA_POSITION.delete(self._channel, iteration=past)
 
-    async def _cross(self, version: int, prompt: Prompt | None, *, is_first: bool) -> _Border:
-        """Weight version `version` from trainers to engines. prompt: for a probe."""
+    async def _cross(self, version: int, prompt: Prompt | None, *, is_first: bool) -> _Border | None:
+        """Weight version `version` from trainers to engines. prompt: for a probe. None: some engines have it, and `_swapped` waits
+        for the others."""
         trainer = self._config.trainer
         within_s = trainer.startup_timeout_s if is_first else trainer.wait_timeout_s
         if self._evaluator is not None and self._evaluator.is_running:
@@ -333,11 +368,52 @@ class Coordinator:
         if self._arriving is not None:
             prepared, self._arriving = await self._arriving, None
         if prepared is not None:
-            held = await self._publish.swap(version, prepared)
-        else:
-            held = await self._publish.publish(
-                version, prompt if is_first or not self._config.delays(version) else None, within_s
-            )
+            some = asyncio.Event()
+            swapping = self._publish.swap(version, prepared, some.set)
+            self._swapping = asyncio.create_task(swapping, name=f"swap to weight version {version}")
+            if self._config.swaps_in_turn(version):
+                await _first_of(self._swapping, some)
+                self._published = version
+                return None
+            return await self._swapped(version)
+        await self._finish_production(version)
+        probed = prompt if is_first or not self._config.delays(version) else None
+        held = await self._publish.publish(version, probed, within_s)
+        return self._crossed(version, held)
+
+    async def _swapped(self, version: int) -> _Border:
+        """All engines have swapped to `version`, and what the version before wrote is in the buffer."""
+        assert self._swapping is not None
+        held, self._swapping = await self._swapping, None
+        await self._finish_production(version)
+        return self._crossed(version, held)
+
+    async def _end_crossing(
+        self,
+        version: int,
+        preparing: asyncio.Task[None] | None,
+        before: _Window | None,
+        crossed: asyncio.Future[_Border],
+    ) -> None:
+        """What a border ends with, where the first engines produce for the next iteration already."""
+        border = await self._swapped(version)
+        await _even_if_cancelled(self._conclude(preparing, before, border, version))
+        crossed.set_result(border)
+
+    async def _arrive(self, version: int, crossed: asyncio.Future[_Border]) -> Prepared | None:
+        """A version in the engines' second buffers, once these are free of the one before."""
+        await asyncio.wait({crossed})
+        # what is produced meanwhile, and then what is trained
+        within_s = self._config.border_timeout_s + self._config.trainer.wait_timeout_s
+        return await self._publish.prepare(version, within_s)
+
+    async def _finish_production(self, version: int) -> None:
+        """Of iterations that older versions write, whose last groups were not complete when engines had all of them."""
+        if self._interruptions is None:
+            for iteration in [i for i in self._complete if i < version + self._config.iterations_ahead]:
+                await self._complete.pop(iteration).wait()
+
+    def _crossed(self, version: int, held: EnginesHold) -> _Border:
         # engines were asked before: that ran beside training
         self._timeline.complete("publish", on_clock(held.ready_s), now(), version=version)
         self._published = version
@@ -385,7 +461,7 @@ class Coordinator:
         report = REPORT.get(self._channel, iteration=version - 1)
         iteration_s = end.held.done_s - start.border.held.done_s
         prediction = Prediction("", None, None)
-        if start.iterations_produced == 1:
+        if start.produced is not None:
             evaluation_s = start.evaluation["seconds"] if start.evaluation else 0.0
             prediction = self._controller.end_iteration(
                 IterationTimes(
@@ -393,7 +469,8 @@ class Coordinator:
                     border_s=end.publish_s,
                     train_s=report.training.train_s,
                     step_s=report.training.step_s,
-                )
+                ),
+                start.produced,
             )
         recording = self._record(produced, report, prediction, iteration_s, start, end, version)
         self._recording = asyncio.create_task(recording, name=f"record of iteration {produced.iteration}")
@@ -432,6 +509,17 @@ class Coordinator:
         self._records.write_iteration(record, produced.samples, produced.kept)
 
 
+async def _first_of(task: asyncio.Task[Any], event: asyncio.Event) -> None:
+    """Until the event is set, or the task has ended. Raises what the task raised."""
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel([waiting])
+    if task.done():
+        task.result()
+
+
 async def _even_if_cancelled(work: Coroutine[Any, Any, None]) -> None:
     """The work, which a cancellation lets go on for _LAST_RECORD_S."""
     task = asyncio.create_task(work)
@@ -466,8 +554,8 @@ class _Border:
 
 @dataclass(frozen=True)
 class _Window:
-    """From one publish to the next. border: the publish that began it."""
+    """From one publish to the next. border: the publish that began it. produced: the iteration, where it was one."""
 
     evaluation: dict[str, Any] | None
     border: _Border
-    iterations_produced: int
+    produced: int | None

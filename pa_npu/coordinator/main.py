@@ -10,6 +10,7 @@ trainers again from the newest checkpoint. SIGTERM ends it when the last iterati
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -105,7 +106,7 @@ async def run(config: Config) -> None:
         sampling = training_sampling(config, spec)
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
-        num_ahead = config.schedule.max_staleness if config.interrupts else 0
+        num_ahead = config.schedule.max_staleness if config.interrupts else int(config.publish.swap == "rolling")
         buffer = open_buffer(config, buffer_channel, ahead=num_ahead, fills=True)
         interruptions = make_interruptions(config, tokenizer) if config.interrupts else None
         work = GroupWork(spec, config)
@@ -162,6 +163,8 @@ async def run(config: Config) -> None:
                 coordinator.resume(produced, state, train)
             for one in ahead[len(whole) :]:
                 coordinator.carry_on(*carried_of(one))
+        gc.collect()
+        gc.freeze()  # what is here stays to the run's end, and every full collection would look at it again
         await coordinator.run(train, first)
 
 

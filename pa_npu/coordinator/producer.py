@@ -86,7 +86,7 @@ class Producer:
         self._lengths = ResponseLengths(sampling.max_tokens)
 
     async def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
-        """Choose the schedule of an iteration ahead of `produce`, in a thread; nothing may be produced meanwhile."""
+        """Choose the schedule of an iteration ahead of `produce`, in a thread; none may begin or be learned from meanwhile."""
         await asyncio.to_thread(self._controller.prepare, self._outlook(iteration, prompts))
 
     async def produce(
@@ -95,11 +95,15 @@ class Producer:
         prompts: Sequence[Prompt],
         another: Callable[[], Prompt] | None = None,
         share: Share | None = None,
+        *,
+        version: int | None = None,
+        all_dispatched: Callable[[], None] = lambda: None,
     ) -> Produced:
         """All groups of `iteration`, one per prompt, into the buffer. The first failure cancels the rest and is raised.
 
         another: gives a further prompt; needed with schedule.dynamic_sampling, when groups are replaced. share: with
-        schedule.tokens_per_update, what the update takes of carried groups and of these.
+        schedule.tokens_per_update, what the update takes of carried groups and of these. version: by which engines must write
+        them; None: any. all_dispatched: called when engines have, or have had, every group, of which none is replaced.
         """
         config = self._config
         selection = Selection(config, len(prompts))
@@ -119,7 +123,7 @@ class Producer:
         num_sequences = config.rollout.responses_per_prompt
         streams = config.streams(iteration)
         replica_work = [0.0] * config.data_parallel
-        schedule = self._controller.begin_iteration(self._outlook(iteration, prompts))
+        schedule = self._controller.begin_iteration(self._outlook(iteration, prompts), iteration)
         pace = Pace(schedule, self._pool.num_places(everywhere=schedule.everywhere))
 
         def work(samples: Sequence[Sample]) -> float:
@@ -153,12 +157,14 @@ class Producer:
             production.keep(number, prompt, samples, result, advantages)
 
         async def complete(index: int, prompt: Prompt, lease: Lease) -> None:
-            lease, samples, result = await self._generate_and_score(iteration, index, prompt, lease, tail, pace)
+            lease, samples, result = await self._generate_and_score(
+                iteration, index, prompt, lease, tail, pace, version
+            )
             scored[num_carried + index] = prompt, samples, result
             seen[index] = prompt, [sample.num_trained for sample in samples]
             production.judge(index, prompt, result)
             trained = result.is_informative or not config.schedule.dynamic_sampling
-            timing = _timing(index, prompt, lease, seen[index][1], trained)
+            judged_s = time.perf_counter()
             ready = selection.judge(index, result.is_informative)
             if schedule.shared:  # they have the trainers' devices until they have ended what they began with
                 await self._pool.shared_idle()
@@ -177,8 +183,9 @@ class Producer:
                 else:
                     held.append((released, number))
             if self._interruptions is None:  # else the lease is of a part
-                delivered_s = timing.delivered_s + time.perf_counter() - start_s
-                self._controller.observe(replace(timing, delivered_s=delivered_s))
+                put_s = time.perf_counter() - start_s
+                timing = _timing(index, prompt, lease, seen[index][1], judged_s, put_s, trained)
+                self._controller.observe(timing, iteration)
 
         if share is not None:
             for position, group in enumerate(share.carried):
@@ -200,6 +207,7 @@ class Producer:
                     *(num_sequences, tokens, pace.window, config.engine_wait_s),
                     place=pace.place(),
                     everywhere=schedule.everywhere,
+                    version=version,
                 )
                 if (taken := pace.taken_by(lease.engine.name)) is not None:
                     index, prompt = taken, prompts[taken]
@@ -207,8 +215,8 @@ class Producer:
                 pace.dispatched(lease.engine.name)
                 tail.dispatched(lease.engine)
                 scope.start(self._at_work(complete(index, prompt, lease)), f"group {index} of iteration {iteration}")
-                if self._interruptions is not None and selection.must_wait:
-                    self._interruptions.admitted()  # once: nothing is replaced
+                if selection.num_dispatched == len(prompts):
+                    all_dispatched()
         if share is not None:
             await take(sorted(scored.keys() - set(share.update.left)))  # nothing where groups were streamed
             share.tell_size()
@@ -263,7 +271,14 @@ class Producer:
         return await selection.next_index()
 
     async def _generate_and_score(
-        self, iteration: int, index: int, prompt: Prompt, lease: Lease, tail: TailMeter, pace: Pace
+        self,
+        iteration: int,
+        index: int,
+        prompt: Prompt,
+        lease: Lease,
+        tail: TailMeter,
+        pace: Pace,
+        version: int | None,
     ) -> tuple[Lease, list[Sample], RewardResult]:
         """The lease is the one under which the group ended, closed."""
         start_s = now()
@@ -274,6 +289,7 @@ class Producer:
             deadline_s=rollout.request_timeout_s,
             again_deadline_s=self._config.engine_wait_s,
             what=f"group {index} of iteration {iteration}",
+            version=version,
         ) as session:
             parts = self._interruptions
             generate = None if parts is None else parts.of_group(session, iteration, index, seed, self._sampling)
@@ -314,10 +330,12 @@ class Producer:
         await asyncio.get_running_loop().run_in_executor(self._store_thread, self._buffer.put, group, replica, slot)
 
 
-def _timing(index: int, prompt: Prompt, lease: Lease, lengths: Sequence[int], trained: bool) -> GroupTiming:
-    """Of a group that has just been judged; its lease is closed."""
+def _timing(
+    index: int, prompt: Prompt, lease: Lease, lengths: Sequence[int], judged_s: float, put_s: float, trained: bool
+) -> GroupTiming:
+    """Of a group whose lease is closed. judged_s: when it had been scored. put_s: seconds that its delivery took after that."""
     end_s = lease.start_s + lease.duration_s
-    delivered_s = time.perf_counter() - end_s
+    delivered_s = judged_s - end_s + put_s
     return GroupTiming(
         index, lease.engine.name, lease.start_s, end_s, len(prompt.tokens), tuple(lengths), delivered_s, trained
     )

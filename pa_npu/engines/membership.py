@@ -158,7 +158,7 @@ class Fleet:
         """These members hold `version`, whose iteration begins."""
         for member in members:
             if member.state in ("ready", "serving"):
-                self._serves(member)
+                self._serves(member, version)
         self._version = version
 
     def serving(self) -> list[Member]:
@@ -293,7 +293,7 @@ class Fleet:
                     self._counted = []
                 if delivered:
                     logger.info("engine %s serves, with weight version %d", member.name, self._version)
-                    self._serves(member)
+                    self._serves(member, self._version)
         except (EngineError, DeadlineExceeded) as error:
             await self.lost(member.engine, str(error))
 
@@ -313,10 +313,10 @@ class Fleet:
         """Whether the member may go: nothing is in flight on it, and no publish counts on it."""
         return not self._pool.in_flight(member.engine) and member not in self._counted
 
-    def _serves(self, member: Member) -> None:
+    def _serves(self, member: Member, version: int) -> None:
         member.state = "serving"
         member.probed_s = time.monotonic()
-        self._pool.serve(member.engine)
+        self._pool.serve(member.engine, version)
 
     def _is_probe_due(self, member: Member) -> bool:
         waited_s = time.monotonic() - member.probed_s

@@ -9,7 +9,9 @@ serve is the fleet's business (membership.py).
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -25,8 +27,13 @@ from pa_npu.engines.patience import generate_patiently
 from pa_npu.engines.protocol import EngineError, EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 OnLost = Callable[[RolloutEngine, str], Awaitable[None]]
+
+CHANGING = -1
+"""The version of an engine that exchanges its weights."""
 
 # A request that so many engines died of is the cause, not the victim.
 _MAX_SENDS = 4
@@ -53,6 +60,8 @@ class EngineUse:
     """How fast it is expected to be beside an engine of 1."""
     device: str | None = None
     """What it runs on, where that is said."""
+    version: int | None = None
+    """The weight version that it writes by; None where nobody has said, CHANGING while it changes."""
     updated_s: float = field(default_factory=time.perf_counter)
 
     def advance(self, sequences: int = 0, tokens: int = 0) -> None:
@@ -119,6 +128,7 @@ class GroupSession:
         deadline_s: float,
         again_deadline_s: float,
         what: str,
+        version: int | None,
     ) -> None:
         self.lease = lease
         """The one that the group has, or had last."""
@@ -127,14 +137,18 @@ class GroupSession:
         self._deadline_s = deadline_s
         self._again_deadline_s = again_deadline_s
         self._what = what
+        self._version = version
         self._moving = asyncio.Lock()
         self._tokens = 0
 
     def __enter__(self) -> GroupSession:
+        self._pool._open[self._version] += 1
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._pool._open[self._version] -= 1
         self.lease.close(self._tokens)
+        self._pool._room.set()
 
     async def generate(
         self, prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling
@@ -189,7 +203,9 @@ class GroupSession:
                 if not await self._pool.report_lost(lost, reason):
                     return False
                 self.lease = await self._pool.admit(
-                    self.lease.sequences, self.lease.tokens, self._window, self._again_deadline_s, again=True
+                    *(self.lease.sequences, self.lease.tokens, self._window, self._again_deadline_s),
+                    again=True,
+                    version=self._version,
                 )
         return True
 
@@ -213,6 +229,7 @@ class EnginePool:
         self._serving = set(self._engines)
         self._room = asyncio.Event()
         self._again = 0  # admissions of what was lost that are waiting
+        self._open: Counter[int | None] = Counter()  # sessions, by the version that writes for them
         self._failure: PaNpuError | None = None
         self._on_lost: OnLost | None = None
 
@@ -249,8 +266,14 @@ class EnginePool:
         del self._engines[engine.name]
         await engine.close()
 
-    def serve(self, engine: RolloutEngine) -> None:
+    def serve(self, engine: RolloutEngine, version: int | None = None) -> None:
+        """It takes groups from here on. version: by which it writes them."""
         self._serving.add(engine.name)
+        self.set_version(engine, version)
+
+    def set_version(self, engine: RolloutEngine, version: int | None) -> None:
+        """By which an engine writes from here on; with CHANGING it takes no group that a version has to write."""
+        self._uses[engine.name].version = version
         self._room.set()
 
     def suspend(self, engine: RolloutEngine) -> None:
@@ -288,32 +311,46 @@ class EnginePool:
         again: bool = False,
         place: str | None = None,
         everywhere: bool = False,
+        version: int | None = None,
     ) -> Lease:
         """Wait until an engine has room for `sequences` more, of about `tokens` together, and take it.
 
         window: the most sequences in flight on an engine, by its name, asked anew whenever room appears; one with a window of its
         own has no more than that. An idle engine takes anything, so that a group larger than the window still runs. place,
-        everywhere: as engine_with_room has them. Call it from one task only, in dispatch order; with `again`, for what an engine
-        has lost, from anywhere.
+        everywhere: as engine_with_room has them. version: by which the engine must write; None: any. Call it from one task only, in
+        dispatch order; with `again`, for what an engine has lost, from anywhere.
         """
-        start_s = time.monotonic()
+        end_s = time.monotonic() + deadline_s
         self._again += again
         try:
             while True:
                 if self._failure is not None:
                     raise self._failure
-                engine = self._with_room(sequences, window, place, everywhere) if again or not self._again else None
-                if engine is not None:
-                    return Lease(self, engine, self._uses[engine.name], sequences, tokens)
-                self._room.clear()
-                left_s = deadline_s - (time.monotonic() - start_s)
-                try:
-                    await asyncio.wait_for(self._room.wait(), max(left_s, 0.0))
-                except asyncio.TimeoutError:
+                found = None
+                if again or not self._again:
+                    limit = self._own_or(window)
+                    found = engine_with_room(self._able(version), sequences, limit, place, everywhere=everywhere)
+                if found is not None:
+                    use = self._uses[found]
+                    if version is not None and use.version not in (None, version):
+                        logger.warning(
+                            "no engine has weight version %d any more: engine %s writes a group of it by version %s, and the run "
+                            "is no longer what it would have been undisturbed",
+                            *(version, found, use.version),
+                        )
+                    return Lease(self, self._engines[found], use, sequences, tokens)
+                if (left_s := end_s - time.monotonic()) <= 0:
                     raise DeadlineExceeded(
                         f"no room for {sequences} sequences on any of {len(self.engines)} engines within {deadline_s:g} s "
                         f"({self.num_in_flight} in flight, {self._windows(window)}); the engines answer nothing, see their logs"
-                    ) from None
+                    )
+                self._room.clear()
+                # asyncio.wait_for makes a task of every wait, and there is one for nearly every group
+                at_the_end = asyncio.get_running_loop().call_later(left_s, self._room.set)
+                try:
+                    await self._room.wait()
+                finally:
+                    at_the_end.cancel()
         finally:
             self._again -= again
             if again:
@@ -327,19 +364,32 @@ class EnginePool:
         deadline_s: float,
         again_deadline_s: float,
         what: str = "a group",
+        version: int | None = None,
     ) -> GroupSession:
         """What a group asks under a lease. deadline_s: of a request, after which the engine must show that it works.
 
-        again_deadline_s: of the wait for another engine. what: the group, for messages.
+        again_deadline_s: of the wait for another engine. what: the group, for messages. version: that writes it; None: any.
         """
-        return GroupSession(self, lease, window, deadline_s, again_deadline_s, what)
+        return GroupSession(self, lease, window, deadline_s, again_deadline_s, what, version)
 
-    def _with_room(
-        self, sequences: int, window: Callable[[str], int], place: str | None, everywhere: bool
-    ) -> RolloutEngine | None:
-        loads = {engine.name: self._uses[engine.name] for engine in self.engines}
-        name = engine_with_room(loads, sequences, self._own_or(window), place, everywhere=everywhere)
-        return None if name is None else self._engines[name]
+    def writes_before(self, version: int) -> bool:
+        """Whether there are groups that an older version still has to write, or has to write again."""
+        is_open = any(number and older is not None and older < version for older, number in self._open.items())
+        return is_open or self.in_flight_before(version)
+
+    def in_flight_before(self, version: int) -> bool:
+        """Whether an engine with an older version has anything in flight."""
+        uses = self._uses.values()
+        return any(use.in_flight_sequences and use.version is not None and use.version < version for use in uses)
+
+    def _able(self, version: int | None) -> dict[str, EngineUse]:
+        """Engines that may take what this version has to write: those that write by it. Where the last of these is lost after
+        others have gone on to a later version, the others: what they write is fresher, but not what the run would have had."""
+        uses = {engine.name: self._uses[engine.name] for engine in self.engines}
+        if version is None:
+            return uses
+        held = {name: use for name, use in uses.items() if use.version in (None, version)}
+        return held or {name: use for name, use in uses.items() if use.version is not None and use.version > version}
 
     def _own_or(self, window: Callable[[str], int]) -> Callable[[str], int]:
         def limit(name: str) -> int:
@@ -371,7 +421,11 @@ class EnginePool:
 
     async def shared_idle(self) -> None:
         """Until no engine on a trainer's device has anything in flight, which groups' own deadlines bring about."""
-        while any(use.shared and use.in_flight_sequences for use in self._uses.values()):
+        await self.until(lambda: not any(use.shared and use.in_flight_sequences for use in self._uses.values()))
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Until this is so; asked again when a group ends on an engine, and when one serves, is lost or changes version."""
+        while not is_so():
             self._room.clear()
             await self._room.wait()
 

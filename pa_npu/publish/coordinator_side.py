@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from pa_npu.control.tasks import cancel, gather
 from pa_npu.control.typed import Topic
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.membership import Fleet, Member
-from pa_npu.engines.pool import EnginePool
+from pa_npu.engines.pool import CHANGING, EnginePool
 from pa_npu.engines.protocol import EngineError, LoadedWeights, RolloutEngine, Sampling, WeightGroups
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.platform.memory_peaks import MemoryPeak
@@ -66,6 +66,8 @@ _GRACE_S = 15.0
 _PROBE_INDEX = 2**32
 _ATTEMPTS = 4
 _HEALTH_EVERY_S = 2.0
+# Engines that keep the version before until all its groups are complete: one that may die, and one that takes its groups then.
+_KEEP_BEFORE = 2
 
 
 @dataclass(frozen=True)
@@ -205,37 +207,64 @@ class CoordinatorPublish:
         VERDICT.put(self._channel, PublishVerdict(True), **place)
         return Prepared(members, ready_s, MovedBytes.of(list(zip(routes, received, strict=True))))
 
-    async def swap(self, version: int, prepared: Prepared) -> EnginesHold:
-        """Engines load what they have prepared; nothing may be in flight. One that does not is replaced, or gets it late."""
-        self._freshness.check_arrival(version, self._pool.num_in_flight)
-        start_s = time.perf_counter()
+    async def swap(self, version: int, prepared: Prepared, begins: Callable[[], None] = lambda: None) -> EnginesHold:
+        """Engines load what they have prepared, each when it has nothing in flight. One that does not is replaced, or gets it late.
+
+        Where the version before still has groups to write, engines swap as they become free, but the last _KEEP_BEFORE of them only
+        when it has none left: should an engine die, another one writes its groups by the same weights. begins: called whenever
+        engines have swapped, and write by `version`.
+        """
+        start_s, in_turn = time.perf_counter(), self._pool.writes_before(version)
         seconds: list[float] = []
         swapped: list[Member] = []
 
         async def swap(member: Member) -> LoadedWeights | None:
+            self._freshness.check_arrival(version, self._pool.in_flight(member.engine))
+            self._pool.set_version(member.engine, CHANGING)
+            swap_s = time.perf_counter()
             try:
                 loaded = await member.engine.swap_weights(version, deadline_s=self._deadline_s + _GRACE_S)
                 self._checked(member.engine, loaded, version)
             except (EngineError, DeadlineExceeded) as error:
                 await self._fleet.lost(member.engine, str(error))
                 return None
-            seconds.append(time.perf_counter() - start_s)
+            seconds.append(time.perf_counter() - swap_s)
             swapped.append(member)
+            self._pool.set_version(member.engine, version)
             return loaded
 
+        loaded: list[LoadedWeights | None] = []
         async with self._fleet.border():
             present = await self._fleet.members()
-            loaded = await gather([swap(member) for member in present if member in prepared.members])
+            left = [member for member in present if member in prepared.members]
+            while left:
+                free = await self._free(left, version)
+                loaded += await gather([swap(member) for member in free])
+                left = [member for member in left if member not in free]
+                begins()
+            # where all of them were lost, those that came in their place may be writing
+            await self._pool.until(lambda: not self._pool.in_flight_before(version))
             self._fleet.serve(swapped, version)
             ENGINES_SWAPPED.put(self._channel, EnginesSwapped(version), version=version)
         self._fleet.catch_up([member for member in present if member not in swapped])
-        end_s = time.perf_counter()
-        logger.info(
-            "weight version %d on %d engines, which stood still for %.3f s", version, len(swapped), end_s - start_s
-        )
+        end_s, still_s = time.perf_counter(), max(seconds, default=0.0)
+        logger.info("weight version %d on %d engines, which stood still for %.3f s", version, len(swapped), still_s)
         memory = MemoryPeak.largest(one.memory for one in loaded if one is not None and one.memory is not None)
-        still_s = max(seconds, default=0.0)
-        return EnginesHold(None, start_s, end_s, end_s, end_s, memory, still_s, prepared.moved)
+        begin_s = end_s - still_s if in_turn else start_s  # beside generation no time passes that is the border's
+        return EnginesHold(None, begin_s, end_s, end_s, end_s, memory, still_s, prepared.moved)
+
+    async def _free(self, left: Sequence[Member], version: int) -> list[Member]:
+        """Of these engines those that may swap now; waits until there are some. Groups in flight end by their own deadlines."""
+
+        def found() -> list[Member]:
+            if not self._pool.writes_before(version):
+                return list(left)
+            present = [member for member in left if member.state != "gone"]
+            free = [member for member in present if not self._pool.in_flight(member.engine)]
+            return [m for m in left if m not in present] + free[: max(0, len(present) - _KEEP_BEFORE)]
+
+        await self._pool.until(lambda: bool(found()))
+        return found()
 
     async def _ready(self, version: int, within_s: float) -> float:
         """When the trainers were seen to be ready."""

@@ -57,12 +57,12 @@ _begin = ScheduleController.begin_iteration
 _begun = 0
 
 
-def _begin_scripted(self: ScheduleController, outlook: IterationOutlook) -> Schedule:
+def _begin_scripted(self: ScheduleController, outlook: IterationOutlook, iteration: int = 0) -> Schedule:
     """As chosen, but for what is scripted; what is recorded is what was followed."""
     global _begun
-    chosen = _begin(self, outlook)
-    assert self._running is not None
+    chosen = _begin(self, outlook, iteration)
     made = scripted(_begun % len(NAMES), outlook.without_roles, self._rules.responses)
-    self._running.schedule = replace(made, everywhere=chosen.everywhere)
+    running = self._running[iteration]
+    running.schedule = replace(made, everywhere=chosen.everywhere)
     _begun += 1
-    return self._running.schedule
+    return running.schedule

@@ -187,7 +187,7 @@ async def produce(
 
 async def test_the_controller_is_told_which_engines_serve_each_iteration(store_thread):
     class Told:
-        def begin_iteration(self, outlook: IterationOutlook) -> Schedule:
+        def begin_iteration(self, outlook: IterationOutlook, iteration: int) -> Schedule:
             raise RuntimeError(f"{len(outlook.engines)} engines")  # ends the production here
 
     engines = [ScriptedEngine(name, []) for name in "ab"]

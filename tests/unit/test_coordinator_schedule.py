@@ -105,15 +105,15 @@ class Recording(ScheduleController):
         self.errors: list[float | None] = []
         self._follow = follow
 
-    def begin_iteration(self, outlook: IterationOutlook) -> Schedule:
-        chosen = super().begin_iteration(outlook)
+    def begin_iteration(self, outlook: IterationOutlook, iteration: int = 0) -> Schedule:
+        chosen = super().begin_iteration(outlook, iteration)
         self.schedules.append(self._follow or chosen)
         self.timings = []
         return self.schedules[-1]
 
-    def observe(self, timing: GroupTiming) -> None:
+    def observe(self, timing: GroupTiming, iteration: int = 0) -> None:
         self.timings.append(timing)
-        super().observe(timing)
+        super().observe(timing, iteration)
 
 
 def run(
@@ -150,7 +150,7 @@ def run(
                 end_s = max(shelves[-1].trained_s(), asyncio.get_running_loop().time())
                 ends_s.append(end_s - start_s)
                 times = IterationTimes(ends_s[-1], 0.0, GROUPS * TRAIN_S, 0.0)
-                controller.errors.append(controller.end_iteration(times).error)
+                controller.errors.append(controller.end_iteration(times, iteration).error)
                 await asyncio.sleep(end_s - asyncio.get_running_loop().time())
 
     producer = Producer(

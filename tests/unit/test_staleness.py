@@ -35,6 +35,9 @@ def keys(**sections: dict[str, Any]) -> Config:
     return Config.model_validate({**base, **sections})
 
 
+ROLLING: dict[str, Any] = {"publish": {"mode": "delayed", "swap": "rolling"}, "rollout": {"engines": 4}}
+
+
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
@@ -59,6 +62,16 @@ def keys(**sections: dict[str, Any]) -> Config:
         ({"publish": {"mode": "delayed"}, "schedule": {"on_publish": "continue"}}, "mode to blocking"),
         ({"publish": {"mode": "delayed", "when": "divergence", "divergence": 0.1}}, "decided when engines are through"),
         ({"publish": {"mode": "delayed"}, "rollout": {"tensor_parallel": 2}}, "set tensor_parallel to 1"),
+        ({"publish": {"swap": "rolling"}}, "rolling is read with publish.mode=delayed only"),
+        (ROLLING | {"rollout": {"engines": 2}}, "set engines to 3 or more"),
+        (ROLLING | {"schedule": {"dynamic_sampling": True}}, "which groups are replaced"),
+        (ROLLING | {"schedule": {"max_staleness": 2, "tokens_per_update": 99}}, "which groups are carried"),
+        (ROLLING | {"data": {"train": "t", "skip": "both"}}, "would depend on the clock"),
+        (ROLLING | {"placement": {"api_port": 8000}}, "clients' groups are of no version"),
+        (
+            ROLLING | {"evaluate": {"overlap": True}, "data": {"train": "t", "test": "t"}},
+            "rolling with evaluate.overlap",
+        ),
         ({"algorithm": {"ratio": "sampling", "importance_sampling": "token"}}, "counts the sampling policy twice"),
         ({"algorithm": {"importance_rule": "mask"}}, "algorithm.importance_rule: mask would be read by nothing"),
         (

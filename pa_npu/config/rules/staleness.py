@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pa_npu.config.rules.algorithm import of_preset
 from pa_npu.config.tree import ConfigTree
 
+# Engines of a run in which some can swap before the others: two keep the version before.
+_LEAST_ROLLING = 3
+
 
 def broken_staleness(c: ConfigTree) -> Iterator[str]:
     """What cannot be exact, or makes no sense, with or without tokens of older weights."""
@@ -130,7 +133,10 @@ def _broken_budget(c: ConfigTree) -> Iterator[str]:
 def _broken_delay(c: ConfigTree) -> Iterator[str]:
     """What publish.mode=delayed needs, and what it cannot go with."""
     if c.publish.mode == "blocking":
+        if c.publish.swap == "rolling":
+            yield "publish.swap: rolling is read with publish.mode=delayed only; set that, or remove the key"
         return
+    yield from _broken_rolling(c)
     if not c.schedule.max_staleness:
         yield (
             "publish.mode: delayed with schedule.max_staleness = 0, where engines have nothing to generate while newer weights "
@@ -151,3 +157,36 @@ def _broken_delay(c: ConfigTree) -> Iterator[str]:
             f"publish.mode: delayed with rollout.tensor_parallel = {c.rollout.tensor_parallel}: an engine's own collectives and a "
             f"publish would run side by side; set tensor_parallel to 1, or mode to blocking"
         )
+
+
+def _broken_rolling(c: ConfigTree) -> Iterator[str]:
+    """What engines that swap one after another need, and what they cannot go with."""
+    s, what = c.schedule, "publish.swap: rolling"
+    if c.publish.swap == "together":
+        return
+    if (most := c.num_engines) < _LEAST_ROLLING:
+        yield (
+            f"{what} with rollout.engines = {most}: two engines keep the version before until all its groups are complete, in case "
+            f"one of them dies; set engines to {_LEAST_ROLLING} or more, or swap to together"
+        )
+    if s.dynamic_sampling:
+        yield (
+            f"{what} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}: which groups are replaced is "
+            f"known only when all are complete; set swap to together, or dynamic_sampling to false"
+        )
+    if s.tokens_per_update is not None:
+        yield (
+            f"{what} with schedule.tokens_per_update: which groups are carried is known only when all are complete; set swap to "
+            f"together, or remove the budget"
+        )
+    if c.data.skip != "none":
+        yield (
+            f"{what} with data.skip={c.data.skip}: which prompts are known to be right or wrong when the next are chosen would "
+            f"depend on the clock; set swap to together, or skip to none"
+        )
+    if c.placement.api_port is not None:
+        yield (
+            f"{what} with placement.api_port: clients' groups are of no version; set swap to together, or remove the port"
+        )
+    if c.evaluate.overlap:
+        yield f"{what} with evaluate.overlap: engines would go on to the next version while they are evaluated; remove one"

@@ -130,6 +130,11 @@ class PublishConfig(Section):
         description="How a version comes to the engines: blocking loads it between two iterations; delayed, with "
         "schedule.max_staleness, sends it into a second buffer while they generate, and they swap to it when they are through.",
     )
+    swap: Literal["together", "rolling"] = Field(
+        "together",
+        description="With publish.mode=delayed, when engines swap to a version: together, when all groups of the version before "
+        "are complete; rolling, one after another as they run out of these, and begin with the next iteration's meanwhile.",
+    )
     when: Literal["every", "divergence"] = Field(
         "every",
         description="Which versions are published: every one, or, with schedule.max_staleness, those by which the trainers' policy "

@@ -83,7 +83,7 @@ class ScheduleController:
         self._rules = rules
         self._learned = Learned(rules, work)
         self._last: dict[bool, Candidate] = {}  # by streams
-        self._running: _Running | None = None
+        self._running: dict[int, _Running] = {}  # by iteration
         self._prepared: _Running | None = None
         self._last_error: float | None = None
 
@@ -92,27 +92,28 @@ class ScheduleController:
         outlook = outlook.without_roles
         self._prepared = self._choose(outlook) if self._learned.enough and outlook.engines else None
 
-    def begin_iteration(self, outlook: IterationOutlook) -> Schedule:
-        """The schedule of the coming iteration; an iteration that was begun and not ended is forgotten."""
+    def begin_iteration(self, outlook: IterationOutlook, iteration: int = 0) -> Schedule:
+        """The schedule of the coming iteration. The one before may go on; what was begun earlier and not ended is forgotten."""
         everywhere = bool(outlook.shared) and not outlook.without_roles.shared
         outlook = outlook.without_roles
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared.outlook != outlook:
             prepared = self._choose(outlook) if self._learned.enough and outlook.engines else self._first(outlook)
-        self._running = prepared
-        self._running.schedule = replace(self._running.schedule, everywhere=everywhere)
-        return self._running.schedule
+        self._running = {number: running for number, running in self._running.items() if number == iteration - 1}
+        self._running[iteration] = prepared
+        prepared.schedule = replace(prepared.schedule, everywhere=everywhere)
+        return prepared.schedule
 
-    def observe(self, timing: GroupTiming) -> None:
-        """A group of the current iteration was generated and delivered."""
-        if self._running is not None:
-            self._running.timings.append(timing)
+    def observe(self, timing: GroupTiming, iteration: int = 0) -> None:
+        """A group of this iteration was generated and delivered."""
+        if (running := self._running.get(iteration)) is not None:
+            running.timings.append(timing)
 
-    def end_iteration(self, times: IterationTimes) -> Prediction:
-        """The iteration that was begun last has ended so. Raises ValueError when none was begun."""
-        running, self._running = self._running, None
+    def end_iteration(self, times: IterationTimes, iteration: int = 0) -> Prediction:
+        """This iteration has ended so. Raises ValueError when it was not begun."""
+        running = self._running.pop(iteration, None)
         if running is None:
-            raise ValueError("end_iteration without begin_iteration")
+            raise ValueError(f"end_iteration of iteration {iteration} without begin_iteration")
         self._learned.observe(running.outlook, running.timings, times)
         self._last_error = None
         if running.predicted_s is not None and times.iteration_s > 0:

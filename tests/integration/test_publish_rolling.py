@@ -1,0 +1,151 @@
+"""publish.swap=rolling in whole runs of the coordinator: when engines swap, and what is trained whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pa_npu.samples.types import Group
+from pa_npu.samples.wire import to_bytes
+from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, Run
+from tests.helpers.stand_in_engine import Served, stand_in_engines
+from tools.stand_in import Speed
+
+pytestmark = pytest.mark.integration
+ITERATIONS, ENGINES, SAVED = 5, 3, 3
+SLOW = Speed(step_s=0.02)  # a group takes up to half a second, and some engine is through that much before another
+
+
+@dataclass
+class Outcome:
+    """trained: by iteration. requests: for groups, as the stand-ins keep them. records: of metrics.jsonl."""
+
+    trained: dict[int, list[Group]]
+    requests: list[dict[str, Any]]
+    records: list[dict[str, Any]]
+    output: str
+    killed: int
+
+    def bytes_of(self, iteration: int) -> list[bytes]:
+        return [to_bytes(group) for group in self.trained[iteration]]
+
+    @property
+    def overlapping(self) -> set[int]:
+        """Versions that wrote before the one before them had written everything."""
+        return {
+            new["version"]
+            for new in self.requests
+            if any(old["version"] < new["version"] and old["end_s"] > new["begin_s"] for old in self.requests)
+        }
+
+
+def run_coordinator(directory: Path, swap: str, kill: int = 0) -> Outcome:
+    """Trainers are played here. kill: so many engines that are at work for a version when another one has swapped to the next."""
+    directory.mkdir()
+    data = {"train": str(directory.parent / "together" / "train.jsonl"), "test": None}
+    trained: dict[int, list[Group]] = {}
+    with stand_in_engines(ENGINES, SLOW) as served:
+        run = Run(
+            directory,
+            served,
+            data=data,
+            schedule={"iterations": ITERATIONS, "prompts_per_iteration": GROUPS, "order": "prompt", "max_staleness": 1},
+            publish={"probe_tokens": 5, "mode": "delayed", "swap": swap},
+            checkpoint={"every": SAVED},
+        )
+        killer = Killer(served, kill)
+        try:
+            run.announce_weights()
+            for version in range(ITERATIONS + 1):
+                run.announce(version, {"loss": 0.0} if version else None)
+                run.published(version)
+                if version < ITERATIONS:
+                    trained[version] = run.consume(version, GROUPS // REPLICAS)
+            output = run.end()
+        finally:
+            killer.end()
+            run.process.kill()
+            run.process.wait(10)
+        assert run.process.returncode == 0, output
+        requests = [r for engine in served for r in engine.engine.requests if r["n"] == RESPONSES]
+    return Outcome(trained, requests, run.lines("metrics.jsonl"), output, killer.killed)
+
+
+class Killer:
+    """Stops engines once one has swapped to a version for which others are not free yet."""
+
+    def __init__(self, served: list[Served], number: int) -> None:
+        self._served = served
+        self._number = number
+        self._over = threading.Event()
+        self.killed = 0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join(10)
+
+    def _watch(self) -> None:
+        while self._number and not self._over.is_set() and not self.killed:
+            time.sleep(0.002)
+            versions = [served.engine.identity.version or 0 for served in self._served]
+            behind = [s for s, version in zip(self._served, versions, strict=True) if 0 < version < max(versions)]
+            at_work = sorted(behind, key=lambda served: -served.engine.num_in_flight)
+            if len(behind) >= max(1, self._number) and at_work[0].engine.num_in_flight:
+                for served in at_work[: self._number]:
+                    served.stop()
+                    self.killed += 1
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def together(parent: Path) -> Outcome:
+    return run_coordinator(parent / "together", "together")
+
+
+def test_engines_go_on_to_the_next_version_before_others_are_through_and_nothing_else_changes(
+    together: Outcome, parent: Path
+) -> None:
+    rolling = run_coordinator(parent / "rolling", "rolling")
+    for iteration in range(ITERATIONS):
+        assert rolling.bytes_of(iteration) == together.bytes_of(iteration), f"iteration {iteration}"
+        written = {group.version_range for group in rolling.trained[iteration]}
+        assert written == {(max(0, iteration - 1),) * 2}, "I1: by the version that the rule names"
+    assert not together.overlapping and rolling.overlapping
+    assert SAVED not in rolling.overlapping, "the iteration before has to be complete: it is in the checkpoint"
+    assert [record["iteration"] for record in rolling.records] == list(range(ITERATIONS))
+    assert all(record["engine_still_s"] < 1.0 for record in rolling.records)
+
+
+def test_a_group_whose_engine_dies_after_others_have_swapped_is_written_by_the_same_version(
+    together: Outcome, parent: Path
+) -> None:
+    rolling = run_coordinator(parent / "killed", "rolling", kill=1)
+    assert rolling.killed == 1 and "is lost" in rolling.output
+    for iteration in range(ITERATIONS):
+        assert rolling.bytes_of(iteration) == together.bytes_of(iteration), f"iteration {iteration}"
+
+
+def test_where_nobody_has_the_version_any_more_the_next_one_writes_its_groups(together: Outcome, parent: Path) -> None:
+    rolling = run_coordinator(parent / "both", "rolling", kill=2)
+    assert rolling.killed == 2 and "no engine has weight version" in rolling.output
+    for iteration, groups in rolling.trained.items():
+        assert [group.index for group in groups] == list(range(GROUPS)), "I2: every group once"
+        oldest = max(0, iteration - 1)
+        assert all(set(group.version_range) <= {oldest, iteration} for group in groups), "I1: as old as k allows"
+    assert any(
+        group.version_range == (iteration, iteration)
+        for iteration, groups in rolling.trained.items()
+        if iteration
+        for group in groups
+    )
