@@ -41,6 +41,7 @@ from pa_npu.telemetry.metrics import read_records
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.bench_schedule import write_prompts
+from tools.free_lengths import make_end_likelier
 from tools.peers.table import Measured, System, draw, render, rows_of
 from tools.processes import end_on_sigterm, reason_of, serve, started
 
@@ -344,15 +345,9 @@ class Bench:
 
 def make_model(directory: Path) -> Path:
     """A random tiny model whose end token is likelier now and then, so that free lengths are."""
-    from safetensors.torch import load_file, save_file
-
     command = [sys.executable, "tools/make_tiny_model.py", "--out", str(directory), "--random"]
     subprocess.run([*command, "--hidden", "192", "--layers", "4"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    file = directory / "model" / "model.safetensors"
-    end = json.loads((directory / "model" / "config.json").read_text())["eos_token_id"]
-    weights = load_file(file)
-    weights["lm_head.weight"][end] *= END_SCALE
-    save_file(weights, file, metadata={"format": "pt"})
+    make_end_likelier(directory / "model", END_SCALE)
     return directory / "model"
 
 

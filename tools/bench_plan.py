@@ -1,9 +1,10 @@
 #!/usr/bin/env python
 """How far the planner is off: calibrated on one configuration, it predicts others, which are then measured.
 
-Real vLLM engines and one real trainer rank, each pinned to a core. One run is calibrated on: heavy-tailed lengths, prompts of 16
-to 256 tokens, one engine, a small model, prompts shared. From its records `pa_npu.planning.prediction` predicts all rows, before
-any of them is run; what it is told of them is their configuration, the prompts' lengths, and by what factor responses are longer.
+Real vLLM engines and one real trainer rank, each pinned to a core. One run is calibrated on: responses that end by themselves, of
+some 30 tokens on average and 128 at most, prompts of 16 to 256 tokens, one engine, a small model, prompts shared. From its records
+`pa_npu.planning.prediction` predicts all rows, before any of them is run; what it is told of them is their configuration, and how
+long prompts and responses are.
 Rows vary
 
   waves, window    16 to 72 groups of 8; a constant window of 32 or 96 sequences
@@ -50,25 +51,29 @@ from pa_npu.planning.prediction.workload import Workload, given_workload, seen_w
 from pa_npu.platform.typical import published_speed
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
-from tools.bench_schedule import MOST_OF_MEAN, median_for
+from tools.bench_schedule import MOST_OF_MEAN, drawn_lengths, median_for
+from tools.free_lengths import make_end_likelier
 from tools.processes import end_on_sigterm, reason_of, serve, started
 
 ROOT = Path(__file__).resolve().parent.parent
 RESPONSES, MAX_NUM_SEQS, MAX_PROMPT, MAX_RESPONSE = 8, 256, 512, 512
 WARMUP = 3  # iterations: a controller learns in the first ones
 SIZES = {"small": (128, 3), "large": (192, 4)}  # hidden size, layers
+END_SCALE = 4.5  # of the end token's output row, where responses end by themselves: after some 30 tokens
 CALIBRATION_PROMPTS = (16, 256)
 
 
 @dataclass(frozen=True)
 class Case:
-    """prompt: tokens, or the least and the most. mean: of a response, all equal unless heavy. splits: work that others have too."""
+    """prompt: tokens, or the least and the most. mean: of a response; all are equal, unless they are drawn (heavy, a request each)
+    or end by themselves (free). splits: work that others have too."""
 
     name: str
     groups: int = 16
     prompt: int | tuple[int, int] = 32
     mean: int = 64
     heavy: bool = False
+    free: bool = False
     engines: int = 1
     window: str = "auto"
     shared_prompt: bool = True
@@ -77,7 +82,7 @@ class Case:
     splits: str = ""
 
 
-CALIBRATION = Case("calibration", 24, CALIBRATION_PROMPTS, 32, heavy=True)
+CALIBRATION = Case("calibration", 24, CALIBRATION_PROMPTS, 32, free=True)
 CASES = (
     Case("equal", 24, 32, 48, splits="short prompts"),
     Case("trainer-bound", 16, 448, 24, splits="long prompts"),
@@ -205,15 +210,15 @@ def predict_all(bench: Bench, directory: Path, cases: Sequence[Case]) -> dict[st
 
 
 def predict_case(config: Config, spec: ModelSpec, case: Case, calibration: Calibration, seen: Workload) -> Predicted:
-    """Responses are those of the calibration, times a factor, or all of the length that is asked for."""
+    """Responses are drawn as those of the row are, or all of the length that is asked for."""
     low, high = case.prompt if isinstance(case.prompt, tuple) else (case.prompt, case.prompt)
     rng = random.Random(0)
     prompts = [rng.randint(low, high) for _ in seen.shapes]
-    factor = case.mean / seen.response_mean
-    lengths = [
-        [max(1, round(factor * length)) if case.heavy else case.mean for length in shape.lengths]
-        for shape in seen.shapes
-    ]
+    lengths = [[case.mean] * RESPONSES for _ in prompts]
+    if case.heavy:
+        limit = MOST_OF_MEAN * case.mean
+        median = median_for(case.mean, limit)
+        lengths = [drawn_lengths(number, 0, RESPONSES, median, limit) for number in range(len(prompts))]
     workload = given_workload(prompts, lengths)
     return predict(config, spec, calibration, workload, published_speed("cpu"), streams=case.stream)
 
@@ -235,6 +240,7 @@ class Bench:
             command = [sys.executable, "tools/make_tiny_model.py", "--out", str(directory), "--random"]
             size = ["--hidden", str(SIZES[name][0]), "--layers", str(SIZES[name][1])]
             subprocess.run([*command, *size], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            make_end_likelier(directory / "model", END_SCALE)
         return directory / "model"
 
     @contextlib.contextmanager
@@ -286,6 +292,8 @@ class Bench:
             f"rollout.max_response_tokens={case.mean}",
             f"attention.shared_prompt={str(case.shared_prompt).lower()}",
         ]
+        if case.free:
+            settings += [f"rollout.max_response_tokens={MOST_OF_MEAN * case.mean}", "rollout.ignore_eos=false"]
         if case.heavy:
             limit = MOST_OF_MEAN * case.mean
             settings += [
@@ -357,7 +365,7 @@ def render(rows: Sequence[Row], iterations: int) -> str:
     lines = [
         f"vLLM engines and one trainer rank, pinned to {len(os.sched_getaffinity(0))} cores ({processor()}); groups of "
         f"{RESPONSES}; medians of {iterations - WARMUP} iterations. Calibrated on one run of {CALIBRATION.groups} groups with "
-        f"prompts of {low} to {high} tokens and heavy-tailed responses of {CALIBRATION.mean} on average.",
+        f"prompts of {low} to {high} tokens and responses that end by themselves.",
         "",
         "| row | groups | prompt | response | Tg s | predicted | Tt s | predicted | iteration s | predicted | error | spread |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",

@@ -30,7 +30,7 @@ def tree(directory: Path, **changes: dict[str, Any]) -> dict[str, Any]:
         "data": {"train": "train.jsonl", "max_prompt_tokens": 512},
         "rollout": {"engines": 1, "max_response_tokens": 256, "responses_per_prompt": 8, "window": 64},
         "trainer": {"devices": 1},
-        "schedule": {"iterations": 6, "prompts_per_iteration": 24},
+        "schedule": {"iterations": 6, "prompts_per_iteration": 24, "dispatch": "in-order"},
     }
     for name, values in changes.items():
         sections[name] = {**sections.get(name, {}), **values}
