@@ -101,6 +101,9 @@ SYSTEMS = {
         "engine and trainer one each, at the same time",
     ),
     "sync": System("this, synchronous", _ON_POLICY, "computed once", "engine and trainer one each, in turn"),
+    "colocate": System(
+        "this, colocated", _ON_POLICY, "computed once", "engine and trainer on both, a pair of processes each, in turn"
+    ),
     "periodic": System("this, periodic", _ON_POLICY, "computed once", "engine and trainer one each, at the same time"),
     "stale": System(
         "this, max_staleness=1",
@@ -112,6 +115,7 @@ SYSTEMS = {
 REFERENCE = "trl-server"
 OURS: dict[str, tuple[str, ...]] = {
     "sync": ("schedule.stream=false",),
+    "colocate": ("placement.colocate=true", "schedule.stream=false", "rollout.engines=2", "trainer.devices=2"),
     "periodic": ("schedule.stream=true",),
     "stale": ("schedule.max_staleness=1", "algorithm.importance_sampling=token"),
 }
@@ -237,16 +241,21 @@ class Bench:
             return Measured(shape, system, number, problem=str(error))
 
     def _ours(self, shape: Shape, system: str, prompts: Path, directory: Path, iterations: int) -> list[dict[str, Any]]:
-        url = self._server("ours")
-        keys = {
+        keys: dict[str, Any] = {
             "run.dir": directory / "run",
             "data.train": prompts,
             "schedule.iterations": iterations,
-            "rollout.attach": f"[{url}]",
-            "rollout.key_file": self._scratch / "ours-engines" / "api_key",
             "rollout.max_response_tokens": shape.response,
             "rollout.ignore_eos": str(not shape.free).lower(),
         }
+        if system == "colocate":  # engines of the run's own, on both cores
+            both = f"[{self._engine_core},{self._trainer_core}]"
+            keys |= {"placement.engine_devices": "null", "placement.trainer_devices": both}
+        else:
+            keys |= {
+                "rollout.attach": f"[{self._server('ours')}]",
+                "rollout.key_file": self._scratch / "ours-engines" / "api_key",
+            }
         settings = [*self._keys(), *(f"{key}={value}" for key, value in keys.items()), *OURS[system]]
         log = directory / "log"
         command = [sys.executable, "-m", "pa_npu.launcher", "run", *settings]
