@@ -499,16 +499,19 @@ def test_what_is_skipped_or_carried_is_the_same_whatever_is_killed(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(("swap", "engines"), [("together", 2), ("rolling", 3)])
 def test_a_delayed_publish_ends_with_the_weights_of_a_blocking_one_whatever_is_killed(
-    launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+    swap: str, engines: int, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
 ) -> None:
     """Engines that die while they receive, between that and the swap, and after it; trainers with a version under way."""
     calm = launch(*keys(tiny, tmp_path / "calm", "transformers"), "schedule.max_staleness=1")
     calm.popen.wait(TIMEOUT_S)
     assert calm.popen.returncode == 0, calm.output
-    more = [f"{key}={value}" for key, value in {**DELAYED, "rollout.engines": 2}.items()]
+    delayed = {**DELAYED, "publish.swap": swap, "rollout.engines": engines}
+    more = [f"{key}={value}" for key, value in delayed.items()]
     watched = Watched(launch(*keys(tiny, tmp_path / "run", "transformers"), *more), ahead=1)
-    watched.run.wait_for(lambda: "engine-1 ready" in watched.run.output, "the engines are ready", TIMEOUT_S)
+    last = f"engine-{engines - 1} ready"
+    watched.run.wait_for(lambda: last in watched.run.output, "the engines are ready", TIMEOUT_S)
     kill_all(watched, ((TRANSFORMERS, "publish"), (TRANSFORMERS, "generation"), ("trainer-1", "training")))
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output
