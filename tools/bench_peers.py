@@ -70,8 +70,7 @@ class Shape:
 
     @property
     def title(self) -> str:
-        lengths = f"free, at most {self.response}" if self.free else f"{self.response}"
-        return f"prompts of {self.prompt}, responses of {lengths}"
+        return f"prompts of {self.prompt}, responses {'up to' if self.free else 'of'} {self.response}"
 
     @property
     def prompt_tokens(self) -> int:
