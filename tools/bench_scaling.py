@@ -51,7 +51,7 @@ from pa_npu.telemetry.metrics import read_records
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.bench_elastic import report_of
-from tools.stand_in import Speed, StandInEngine, serving
+from tools.stand_in import HeavyTail, Speed, StandInEngine, serving
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
@@ -106,9 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--as-engines", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--vocabulary", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--median", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.as_engines:
-        asyncio.run(host_engines(args.as_engines, args.vocabulary, os.environ[KEY_VARIABLE]))
+        asyncio.run(host_engines(args.as_engines, args.vocabulary, os.environ[KEY_VARIABLE], args.median))
         return 0
     engines, replicas = ([int(text) for text in given.split(",") if text] for given in (args.engines, args.replicas))
     rows: list[Row] = []
@@ -137,12 +138,13 @@ def keeping_up(engines: int) -> int:
     return max(1, engines // 2)
 
 
-async def host_engines(count: int, vocabulary: int, key: str) -> None:
-    """Serve so many engines, print a URL for each, and go on for ever."""
+async def host_engines(count: int, vocabulary: int, key: str, median: float | None) -> None:
+    """Serve so many engines, print a URL for each, and go on for ever. median: of heavy-tailed lengths, where these are wanted."""
     speed = Speed(STEP_S, 0.0, STRIDE, WINDOW)
+    lengths = None if median is None else HeavyTail(median)
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(count):
-            engine = StandInEngine(speed, vocabulary, variants=VARIANTS, api_key=key)
+            engine = StandInEngine(speed, vocabulary, variants=VARIANTS, api_key=key, lengths=lengths)
             print(await stack.enter_async_context(serving(engine, HOST)), flush=True)
         await asyncio.Event().wait()
 
@@ -171,13 +173,24 @@ def measure(directory: Path, sweep: str, engines: int, replicas: int, iterations
 
 
 class Job:
-    """Store, engines and coordinator, which end with `stack`; the trainers are threads of this process."""
+    """Store, engines and coordinator, which end with `stack`; the trainers are threads of this process.
 
-    def __init__(self, directory: Path, stack: contextlib.ExitStack, engines: int, replicas: int) -> None:
+    median: of responses with heavy-tailed lengths; None: all have LENGTH tokens. keys: sections of the configuration that differ.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        stack: contextlib.ExitStack,
+        engines: int,
+        replicas: int,
+        median: float | None = None,
+        **keys: dict[str, Any],
+    ) -> None:
         self._groups, self._replicas, self._stack = GROUPS_PER_ENGINE * engines, replicas, stack
         self._version, self._seconds = -1, (0.0, 0.0)
         self._run_dir = directory / f"run-{engines}-{replicas}-{secrets.token_hex(2)}"
-        config = configuration(directory, self._run_dir, engines, replicas)
+        config = configuration(directory, self._run_dir, engines, replicas, ignore_eos=median is None, **keys)
         self._run_dir.mkdir()
         file = self._run_dir / "config.yaml"
         file.write_text(dump_config(config))
@@ -193,6 +206,7 @@ class Job:
         TRAINERS_RUN_ON.put(self._channel, played)
         vocabulary = ModelSpec.read(config.model.path).vocab_size
         hosts = [__file__, "--as-engines", str(engines), "--vocabulary", str(vocabulary)]
+        hosts += [] if median is None else ["--median", str(median)]
         self.engines = self._start("engines", hosts, {KEY_VARIABLE: key})
         roster = Roster(self._connected(ROSTER_PREFIX))
         assert self.engines.stdout is not None
@@ -263,24 +277,25 @@ class Job:
         return popen
 
 
-def configuration(directory: Path, run_dir: Path, engines: int, replicas: int) -> Config:
+def configuration(
+    directory: Path, run_dir: Path, engines: int, replicas: int, *, ignore_eos: bool, **keys: dict[str, Any]
+) -> Config:
     model = directory / "model"
-    return Config.model_validate(
-        {
-            "run": {"dir": str(run_dir), "device": "cpu"},
-            "model": {"path": str(model)},
-            "data": {"train": str(directory / "train.jsonl"), "max_prompt_tokens": 64},
-            "rollout": {
-                **{"engines": engines, "responses_per_prompt": RESPONSES, "max_response_tokens": LENGTH},
-                **{"ignore_eos": True, "window": WINDOW},
-            },
-            "reward": {"functions": [{"name": "format", "pattern": "t1"}]},
-            "trainer": {"devices": replicas},
-            "schedule": {"iterations": 10_000, "prompts_per_iteration": GROUPS_PER_ENGINE * engines},
-            "publish": {"probe_tokens": 0},
-            "telemetry": {"trackers": [], "timeline": False, "samples": 0, "samples_per_iteration": 0},
-        }
-    )
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(run_dir), "device": "cpu"},
+        "model": {"path": str(model)},
+        "data": {"train": str(directory / "train.jsonl"), "max_prompt_tokens": 64},
+        "rollout": {
+            **{"engines": engines, "responses_per_prompt": RESPONSES, "max_response_tokens": LENGTH},
+            **{"ignore_eos": ignore_eos, "window": WINDOW},
+        },
+        "reward": {"functions": [{"name": "format", "pattern": "t1"}]},
+        "trainer": {"devices": replicas},
+        "schedule": {"iterations": 10_000, "prompts_per_iteration": GROUPS_PER_ENGINE * engines},
+        "publish": {"probe_tokens": 0},
+        "telemetry": {"trackers": [], "timeline": False, "samples": 0, "samples_per_iteration": 0},
+    }
+    return Config.model_validate({name: {**tree.get(name, {}), **keys.get(name, {})} for name in tree | keys})
 
 
 def cpu_seconds(pid: int) -> float:
