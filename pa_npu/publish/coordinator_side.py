@@ -239,7 +239,7 @@ class CoordinatorPublish:
             left = [member for member in present if member in prepared.members]
             while left:
                 free = await self._free(left, version)
-                loaded += await gather([swap(member) for member in free])
+                loaded += await gather([swap(member) for member in free if member.state != "gone"])
                 left = [member for member in left if member not in free]
                 begins()
             # where all of them were lost, those that came in their place may be writing
@@ -254,7 +254,8 @@ class CoordinatorPublish:
         return EnginesHold(None, begin_s, end_s, end_s, end_s, memory, still_s, prepared.moved)
 
     async def _free(self, left: Sequence[Member], version: int) -> list[Member]:
-        """Of these engines those that may swap now; waits until there are some. Groups in flight end by their own deadlines."""
+        """Of these engines those that may swap now, and those that are gone, whose groups go elsewhere; waits until there are some,
+        which the deadlines of groups in flight bring about."""
 
         def found() -> list[Member]:
             if not self._pool.writes_before(version):

@@ -19,6 +19,8 @@ from tools.stand_in import Speed
 pytestmark = pytest.mark.integration
 ITERATIONS, ENGINES, SAVED = 5, 3, 3
 SLOW = Speed(step_s=0.02)  # a group takes up to half a second, and some engine is through that much before another
+HANGS = Speed(step_s=1000.0)
+SURELY_LEFT = 5  # steps of an engine that is to be stopped with something in flight
 
 
 @dataclass
@@ -94,13 +96,20 @@ class Killer:
     def _watch(self) -> None:
         while self._number and not self._over.is_set() and not self.killed:
             time.sleep(0.002)
-            versions = [served.engine.identity.version or 0 for served in self._served]
-            behind = [s for s, version in zip(self._served, versions, strict=True) if 0 < version < max(versions)]
-            at_work = sorted(behind, key=lambda served: -served.engine.num_in_flight)
-            if len(behind) >= max(1, self._number) and at_work[0].engine.num_in_flight:
+            versions = [-1 if (v := served.engine.identity.version) is None else v for served in self._served]
+            behind = [s for s, version in zip(self._served, versions, strict=True) if 0 <= version < max(versions)]
+            at_work = [served for served in behind if left(served) >= SURELY_LEFT]
+            if len(at_work) >= self._number:
+                for served in at_work[: self._number]:
+                    served.engine.speed = HANGS  # what it has in flight will not end before it is stopped
                 for served in at_work[: self._number]:
                     served.stop()
                     self.killed += 1
+
+
+def left(served: Served) -> int:
+    """Decode steps until an engine has nothing in flight, of what runs."""
+    return max((max(request.lengths) - request.decoded for request in served.engine._running), default=0)
 
 
 @pytest.fixture(scope="module")

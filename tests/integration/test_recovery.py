@@ -499,9 +499,16 @@ def test_what_is_skipped_or_carried_is_the_same_whatever_is_killed(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("swap", "engines"), [("together", 2), ("rolling", 3)])
+@pytest.mark.parametrize(
+    ("swap", "engines", "moment"),
+    [
+        ("together", 2, "training"),
+        # engines that go on to the next version at once may leave no time in which trainers alone are at work
+        ("rolling", 3, "generation"),
+    ],
+)
 def test_a_delayed_publish_ends_with_the_weights_of_a_blocking_one_whatever_is_killed(
-    swap: str, engines: int, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+    swap: str, engines: int, moment: str, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
 ) -> None:
     """Engines that die while they receive, between that and the swap, and after it; trainers with a version under way."""
     calm = launch(*keys(tiny, tmp_path / "calm", "transformers"), "schedule.max_staleness=1")
@@ -512,7 +519,7 @@ def test_a_delayed_publish_ends_with_the_weights_of_a_blocking_one_whatever_is_k
     watched = Watched(launch(*keys(tiny, tmp_path / "run", "transformers"), *more), ahead=1)
     last = f"engine-{engines - 1} ready"
     watched.run.wait_for(lambda: last in watched.run.output, "the engines are ready", TIMEOUT_S)
-    kill_all(watched, ((TRANSFORMERS, "publish"), (TRANSFORMERS, "generation"), ("trainer-1", "training")))
+    kill_all(watched, ((TRANSFORMERS, "publish"), (TRANSFORMERS, "generation"), ("trainer-1", moment)))
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output
     Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
