@@ -17,8 +17,9 @@ from tests.helpers.stand_in_engine import Served, stand_in_engines
 from tools.stand_in import Speed
 
 pytestmark = pytest.mark.integration
-ITERATIONS, ENGINES, SAVED = 5, 3, 3
-SLOW = Speed(step_s=0.02)  # a group takes up to half a second, and some engine is through that much before another
+ITERATIONS, ENGINES, SAVED = 6, 3, 3
+LENGTH = 64
+SLOW = Speed(step_s=0.01)  # a group takes up to 0.64 s, and some engine is through that much before another
 HANGS = Speed(step_s=1000.0)
 SURELY_LEFT = 5  # steps of an engine that is to be stopped with something in flight
 
@@ -56,6 +57,7 @@ def run_coordinator(directory: Path, swap: str, kill: int = 0) -> Outcome:
             directory,
             served,
             data=data,
+            rollout={"max_response_tokens": LENGTH},
             schedule={"iterations": ITERATIONS, "prompts_per_iteration": GROUPS, "order": "prompt", "max_staleness": 1},
             publish={"probe_tokens": 5, "mode": "delayed", "swap": swap},
             checkpoint={"every": SAVED},
