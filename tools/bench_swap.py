@@ -68,10 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def records_of(directory: Path, engines: int, publish: dict[str, str], iterations: int) -> list[dict[str, Any]]:
     """Of the iterations of one job, after the warm-up."""
-    schedule = {"max_staleness": 1, "iterations": 10_000, "prompts_per_iteration": GROUPS_PER_ENGINE * engines}
     with contextlib.ExitStack() as stack:
-        sections: dict[str, dict[str, Any]] = {"schedule": schedule, "publish": {"probe_tokens": 0, **publish}}
-        job = Job(directory, stack, engines, keeping_up(engines), MEDIAN, **sections)
+        schedule = {"max_staleness": 1}
+        job = Job(directory, stack, engines, keeping_up(engines), MEDIAN, schedule=schedule, publish=dict(publish))
         for _ in range(iterations + 1):
             job.publish()
             job.train()

@@ -173,7 +173,8 @@ class Coordinator:
             known_later = self._config.evaluations_are_known_later
             if may_end and known_later and self._ends(version):
                 last = version
-            due = self._evaluator is not None and (version == last or self._evaluation_due(version))
+            always = version in (0, last, self._config.schedule.iterations)
+            due = self._evaluator is not None and (always or self._config.evaluates(version))
             overlapped = self._config.evaluate.overlap and version != last
             if due and not overlapped:
                 await self._recorded()
@@ -428,12 +429,6 @@ class Coordinator:
         if why is not None:
             self._records.say_end(version, why)
         return why is not None
-
-    def _evaluation_due(self, version: int) -> bool:
-        schedule = self._config.schedule
-        if version in (0, schedule.iterations):
-            return True
-        return bool(schedule.evaluate_every) and version % schedule.evaluate_every == 0
 
     async def _evaluate(self, version: int) -> dict[str, Any]:
         assert self._evaluator is not None
