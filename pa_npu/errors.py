@@ -32,6 +32,10 @@ class CheckpointError(PaNpuError):
     """The run's last checkpoint could not be written; what it trained since the one before is lost."""
 
 
+class ExportError(PaNpuError):
+    """The HF directory could not be written; nothing of it carries the final name."""
+
+
 class InvariantViolation(PaNpuError):
     """One of the invariants I1 to I6 of the architecture does not hold; the run must not continue."""
 
@@ -57,4 +61,5 @@ def exit_code(error: PaNpuError, logger: logging.Logger) -> int:
         logger.error("%s", error)
         return BAD_INPUT
     logger.error("%s: %s", type(error).__name__, error)
-    return MUST_NOT_CONTINUE if isinstance(error, (InvariantViolation, CheckpointError)) else FAILED
+    ends_the_run = isinstance(error, (InvariantViolation, CheckpointError, ExportError))
+    return MUST_NOT_CONTINUE if ends_the_run else FAILED

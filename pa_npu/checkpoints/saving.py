@@ -11,7 +11,10 @@ the last version cannot be saved, the run ends with CheckpointError.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +39,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.02
 _REASON_BYTES = 400
 _RUNNING = "running"
+_FULL_BYTES = 2**20  # what is left of a full disk where small files still fit
 
 
 class PlannedSave(Protocol):
@@ -233,6 +237,8 @@ class Checkpointing:
             writer.cancel()
         _gather("")  # no rank writes any more
         self._why = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
+        if _is_full(self._parent) and os.strerror(errno.ENOSPC) not in self._why:  # torch's writer does not say it
+            self._why += f"; {os.strerror(errno.ENOSPC)}"
         if dist.get_rank() == 0:
             store.abandon(self._parent, version)
             logger.error(
@@ -246,6 +252,13 @@ class Checkpointing:
     def _usable(self) -> str:
         complete = store.complete(self._parent)
         return str(complete[-1]) if complete else "none"
+
+
+def _is_full(directory: Path) -> bool:
+    try:
+        return shutil.disk_usage(directory).free < _FULL_BYTES
+    except OSError:
+        return False
 
 
 def _together(action: Callable[[], None]) -> dict[int, str]:

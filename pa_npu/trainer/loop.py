@@ -12,6 +12,7 @@ loop is the same for both.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,11 +23,14 @@ from pa_npu.backends.protocol import ProbeResult, TrainBackend, TrainedResponse,
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import IterationReport, ProbeReport, UpdateReport, merge_updates
+from pa_npu.errors import CheckpointError, ExportError
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.border import Border, probe_report
 from pa_npu.trainer.checks import IterationChecks
 from pa_npu.trainer.profiling import IterationProfiler
+
+logger = logging.getLogger(__name__)
 
 
 def train(
@@ -61,11 +65,26 @@ def train(
         training = replace(consumed.report, wait_s=consumed.report.wait_s + waited_s)
         report = IterationReport(version, training, probe, agreement)
 
+    leave_behind(config, backend, checkpoints, last)
+
+
+def leave_behind(config: Config, backend: TrainBackend, checkpoints: Checkpointing, version: int) -> None:
+    """A checkpoint of the last version, and its weights as an HF directory.
+
+    Raises CheckpointError, which says more than an ExportError of the same full disk, and ExportError.
+    """
+    directory = Path(config.run.dir) / "hf"
     try:
-        checkpoints.finish(last)
-    finally:  # also where the checkpoint does not fit on the disk: the weights alone are a sixth of it
-        if config.checkpoint.export_hf:
-            backend.export(Path(config.run.dir) / "hf")
+        checkpoints.finish(version)
+    except CheckpointError:
+        if config.checkpoint.export_hf:  # the weights alone are a sixth of a checkpoint and may still find room
+            try:
+                backend.export(directory)
+            except ExportError as error:
+                logger.error("%s", error)
+        raise
+    if config.checkpoint.export_hf:
+        backend.export(directory)
 
 
 @dataclass(frozen=True)

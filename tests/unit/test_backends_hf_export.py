@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from pa_npu.backends.megatron.weights import hf_directory as export
 from pa_npu.backends.megatron.weights.buckets import Position
-from pa_npu.backends.megatron.weights.hf_directory import ExportError, export_hf
+from pa_npu.backends.megatron.weights.hf_directory import export_hf
+from pa_npu.errors import ExportError
 from tests.helpers.weights import Stage, make_checkpoint
 
 

@@ -18,6 +18,8 @@ from pa_npu.launcher.process import keeper
 from pa_npu.launcher.process.log_tail import MarkedLines
 from pa_npu.launcher.process.process_tree import Process, ProcessTree
 
+ROOT = Path(__file__).resolve().parents[2]
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals and reapers are Linux calls")
 
 # A command with a child in the same group and a grandchild in a session of its own; each writes its pid, then sleeps.
@@ -104,6 +106,27 @@ def test_output_goes_to_the_log_and_marked_lines_are_found(tree: ProcessTree) ->
     with process.log.open("a") as file:
         file.write("!\n| five\n")
     assert marked.new() == ["four!", "five"]
+
+
+def test_the_last_error_is_known_where_no_disk_has_room_for_the_log(tree: ProcessTree) -> None:
+    code = (
+        "import logging; from pa_npu.telemetry.logs import setup_logging; setup_logging('full'); "
+        "logging.error('the first'); logging.error('the reason')"
+    )
+    argv = ["sh", "-c", 'exec "$0" -c "$1" > /dev/full 2>&1', sys.executable, code]
+    process = tree.start("full", argv, {**os.environ, "PYTHONPATH": str(ROOT)})
+    process.popen.wait(60)
+    assert [line.rpartition(": ")[2] for line in process.last_lines(3)] == ["the reason"]
+
+
+def test_the_last_error_is_said_once_where_the_log_has_it(tree: ProcessTree) -> None:
+    code = (
+        "import logging; from pa_npu.telemetry.logs import setup_logging; setup_logging('fine'); "
+        "logging.error('the reason'); logging.warning('and more')"
+    )
+    process = tree.start("fine", [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)})
+    process.popen.wait(60)
+    assert [line.rpartition(": ")[2] for line in process.last_lines(3)] == ["the reason", "and more"]
 
 
 def test_cores_are_pinned(tree: ProcessTree) -> None:

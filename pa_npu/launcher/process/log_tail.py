@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pa_npu.errors import printable
@@ -9,15 +10,20 @@ from pa_npu.errors import printable
 _TAIL_BYTES = 64 * 1024
 
 
-def last_lines(log: Path, count: int) -> list[str]:
-    """The last `count` lines that are not blank; empty when there is no log."""
+def last_lines(log: Path, count: int, written: Sequence[str] = ()) -> list[str]:
+    """The last `count` lines that are not blank; empty when there is no log.
+
+    written: lines that the process has written too, and that are the last ones where the log does not have them.
+    """
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             text = file.read().decode("utf-8", "replace")
     except FileNotFoundError:
-        return []
-    return [printable(line.rstrip()) for line in text.split("\n") if line.strip()][-count:]
+        text = ""
+    lines = [printable(line.rstrip()) for line in text.split("\n") if line.strip()]
+    missing = [line for line in written if line not in lines]
+    return [*lines, *missing][-count:]
 
 
 class MarkedLines:

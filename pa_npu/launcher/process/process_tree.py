@@ -17,19 +17,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
-from pa_npu.errors import PaNpuError
+from pa_npu.errors import PaNpuError, printable
 from pa_npu.launcher.process import keeper
 from pa_npu.launcher.process.commands import Command, Startable
 from pa_npu.launcher.process.kept_command import KeptCommand
 from pa_npu.launcher.process.log_tail import last_lines
 from pa_npu.launcher.process.processes import Process as AnyProcess
+from pa_npu.telemetry.logs import LAST_ERROR
 
 # Engines need about 2 s to leave on SIGTERM; the whole stop stays below 10 s.
 GRACE_S = 5.0
 _KILL_MARGIN_S = 2.0
 """How much longer than the grace a keeper gets to kill and reap before it is killed itself."""
 _POLL_S = 0.02
+_ERROR_BYTES = 64 * 1024
 
 
 def describe_end(code: int) -> str:
@@ -48,6 +51,7 @@ class Process:
     name: str
     log: Path
     popen: subprocess.Popen[bytes]
+    last_error: IO[bytes]
     scratch: Path | None = None
     command: KeptCommand = field(init=False)
     adopted_code: int | None = None
@@ -77,7 +81,16 @@ class Process:
         return describe_end(self.exit_code or 0)
 
     def last_lines(self, count: int) -> list[str]:
-        return last_lines(self.log, count)
+        """Of its log, and its last error, where the log is on a full disk and has not taken that."""
+        error = os.pread(self.last_error.fileno(), _ERROR_BYTES, 0).decode("utf-8", "replace")
+        return last_lines(self.log, count, [printable(line) for line in error.splitlines()])
+
+
+def _file_in_memory() -> IO[bytes]:
+    """Without a name; on no disk that can be full, where the system allows that."""
+    if sys.platform == "linux":
+        return os.fdopen(os.memfd_create("last error"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
 
 
 class StartError(PaNpuError):
@@ -123,6 +136,8 @@ class ProcessTree:
         scratch = Path(tempfile.mkdtemp(prefix="pa-")) if scratch_env else None
         if scratch_env:
             env = {**env, scratch_env: str(scratch), keeper.SCRATCH: str(scratch)}
+        last_error = _file_in_memory()
+        env = {**env, LAST_ERROR: str(last_error.fileno())}
         log = self._log_dir / f"{name}.log"
         numbers = [str(self._lifeline), str(self._grace_s), ",".join(map(str, cores))]
         # -I -S: the keeper needs the standard library only, and starts in 15 ms this way
@@ -133,11 +148,11 @@ class ProcessTree:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=dict(env),
-                pass_fds=[self._lifeline],
+                env=env,
+                pass_fds=[self._lifeline, last_error.fileno()],
                 start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
             )
-        process = Process(name, log, popen, scratch)
+        process = Process(name, log, popen, last_error, scratch)
         self.processes.append(process)
         return process
 

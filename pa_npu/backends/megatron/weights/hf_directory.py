@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
 from pa_npu.backends.megatron.weights.hf_map import standard_parameters
-from pa_npu.errors import PaNpuError
+from pa_npu.errors import ExportError
 from pa_npu.families.model_directory import INDEX_FILE, SINGLE_FILE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.weight_transfer import transport
@@ -41,10 +41,6 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 _BUCKET_BYTES = 64 * 2**20
-
-
-class ExportError(PaNpuError):
-    """The HF directory could not be written; nothing of it carries the final name."""
 
 
 def export_hf(
