@@ -21,6 +21,7 @@ lengths known; these speeds; and how far the model's predictions were off.
     python tools/bench_schedule.py --simulate             # what any schedule can reach, by the engine's speed; no engines, a minute
     python tools/bench_schedule.py --shared-engines 1     # each row also with an engine on the trainer's core, runs in turn
     python tools/bench_schedule.py --colocated            # each row also on the same devices in turn (placement.colocate)
+    python tools/bench_schedule.py --max-num-seqs 32      # engines whose memory holds 32 sequences
     python tools/bench_schedule.py --shared-prompt        # P=512, R=64, G=8 with attention.shared_prompt on and off
     python tools/bench_schedule.py --staleness 0,1,2      # schedule.max_staleness at 1, 2, 4 and 16 waves, Tg = Tt, equal lengths
 """
@@ -139,6 +140,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=16, help=f"per run, {WARMUP} of warm-up included; even")
     parser.add_argument("--response", type=int, default=64, help="mean tokens of a response")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="sequences that an engine's memory holds (rollout.max_num_seqs)"
+    )
     parser.add_argument("--rows", default=",".join(case.name for case in CASES), help="which rows, by name")
     parser.add_argument("--constant", default="", help="constant windows to run beside it, a run each, in sequences")
     parser.add_argument("--shared-engines", type=int, default=0, help="further engines, on the trainer's core")
@@ -168,7 +172,7 @@ def main() -> int:
 
     end_on_sigterm()
     if args.simulate:
-        print(simulated(args.response))
+        print(simulated(args.response, args.max_num_seqs))
         return 0
     if args.staleness:
         return measure_staleness(args)
@@ -417,7 +421,7 @@ class Bench:
     def _optimum_s(self, case: Case, prompt: int, record: dict[str, Any], learned: dict[str, float]) -> float:
         """The iteration of a record with all lengths known; the optimizer's step is in train_s of the record and here."""
         speed = EngineSpeed(learned["decode_step_s"], learned["decode_sequence_s"], learned["prompt_token_s"])
-        cluster = Cluster({str(n): speed for n in range(case.engines)}, MAX_NUM_SEQS, step_s=record["step_s"])
+        cluster = Cluster({str(n): speed for n in range(case.engines)}, self._args.max_num_seqs, step_s=record["step_s"])
         lengths = self._lengths(case, record["iteration"])
         tokens = [RESPONSES * prompt + sum(group) for group in lengths]
         train_s = (record["train_s"] - record["step_s"]) / sum(tokens)
@@ -494,7 +498,7 @@ class Bench:
             "rollout.engines": engines,
             "rollout.responses_per_prompt": RESPONSES,
             "rollout.max_response_tokens": MOST_OF_MEAN * self._args.response,
-            "rollout.max_num_seqs": MAX_NUM_SEQS,
+            "rollout.max_num_seqs": self._args.max_num_seqs,
             "rollout.ignore_eos": "true",
             "attention.shared_prompt": "false",
             "checkpoint.export_hf": "false",
@@ -514,20 +518,21 @@ def best_known_s(cluster: Cluster, groups: Sequence[VirtualGroup]) -> float:
     """
     names = tuple(cluster.engines)
     share = math.ceil(len(groups) / len(names))
-    held = min(MAX_NUM_SEQS // RESPONSES, share)
+    most = cluster.max_num_seqs // RESPONSES
+    held = min(most, share)
     windows = same_windows(names, held * RESPONSES)
     found = [optimum_s(cluster, groups, windows)]
     for slack in SLACKS:
         order, turns = backwards_turns(cluster, groups, held * len(names), slack)
         found.append(simulate(cluster, groups, Schedule("", order, (windows,), turns)).end_s)
     longest = [group.longest for group in groups]
-    for places, name in itertools.product(place_levels(share, min(share, 2 * MAX_NUM_SEQS // RESPONSES)), ORDERS):
+    for places, name in itertools.product(place_levels(share, min(share, 2 * most)), ORDERS):
         constant = Schedule("", tuple(dispatch_order(name, longest)), (same_windows(names, places * RESPONSES),))
         found.append(simulate(cluster, groups, constant).end_s)
     return min(found)
 
 
-def simulated(response: int) -> str:
+def simulated(response: int, max_num_seqs: int = MAX_NUM_SEQS) -> str:
     """A table of best_known_s over max(Tg, Tt), Tg of the constant window that generates fastest, for one engine.
 
     Only the ratio matters of what a decode step takes and what each sequence adds: with step_s = 0 an engine is as fast with one
@@ -537,7 +542,7 @@ def simulated(response: int) -> str:
     cases = [case for case in CASES if case.engines == 1 and case.prompt is None]
     lines = [f"| step / sequence | {' | '.join(case.name for case in cases)} |", "|---:" * (len(cases) + 1) + "|"]
     for ratio in (4, 8, 12, 16, 20, 24, 32):
-        cluster = Cluster({"0": EngineSpeed(ratio * sequence_s, sequence_s)}, MAX_NUM_SEQS)
+        cluster = Cluster({"0": EngineSpeed(ratio * sequence_s, sequence_s)}, max_num_seqs)
         cells = []
         for case in cases:
             median = median_for(response, limit)
@@ -546,7 +551,7 @@ def simulated(response: int) -> str:
                 for i in range(case.groups)
             ]
             untrained = [VirtualGroup(i, 0, tuple(map(float, group)), 1e-9, 1.0) for i, group in enumerate(lengths)]
-            most = min(case.groups, 2 * MAX_NUM_SEQS // RESPONSES)
+            most = min(case.groups, 2 * max_num_seqs // RESPONSES)
             windows = [same_windows(("0",), places * RESPONSES) for places in place_levels(case.groups, most)]
             order = tuple(dispatch_order("longest-first", [group.longest for group in untrained]))
             generate_s = min(simulate(cluster, untrained, Schedule("", order, (w,))).generated_s for w in windows)

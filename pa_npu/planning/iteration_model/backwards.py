@@ -152,18 +152,19 @@ def _reversed_s(cluster: Cluster, order: Sequence[VirtualGroup], windows: Window
         name = min(engines, key=lambda name: engines[name].next_s)
         emission_s = emitted[number][0] if number < len(emitted) else math.inf
         now_s = min(emission_s, engines[name].next_s)
+        ended: list[float] = []
         if emission_s <= engines[name].next_s:
             waiting.append(emitted[number][2])
             number += 1
         else:
-            for prompt_s in engines[name].pass_some():
-                last_s = max(last_s, now_s + prompt_s)
-                left -= 1
+            ended += engines[name].pass_some()
         while waiting:
             chosen = engine_with_room(engines, len(waiting[0].lengths), windows.of)
             if chosen is None:
                 break
-            engines[chosen].add(waiting.popleft(), now_s)
+            ended += engines[chosen].add(waiting.popleft(), now_s)
+        left -= len(ended)
+        last_s = max([last_s, *(now_s + prompt_s for prompt_s in ended)])
     return last_s
 
 
@@ -181,15 +182,17 @@ class _ReversedEngine:
         self.shared = False
         self.next_s = math.inf
 
-    def add(self, group: VirtualGroup, now_s: float) -> None:
+    def add(self, group: VirtualGroup, now_s: float) -> list[float]:
+        """At now_s; returns the seconds of the prompts of groups that end in this very step."""
         self._advance(now_s)
         self.in_flight_sequences += len(group.lengths)
         self.in_flight_tokens += sum(group.lengths)
         for length in group.lengths:
             heapq.heappush(self._events, (self._steps + group.longest - length, 0, group.index, group))
         heapq.heappush(self._events, (self._steps + group.longest, 1, group.index, group))
-        self._take(self._steps)
+        ended = self._take(self._steps)
         self._set_next()
+        return ended
 
     def pass_some(self) -> list[float]:
         """At next_s: what joins, and which groups end; returns the seconds of the prompt of each that ends."""
