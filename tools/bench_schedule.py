@@ -141,7 +141,10 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=16, help=f"per run, {WARMUP} of warm-up included; even")
     parser.add_argument("--response", type=int, default=64, help="mean tokens of a response")
     parser.add_argument(
-        "--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="sequences that an engine's memory holds (rollout.max_num_seqs)"
+        "--max-num-seqs",
+        type=int,
+        default=MAX_NUM_SEQS,
+        help="sequences that an engine's memory holds (rollout.max_num_seqs)",
     )
     parser.add_argument("--rows", default=",".join(case.name for case in CASES), help="which rows, by name")
     parser.add_argument("--constant", default="", help="constant windows to run beside it, a run each, in sequences")
@@ -421,7 +424,9 @@ class Bench:
     def _optimum_s(self, case: Case, prompt: int, record: dict[str, Any], learned: dict[str, float]) -> float:
         """The iteration of a record with all lengths known; the optimizer's step is in train_s of the record and here."""
         speed = EngineSpeed(learned["decode_step_s"], learned["decode_sequence_s"], learned["prompt_token_s"])
-        cluster = Cluster({str(n): speed for n in range(case.engines)}, self._args.max_num_seqs, step_s=record["step_s"])
+        cluster = Cluster(
+            {str(n): speed for n in range(case.engines)}, self._args.max_num_seqs, step_s=record["step_s"]
+        )
         lengths = self._lengths(case, record["iteration"])
         tokens = [RESPONSES * prompt + sum(group) for group in lengths]
         train_s = (record["train_s"] - record["step_s"]) / sum(tokens)

@@ -19,6 +19,7 @@ from pa_npu.planning.iteration_model.matched import EQUAL_SPEED, matched
 _SHARES_OF_ALL = (1.0, 0.75, 0.5, 0.375, 0.25)
 _WAVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _SHARED_GROUPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+_SHARED_WAVES = 4
 # In the first iteration engines that have room for nearly half of their share get what they have room for; and windows of fewer
 # groups than this are not halved, for half of a small window costs much.
 _NEARLY_ALL = 0.8
@@ -113,11 +114,12 @@ def turns_schedule(
     return Schedule(candidate.name, order, (windows,), turns, shared)
 
 
-def shared_levels(groups: int, engines: int, shared: int, most: int) -> list[int]:
+def shared_levels(groups: int, engines: int, shared: int, room: int) -> list[int]:
     """How many groups may begin on each shared engine, beside none: the others keep one for each of theirs.
 
-    groups: that share an optimizer step. most: that a shared engine has room for.
+    groups: that share an optimizer step. room: that a shared engine has room for; more wait in its own queue.
     """
+    most = _SHARED_WAVES * room
     return [count for count in _SHARED_GROUPS if count <= most and count * shared <= groups - engines]
 
 

@@ -325,9 +325,9 @@ class ScheduleController:
     def _shared_levels(self, outlook: IterationOutlook) -> list[int]:
         if not outlook.shared:
             return []
-        most = self._rules.max_num_seqs // self._rules.responses
+        room = self._rules.max_num_seqs // self._rules.responses
         groups = len(outlook.groups) // self._rules.updates
-        return shared_levels(groups, len(outlook.dedicated), len(outlook.shared), most)
+        return shared_levels(groups, len(outlook.dedicated), len(outlook.shared), room)
 
     def _within_reach(self, levels: list[int], streams: bool) -> list[int]:
         """Not less than half of the last window: what a step takes with far fewer sequences than were seen is extrapolated, and one
