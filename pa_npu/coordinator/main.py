@@ -30,12 +30,16 @@ from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.software import TRAINERS_RUN_ON, RunsOn
 from pa_npu.control.typed import Topic
+from pa_npu.coordinator.border import BorderCrossing
 from pa_npu.coordinator.evaluate import Evaluator
 from pa_npu.coordinator.interruption import Interruptions
+from pa_npu.coordinator.iteration_end import IterationEnd
+from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.loop import Coordinator
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.record import RunRecords
-from pa_npu.coordinator.resumed import CARRIED_KEY, carried_of, put_back, usable_ahead
+from pa_npu.coordinator.resumed import take_up
+from pa_npu.coordinator.run_evaluations import RunEvaluations
 from pa_npu.coordinator.service.http_api import serving
 from pa_npu.coordinator.service.rollouts import RolloutService
 from pa_npu.coordinator.termination import run_until_terminated
@@ -59,7 +63,6 @@ from pa_npu.publish.engine_groups import Connection
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, StageManifest
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.open_buffer import open_buffer
-from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
 
@@ -137,35 +140,20 @@ async def run(config: Config) -> None:
         records.write_runs_on(RunsOn(trainers, fleet.run_on()))
         connection = Connection(store, device.comm_backend, stages, late_stages, device.name)
         publish = CoordinatorPublish(config, fleet, pool, channel, connection, sampling)
-        coordinator = Coordinator(
-            config,
-            channel,
-            fleet,
-            pool,
-            producer,
-            buffer,
-            controller,
-            publish,
-            records,
-            timeline,
-            Evaluator(config, held_out, pool, tested_in(config, tokenizer), rewards, sampling) if held_out else None,
-            interruptions,
-            service,
+        evaluator = None
+        if held_out:
+            evaluator = Evaluator(config, held_out, pool, tested_in(config, tokenizer), rewards, sampling)
+        evaluations = RunEvaluations(config, channel, evaluator, records, timeline)
+        ahead = IterationsAhead(config, channel, producer, buffer, timeline, interruptions, train, first)
+        border = BorderCrossing(
+            config, channel, fleet, pool, publish, timeline, evaluations, service, written=ahead.written
         )
-        ahead = usable_ahead(config)
-        if interruptions is not None:
-            for one in ahead:
-                for data in one.groups:
-                    interruptions.begin_with(from_bytes(data))
-        else:
-            whole = [one for one in ahead if CARRIED_KEY not in one.numbers]
-            for produced, state in put_back(whole, buffer, config.data_parallel):
-                coordinator.resume(produced, state, train)
-            for one in ahead[len(whole) :]:
-                coordinator.carry_on(*carried_of(one))
+        iteration_end = IterationEnd(config, channel, controller, records)
+        coordinator = Coordinator(config, border, ahead, evaluations, iteration_end)
+        take_up(config, ahead, buffer, interruptions)
         gc.collect()
         gc.freeze()  # what is here stays to the run's end, and every full collection would look at it again
-        await coordinator.run(train, first)
+        await coordinator.run(first)
 
 
 def tested_in(config: Config, tokenizer: Any) -> Environment:

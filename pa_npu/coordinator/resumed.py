@@ -16,6 +16,8 @@ from pa_npu.checkpoints.provenance import Change, change_of, differences
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.coordinator.carried import Carried
+from pa_npu.coordinator.interruption import Interruptions
+from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.production import Produced
 from pa_npu.errors import DataError
 from pa_npu.samples.rollout_buffer import RolloutBuffer
@@ -25,6 +27,21 @@ CARRIED_KEY = "carried"
 """In the numbers of what is no iteration, but groups that are carried to one (pa_npu.trainer.ahead)."""
 
 logger = logging.getLogger(__name__)
+
+
+def take_up(config: Config, ahead: IterationsAhead, buffer: RolloutBuffer, interruptions: Interruptions | None) -> None:
+    """What the run had ahead of the checkpoint that it goes on from."""
+    found = usable_ahead(config)
+    if interruptions is not None:
+        for one in found:
+            for data in one.groups:
+                interruptions.begin_with(from_bytes(data))
+        return
+    whole = [one for one in found if CARRIED_KEY not in one.numbers]
+    for produced, state in put_back(whole, buffer, config.data_parallel):
+        ahead.resume(produced, state)
+    for one in found[len(whole) :]:
+        ahead.carry_on(*carried_of(one))
 
 
 def usable_ahead(config: Config) -> list[AheadIteration]:
