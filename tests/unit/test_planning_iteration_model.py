@@ -283,6 +283,18 @@ def test_with_one_level_alone_fewer_sequences_look_no_faster():
     assert found.step_s > 0.09, "no evidence that a smaller window is faster"
 
 
+def test_a_decode_step_is_never_learned_to_cost_nothing_and_small_windows_are_not_chosen_for_it():
+    """Two engines that slowed each other down looked like this, and 5.3 s an iteration came of it instead of 2.4 s."""
+    free = replace(CPU, engines=(EngineSpeed(0.0, 0.0004),) * 2, groups=24, max_num_seqs=256)
+    fit = EngineFit(free.max_num_seqs)
+    for number, places in enumerate((3, 12)):
+        fit.observe(timings_of(free, places, number))
+    found = fit.speed(free.names[0])
+    assert found.step_s >= 4.0 * found.sequence_s > 0.0
+    full, one = (found.step_s + found.sequence_s * places * free.responses for places in (12, 1))
+    assert 12 * one > 1.2 * full, "12 groups one by one take longer than together"
+
+
 def test_an_engine_that_is_slower_has_a_speed_of_its_own_and_a_new_one_that_of_all():
     slow = NPU.engines[0].scaled(2.0)
     case = replace(NPU, engines=(*NPU.engines[:3], slow), lengths=HEAVY)

@@ -29,6 +29,9 @@ _USUAL_PROMPT = 0.25
 _PROMPT_RATIOS = tuple(_USUAL_PROMPT * 2.0**power for power in (-3, -2, -1, 0, 1, 2, 3))
 # What a factor of 2 from the usual ratio costs: a mean error of 1%.
 _PROMPT_PULL = 1e-4
+# A decode step costs at least as much as so many sequences in it: engines have 10 to 400. Groups that disturbed each other can look
+# as if it cost nothing, and then an engine with one group in flight as fast as a full one.
+_LEAST_STEP = 4.0
 # Groups that what is expected of an engine, usually that it is as fast as the others, weighs against its own.
 _EXPECTED_GROUPS = 0.5
 _ROUNDS = 3
@@ -179,12 +182,14 @@ def _non_negative(gram: Array, moment: Array, weight: float, before: Array | Non
 
     Without one all is a: then fewer sequences in flight look no faster, and no window is made small without evidence. p is a
     multiple of b, since the same layers compute a token of a prompt and one of a response; the multiple that fits best is taken,
-    _USUAL_PROMPT where they fit alike, which they do where groups begin together.
+    _USUAL_PROMPT where they fit alike, which they do where groups begin together. a is at least _LEAST_STEP times b.
     """
     best, least = np.zeros(3), np.inf
     for ratio in _PROMPT_RATIOS:
-        folded = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, ratio]])  # (a, b) -> (a, b, p)
-        direction = np.array([1.0, 0.0]) if before is None else before[:2]
+        folded = np.array([[1.0, _LEAST_STEP], [0.0, 1.0], [0.0, ratio]])  # (a - _LEAST_STEP b, b) -> (a, b, p)
+        direction = np.array([1.0, 0.0])
+        if before is not None:
+            direction = np.array([max(0.0, before[0] - _LEAST_STEP * before[1]), before[1]])
         q = folded @ _two_non_negative(folded.T @ gram @ folded, folded.T @ moment, direction)
         value = float(q @ gram @ q - 2 * moment @ q) / weight + _PROMPT_PULL * np.log2(ratio / _USUAL_PROMPT) ** 2
         if value < least:
