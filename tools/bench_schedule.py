@@ -591,8 +591,9 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
     lines = [
         f"vLLM engines and one trainer rank, pinned to {len(os.sched_getaffinity(0))} cores ({processor()}); groups of {RESPONSES} "
         f"responses of {args.response} tokens on average, rollout.window=auto; medians of {(args.iterations - WARMUP) // 2} "
-        f"synchronous and as many periodic iterations, alternating in one run. Ratios are over max(Tg, Tt), border left out; of synchronous iterations, or with the Tt of the "
-        "periodic ones (overlapped), in which the engine's core has no time for coordinator, API server and reward workers.",
+        f"synchronous and as many periodic iterations, alternating in one run. Ratios are over max(Tg, Tt), border left out; of "
+        "synchronous iterations, or with the Tt of the periodic ones (overlapped), in which the engine's core has no time for "
+        "coordinator, API server and reward workers.",
         "",
         "| row | groups | prompt | Tg s | Tt s | overlapped | border s | sync s | periodic s | periodic | over the overlapped "
         "| best window | optimum | speedup | bound | step ms + ms per sequence | model's error: median, worst |",

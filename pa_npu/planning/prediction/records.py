@@ -17,8 +17,9 @@ from pa_npu.telemetry.timeline import DIRECTORY, read_events
 
 _CONFIG = "config.yaml"
 _COORDINATOR = "coordinator.jsonl"
-# Iterations at the beginning in which processes warm up and schedules are not yet chosen by what was learned.
-_WARMUP = 2
+# Iterations at the beginning in which processes warm up and schedules are not yet chosen by what was learned: with all groups at
+# once, say, whose prompts an engine computes in one heap, and slower than one by one.
+_WARMUP = 3
 
 
 @dataclass(frozen=True)
