@@ -61,6 +61,7 @@ WARMUP = 3  # iterations: a controller learns in the first ones
 SIZES = {"small": (128, 3), "large": (192, 4)}  # hidden size, layers
 END_SCALE = 4.5  # of the end token's output row, where responses end by themselves: after some 30 tokens
 CALIBRATION_PROMPTS = (16, 256)
+CALIBRATION_ITERATIONS = 12
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def measured(bench: Bench, args: argparse.Namespace, cases: Sequence[Case]) -> l
             break
         with bench.engines(model, engines):
             if not predictions:
-                calibration = args.calibration or bench.run(CALIBRATION)
+                calibration = args.calibration or bench.run(CALIBRATION, CALIBRATION_ITERATIONS)
                 predictions = predict_all(bench, calibration, cases)
                 if args.predict:
                     break
@@ -257,13 +258,15 @@ class Bench:
             self._key_file = self._scratch / f"{name}-engines" / "api_key"
             yield
 
-    def run(self, case: Case) -> Path:
-        """The directory of a run that has ended."""
+    def run(self, case: Case, iterations: int | None = None) -> Path:
+        """The directory of a run that has ended. iterations: other than a row's."""
+        iterations = iterations or self._iterations
         self._runs += 1
         run_dir = self._scratch / f"run{self._runs}"
         data = self._scratch / f"prompts{self._runs}.jsonl"
-        write_prompts(data, case.prompt, case.groups * self._iterations, self._runs)
+        write_prompts(data, case.prompt, case.groups * iterations, self._runs)
         settings = [f"run.dir={run_dir}", f"data.train={data}", *self._settings(case)]
+        settings.append(f"schedule.iterations={iterations}")
         result = subprocess.run(
             self._command("run", case, settings), cwd=ROOT, capture_output=True, text=True, check=False
         )

@@ -75,7 +75,7 @@ _TYPICAL_SPEED = {
         source="NVIDIA H100 SXM data sheet: 989 Tflop/s dense, 3.35 TB/s, NVLink 900 GB/s both ways; 400 Gbit/s per device",
     ),
     "cpu": TypicalSpeed(
-        *("a core", 60e9, 20e9, 0.8, 0.005, 1.3e-4, 0.009),
+        *("a core", 100e9, 20e9, 0.48, 0.005, 1.3e-4, 0.009),
         layers=4,
         node_bytes=1e9,
         wire_bytes=1e9,

@@ -3,7 +3,7 @@
 Engines. A group whose longest response has L tokens takes  L a + N b + C c + T p  seconds: N the sequences that decoded meanwhile,
 summed over its steps, C their tokens of context, summed too, T the tokens of prompts that were computed meanwhile. When a sequence
 ended is known from its length: a response of l tokens ended l / L of its group's steps after that began. a, b, c, p >= 0 by least
-squares on relative errors; what the run leaves open is as typical figures have it.
+squares on relative errors; what the run leaves open is as typical figures have it, p / b above all.
 
 Trainers. A microbatch takes  m + o F  seconds, F its operations, fitted alike and scaled so that all together take what the
 trainers reported.
@@ -40,6 +40,11 @@ Array = npt.NDArray[np.float64]
 # What typical figures weigh against all that was seen: they decide what that leaves open.
 _PRIOR = 2e-4
 _ROUNDS = 4
+# Of what a token of a prompt costs over a sequence in a step: by what it may differ from typical figures, in powers of two, and what
+# a factor of two costs, in squares of relative errors. Prompts come with sequences in every group of a run, which can hardly tell
+# the two apart.
+_PROMPT_POWERS = (-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0)
+_PROMPT_PULL = 1e-3
 # Residuals beyond so many times their median do not count more than that.
 _OUTLIER = 3.0
 # Of times by published or assumed figures: up to three times as long, or a third (docs/results/plan.md, Plausibility).
@@ -121,7 +126,7 @@ def _fit_engine(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> tuple[E
         rows, seconds = rows[rows[:, 0] > 0], seconds[rows[:, 0] > 0]
         if not len(rows):
             return _learned_engine(run, prior)
-        found = _least_squares(rows, seconds, usual)
+        found = _engine_coefficients(rows, seconds, usual)
         step_s, sequence_s, context_s, prompt_s = (max(float(value), 1e-12) for value in found)
         cost = EngineCost(step_s, sequence_s, context_s, prompt_s, prior.prefix_block)
     return cost, _error(rows @ found, seconds)
@@ -214,6 +219,23 @@ def _stalls(starts: Array, seconds: Array) -> Array:
         else:
             found.append([start_s, start_s + took_s])
     return np.array(found)
+
+
+def _engine_coefficients(rows: Array, seconds: Array, usual: Array) -> Array:
+    """a, b, c and p, which is a multiple of b: the usual one, unless another fits much better."""
+    best, least = usual, float("inf")
+    for power in _PROMPT_POWERS:
+        ratio = 2.0**power * usual[3] / usual[1]
+        a, b, c = _least_squares(
+            np.stack([rows[:, 0], rows[:, 1] + ratio * rows[:, 3], rows[:, 2]], 1), seconds, usual[:3]
+        )
+        found = np.array([a, b, c, ratio * b])
+        residual = np.abs(rows @ found / seconds - 1.0)
+        held = np.minimum(residual, _OUTLIER * float(np.median(residual)))
+        value = float(np.mean(held**2)) + _PROMPT_PULL * power**2
+        if value < least:
+            best, least = found, value
+    return best
 
 
 def _least_squares(rows: Array, seconds: Array, usual: Array) -> Array:
