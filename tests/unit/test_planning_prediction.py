@@ -101,10 +101,10 @@ def test_the_part_of_a_cluster_that_is_simulated_takes_as_long_as_all_of_it(reco
     changes = {"rollout": {"engines": 24}, "trainer": {"devices": 12}, "schedule": {"prompts_per_iteration": 384}}
     config = Config.model_validate(tree(Path(run.config.run.dir), **changes))
     costs = published(config, spec, CORE)
-    part = predict(config, spec, costs, workload, CORE, iterations=4)
+    part = predict(config, spec, costs, workload, CORE, iterations=8)
     monkeypatch.setattr(virtual_run, "_MOST_ENGINES", 10**6)
     monkeypatch.setattr(virtual_run, "_MOST_GROUPS", 10**6)
-    whole = predict(config, spec, costs, workload, CORE, iterations=4)
+    whole = predict(config, spec, costs, workload, CORE, iterations=8)
     assert part.iteration_s == pytest.approx(whole.iteration_s, rel=0.06)
     assert part.tpspd == pytest.approx(whole.tpspd, rel=0.06)
 

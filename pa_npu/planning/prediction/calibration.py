@@ -12,6 +12,7 @@ trainers reported.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,11 +41,11 @@ Array = npt.NDArray[np.float64]
 # What typical figures weigh against all that was seen: they decide what that leaves open.
 _PRIOR = 2e-4
 _ROUNDS = 4
-# Of what a token of a prompt costs over a sequence in a step: by what it may differ from typical figures, in powers of two, and what
-# a factor of two costs, in squares of relative errors. Prompts come with sequences in every group of a run, which can hardly tell
-# the two apart.
+# Of what a prompt's token costs over a sequence in a step: by what it may differ from typical figures, in powers of two, and by how
+# much squared errors must fall for a factor of two. Prompts come with sequences in every group, and where a machine is noisy
+# a run can hardly tell the two apart.
 _PROMPT_POWERS = (-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0)
-_PROMPT_PULL = 1e-3
+_PROMPT_PULL = 0.5
 # Residuals beyond so many times their median do not count more than that.
 _OUTLIER = 3.0
 # Of times by published or assumed figures: up to three times as long, or a third (docs/results/plan.md, Plausibility).
@@ -232,7 +233,7 @@ def _engine_coefficients(rows: Array, seconds: Array, usual: Array) -> Array:
         found = np.array([a, b, c, ratio * b])
         residual = np.abs(rows @ found / seconds - 1.0)
         held = np.minimum(residual, _OUTLIER * float(np.median(residual)))
-        value = float(np.mean(held**2)) + _PROMPT_PULL * power**2
+        value = math.log(float(np.mean(held**2)) + 1e-12) + _PROMPT_PULL * power**2
         if value < least:
             best, least = found, value
     return best
