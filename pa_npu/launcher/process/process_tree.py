@@ -81,7 +81,9 @@ class Process:
         return describe_end(self.exit_code or 0)
 
     def last_lines(self, count: int) -> list[str]:
-        """Of its log, and its last error, where the log is on a full disk and has not taken that."""
+        """Of its log, and the error that it ended with, where the log is on a full disk and has not taken that."""
+        if (self.exit_code or 0) <= 0:  # it runs, or a signal ended it: what it logged as an error may be long ago
+            return last_lines(self.log, count)
         error = os.pread(self.last_error.fileno(), _ERROR_BYTES, 0).decode("utf-8", "replace")
         return last_lines(self.log, count, [printable(line) for line in error.splitlines()])
 
