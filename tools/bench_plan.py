@@ -265,8 +265,7 @@ class Bench:
         run_dir = self._scratch / f"run{self._runs}"
         data = self._scratch / f"prompts{self._runs}.jsonl"
         write_prompts(data, case.prompt, case.groups * iterations, self._runs)
-        settings = [f"run.dir={run_dir}", f"data.train={data}", *self._settings(case)]
-        settings.append(f"schedule.iterations={iterations}")
+        settings = [f"run.dir={run_dir}", f"data.train={data}", *self._settings(case, iterations)]
         result = subprocess.run(
             self._command("run", case, settings), cwd=ROOT, capture_output=True, text=True, check=False
         )
@@ -280,13 +279,13 @@ class Bench:
             f"run.dir={self._scratch / 'none'}",
             f"data.train={self._scratch}",
             *self._keys(case),
-            *self._settings(case),
+            *self._settings(case, self._iterations),
         ]
         return load_config([], [key for key in keys if not key.startswith(("rollout.attach", "rollout.key_file"))])
 
-    def _settings(self, case: Case) -> list[str]:
+    def _settings(self, case: Case, iterations: int) -> list[str]:
         settings = [
-            f"schedule.iterations={self._iterations}",
+            f"schedule.iterations={iterations}",
             f"schedule.prompts_per_iteration={case.groups}",
             f"schedule.stream={str(case.stream).lower()}",
             f"rollout.window={case.window}",
