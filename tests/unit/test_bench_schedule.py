@@ -36,7 +36,7 @@ def test_the_optimum_is_below_every_constant_window_and_above_the_longer_side():
 
 
 def test_groups_that_end_in_the_step_of_an_arrival_are_counted():
-    """With room for four groups and training of two waves each: what trainers emit, backwards, comes as others end, but for rounding."""
+    """With room for four groups and training of two waves each: backwards, groups come as others end, but for rounding."""
     cluster = Cluster({"0": EngineSpeed(0.004, 0.00025)}, 32)
     groups = [VirtualGroup(i, 0, (64.0,) * RESPONSES, 0.384, 1.0) for i in range(16)]
     assert 16 * 0.384 < best_known_s(cluster, groups) < 16 * 0.384 + 16 * 64 * 0.004
