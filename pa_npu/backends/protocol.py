@@ -107,7 +107,8 @@ class MicrobatchSource(Protocol):
     is_last: whether the microbatch handed out last is the update's last one. traffic: how they came to this replica so far.
     """
 
-    waited_s: float
+    @property
+    def waited_s(self) -> float: ...
 
     @property
     def traffic(self) -> Traffic: ...

@@ -1,4 +1,7 @@
-"""The training backends by the name that trainer.backend selects; a backend is imported when it is asked for."""
+"""The training backends by the name that trainer.backend selects; a backend is imported when it is asked for.
+
+One of your own: write a module with an object in it that has what BackendModule says, and set trainer.backend=module:NAME.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,30 @@ from typing import cast
 from pa_npu.backends.protocol import BackendModule
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.sections import TrainerConfig
+from pa_npu.config.user_code import import_object
 from pa_npu.errors import ConfigError
 
 _MODULES = {"megatron": "pa_npu.backends.megatron.factory"}
+_OFFERED = ("changes", "create", "export_checkpoint")
 
 DEFAULT_BACKEND = str(TrainerConfig.model_fields["backend"].default)
 
 
 def backend_module(name: str) -> BackendModule:
-    """What makes backends of this name. Raises ConfigError naming the known ones."""
-    if name not in _MODULES:
-        raise ConfigError(f"trainer.backend: {name!r} is not known; set it to one of {', '.join(_MODULES)}")
-    return cast(BackendModule, importlib.import_module(_MODULES[name]))
+    """What makes backends of this name. Raises ConfigError when there is none."""
+    if name in _MODULES:
+        return cast(BackendModule, importlib.import_module(_MODULES[name]))
+    if ":" not in name:
+        raise ConfigError(
+            f"trainer.backend: {name!r} is none of {', '.join(_MODULES)} and not module:NAME; use one of these"
+        )
+    found = import_object("trainer.backend", name, "module:NAME")
+    missing = [function for function in _OFFERED if not callable(getattr(found, function, None))]
+    if missing:
+        raise ConfigError(
+            f"trainer.backend: {name} has no {', '.join(missing)}(); see BackendModule in pa_npu/backends/protocol.py"
+        )
+    return cast(BackendModule, found)
 
 
 def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pa_npu import platform as platforms
 from pa_npu.algorithm.trial import check_algorithm
+from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.environment_trial import check_environment
 from pa_npu.engines.registry import engine_kind
@@ -139,6 +140,7 @@ def check_surroundings(
     check_rewards(config, sample, ask_judge=not forgive)
     check_algorithm(config.algorithm)
     engine_kind(config.rollout.backend).check_keys(config)
+    backend_module(config.trainer.backend)
     if tokenizer is not None:
         check_environment(config, sample)
     if config.buffer.backend == "transfer_queue":

@@ -18,6 +18,7 @@ import pytest
 from pa_npu import platform as platforms
 from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.algorithm.trial import check_algorithm
+from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.registry import make_environment
@@ -50,7 +51,7 @@ def config(**sections: Any) -> Config:
 
 def test_every_seat_has_its_recipe() -> None:
     assert sorted(RECIPES) == [
-        *("my_advantage.py", "my_engine.py", "my_environment.py", "my_loss.py", "my_reward.py"),
+        *("my_advantage.py", "my_backend.py", "my_engine.py", "my_environment.py", "my_loss.py", "my_reward.py"),
         *("toy_platform.py", "yi.py"),
     ]
 
@@ -96,6 +97,11 @@ def test_an_engine(tmp_path: Path) -> None:
     spec = ModelSpec.read(llama_directory(tmp_path, "llama"))
     command = kind.command(own, spec, 0, 8000)
     assert command.env["MY_ENGINE"] == "1" and "8000" in command.argv
+
+
+def test_a_training_backend() -> None:
+    own = config(trainer={"backend": "my_backend:BACKEND"})
+    assert backend_module(own.trainer.backend).changes()[-1] == "nothing more"
 
 
 def test_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,11 @@ class OptimizerConfig(Section):
 
 
 class TrainerConfig(Section):
-    backend: Literal["megatron"] = Field("megatron", description="What trains the model.")
+    backend: str = Field(
+        "megatron",
+        min_length=1,
+        description="What trains the model: megatron; or module:NAME, a BackendModule of your own.",
+    )
     devices: int = Field(
         1, ge=1, le=2**17, description="Trainer ranks in all nodes; must be tensor x pipeline x data parallel."
     )
