@@ -98,6 +98,7 @@ def test_host_memory_engine_never_chunks_a_prompt_and_fixes_its_cache():
     command = server_command(config({"kv_cache_gib": 0.5}), SPEC, 0, 1)
     assert "--no-enable-chunked-prefill" in command.argv, "seeded sampling kills a CPU engine on a chunked prefill"
     assert option(command.argv, "--kv-cache-memory-bytes") == str(2**29)
+    assert option(command.argv, "--block-size") == "32"
     assert command.env["OMP_NUM_THREADS"] == "1" and command.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert "--gpu-memory-utilization" not in command.argv
 
@@ -116,6 +117,7 @@ def test_device_memory_engine_gets_its_share_of_it(monkeypatch):
     assert option(shared.argv, "--gpu-memory-utilization") == "0.25", "beside a trainer"
     assert command.env["FROM_PLATFORM"] == "engine"
     assert "--kv-cache-memory-bytes" not in command.argv and "--enforce-eager" not in command.argv
+    assert "--block-size" not in command.argv
 
 
 def test_users_arguments_and_environment_come_last():

