@@ -11,6 +11,9 @@ iteration, a synchronous iteration takes Tg + Tt and a perfectly overlapped one 
   Tg : Tt   balanced, engine-bound (2 : 1) and trainer-bound (1 : 2). Tt is set through the prompt length, which costs the trainer
             (separate sequences) and hardly the engine (prefix cache). fixed-16 has prompts of 128 instead.
 
+With --paced devices take as long as asked and hardly a core (tools/paced_devices.py): one for each engine and for the trainer, on a
+machine of any size. Tt is set through the trainer's speed then, and all prompts have 128 tokens.
+
 A run alternates iteration by iteration (schedule.stream=alternate): even ones are synchronous, odd ones periodic, each with the
 schedule that the controller chooses for its kind. Tg and Tt are medians of the synchronous ones, which have the window that
 generates fastest; where cores are as few as engines and trainers, training takes longer beside generation, which is given too. The
@@ -23,6 +26,7 @@ lengths known; these speeds; and how far the model's predictions were off.
     python tools/bench_schedule.py --shared-engines 1     # each row also with an engine on the trainer's core, runs in turn
     python tools/bench_schedule.py --colocated            # each row also on the same devices in turn (placement.colocate)
     python tools/bench_schedule.py --max-num-seqs 32      # engines whose memory holds 32 sequences
+    python tools/bench_schedule.py --paced 12,0.5,0.12    # devices of this speed: ms a step, a sequence, a token of a prompt
     python tools/bench_schedule.py --shared-prompt        # P=512, R=64, G=8 with attention.shared_prompt on and off
     python tools/bench_schedule.py --staleness 0,1,2      # schedule.max_staleness at 1, 2, 4 and 16 waves, Tg = Tt, equal lengths
 """
@@ -62,6 +66,7 @@ from pa_npu.telemetry.metrics import read_records
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.paced_devices import ENGINE_SPEED, TRAINER_SPEED
 from tools.processes import end_on_sigterm, reason_of, serve, started
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,13 +74,14 @@ RESPONSES = 8
 MAX_NUM_SEQS = 256
 WARMUP = 6  # iterations, three of each kind: nothing is known in the first, and heavy lengths come again in the third
 MAX_PROMPT = 2048
+PACED_PROMPT = 128
 EPOCH = 2  # iterations after which prompts come again
 PROMPT_SIGMA, RESPONSE_SIGMA, MOST_OF_MEAN = 0.6, 0.4, 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """ratio: Tg / Tt aimed at. prompt: the length instead that is given, in tokens."""
+    """ratio: Tg / Tt aimed at. prompt: the length that is given instead, in tokens; then the ratio is that of paced devices."""
 
     name: str
     groups: int
@@ -86,7 +92,7 @@ class Case:
 
 
 def _cases() -> Iterator[Case]:
-    yield Case("fixed-16", 16, prompt=128)
+    yield Case("fixed-16", 16, 1.3, prompt=128)
     for engines, groups, heavy in itertools.product((1, 2), (16, 64), (False, True)):
         for bound, ratio in (("", 1.0), ("-engine-bound", 2.0), ("-trainer-bound", 0.5)):
             name = f"{'heavy' if heavy else 'equal'}-{groups}{bound}{'-two-engines' if engines == 2 else ''}"
@@ -103,6 +109,7 @@ class Row:
     step_ms, sequence_ms: what a decode step takes and what each sequence adds, as learned.
 
     overlapped_train_s: Tt of the periodic iterations, in which the engine's core has no time for what serves both.
+    cores_busy: share of the machine's cores, during the run.
 
     shared_s: periodic iterations without border of each run with shared engines, shared_busy: the share of them that these
     generated. Tg and Tt are always those without. colocated_s: synchronous iterations of as many engines as devices and as many
@@ -123,6 +130,7 @@ class Row:
     step_ms: float
     sequence_ms: float
     overlapped_train_s: float
+    cores_busy: float
     constant_s: float | None = None
     constant_window: int | None = None
     shared_s: list[float] | None = None
@@ -155,6 +163,11 @@ def main() -> int:
         default=MAX_NUM_SEQS,
         help="sequences that an engine's memory holds (rollout.max_num_seqs)",
     )
+    parser.add_argument(
+        "--paced",
+        default="",
+        help="ms that a decode step, a sequence in it and a token of a prompt take; devices sleep",
+    )
     parser.add_argument("--rows", default=",".join(case.name for case in CASES), help="which rows, by name")
     parser.add_argument("--constant", default="", help="constant windows to run beside it, a run each, in sequences")
     parser.add_argument("--shared-engines", type=int, default=0, help="further engines, on the trainer's core")
@@ -181,6 +194,13 @@ def main() -> int:
         parser.error(f"--rows: {', '.join(sorted(unknown))} not among {', '.join(case.name for case in CASES)}")
     if args.iterations <= WARMUP + 1 or args.iterations % 2:
         parser.error(f"--iterations: {args.iterations} is not an even number above {WARMUP + 1}")
+
+    try:
+        args.paced = [float(text) / 1000 for text in args.paced.split(",")] if args.paced else []
+    except ValueError:
+        args.paced = [math.nan]
+    if args.paced and (len(args.paced) != 3 or not min(args.paced) >= 0):
+        parser.error("--paced takes three numbers, as in 12,0.5,0.12")
 
     end_on_sigterm()
     if args.simulate:
@@ -295,8 +315,13 @@ class Bench:
         self._urls: list[str] = []  # of shared engines last
         self._dedicated = 0
         self._model = scratch / "tiny" / "model"
+        self._environment = dict(os.environ)
+        if args.paced:
+            self._environment[ENGINE_SPEED] = ",".join(map(str, args.paced))
+        hidden, layers = ("64", "2") if args.paced else ("192", "4")
         command = [sys.executable, "tools/make_tiny_model.py", "--out", str(self._model.parent), "--random"]
-        subprocess.run([*command, "--hidden", "192", "--layers", "4"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        command += ["--hidden", hidden, "--layers", layers]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
     @contextlib.contextmanager
     def engines(self, count: int) -> Iterator[None]:
@@ -308,18 +333,23 @@ class Bench:
         log = self._scratch / f"engines{count}.log"
         settings = [f"placement.engine_port={ports[0]}", f"run.dir={self._scratch / f'engines{count}'}"]
         settings.append(f"rollout.shared_engines={self._beside}")
-        with started(self._command("engines", settings), log) as process:
+        with started(self._command("engines", settings), log, self._environment) as process:
             if not serve(process, self._urls, 300 * count):
                 raise SystemExit(f"bench_schedule: no engine: {reason_of(log)}\n{log.read_text()[-2000:]}")
             yield
 
     def schedule_rows(self, cases: list[Case]) -> list[Row]:
-        measured = {prompt: self._calibrate(prompt) for prompt in (32, 256)}
-        group_generate_s = statistics.mean(generate for generate, _ in measured.values())
-        train_at = {prompt: train for prompt, (_, train) in measured.items()}
+        if not self._args.paced:
+            measured = {prompt: self._calibrate(prompt) for prompt in (32, 256)}
+            group_generate_s = statistics.mean(generate for generate, _ in measured.values())
+            train_at = {prompt: train for prompt, (_, train) in measured.items()}
         rows = []
         for case in cases:
-            prompt = case.prompt or self._prompt_for(group_generate_s / case.ratio, train_at)
+            if self._args.paced:
+                prompt = PACED_PROMPT
+                self._environment[TRAINER_SPEED] = str(self._paced_token_s(case))
+            else:
+                prompt = case.prompt or self._prompt_for(group_generate_s / case.ratio, train_at)
             row = self._measure(case, prompt, [])
             if self._args.shared_engines:
                 row = self._with_shared(case, row)
@@ -402,6 +432,15 @@ class Bench:
             statistics.median(r["train_s"] for r in records) / 32,
         )
 
+    def _paced_token_s(self, case: Case) -> float:
+        """The speed of a paced trainer: seconds per token of prompts and responses with which Tg / Tt is the case's ratio."""
+        cluster = Cluster(
+            {str(n): EngineSpeed(*self._args.paced) for n in range(case.engines)}, self._args.max_num_seqs
+        )
+        lengths = self._lengths(case, 0)
+        tokens = sum(RESPONSES * PACED_PROMPT + sum(group) for group in lengths)
+        return shortest_generation_s(cluster, lengths, PACED_PROMPT) / case.ratio / tokens
+
     def _prompt_for(self, train_s: float, train_at: dict[int, float]) -> int:
         """The prompt length at which training takes train_s, by the line through two measured ones."""
         (p0, t0), (p1, t1) = sorted(train_at.items())
@@ -410,7 +449,9 @@ class Bench:
 
     def _measure(self, case: Case, prompt: int, overrides: list[str], *, shared: bool = False) -> Row:
         settings = ["rollout.window=auto", "schedule.stream=alternate", *overrides]
+        before = _processor_seconds()
         every = self._records(case, prompt, self._args.iterations, settings, shared=shared)
+        busy, total = (after - start for after, start in zip(_processor_seconds(), before, strict=True))
         records = every[WARMUP:]
         sync, periodic = ([r for r in records if r["iteration"] % 2 == odd] for odd in (0, 1))
         return Row(
@@ -428,6 +469,7 @@ class Bench:
             1000 * every[-1]["learned"]["decode_step_s"],
             1000 * every[-1]["learned"]["decode_sequence_s"],
             statistics.median(r["train_s"] for r in periodic),
+            busy / total,
             shared_busy=statistics.median(r["shared_engine_busy"] for r in periodic) if shared else None,
         )
 
@@ -492,7 +534,14 @@ class Bench:
                 "environment.name=tools.bench_schedule:HeavyTailed",
                 f"environment.options={{median: {median}, limit: {limit}}}",
             ]
-        result = subprocess.run(self._command("run", settings), cwd=ROOT, capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            self._command("run", settings),
+            cwd=ROOT,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if result.returncode:
             raise SystemExit(f"bench_schedule: a run failed:\n{(result.stdout + result.stderr)[-3000:]}")
         return run_dir
@@ -518,9 +567,18 @@ class Bench:
             "attention.shared_prompt": "false",
             "checkpoint.export_hf": "false",
             "telemetry.trackers": "[]",
-            "placement.engine_devices": str(engine_cores).replace(" ", ""),
-            "placement.trainer_devices": f"[{max(engine_cores) + 1}]",
         }
+        if self._args.paced:
+            common |= {
+                "placement.pin_cores": "false",
+                "rollout.extra_args": "[--worker-cls,tools.paced_devices.PacedWorker]",
+                "trainer.backend": "tools.paced_devices:BACKEND",
+            }
+        else:
+            common |= {
+                "placement.engine_devices": str(engine_cores).replace(" ", ""),
+                "placement.trainer_devices": f"[{max(engine_cores) + 1}]",
+            }
         keys = [f"{key}={value}" for key, value in common.items()]
         return [sys.executable, "-m", "pa_npu.launcher", action, *keys, *settings]
 
@@ -547,6 +605,25 @@ def best_known_s(cluster: Cluster, groups: Sequence[VirtualGroup]) -> float:
     return min(found)
 
 
+def shortest_generation_s(cluster: Cluster, lengths: Sequence[Sequence[int]], prompt: int) -> float:
+    """Over constant windows, groups of these lengths in the order longest first."""
+    groups = [VirtualGroup(i, prompt, tuple(map(float, group)), 1e-9, 1.0) for i, group in enumerate(lengths)]
+    names = tuple(cluster.engines)
+    share = math.ceil(len(groups) / len(names))
+    most = min(share, 2 * cluster.max_num_seqs // RESPONSES)
+    order = tuple(dispatch_order("longest-first", [group.longest for group in groups]))
+    windows = [same_windows(names, places * RESPONSES) for places in place_levels(share, most)]
+    return min(simulate(cluster, groups, Schedule("", order, (w,))).generated_s for w in windows)
+
+
+def _processor_seconds() -> tuple[float, float]:
+    """Seconds that this machine's cores were busy, and those that there were, since it started."""
+    with open("/proc/stat") as file:
+        user, nice, system, idle, waiting, *others = (int(text) for text in file.readline().split()[1:9])
+    busy = user + nice + system + sum(others)
+    return busy / 100, (busy + idle + waiting) / 100
+
+
 def simulated(response: int, max_num_seqs: int = MAX_NUM_SEQS) -> str:
     """A table of best_known_s over max(Tg, Tt), Tg of the constant window that generates fastest, for one engine.
 
@@ -565,13 +642,12 @@ def simulated(response: int, max_num_seqs: int = MAX_NUM_SEQS) -> str:
                 drawn_lengths(i, 0, RESPONSES, median, limit) if case.heavy else [response] * RESPONSES
                 for i in range(case.groups)
             ]
-            untrained = [VirtualGroup(i, 0, tuple(map(float, group)), 1e-9, 1.0) for i, group in enumerate(lengths)]
-            most = min(case.groups, 2 * max_num_seqs // RESPONSES)
-            windows = [same_windows(("0",), places * RESPONSES) for places in place_levels(case.groups, most)]
-            order = tuple(dispatch_order("longest-first", [group.longest for group in untrained]))
-            generate_s = min(simulate(cluster, untrained, Schedule("", order, (w,))).generated_s for w in windows)
+            generate_s = shortest_generation_s(cluster, lengths, 0)
             per_token = generate_s / case.ratio / sum(map(sum, lengths))
-            groups = [replace(group, train_s=per_token * sum(group.lengths)) for group in untrained]
+            groups = [
+                VirtualGroup(i, 0, tuple(map(float, group)), per_token * sum(group), 1.0)
+                for i, group in enumerate(lengths)
+            ]
             cells.append(f"{best_known_s(cluster, groups) / max(generate_s, generate_s / case.ratio):.2f}")
         lines.append(f"| {ratio} | {' | '.join(cells)} |")
     return "\n".join(lines)

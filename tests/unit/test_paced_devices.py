@@ -1,0 +1,100 @@
+"""tools/paced_devices.py: devices that take as long as asked, whatever the work beside them took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pa_npu.backends.registry import backend_module
+from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed
+from tools.bench_schedule import RESPONSES, shortest_generation_s
+from tools.paced_devices import Device, PacedMicrobatches, step_seconds
+
+
+class Clock:
+    """time.monotonic and time.sleep."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += seconds
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return clock
+
+
+class Source:
+    """Microbatches of so many tokens, each ready at its time; its reader works for work_s on the one before."""
+
+    is_last, traffic = False, None
+
+    def __init__(self, clock: Clock, batches: list[tuple[float, int]]) -> None:
+        self._clock, self._batches = clock, iter(batches)
+        self.waited_s = 0.0
+
+    def settle(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        ready_s, tokens = next(self._batches)
+        self.waited_s += max(0.0, ready_s - self._clock.now)
+        self._clock.now = max(self._clock.now, ready_s)
+        return SimpleNamespace(num_sample_tokens=tokens)
+
+
+def test_a_step_costs_its_start_its_sequences_and_the_tokens_of_new_prompts() -> None:
+    assert step_seconds([1, 1, 1], 0.01, 0.001, 0.0005) == pytest.approx(0.013)
+    assert step_seconds([129, 33, 1], 0.01, 0.001, 0.0005) == pytest.approx(0.013 + 160 * 0.0005)
+
+
+def test_work_that_goes_on_has_no_gap_and_work_that_begins_does_not_begin_earlier(clock: Clock) -> None:
+    device = Device()
+    device.ends(device.begins(goes_on=False), 0.5)
+    assert clock.now == pytest.approx(100.5)
+    clock.now += 0.2  # beside the device
+    device.ends(device.begins(goes_on=True), 0.5)
+    assert clock.now == pytest.approx(101.0)
+    clock.now += 0.2
+    device.ends(device.begins(goes_on=False), 0.5)
+    assert clock.now == pytest.approx(101.7)
+    begin_s = device.begins(goes_on=True)
+    clock.now += 0.9  # longer than the device takes
+    device.ends(begin_s, 0.5)
+    assert clock.now == pytest.approx(102.6)
+
+
+def test_microbatches_follow_each_other_at_the_trainers_speed_but_for_waiting(clock: Clock) -> None:
+    source = Source(clock, [(100.0, 1000), (100.0, 2000), (107.0, 1000)])
+    paced = PacedMicrobatches(source, 0.001)  # type: ignore[arg-type]
+    begun = []
+    for _ in paced:
+        begun.append(clock.now)
+        clock.now += 0.3  # forward and backward
+    assert begun == pytest.approx([100.0, 101.0, 107.0]) and clock.now == pytest.approx(108.0)
+    assert paced.waited_s == pytest.approx(4.0) and paced.settle() == 3
+
+
+def test_the_paced_backend_is_one_for_trainer_backend() -> None:
+    assert "s per token" in backend_module("tools.paced_devices:BACKEND").changes()[-1]
+
+
+def test_the_trainers_speed_follows_from_the_shortest_generation() -> None:
+    cluster = Cluster({"0": EngineSpeed(0.012, 0.0005, 0.0)}, 32)
+    lengths = [[64] * RESPONSES] * 16
+    assert shortest_generation_s(cluster, lengths, 128) == pytest.approx(4 * 64 * (0.012 + 32 * 0.0005))
+    two = Cluster({name: EngineSpeed(0.012, 0.0005, 0.0) for name in "01"}, 32)
+    assert shortest_generation_s(two, lengths, 128) == pytest.approx(2 * 64 * (0.012 + 32 * 0.0005))
