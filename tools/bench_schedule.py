@@ -60,6 +60,7 @@ from pa_npu.planning.iteration_model.backwards import backwards_turns, optimum_s
 from pa_npu.planning.iteration_model.candidates import SLACKS, place_levels
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
 from pa_npu.planning.iteration_model.simulate import simulate
+from pa_npu.platform.typical import HOST_PREFIX_BLOCK
 from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
@@ -75,6 +76,8 @@ MAX_NUM_SEQS = 256
 WARMUP = 6  # iterations, three of each kind: nothing is known in the first, and heavy lengths come again in the third
 MAX_PROMPT = 2048
 PACED_PROMPT = 128
+# of a group's prompt, of which the first response computes all and the others the last block
+PACED_PROMPT_COMPUTED = PACED_PROMPT + (RESPONSES - 1) * HOST_PREFIX_BLOCK
 EPOCH = 2  # iterations after which prompts come again
 PROMPT_SIGMA, RESPONSE_SIGMA, MOST_OF_MEAN = 0.6, 0.4, 4
 
@@ -339,7 +342,7 @@ class Bench:
             yield
 
     def schedule_rows(self, cases: list[Case]) -> list[Row]:
-        if not self._args.paced:
+        if not self._args.paced and any(case.prompt is None for case in cases):
             measured = {prompt: self._calibrate(prompt) for prompt in (32, 256)}
             group_generate_s = statistics.mean(generate for generate, _ in measured.values())
             train_at = {prompt: train for prompt, (_, train) in measured.items()}
@@ -439,7 +442,7 @@ class Bench:
         )
         lengths = self._lengths(case, 0)
         tokens = sum(RESPONSES * PACED_PROMPT + sum(group) for group in lengths)
-        return shortest_generation_s(cluster, lengths, PACED_PROMPT) / case.ratio / tokens
+        return shortest_generation_s(cluster, lengths, PACED_PROMPT_COMPUTED) / case.ratio / tokens
 
     def _prompt_for(self, train_s: float, train_at: dict[int, float]) -> int:
         """The prompt length at which training takes train_s, by the line through two measured ones."""

@@ -86,7 +86,7 @@ def iteration_s(config: Config, spec: ModelSpec, groups: list[tuple[int, list[in
     virtual = [
         VirtualGroup(
             index,
-            computed_prompt_tokens(prompt, 8, 128),
+            computed_prompt_tokens(prompt, 8, typical.prefix_block),
             tuple(map(float, lengths)),
             seconds(prompt, lengths),
             8.0 * prompt,

