@@ -210,7 +210,7 @@ def server(handlers):
         app = web.Application()
         for path, handler in handlers.items():
             app.router.add_route("*", path, handler)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
