@@ -202,7 +202,7 @@ def main() -> int:
         args.paced = [float(text) / 1000 for text in args.paced.split(",")] if args.paced else []
     except ValueError:
         args.paced = [math.nan]
-    if args.paced and (len(args.paced) != 3 or not min(args.paced) >= 0):
+    if args.paced and (len(args.paced) != 3 or not all(0 <= seconds < math.inf for seconds in args.paced)):
         parser.error("--paced takes three numbers, as in 12,0.5,0.12")
 
     end_on_sigterm()
@@ -667,12 +667,25 @@ def write_prompts(path: Path, length: int, count: int, seed: int) -> None:
 
 
 def render(rows: list[Row], args: argparse.Namespace) -> str:
+    cores = f"{len(os.sched_getaffinity(0))} cores ({processor()})"
+    where, further = (
+        f"pinned to {cores}",
+        ", in which the engine's core has no time for coordinator, API server and reward workers",
+    )
+    if args.paced:
+        step, sequence, prompt = (f"{1000 * seconds:g}" for seconds in args.paced)
+        where, further = (
+            f"each on a paced device, on {cores} of which {max(r.cores_busy for r in rows):.0%} were busy",
+            "",
+        )
+        where += (
+            f"; a decode step takes {step} ms and {sequence} ms per sequence in it, {prompt} ms per token of a prompt"
+        )
     lines = [
-        f"vLLM engines and one trainer rank, pinned to {len(os.sched_getaffinity(0))} cores ({processor()}); groups of {RESPONSES} "
-        f"responses of {args.response} tokens on average, rollout.window=auto; medians of {(args.iterations - WARMUP) // 2} "
-        f"synchronous and as many periodic iterations, alternating in one run. Ratios are over max(Tg, Tt), border left out; of "
-        "synchronous iterations, or with the Tt of the periodic ones (overlapped), in which the engine's core has no time for "
-        "coordinator, API server and reward workers.",
+        f"vLLM engines and one trainer rank, {where}. Groups of {RESPONSES} responses of {args.response} tokens on average, "
+        f"rollout.window=auto; medians of {(args.iterations - WARMUP) // 2} synchronous and as many periodic iterations, "
+        f"alternating in one run. Ratios are over max(Tg, Tt), border left out; of synchronous iterations, or with the Tt of the periodic ones "
+        f"(overlapped){further}.",
         "",
         "| row | groups | prompt | Tg s | Tt s | overlapped | border s | sync s | periodic s | periodic | over the overlapped "
         "| best window | optimum | speedup | bound | step ms + ms per sequence | model's error: median, worst |",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
+
 from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
 from pa_npu.planning.iteration_model.simulate import simulate
-from tools.bench_schedule import CASES, RESPONSES, best_known_s, drawn_lengths, median_for
+from tools.bench_schedule import CASES, RESPONSES, best_known_s, drawn_lengths, main, median_for
 
 
 def test_every_combination_is_a_row_under_a_name_of_its_own():
@@ -40,3 +44,13 @@ def test_groups_that_end_in_the_step_of_an_arrival_are_counted():
     cluster = Cluster({"0": EngineSpeed(0.004, 0.00025)}, 32)
     groups = [VirtualGroup(i, 0, (64.0,) * RESPONSES, 0.384, 1.0) for i in range(16)]
     assert 16 * 0.384 < best_known_s(cluster, groups) < 16 * 0.384 + 16 * 64 * 0.004
+
+
+@pytest.mark.parametrize("given", ["12", "12,0.5", "12,0.5,-1", "12,0.5,x", "12,0.5,nan", "12,0.5,inf"])
+def test_a_speed_that_is_none_is_refused_in_one_line(
+    given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_schedule.py", "--paced", given])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.splitlines()[-1].endswith("error: --paced takes three numbers, as in 12,0.5,0.12")
