@@ -684,8 +684,8 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
     lines = [
         f"vLLM engines and one trainer rank, {where}. Groups of {RESPONSES} responses of {args.response} tokens on average, "
         f"rollout.window=auto; medians of {(args.iterations - WARMUP) // 2} synchronous and as many periodic iterations, "
-        f"alternating in one run. Ratios are over max(Tg, Tt), border left out; of synchronous iterations, or with the Tt of the periodic ones "
-        f"(overlapped){further}.",
+        f"alternating in one run. Ratios are over max(Tg, Tt), border left out; of synchronous iterations, or with the Tt of the "
+        f"periodic ones (overlapped){further}.",
         "",
         "| row | groups | prompt | Tg s | Tt s | overlapped | border s | sync s | periodic s | periodic | over the overlapped "
         "| best window | optimum | speedup | bound | step ms + ms per sequence | model's error: median, worst |",
