@@ -100,6 +100,7 @@ def _cases() -> Iterator[Case]:
         for bound, ratio in (("", 1.0), ("-engine-bound", 2.0), ("-trainer-bound", 0.5)):
             name = f"{'heavy' if heavy else 'equal'}-{groups}{bound}{'-two-engines' if engines == 2 else ''}"
             yield Case(name, groups, ratio, heavy, engines)
+    yield Case("equal-128-two-engines", 128, engines=2)  # as many per engine as equal-64
 
 
 CASES = tuple(_cases())
