@@ -35,6 +35,7 @@ from pa_npu.config.load import load_config
 from pa_npu.engines.vllm.command import server_command
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.placement import free_ports
+from pa_npu.platform.typical import HOST_PREFIX_BLOCK
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
 
@@ -281,6 +282,7 @@ class Bench:
             "response_tokens": shape.response,
             "fixed_lengths": not shape.free,
             "max_model_len": 512,
+            "block_size": HOST_PREFIX_BLOCK,
             "learning_rate": LEARNING_RATE,
             "options": options,
         }

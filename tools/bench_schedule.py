@@ -11,7 +11,7 @@ iteration, a synchronous iteration takes Tg + Tt and a perfectly overlapped one 
   Tg : Tt   balanced, engine-bound (2 : 1) and trainer-bound (1 : 2). Tt is set through the prompt length, which costs the trainer
             (separate sequences) and hardly the engine (prefix cache). fixed-16 has prompts of 128 instead.
 
-With --paced devices take as long as asked and hardly a core (tools/paced_devices.py): one for each engine and for the trainer, on a
+With --paced devices take as long as asked and hardly a core (tools/paced/): one for each engine and for the trainer, on a
 machine of any size. Tt is set through the trainer's speed then, and all prompts have 128 tokens.
 
 A run alternates iteration by iteration (schedule.stream=alternate): even ones are synchronous, odd ones periodic, each with the
@@ -27,6 +27,7 @@ lengths known; these speeds; and how far the model's predictions were off.
     python tools/bench_schedule.py --colocated            # each row also on the same devices in turn (placement.colocate)
     python tools/bench_schedule.py --max-num-seqs 32      # engines whose memory holds 32 sequences
     python tools/bench_schedule.py --paced 12,0.5,0.12    # devices of this speed: ms a step, a sequence, a token of a prompt
+    python tools/bench_schedule.py --engine-args=--block-size,128    # rollout.extra_args
     python tools/bench_schedule.py --shared-prompt        # P=512, R=64, G=8 with attention.shared_prompt on and off
     python tools/bench_schedule.py --staleness 0,1,2      # schedule.max_staleness at 1, 2, 4 and 16 waves, Tg = Tt, equal lengths
 """
@@ -45,11 +46,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.order import ORDERS, dispatch_order
@@ -60,6 +62,7 @@ from pa_npu.planning.iteration_model.backwards import backwards_turns, optimum_s
 from pa_npu.planning.iteration_model.candidates import SLACKS, place_levels
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
 from pa_npu.planning.iteration_model.simulate import simulate
+from pa_npu.planning.prediction.costs import computed_prompt_tokens
 from pa_npu.platform.typical import HOST_PREFIX_BLOCK
 from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.telemetry.hardware import processor
@@ -67,7 +70,6 @@ from pa_npu.telemetry.metrics import read_records
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.paced_devices import ENGINE_SPEED, TRAINER_SPEED
 from tools.processes import end_on_sigterm, reason_of, serve, started
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,8 +78,6 @@ MAX_NUM_SEQS = 256
 WARMUP = 6  # iterations, three of each kind: nothing is known in the first, and heavy lengths come again in the third
 MAX_PROMPT = 2048
 PACED_PROMPT = 128
-# of a group's prompt, of which the first response computes all and the others the last block
-PACED_PROMPT_COMPUTED = PACED_PROMPT + (RESPONSES - 1) * HOST_PREFIX_BLOCK
 EPOCH = 2  # iterations after which prompts come again
 PROMPT_SIGMA, RESPONSE_SIGMA, MOST_OF_MEAN = 0.6, 0.4, 4
 
@@ -157,6 +157,16 @@ class Row:
         return (self.periodic_s - self.border_s) / max(self.generate_s, self.overlapped_train_s)
 
 
+def _pace(text: str) -> EngineSpeed:
+    try:
+        step_s, sequence_s, prompt_token_s = (float(number) / 1000 for number in text.split(","))
+    except ValueError:
+        step_s = sequence_s = prompt_token_s = math.nan
+    if not all(0 <= seconds < math.inf for seconds in (step_s, sequence_s, prompt_token_s)):
+        raise argparse.ArgumentTypeError(f"{text} is not three numbers, as in 12,0.5,0.12")
+    return EngineSpeed(step_s, sequence_s, prompt_token_s)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=16, help=f"per run, {WARMUP} of warm-up included; even")
@@ -169,9 +179,10 @@ def main() -> int:
     )
     parser.add_argument(
         "--paced",
-        default="",
+        type=_pace,
         help="ms that a decode step, a sequence in it and a token of a prompt take; devices sleep",
     )
+    parser.add_argument("--engine-args", default="", help="further arguments of the engines (rollout.extra_args)")
     parser.add_argument("--rows", default=",".join(case.name for case in CASES), help="which rows, by name")
     parser.add_argument("--constant", default="", help="constant windows to run beside it, a run each, in sequences")
     parser.add_argument("--shared-engines", type=int, default=0, help="further engines, on the trainer's core")
@@ -199,12 +210,8 @@ def main() -> int:
     if args.iterations <= WARMUP + 1 or args.iterations % 2:
         parser.error(f"--iterations: {args.iterations} is not an even number above {WARMUP + 1}")
 
-    try:
-        args.paced = [float(text) / 1000 for text in args.paced.split(",")] if args.paced else []
-    except ValueError:
-        args.paced = [math.nan]
-    if args.paced and (len(args.paced) != 3 or not all(0 <= seconds < math.inf for seconds in args.paced)):
-        parser.error("--paced takes three numbers, as in 12,0.5,0.12")
+    if args.paced and (args.colocated or args.shared_prompt or args.simulate or args.staleness):
+        parser.error("--paced is for rows alone, without --colocated, --shared-prompt, --simulate and --staleness")
 
     end_on_sigterm()
     if args.simulate:
@@ -321,7 +328,7 @@ class Bench:
         self._model = scratch / "tiny" / "model"
         self._environment = dict(os.environ)
         if args.paced:
-            self._environment[ENGINE_SPEED] = ",".join(map(str, args.paced))
+            self._environment["PACED_ENGINE"] = ",".join(map(str, astuple(args.paced)))
         hidden, layers = ("64", "2") if args.paced else ("192", "4")
         command = [sys.executable, "tools/make_tiny_model.py", "--out", str(self._model.parent), "--random"]
         command += ["--hidden", hidden, "--layers", layers]
@@ -351,7 +358,7 @@ class Bench:
         for case in cases:
             if self._args.paced:
                 prompt = PACED_PROMPT
-                self._environment[TRAINER_SPEED] = str(self._paced_token_s(case))
+                self._environment["PACED_TRAINER"] = str(self._paced_token_s(case))
             else:
                 prompt = case.prompt or self._prompt_for(group_generate_s / case.ratio, train_at)
             row = self._measure(case, prompt, [])
@@ -438,12 +445,11 @@ class Bench:
 
     def _paced_token_s(self, case: Case) -> float:
         """The speed of a paced trainer: seconds per token of prompts and responses with which Tg / Tt is the case's ratio."""
-        cluster = Cluster(
-            {str(n): EngineSpeed(*self._args.paced) for n in range(case.engines)}, self._args.max_num_seqs
-        )
+        cluster = Cluster({str(n): self._args.paced for n in range(case.engines)}, self._args.max_num_seqs)
         lengths = self._lengths(case, 0)
         tokens = sum(RESPONSES * PACED_PROMPT + sum(group) for group in lengths)
-        return shortest_generation_s(cluster, lengths, PACED_PROMPT_COMPUTED) / case.ratio / tokens
+        computed = computed_prompt_tokens(PACED_PROMPT, RESPONSES, HOST_PREFIX_BLOCK)
+        return shortest_generation_s(cluster, lengths, computed) / case.ratio / tokens
 
     def _prompt_for(self, train_s: float, train_at: dict[int, float]) -> int:
         """The prompt length at which training takes train_s, by the line through two measured ones."""
@@ -453,9 +459,9 @@ class Bench:
 
     def _measure(self, case: Case, prompt: int, overrides: list[str], *, shared: bool = False) -> Row:
         settings = ["rollout.window=auto", "schedule.stream=alternate", *overrides]
-        before = _processor_seconds()
+        psutil.cpu_percent()  # the next one is of the time since this one
         every = self._records(case, prompt, self._args.iterations, settings, shared=shared)
-        busy, total = (after - start for after, start in zip(_processor_seconds(), before, strict=True))
+        cores_busy = psutil.cpu_percent() / 100
         records = every[WARMUP:]
         sync, periodic = ([r for r in records if r["iteration"] % 2 == odd] for odd in (0, 1))
         return Row(
@@ -473,7 +479,7 @@ class Bench:
             1000 * every[-1]["learned"]["decode_step_s"],
             1000 * every[-1]["learned"]["decode_sequence_s"],
             statistics.median(r["train_s"] for r in periodic),
-            busy / total,
+            cores_busy,
             shared_busy=statistics.median(r["shared_engine_busy"] for r in periodic) if shared else None,
         )
 
@@ -552,9 +558,7 @@ class Bench:
 
     def _command(self, action: str, settings: list[str]) -> list[str]:
         engines = self._dedicated
-        cores = len(os.sched_getaffinity(0))
-        # the trainer has the last core to itself; engines that have no core each share the first
-        engine_cores = list(range(engines)) if cores > engines else [0] * engines
+        extra = self._args.engine_args.split(",") if self._args.engine_args else []
         common = {
             "run.device": "cpu",
             "model.path": self._model,
@@ -573,16 +577,16 @@ class Bench:
             "telemetry.trackers": "[]",
         }
         if self._args.paced:
-            common |= {
-                "placement.pin_cores": "false",
-                "rollout.extra_args": "[--worker-cls,tools.paced_devices.PacedWorker]",
-                "trainer.backend": "tools.paced_devices:BACKEND",
-            }
+            extra += ["--worker-cls", "tools.paced.engine.PacedWorker"]
+            common |= {"placement.pin_cores": "false", "trainer.backend": "tools.paced.trainer:BACKEND"}
         else:
+            # the trainer has the last core to itself; engines that have no core each share the first
+            engine_cores = list(range(engines)) if len(os.sched_getaffinity(0)) > engines else [0] * engines
             common |= {
                 "placement.engine_devices": str(engine_cores).replace(" ", ""),
                 "placement.trainer_devices": f"[{max(engine_cores) + 1}]",
             }
+        common["rollout.extra_args"] = json.dumps(extra)
         keys = [f"{key}={value}" for key, value in common.items()]
         return [sys.executable, "-m", "pa_npu.launcher", action, *keys, *settings]
 
@@ -618,14 +622,6 @@ def shortest_generation_s(cluster: Cluster, lengths: Sequence[Sequence[int]], pr
     order = tuple(dispatch_order("longest-first", [group.longest for group in groups]))
     windows = [same_windows(names, places * RESPONSES) for places in place_levels(share, most)]
     return min(simulate(cluster, groups, Schedule("", order, (w,))).generated_s for w in windows)
-
-
-def _processor_seconds() -> tuple[float, float]:
-    """Seconds that this machine's cores were busy, and those that there were, since it started."""
-    with open("/proc/stat") as file:
-        user, nice, system, idle, waiting, *others = (int(text) for text in file.readline().split()[1:9])
-    busy = user + nice + system + sum(others)
-    return busy / 100, (busy + idle + waiting) / 100
 
 
 def simulated(response: int, max_num_seqs: int = MAX_NUM_SEQS) -> str:
@@ -669,19 +665,16 @@ def write_prompts(path: Path, length: int, count: int, seed: int) -> None:
 
 def render(rows: list[Row], args: argparse.Namespace) -> str:
     cores = f"{len(os.sched_getaffinity(0))} cores ({processor()})"
-    where, further = (
-        f"pinned to {cores}",
-        ", in which the engine's core has no time for coordinator, API server and reward workers",
-    )
     if args.paced:
-        step, sequence, prompt = (f"{1000 * seconds:g}" for seconds in args.paced)
-        where, further = (
-            f"each on a paced device, on {cores} of which {max(r.cores_busy for r in rows):.0%} were busy",
-            "",
-        )
+        step, sequence, prompt = (f"{1000 * seconds:g}" for seconds in astuple(args.paced))
+        busy = max(r.cores_busy for r in rows)
+        where, further = f"each on a paced device, on {cores} of which {busy:.0%} were busy", ""
         where += (
-            f"; a decode step takes {step} ms and {sequence} ms per sequence in it, {prompt} ms per token of a prompt"
+            f"; a decode step takes {step} ms, {sequence} ms per sequence in it and {prompt} ms per token of a prompt"
         )
+    else:
+        where = f"pinned to {cores}"
+        further = ", in which the engine's core has no time for coordinator, API server and reward workers"
     lines = [
         f"vLLM engines and one trainer rank, {where}. Groups of {RESPONSES} responses of {args.response} tokens on average, "
         f"rollout.window=auto; medians of {(args.iterations - WARMUP) // 2} synchronous and as many periodic iterations, "

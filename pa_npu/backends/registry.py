@@ -12,23 +12,20 @@ from typing import cast
 from pa_npu.backends.protocol import BackendModule
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.sections import TrainerConfig
-from pa_npu.config.user_code import import_object
+from pa_npu.config.user_code import check_name, import_object
 from pa_npu.errors import ConfigError
 
 _MODULES = {"megatron": "pa_npu.backends.megatron.factory"}
-_OFFERED = ("changes", "create", "export_checkpoint")
+_OFFERED = tuple(name for name in vars(BackendModule) if not name.startswith("_"))
 
 DEFAULT_BACKEND = str(TrainerConfig.model_fields["backend"].default)
 
 
 def backend_module(name: str) -> BackendModule:
     """What makes backends of this name. Raises ConfigError when there is none."""
+    check_name("trainer.backend", name, _MODULES, "module:NAME")
     if name in _MODULES:
         return cast(BackendModule, importlib.import_module(_MODULES[name]))
-    if ":" not in name:
-        raise ConfigError(
-            f"trainer.backend: {name!r} is none of {', '.join(_MODULES)} and not module:NAME; use one of these"
-        )
     found = import_object("trainer.backend", name, "module:NAME")
     missing = [function for function in _OFFERED if not callable(getattr(found, function, None))]
     if missing:

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 def find_function(key: str, name: str, known: Mapping[str, Callable[..., Any]], form: str = "module:function") -> Any:
     """The function or class of a key: a known one by its name, or the user's own. Raises ConfigError where there is none."""
-    if name in known:
-        return known[name]
-    if ":" not in name:
+    check_name(key, name, known, form)
+    return known[name] if name in known else import_function(key, name)
+
+
+def check_name(key: str, name: str, known: Collection[str], form: str) -> None:
+    """Raises ConfigError where the value of a key is neither known nor can be the user's own."""
+    if name not in known and ":" not in name:
         raise ConfigError(f"{key}: {name!r} is none of {', '.join(known)} and not {form}; use one of these")
-    return import_function(key, name)
 
 
 def import_function(key: str, name: str) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pa_npu
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import RolloutConfig
-from pa_npu.config.user_code import import_object
+from pa_npu.config.user_code import check_name, import_object
 from pa_npu.engines.protocol import RolloutEngine
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
@@ -61,10 +61,7 @@ DEFAULT_BACKEND = str(RolloutConfig.model_fields["backend"].default)
 
 def engine_kind(backend: str) -> EngineKind:
     """The kind that rollout.backend names. Raises ConfigError when there is none."""
-    if backend not in _KINDS and ":" not in backend:
-        raise ConfigError(
-            f"rollout.backend: {backend!r} is none of {', '.join(_KINDS)} and not module:NAME; use one of these"
-        )
+    check_name("rollout.backend", backend, _KINDS, "module:NAME")
     kind = import_object("rollout.backend", _KINDS.get(backend, backend), "module:NAME")
     if not isinstance(kind, EngineKind):
         raise ConfigError(f"rollout.backend: {backend} is no EngineKind; see pa_npu/engines/registry.py")

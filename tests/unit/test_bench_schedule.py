@@ -50,7 +50,21 @@ def test_groups_that_end_in_the_step_of_an_arrival_are_counted():
 def test_a_speed_that_is_none_is_refused_in_one_line(
     given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_schedule.py", "--paced", given])
+    assert refusal(["--paced", given], monkeypatch, capsys) == (
+        f"argument --paced: {given} is not three numbers, as in 12,0.5,0.12"
+    )
+
+
+@pytest.mark.parametrize("other", [["--colocated"], ["--shared-prompt"], ["--simulate"], ["--staleness", "1"]])
+def test_what_paced_devices_are_not_for_is_refused(
+    other: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = refusal(["--paced", "12,0.5,0.12", *other], monkeypatch, capsys)
+    assert refused.startswith("--paced is for rows alone") and other[0] in refused
+
+
+def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr(sys, "argv", ["bench_schedule.py", *arguments])
     with pytest.raises(SystemExit):
         main()
-    assert capsys.readouterr().err.splitlines()[-1].endswith("error: --paced takes three numbers, as in 12,0.5,0.12")
+    return capsys.readouterr().err.splitlines()[-1].partition("error: ")[2]

@@ -108,36 +108,30 @@ def test_output_goes_to_the_log_and_marked_lines_are_found(tree: ProcessTree) ->
     assert marked.new() == ["four!", "five"]
 
 
-def test_the_last_error_is_known_where_no_disk_has_room_for_the_log(tree: ProcessTree) -> None:
-    code = (
-        "import logging; from pa_npu.telemetry.logs import setup_logging; setup_logging('full'); "
-        "logging.error('the first'); logging.error('the reason'); raise SystemExit(3)"
-    )
-    argv = ["sh", "-c", 'exec "$0" -c "$1" > /dev/full 2>&1', sys.executable, code]
-    process = tree.start("full", argv, {**os.environ, "PYTHONPATH": str(ROOT)})
+def logged_and_ended(tree: ProcessTree, code: str, stdout: str = "&1") -> Process:
+    """A process that sets up its log, runs `code` and has ended."""
+    code = f"import logging, os; from pa_npu.telemetry.logs import setup_logging; setup_logging('it'); {code}"
+    argv = ["sh", "-c", f'exec "$0" -c "$1" >{stdout} 2>&1', sys.executable, code]
+    process = tree.start("it", argv, {**os.environ, "PYTHONPATH": str(ROOT)})
     process.popen.wait(60)
+    return process
+
+
+def test_the_last_error_is_known_where_no_disk_has_room_for_the_log(tree: ProcessTree) -> None:
+    code = "logging.error('the first'); logging.error('the reason'); raise SystemExit(3)"
+    process = logged_and_ended(tree, code, stdout="/dev/full")
     assert [line.rpartition(": ")[2] for line in process.last_lines(3)] == ["the reason"]
 
 
 def test_the_last_error_is_said_once_where_the_log_has_it(tree: ProcessTree) -> None:
-    code = (
-        "import logging; from pa_npu.telemetry.logs import setup_logging; setup_logging('fine'); "
-        "logging.error('the reason'); logging.warning('and more'); raise SystemExit(3)"
-    )
-    process = tree.start("fine", [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)})
-    process.popen.wait(60)
+    process = logged_and_ended(tree, "logging.error('the reason'); logging.warning('and more'); raise SystemExit(3)")
     assert [line.rpartition(": ")[2] for line in process.last_lines(3)] == ["the reason", "and more"]
 
 
 def test_an_error_that_a_process_survived_is_not_its_last_line(tree: ProcessTree) -> None:
     """It is far back in its log when a signal ends the process."""
-    code = (
-        "import logging, os; from pa_npu.telemetry.logs import setup_logging; setup_logging('old'); "
-        "logging.error('long ago'); print('x' * 100_000); print('at work', flush=True); os.kill(os.getpid(), 9)"
-    )
-    process = tree.start("old", [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)})
-    process.popen.wait(60)
-    assert process.last_lines(1) == ["at work"]
+    code = "logging.error('long ago'); print('x' * 100_000); print('at work', flush=True); os.kill(os.getpid(), 9)"
+    assert logged_and_ended(tree, code).last_lines(1) == ["at work"]
 
 
 def test_cores_are_pinned(tree: ProcessTree) -> None:

@@ -1,7 +1,9 @@
-"""tools/paced_devices.py: devices that take as long as asked, whatever the work beside them took."""
+"""tools/paced: devices that take as long as asked, whatever the work beside them took."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,7 +14,8 @@ import pytest
 from pa_npu.backends.registry import backend_module
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed
 from tools.bench_schedule import RESPONSES, shortest_generation_s
-from tools.paced_devices import Device, PacedMicrobatches, step_seconds
+from tools.paced.device import Device
+from tools.paced.trainer import PacedBackend, PacedMicrobatches
 
 
 class Clock:
@@ -56,11 +59,6 @@ class Source:
         return SimpleNamespace(num_sample_tokens=tokens)
 
 
-def test_a_step_costs_its_start_its_sequences_and_the_tokens_of_new_prompts() -> None:
-    assert step_seconds([1, 1, 1], 0.01, 0.001, 0.0005) == pytest.approx(0.013)
-    assert step_seconds([129, 33, 1], 0.01, 0.001, 0.0005) == pytest.approx(0.013 + 160 * 0.0005)
-
-
 def test_work_that_goes_on_has_no_gap_and_work_that_begins_does_not_begin_earlier(clock: Clock) -> None:
     device = Device()
     device.ends(device.begins(goes_on=False), 0.5)
@@ -88,8 +86,47 @@ def test_microbatches_follow_each_other_at_the_trainers_speed_but_for_waiting(cl
     assert paced.waited_s == pytest.approx(4.0) and paced.settle() == 3
 
 
-def test_the_paced_backend_is_one_for_trainer_backend() -> None:
-    assert "s per token" in backend_module("tools.paced_devices:BACKEND").changes()[-1]
+def test_a_backend_takes_as_long_as_asked_and_does_all_else_itself(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACED_TRAINER", "0.001")
+    given = []
+    backend = SimpleNamespace(
+        step=lambda: "stepped",
+        accumulate=lambda microbatches, judge_first: [given.append(judge_first), *microbatches][1:],
+    )
+    paced = PacedBackend(backend)  # type: ignore[arg-type]
+    trained = paced.accumulate(Source(clock, [(100.0, 1000), (100.0, 2000)]), judge_first=print)  # type: ignore[arg-type]
+    assert len(trained) == 2 and given == [print] and clock.now == pytest.approx(103.0)
+    assert paced.step() == "stepped"
+    assert backend_module("tools.paced.trainer:BACKEND").changes() == backend_module("megatron").changes()
+
+
+def test_a_worker_computes_and_then_waits_for_its_device(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    class CPUWorker:
+        """vLLM's, whose steps take 30 ms here."""
+
+        def execute_model(self, scheduler_output: Any) -> str:
+            clock.now += 0.03
+            return f"computed {len(scheduler_output.num_scheduled_tokens)}"
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.cpu_worker", SimpleNamespace(CPUWorker=CPUWorker))  # type: ignore[misc]
+    monkeypatch.delitem(sys.modules, "tools.paced.engine", raising=False)
+    monkeypatch.setenv("PACED_ENGINE", "0.1,0.01,0.001")
+    worker = importlib.import_module("tools.paced.engine").PacedWorker()
+    monkeypatch.delitem(sys.modules, "tools.paced.engine")
+
+    def step(**tokens: int) -> float:
+        before = clock.now
+        assert worker.execute_model(SimpleNamespace(num_scheduled_tokens=tokens)) == f"computed {len(tokens)}"
+        return clock.now - before
+
+    assert step(a=129, b=33) == pytest.approx(0.1 + 2 * 0.01 + 160 * 0.001), "two prompts"
+    clock.now += 0.05  # what vLLM does between two steps
+    assert step(a=1, b=1) == pytest.approx(0.12 - 0.05), "beside the device"
+    clock.now += 0.05
+    assert step(c=1) == pytest.approx(0.11), "after a pause"
+    assert step() == pytest.approx(0.03), "nothing to compute"
 
 
 def test_the_trainers_speed_follows_from_the_shortest_generation() -> None:

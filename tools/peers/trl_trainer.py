@@ -101,6 +101,7 @@ def synchronous(work: dict[str, Any], common: dict[str, Any], dataset: Any, toke
             dtype="float32",
             enforce_eager=True,
             kv_cache_memory_bytes=2**29,
+            block_size=work["block_size"],
             enable_chunked_prefill=False,
         )
     if work["fixed_lengths"]:
