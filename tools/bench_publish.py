@@ -39,7 +39,8 @@ import torch.distributed as dist
 
 from pa_npu import platform as platforms
 from pa_npu.backends.megatron.weights import hf_map
-from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
+from pa_npu.backends.megatron.weights.buckets import StageTensors
+from pa_npu.config.mesh import Mesh
 from pa_npu.families.rope import Rope
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.publish_time import Link, publish_seconds, weight_bytes
@@ -239,7 +240,7 @@ def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     if rank == 0:
         publisher = Publisher(
-            StageTensors(stand_in_stage(spec, 1, torch.bfloat16), spec, Position(0, 1), 2**20),
+            StageTensors(stand_in_stage(spec, 1, torch.bfloat16), spec, Mesh().place(0), 2**20),
             store_host="127.0.0.1",
             store_port=port,
             timeout_s=TIMEOUT_S,
@@ -300,7 +301,7 @@ def trainer(case: Case, rank: int, results: Any) -> None:
     rows = []
     for bucket_mib in case.bucket_mib:
         with Publisher(
-            StageTensors(module, case.spec, Position(rank, size, tp_group=peers), int(bucket_mib * 2**20)),
+            StageTensors(module, case.spec, Mesh(size).place(rank), int(bucket_mib * 2**20), peers),
             store_host="127.0.0.1",
             store_port=case.port,
             timeout_s=TIMEOUT_S,

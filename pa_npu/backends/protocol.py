@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.checkpoints.saving import PlannedSave
+from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import UpdateReport
 from pa_npu.families.spec import ModelSpec
@@ -27,51 +28,6 @@ from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import ReplicaLinks
 from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Where this rank sits. A replica is one TP x PP model instance; a stage is one pipeline slice of it."""
-
-    rank: int
-    world_size: int
-    tensor_rank: int
-    tensor_size: int
-    pipeline_rank: int
-    pipeline_size: int
-    data_rank: int
-    data_size: int
-
-    @property
-    def is_first_stage(self) -> bool:
-        """The stage that embeds tokens."""
-        return self.pipeline_rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """The stage that holds the LM head and computes the loss."""
-        return self.pipeline_rank == self.pipeline_size - 1
-
-    @property
-    def is_tensor_leader(self) -> bool:
-        """The rank of its TP group that speaks for the group."""
-        return self.tensor_rank == 0
-
-    @property
-    def is_stage_leader(self) -> bool:
-        """The rank that publishes its stage's weights: TP leader of data-parallel replica 0."""
-        return self.tensor_rank == 0 and self.data_rank == 0
-
-    @property
-    def tensor_leader_rank(self) -> int:
-        """Global rank of this TP group's leader: the source of broadcasts in its group."""
-        return self.rank - self.tensor_rank
-
-    @property
-    def last_stage_rank(self) -> int:
-        """Global rank of the last stage's rank."""
-        per_stage = self.tensor_size * self.data_size
-        return self.rank % per_stage + per_stage * (self.pipeline_size - 1)
 
 
 @dataclass(frozen=True)
@@ -128,7 +84,7 @@ class TrainBackend(Protocol):
     """One rank's share of the policy. Every method is collective: all trainer ranks call it in the same order."""
 
     @property
-    def ranks(self) -> Ranks:
+    def place(self) -> Place:
         """This rank's place among the trainer ranks."""
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pa_npu.config.mesh import Mesh
 from pa_npu.config.sections import (
     CUT_SHARE,
     LONGEST_JUDGE_PAUSE_S,
@@ -84,9 +85,15 @@ class ConfigTree(Section):
         return self.ends_early and due and version < schedule.iterations
 
     @property
+    def mesh(self) -> Mesh:
+        """How trainer ranks are laid out."""
+        trainer = self.trainer
+        return Mesh.of(trainer.devices, trainer.tensor_parallel, trainer.pipeline_parallel)
+
+    @property
     def data_parallel(self) -> int:
         """Number of replicas (DP)."""
-        return self.trainer.devices // (self.trainer.tensor_parallel * self.trainer.pipeline_parallel)
+        return self.mesh.data
 
     @property
     def microbatch_responses(self) -> int:
@@ -101,7 +108,7 @@ class ConfigTree(Section):
 
     @property
     def groups_per_replica(self) -> int:
-        return self.schedule.prompts_per_iteration // self.data_parallel
+        return self.mesh.per_replica(self.schedule.prompts_per_iteration)
 
     @property
     def probe_rides(self) -> bool:

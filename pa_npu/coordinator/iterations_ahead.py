@@ -91,7 +91,7 @@ class IterationsAhead:
     def carry_on(self, groups: Sequence[Carried], group_tokens: float | None) -> None:
         """Take what had been carried when the run was interrupted. group_tokens: TokenBudget's."""
         assert self._budget is not None
-        if len(groups) % self._budget.replicas:
+        if not self._config.mesh.shares(len(groups)):
             raise UserError(
                 f"checkpoint.load: it carries {len(groups)} groups to a later update, which {self._budget.replicas} replicas "
                 f"cannot share; continue with as many trainer.devices as before"
@@ -228,7 +228,7 @@ class IterationsAhead:
             PRODUCED_AHEAD.put(self._channel, message, iteration=iteration)
 
     def _tell_size(self, iteration: int, groups: int) -> None:
-        size = UpdateSize(groups // self._config.data_parallel)
+        size = UpdateSize(self._config.mesh.per_replica(groups))
         UPDATE_SIZE.put(self._channel, size, iteration=iteration)
 
     def _put_position(self, iteration: int) -> None:

@@ -136,7 +136,7 @@ class Producer:
             for position in positions:
                 production.add(position, *scored[position])
                 _, samples, result = scored[position]
-                slot = divmod(position, config.data_parallel)[::-1]
+                slot = config.mesh.slot_of(position)
                 replica_work[slot[0]] += work(samples)
                 await put(position, position, self._advantages(result), slot)
 

@@ -13,6 +13,7 @@ from typing import Any
 from pa_npu.checkpoints.ahead import AheadIteration, read_ahead
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.checkpoints.provenance import Change, change_of, differences
+from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.coordinator.carried import Carried
@@ -38,7 +39,7 @@ def take_up(config: Config, ahead: IterationsAhead, buffer: RolloutBuffer, inter
                 interruptions.begin_with(from_bytes(data))
         return
     whole = [one for one in found if CARRIED_KEY not in one.numbers]
-    for produced, state in put_back(whole, buffer, config.data_parallel):
+    for produced, state in put_back(whole, buffer, config.mesh):
         ahead.resume(produced, state)
     for one in found[len(whole) :]:
         ahead.carry_on(*carried_of(one))
@@ -61,14 +62,14 @@ def usable_ahead(config: Config) -> list[AheadIteration]:
 
 
 def put_back(
-    ahead: Sequence[AheadIteration], buffer: RolloutBuffer, num_replicas: int
+    ahead: Sequence[AheadIteration], buffer: RolloutBuffer, mesh: Mesh
 ) -> Iterator[tuple[Produced, dict[str, Any]]]:
     """Their groups into the buffer, in the same order and as many for each replica; yields what was produced, and data."""
     for one in ahead:
         dispatched = []
         for number, data in enumerate(one.groups):
-            group, replica = from_bytes(data), number % num_replicas
-            buffer.put(group, replica, number // num_replicas)
+            group, (replica, slot) = from_bytes(data), mesh.slot_of(number)
+            buffer.put(group, replica, slot)
             lengths = tuple(int(length) for length in group.trained_lengths)
             dispatched.append(DispatchedGroup(group.index, replica, lengths))
         yield Produced(one.iteration, one.numbers, one.samples, Dispatched(one.iteration, tuple(dispatched))), one.data

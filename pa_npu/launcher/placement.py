@@ -114,8 +114,8 @@ def place_nodes(config: Config) -> list[Placement]:
     free = [[i for i in range(n * per_node, (n + 1) * per_node) if i not in listed] for n in range(given.nnodes)]
     dedicated = config.num_engines - config.num_shared_engines
     engines = _units("rollout", config.rollout.tensor_parallel, dedicated, given.engine_devices, free)
-    replicas = config.trainer.devices // config.trainer.tensor_parallel
-    trainers = _units("trainer", config.trainer.tensor_parallel, replicas, given.trainer_devices, free)
+    together = len(config.mesh.groups("tensor"))
+    trainers = _units("trainer", config.mesh.tensor, together, given.trainer_devices, free)
     devices = [index for unit in trainers for index in unit]
     engines += _shared_units(config, devices)
     for unit, section in [*((unit, "rollout") for unit in engines), *((unit, "trainer") for unit in trainers)]:
@@ -131,7 +131,7 @@ def place_nodes(config: Config) -> list[Placement]:
         placements.append(
             Placement(
                 engine_devices=tuple(tuple(i % per_node for i in engines[index]) for index in here),
-                trainer_devices=tuple(devices[rank] % per_node for rank in ranks),
+                trainer_devices=tuple(index % per_node for index in devices if index // per_node == node),
                 engine_cores=((),) * len(here),
                 trainer_cores=((),) * len(ranks),
                 engines=tuple(here),

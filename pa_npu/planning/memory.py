@@ -77,8 +77,8 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
 def _reader_bytes(config: Config, stage: int) -> int:
     """Buffers of the process groups over which a replica's reader passes rollouts to its other ranks (samples.replica_feed): one of
     all ranks, and with stages one of the reader, which is on the first, and the last stage, which alone computes the loss."""
-    stages = config.trainer.pipeline_parallel
-    if stages * config.trainer.tensor_parallel == 1:
+    stages = config.mesh.pipeline
+    if config.mesh.replica_size == 1:
         return 0
     num_groups = 1 + (stages > 1 and stage in (0, stages - 1))
     return num_groups * group_buffer_bytes(config.run.device)

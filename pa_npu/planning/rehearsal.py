@@ -93,8 +93,7 @@ def advice(config: Config, spec: ModelSpec, typical: TypicalSpeed, found: Rehear
     schedule, rollout, trainer = config.schedule, config.rollout, config.trainer
     if config.placement.colocate:  # each side has all devices already, and neither waits for the other's groups
         return []
-    replica = trainer.tensor_parallel * trainer.pipeline_parallel
-    moved = math.lcm(replica, rollout.tensor_parallel)
+    moved = math.lcm(config.mesh.replica_size, rollout.tensor_parallel)
     factors = (2, 4) if found.of_bound < _ENOUGH else ()
     changes = [{"schedule.prompts_per_iteration": factor * schedule.prompts_per_iteration} for factor in factors]
     for devices in (moved, -moved):
@@ -224,6 +223,5 @@ def _mean_length(config: Config) -> float:
 
 def _seconds_per_operation(config: Config, typical: TypicalSpeed) -> float:
     """Of a replica. Full recomputation is another forward pass, and so is each frozen model: a third of forward and backward."""
-    trainer = config.trainer
-    passes = 1.0 + (len(config.frozen_models) + (trainer.recompute == "full")) / 3.0
-    return passes / (trainer.tensor_parallel * trainer.pipeline_parallel * typical.flops * typical.training)
+    passes = 1.0 + (len(config.frozen_models) + (config.trainer.recompute == "full")) / 3.0
+    return passes / (config.mesh.replica_size * typical.flops * typical.training)

@@ -266,9 +266,8 @@ def _search(config: Config, spec: ModelSpec, moves: Moves, fits: Callable[[Confi
 
 def _is_whole(config: Config) -> bool:
     """Whether there are whole replicas with whole groups, without which the arithmetic means nothing."""
-    trainer = config.trainer
-    shard = trainer.tensor_parallel * trainer.pipeline_parallel
-    return trainer.devices % shard == 0 and config.schedule.prompts_per_iteration % config.data_parallel == 0
+    mesh, groups = config.mesh, config.schedule.prompts_per_iteration
+    return mesh.size == config.trainer.devices and mesh.shares(groups)
 
 
 def _same_devices_per_engine(config: Config, changes: Changes) -> bool:

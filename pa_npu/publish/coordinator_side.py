@@ -282,7 +282,7 @@ class CoordinatorPublish:
         LATE_REQUEST.put(self._channel, LateRequest(version, self._workers, self._groups.way(member)), number=number)
         answers = [
             await LATE_ANSWER.wait_async(self._channel, self._deadline_s, number=number, rank=rank)
-            for rank in self._sending_ranks()
+            for rank in self._config.mesh.senders()
         ]
         held = all(answer.held for answer in answers)
         LATE_DECISION.put(self._channel, LateDecision(held), number=number)
@@ -305,16 +305,6 @@ class CoordinatorPublish:
             ]
             self._arrival.check_late(version, sent, {engine.name: loaded})
         return True
-
-    def _sending_ranks(self) -> list[int]:
-        """Replica 0: tensor parallel varies fastest, then data parallel, then pipeline."""
-        trainer = self._config.trainer
-        per_stage = trainer.tensor_parallel * self._config.data_parallel
-        return [
-            stage * per_stage + rank
-            for stage in range(trainer.pipeline_parallel)
-            for rank in range(trainer.tensor_parallel)
-        ]
 
     async def _attempt(
         self,

@@ -27,12 +27,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
+from pa_npu.config.mesh import Place
 from pa_npu.control.channel import StoreChannel, StoreError
 from pa_npu.control.typed import Topic
 from pa_npu.errors import PaNpuError
@@ -71,19 +71,6 @@ _STOP_SHARE = 0.5
 
 class _BrokenElsewhere(PaNpuError):
     """Another rank could not do its part of this delivery, and has said why."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank stands in replica 0. peers: the ranks of its stage's tensor-parallel group, with itself, the leader first."""
-
-    rank: int
-    stage: int
-    peers: Sequence[int]
-
-    @property
-    def is_leader(self) -> bool:
-        return self.rank == self.peers[0]
 
 
 class LateEngines:
@@ -166,7 +153,7 @@ class LateEngines:
 
     def _send(self, number: int, version: int) -> None:
         stats = self._publisher.publish(version)
-        if self._place.is_leader:
+        if self._place.publishes:
             sent = SentWeights(version, stats.digests)
             LATE_SENT.put(self._channel, sent, number=number, stage=self._place.stage)
         logger.info("late engine %d got weight version %d in %.2f s", number, version, stats.seconds)
@@ -180,7 +167,7 @@ class LateEngines:
             self._wait(LATE_STEP_DONE, stage=self._place.stage - 1, **place)
         with self._stopped(number, step):
             self._on_side_stream(work)
-        if self._place.is_leader:
+        if self._place.publishes:
             LATE_STEP_DONE.put(self._channel, LateStepDone(self._place.stage), stage=self._place.stage, **place)
 
     @contextmanager
@@ -189,7 +176,9 @@ class LateEngines:
         try:
             own = LatePosition(self._gate.freeze())
             LATE_POSITION.put(self._channel, own, number=number, step=step, rank=self._place.rank)
-            positions = [self._wait(LATE_POSITION, number=number, step=step, rank=rank) for rank in self._place.peers]
+            positions = [
+                self._wait(LATE_POSITION, number=number, step=step, rank=rank) for rank in self._place.group("tensor")
+            ]
             self._gate.stop_at(max(position.border for position in positions))
             self._gate.wait_stopped(self._timeout_s * _STOP_SHARE, lambda: self._check_whole(number))
             self._platform.synchronize()

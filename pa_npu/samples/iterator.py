@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 
+from pa_npu.config.mesh import Mesh
 from pa_npu.control.freshness import EXACT, Freshness
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.group_source import GroupSource, LoneReader, Parsed, Traffic
@@ -78,7 +79,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         if links is not None and buffer.readers != ranks:
             raise ValueError(f"buffer.readers: {buffer.readers} must be the number of ranks of a replica, {ranks}")
         self._buffer = buffer
-        self._replica, self._num_replicas = replica, num_replicas
+        self._replica, self._mesh = replica, Mesh(data=num_replicas)
         self._iteration, self._groups, self._order = iteration, groups, order
         self._timeout_s = timeout_s
         self._responses, self._shared_prompt, self._pad_multiple = responses_per_microbatch, shared_prompt, pad_multiple
@@ -260,7 +261,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
             raise InvariantViolation(
                 f"I2 exactly once: {group} in {where} was already trained from slot {self._indices.index(group.index)}"
             )
-        expected = slot * self._num_replicas + self._replica
+        expected = self._mesh.number_of(self._replica, slot)
         if self._order == "prompt" and group.index != expected:
             raise InvariantViolation(
                 f"I2 exactly once: {group} in {where}, where schedule.order=prompt puts group {expected}"

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pa_npu.config.mesh import LONE_RANK, Mesh
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 from pa_npu.samples.group_source import Parse, Parsed, Taken, Traffic
 from pa_npu.samples.rollout_buffer import RolloutBuffer
@@ -50,13 +51,13 @@ class ReplicaLinks:
 
     replica: all its ranks; its first member is the reader. loss: the reader and the ranks of the last pipeline stage, on these
     ranks; None on others, and without a pipeline. tensor: ranks that take microbatches in step, None where a stage has one.
-    stages: pipeline stages. stream: entered by the feed's thread, see Platform.detached_stream.
+    mesh: of the trainers. stream: entered by the feed's thread, see Platform.detached_stream.
     """
 
     replica: dist.ProcessGroup
     loss: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
-    stages: int = 1
+    mesh: Mesh = LONE_RANK
     stream: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
@@ -70,7 +71,7 @@ class ReplicaLinks:
     @property
     def ahead(self) -> int:
         """Groups that a rank may hold beyond the one it trains: the first stage is as far in front of the last one."""
-        return self.stages
+        return self.mesh.pipeline
 
 
 class ReplicaFeed:
@@ -176,7 +177,7 @@ class ReplicaFeed:
         before = self._buffer.head_bytes
         if links.reads:
             whole = self._buffer.read_bytes(self._iteration, self._replica, slot)
-            common, loss = split(whole) if links.stages > 1 else (whole, b"")
+            common, loss = split(whole) if links.mesh.pipeline > 1 else (whole, b"")
         try:
             from_head = self._buffer.head_bytes - before
             sizes = torch.tensor(
@@ -193,9 +194,9 @@ class ReplicaFeed:
                 f"the group of slot {slot}, replica {self._replica}, iteration {self._iteration} could not be passed between the "
                 f"replica's ranks ({reason}); one of them has probably ended, see the trainers' logs"
             ) from error
-        with_loss = links.size // links.stages  # the reader is on the first stage
+        with_loss = len(links.mesh.loss_ranks(0)) - 1
         passed = (sizes.nbytes + num_common) * (links.size - 1) + num_loss * with_loss
-        return self._parse(common, loss if links.stages > 1 else None), Traffic(1, num_whole, from_head, passed)
+        return self._parse(common, loss if links.mesh.pipeline > 1 else None), Traffic(1, num_whole, from_head, passed)
 
     def _broadcast(self, data: bytes, num_bytes: int, group: dist.ProcessGroup) -> bytes:
         """data: the reader's; the same on all members afterwards."""

@@ -42,9 +42,9 @@ class RolloutsAhead:
         limit_s = self._config.trainer.wait_timeout_s
         produced = PRODUCED_AHEAD.wait(self._channel, limit_s, iteration=iteration)
         data = DATA_POSITION.wait(self._channel, limit_s, iteration=iteration + 1).state
-        replicas = self._config.data_parallel
+        mesh = self._config.mesh
         numbers = range(len(DISPATCHED.wait(self._channel, limit_s, iteration=iteration).groups))
-        groups = [self._buffer.read_bytes(iteration, number % replicas, number // replicas) for number in numbers]
+        groups = [self._buffer.read_bytes(iteration, *mesh.slot_of(number)) for number in numbers]
         return AheadIteration(iteration, produced.numbers, produced.samples, data, groups)
 
     def _carried(self, version: int) -> AheadIteration:

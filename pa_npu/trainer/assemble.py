@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pa_npu.backends.protocol import Ranks, TrainBackend
+from pa_npu.backends.protocol import TrainBackend
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix
@@ -20,7 +20,7 @@ from pa_npu.control.software import TRAINERS_RUN_ON
 from pa_npu.control.store_server import ADDRESS_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
-from pa_npu.publish.late_engines import LateEngines, Place
+from pa_npu.publish.late_engines import LateEngines
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.publish.publisher import Publisher, WeightSource
 from pa_npu.publish.sizing import auto_bucket_bytes
@@ -79,27 +79,20 @@ def assemble_rank(
     if weights is not None and late_weights is not None:
         publisher = make_publisher(config, platform, store, backend, weights)
         late_publisher = make_publisher(config, platform, store, backend, late_weights)
-        place = late_place(backend.ranks)
-        late = LateEngines(late_publisher, channel, backend.gate, platform, place, config.publish.timeout_s)
+        late = LateEngines(late_publisher, channel, backend.gate, platform, backend.place, config.publish.timeout_s)
         if publisher.is_leader:
-            stage = backend.ranks.pipeline_rank
+            stage = backend.place.stage
             LATE_MANIFEST.put(channel, late_publisher.manifest(), stage=stage)
             MANIFEST.put(channel, publisher.manifest(), stage=stage)
         backend.attach(publisher)
     kept = None
-    if config.telemetry.samples and backend.ranks.is_last_stage and backend.ranks.is_tensor_leader:
+    if config.telemetry.samples and backend.place.is_last_stage and backend.place.is_tensor_leader:
         kept = TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
         backend.keep_logprobs(kept)
     agreement = Agreement(config, writes=rank == 0)
     border = Border(config, backend, channel, timeline, rank, agreement)
-    checks = IterationChecks(config, channel, agreement, backend.ranks.data_rank)
+    checks = IterationChecks(config, channel, agreement, backend.place.replica)
     return RankParts(backend, border, rollout_source(config, channel, backend, timeline), checks, publisher, late, kept)
-
-
-def late_place(ranks: Ranks) -> Place:
-    """Of a rank of replica 0. Tensor parallel varies fastest."""
-    peers = range(ranks.tensor_leader_rank, ranks.tensor_leader_rank + ranks.tensor_size)
-    return Place(ranks.rank, ranks.pipeline_rank, peers)
 
 
 def make_publisher(
@@ -133,11 +126,11 @@ def rollout_source(
     config: Config, channel: StoreChannel, backend: TrainBackend, timeline: Timeline
 ) -> Callable[[int], MicrobatchIterator]:
     """A function from an iteration to this replica's microbatches of it."""
-    ranks, own = backend.ranks, None
+    replica, own = backend.place.replica, None
     if config.has_shards and (backend.replica_links is None or backend.replica_links.reads):
         address = os.environ.get(ADDRESS_VARIABLE, config.placement.address)
-        own = host_shard(channel, ranks.data_rank, address)
-    buffer = open_buffer(config, channel, readers=ranks.tensor_size * ranks.pipeline_size, own=own)
+        own = host_shard(channel, replica, address)
+    buffer = open_buffer(config, channel, readers=config.mesh.replica_size, own=own)
 
     has_budget = config.schedule.tokens_per_update is not None
     # a group is carried for max_staleness updates at most
@@ -150,8 +143,8 @@ def rollout_source(
     def microbatches(iteration: int) -> MicrobatchIterator:
         return MicrobatchIterator(
             buffer,
-            replica=ranks.data_rank,
-            num_replicas=ranks.data_size,
+            replica=replica,
+            num_replicas=config.mesh.data,
             iteration=iteration,
             groups=most,
             order=config.schedule.order,

@@ -56,7 +56,7 @@ class Border:
         self._timeline = timeline
         self._rank = rank
         self._agreement = agreement
-        stage = backend.ranks.pipeline_rank if backend.ranks.is_stage_leader else None
+        stage = backend.place.stage if backend.place.publishes else None
         self._ahead = RolloutsAhead(config, channel, open_buffer(config, channel))
         self._when = PublishWhen(config, backend)
         self._swaps_to: int | None = None  # the version that engines have received and do not hold yet

@@ -35,6 +35,6 @@ class IterationChecks:
         size = self._config.groups_per_replica
         if self._config.schedule.tokens_per_update is not None:
             size = UPDATE_SIZE.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=iteration).groups
-        check_dispatched(dispatched, iteration, self._config.data_parallel, size)
+        check_dispatched(dispatched, iteration, self._config.mesh.data, size)
         check_trained(dispatched, self._replica, trained)
         return self._agreement.check_trained(iteration, differences)

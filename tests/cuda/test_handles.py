@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
-from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
+from pa_npu.backends.megatron.weights.buckets import StageTensors
+from pa_npu.config.mesh import Mesh
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.publisher import Publisher
 from pa_npu.weight_transfer import transport
@@ -38,7 +39,7 @@ def send(directory: Path) -> None:
     spec = make_checkpoint(directory, "qwen3", tied=False, vocab=61)
     module = Stage().load(spec, 0).to("cuda")
     publisher = Publisher(
-        StageTensors(module, spec, Position(), 4096),
+        StageTensors(module, spec, Mesh().place(0), 4096),
         store_host="127.0.0.1",
         store_port=store.port,
         timeout_s=20.0,

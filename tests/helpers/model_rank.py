@@ -53,7 +53,7 @@ def run_layout(config: Config, reference: Path, store: dist.Store, rank: int, wo
 
     from pa_npu.backends.megatron.stage import data_parallel
 
-    ranks = initialise_parallel(config, PLATFORM, store, rank, world_size)
+    place = initialise_parallel(config, PLATFORM, store, rank, world_size)
     spec = ModelSpec.read(config.model.path)
     stage = build_stage(spec, config, PLATFORM, frozen=("reference",))
     load_hf(stage.policy, spec)
@@ -91,7 +91,7 @@ def run_layout(config: Config, reference: Path, store: dist.Store, rank: int, wo
         return model(tokens, layout, rows, targets, 0.9, 4, entropy_grad=True), loss
 
     result: dict[str, Any] = {"loss": [], "grad_norm": []}
-    mine = list(enumerate(microbatches()))[ranks.data_rank :: ranks.data_size]
+    mine = list(enumerate(microbatches()))[place.replica :: place.mesh.data]
     for _ in range(2):
         losses.clear()
         ddp.zero_grad_buffer()
@@ -107,7 +107,7 @@ def run_layout(config: Config, reference: Path, store: dist.Store, rank: int, wo
         )
         _, grad_norm, _ = optimizer.step()
         # every tensor rank of the last stage has the loss: count it once
-        here = ranks.is_last_stage and ranks.is_tensor_leader
+        here = place.is_last_stage and place.is_tensor_leader
         total = torch.stack(losses).sum() if here else torch.zeros(())
         dist.all_reduce(total)
         result["loss"].append(total.item())
@@ -117,7 +117,9 @@ def run_layout(config: Config, reference: Path, store: dist.Store, rank: int, wo
     result["reference"] = [
         next(part[str(i)] for part in map(stringify, gathered) if str(i) in part) for i in range(len(GROUPS))
     ]
-    result["ranks"] = gather(vars(ranks), world_size)
+    result["ranks"] = gather(
+        {"rank": place.rank, "tensor": place.tensor, "replica": place.replica, "stage": place.stage}, world_size
+    )
     shutdown_parallel()
     return result
 

@@ -35,8 +35,8 @@ def compare_passes(
     models: HF directories of "policy", "old" and "reference". The loss is the clipped ratio to old plus k3 to the reference,
     whose log-probs the separate passes store beforehand.
     """
-    ranks = initialise_parallel(config, PLATFORM, store, rank, world_size)
-    mine = list(enumerate(batch))[ranks.data_rank :: ranks.data_size]
+    place = initialise_parallel(config, PLATFORM, store, rank, world_size)
+    mine = list(enumerate(batch))[place.replica :: place.mesh.data]
     together = run_pass(load(config, models, ("old", "reference")), mine, None)
 
     narrow = config.model_copy(

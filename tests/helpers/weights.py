@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed import distributed_c10d as c10d
 
 from pa_npu.backends.megatron.weights import hf_map
+from pa_npu.config.mesh import Mesh
 from pa_npu.families.spec import ModelSpec
 
 T = TypeVar("T")
@@ -113,7 +114,7 @@ class Stage:
 
     def load(self, spec: ModelSpec, tp_rank: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
         module = self.build(spec, dtype)
-        hf_map.load_hf(module, spec, tp_rank=tp_rank, tp_size=self.tp_size)
+        hf_map.load_hf(module, spec, Mesh(self.tp_size).place(tp_rank))
         return module
 
 

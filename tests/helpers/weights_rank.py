@@ -41,7 +41,8 @@ def start_ranks(job: dict[str, Any], world_size: int, directory: Path) -> list[R
 
 
 def main(job_file: str) -> None:
-    from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
+    from pa_npu.backends.megatron.parallel import tensor_group
+    from pa_npu.backends.megatron.weights.buckets import StageTensors
     from pa_npu.backends.megatron.weights.hf_directory import export_hf
     from pa_npu.families.spec import ModelSpec
     from pa_npu.publish.messages import PublishMembers
@@ -61,11 +62,11 @@ def main(job_file: str) -> None:
     host, port = job["store"]
     config = model_config(models[0], trainer=job["trainer"], model={"dtype": job.get("dtype", "fp32")})
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-    ranks = initialise_parallel(config, PLATFORM, dist.PrefixStore("ranks", store), rank, config.trainer.devices)
+    place = initialise_parallel(config, PLATFORM, dist.PrefixStore("ranks", store), rank, config.trainer.devices)
     spec = ModelSpec.read(str(models[0]))
     stage = build_stage(spec, config, PLATFORM, frozen=())
-    position = Position.from_megatron()
-    source = StageTensors(stage, spec, position, int(job["bucket_mib"] * 2**20)) if position.replica == 0 else None
+    bucket_bytes = int(job["bucket_mib"] * 2**20)
+    source = StageTensors(stage, spec, place, bucket_bytes, tensor_group()) if place.sends else None
     with Publisher(
         source,
         store_host=host,
@@ -75,8 +76,8 @@ def main(job_file: str) -> None:
         device=torch.device("cpu"),
     ) as publisher:
         if job["workers"]:
-            if ranks.is_stage_leader:
-                store.set(f"manifest/{ranks.pipeline_rank}", json.dumps(publisher.manifest().to_json()))
+            if place.publishes:
+                store.set(f"manifest/{place.stage}", json.dumps(publisher.manifest().to_json()))
             publisher.connect(PublishMembers(0, job["workers"]), 240.0)
         for version, model in enumerate(models):
             load_hf(stage.policy, ModelSpec.read(str(model)))
@@ -85,10 +86,11 @@ def main(job_file: str) -> None:
             store.wait([f"go/{version}"], TIMEOUT)
             stats = publisher.publish(version)
             print(f"rank {rank}: {stats}", flush=True)
-            if ranks.is_stage_leader:
-                store.set(f"digests/{version}/{ranks.pipeline_rank}", stats.digests)
+            if place.publishes:
+                store.set(f"digests/{version}/{place.stage}", stats.digests)
     if job.get("export"):
-        export_hf(stage, ModelSpec.read(str(models[-1])), job["export"], max_file_bytes=job["max_file_bytes"])
+        spec = ModelSpec.read(str(models[-1]))
+        export_hf(stage, spec, job["export"], place, tensor_group(), max_file_bytes=job["max_file_bytes"])
     shutdown_parallel()
 
 

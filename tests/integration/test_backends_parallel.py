@@ -67,8 +67,8 @@ def test_two_ranks_equal_one_for_qwen3_tied(tmp_path: Path) -> None:
     errors = results["vocab_parallel"]
     assert max(errors.values()) < 1e-13, f"vocabulary-parallel log-prob against the full softmax in fp64: {errors}"
     first, second = results["PP2"]["ranks"]
-    assert (first["pipeline_rank"], second["pipeline_rank"]) == (0, 1)
-    assert [ranks["data_rank"] for ranks in results["DP2"]["ranks"]] == [0, 1]
+    assert (first["stage"], second["stage"]) == (0, 1)
+    assert [ranks["replica"] for ranks in results["DP2"]["ranks"]] == [0, 1]
 
 
 def test_four_ranks_equal_one_for_qwen2_untied(tmp_path: Path) -> None:
@@ -77,4 +77,4 @@ def test_four_ranks_equal_one_for_qwen2_untied(tmp_path: Path) -> None:
     results = world.run(FOUR_RANKS, 4)
     assert_equal_updates(results, FOUR_RANKS, world.single)
     for rank, ranks in enumerate(results["TP2 PP2 SP"]["ranks"]):
-        assert (ranks["tensor_rank"], ranks["pipeline_rank"], ranks["rank"]) == (rank % 2, rank // 2, rank)
+        assert (ranks["tensor"], ranks["stage"], ranks["rank"]) == (rank % 2, rank // 2, rank)

@@ -15,6 +15,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from pa_npu.config.mesh import Mesh
 from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch, cut, pack
@@ -64,7 +65,7 @@ def rank_main(rank: int, port: int) -> None:
         pad_multiple=PAD,
         max_tokens=MAX_TOKENS,
         timeout_s=30.0,
-        links=ReplicaLinks(dist.new_group(list(range(RANKS)), timeout=timeout), tensor=group),
+        links=ReplicaLinks(dist.new_group(list(range(RANKS)), timeout=timeout), tensor=group, mesh=Mesh(RANKS)),
     )
     digests = []
     for number, microbatch in enumerate(microbatches):

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from pa_npu.config.mesh import Mesh
 from pa_npu.control.channel import CHUNK_BYTES, StoreChannel, connect
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.samples.iterator import MicrobatchIterator
@@ -94,7 +95,10 @@ def rank_main(rank: int, port: int) -> None:
     with_loss = [0, *stages[-1]]
     groups = [dist.new_group(ranks, timeout=timeout) for ranks in (list(range(RANKS)), with_loss)]
     links = ReplicaLinks(
-        groups[0], groups[1] if rank in with_loss else None, tensor[rank // TENSOR_PARALLEL], PIPELINE_PARALLEL
+        groups[0],
+        groups[1] if rank in with_loss else None,
+        tensor[rank // TENSOR_PARALLEL],
+        Mesh(TENSOR_PARALLEL, PIPELINE_PARALLEL),
     )
     channel = StoreChannel(connect("127.0.0.1", port, 30.0))
     buffer = WatchedBuffer(channel, "run", readers=RANKS)

@@ -94,7 +94,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     store = connect("127.0.0.1", port, 60)
     platform.seed_all(config.run.seed)
     platform.set_deterministic(True)
-    ranks = initialise_parallel(config, platform, dist.PrefixStore("trainer", store), rank, config.trainer.devices)
+    place = initialise_parallel(config, platform, dist.PrefixStore("trainer", store), rank, config.trainer.devices)
     device = platform.device(0)
     spec = ModelSpec.read(config.model.path)
     stage = load_stage(config, spec, platform)
@@ -126,7 +126,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
                 )
                 for source in (weights, late_weights)
             ]
-            found |= publish(publishers[0], channel, ranks.pipeline_rank, engine_workers)
+            found |= publish(publishers[0], channel, place.stage, engine_workers)
             serve_late(publishers[1], channel, backend, platform)
     shutdown_parallel()
     return found
@@ -157,9 +157,8 @@ def serve_late(publisher: Any, channel: Any, backend: Any, platform: Any) -> Non
     """As a trainer between two microbatches, until the test says that it is over."""
     from pa_npu.publish.late_engines import LateEngines
     from pa_npu.publish.messages import LATE_MANIFEST
-    from pa_npu.trainer.assemble import late_place
 
-    place = late_place(backend.ranks)
+    place = backend.place
     with LateEngines(publisher, channel, backend.gate, platform, place, TIMEOUT_S / 2):
         if publisher.is_leader:
             LATE_MANIFEST.put(channel, publisher.manifest(), stage=place.stage)

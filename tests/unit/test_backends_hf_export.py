@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from pa_npu.backends.megatron.weights import hf_directory as export
-from pa_npu.backends.megatron.weights.buckets import Position
 from pa_npu.backends.megatron.weights.hf_directory import export_hf
+from pa_npu.config.mesh import Mesh
 from pa_npu.errors import ExportError
 from tests.helpers.weights import Stage, make_checkpoint
 
@@ -33,7 +33,7 @@ def test_export_gives_back_what_was_loaded(tied: bool, tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path / "model", "qwen3", tied=tied, vocab=61)
     module = Stage().load(spec, 0)
     target = tmp_path / "deep" / "hf"
-    export_hf(module, spec, target, position=Position())
+    export_hf(module, spec, target, Mesh().place(0))
     assert sorted(file.name for file in target.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert_identical(read_all(target), load_file(tmp_path / "model" / "model.safetensors"))
     config = json.loads((target / "config.json").read_text())
@@ -46,7 +46,7 @@ def test_export_gives_back_what_was_loaded(tied: bool, tmp_path: Path) -> None:
 def test_large_models_are_split_with_an_index_and_load_again(tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path / "model", "qwen2", tied=False)
     module = Stage().load(spec, 0, torch.bfloat16)
-    export_hf(module, spec, tmp_path / "hf", max_file_bytes=20_000, position=Position())
+    export_hf(module, spec, tmp_path / "hf", Mesh().place(0), max_file_bytes=20_000)
     files = sorted(file.name for file in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
@@ -77,9 +77,9 @@ def test_an_existing_directory_is_replaced_only_by_a_complete_one(
     with monkeypatch.context() as patch:
         patch.setattr(export, "_copy_rest", disk_full)
         with pytest.raises(ExportError, match=r"completing .*hf\.tmp: .*No space left on device"):
-            export_hf(module, spec, target, position=Position())
+            export_hf(module, spec, target, Mesh().place(0))
     assert [file.name for file in target.iterdir()] == ["old"], "a failed export must not touch the former one"
-    export_hf(module, spec, target, position=Position())
+    export_hf(module, spec, target, Mesh().place(0))
     assert not (target / "old").exists() and (target / "model.safetensors").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "model"]
 
@@ -87,5 +87,5 @@ def test_an_existing_directory_is_replaced_only_by_a_complete_one(
 def test_a_stage_that_is_missing_is_noticed(tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path / "model", "llama", tied=False)
     with pytest.raises(ExportError, match=r"no stage wrote tensor lm_head.weight \(and 19 more\)"):
-        export_hf(Stage(1, 0, 2).load(spec, 0), spec, tmp_path / "hf", position=Position(num_stages=2))
+        export_hf(Stage(1, 0, 2).load(spec, 0), spec, tmp_path / "hf", Mesh(pipeline=2).place(0))
     assert not (tmp_path / "hf").exists()

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pa_npu.backends.megatron.weights import hf_map
+from pa_npu.config.mesh import Mesh
 from pa_npu.errors import ConfigError, DataError
 from tests.helpers.weights import FAMILIES, Stage, make_checkpoint
 
@@ -80,7 +81,7 @@ def test_parameters_keep_their_own_type(tmp_path: Path) -> None:
 def test_wrappers_around_the_stage_do_not_matter(tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     wrapped = torch.nn.ModuleDict({"module": torch.nn.ModuleDict({"policy": Stage(1, 1, 2).build(spec)})})
-    hf_map.load_hf(wrapped, spec, tp_rank=0, tp_size=1)
+    hf_map.load_hf(wrapped, spec, Mesh().place(0))
     assert hf_map.first_layer(wrapped) == 2
     hf = load_file(tmp_path / "model.safetensors")
     found = hf_map.standard_parameters(wrapped)["decoder.layers.1.self_attention.linear_proj.weight"]
@@ -160,9 +161,9 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 def test_stage_of_another_shape_or_layout_is_refused(tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     with pytest.raises(DataError, match=r"word_embeddings.weight: shape \(64, 32\) in the built stage, but \(32, 32\)"):
-        hf_map.load_hf(Stage(1).build(spec), spec, tp_rank=0, tp_size=2)
+        hf_map.load_hf(Stage(1).build(spec), spec, Mesh(2).place(0))
     with pytest.raises(DataError, match=r"linear_qkv.bias' has no counterpart"):
         llama = make_checkpoint(tmp_path / "llama", "llama", tied=False)
-        hf_map.load_hf(Stage().build(replace(llama, qkv_bias=True)), llama, tp_rank=0, tp_size=1)
+        hf_map.load_hf(Stage().build(replace(llama, qkv_bias=True)), llama, Mesh().place(0))
     with pytest.raises(ConfigError, match="3 does not divide the 8 attention heads"):
-        hf_map.load_hf(Stage().build(spec), spec, tp_rank=0, tp_size=3)
+        hf_map.load_hf(Stage().build(spec), spec, Mesh(3).place(0))

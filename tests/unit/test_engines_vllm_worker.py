@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
+from pa_npu.backends.megatron.weights.buckets import StageTensors
+from pa_npu.config.mesh import Mesh
 from pa_npu.engines.vllm import worker as extension
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.manifest import Assembler
@@ -68,7 +69,7 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
     def make(tied: bool = False, fail: Exception | None = None, extra: frozenset[str] = frozenset()) -> Any:
         spec = make_checkpoint(tmp_path, "qwen2", tied=tied)
-        tensors = StageTensors(Stage().load(spec, 0), spec, Position(), 4096)
+        tensors = StageTensors(Stage().load(spec, 0), spec, Mesh().place(0), 4096)
         worker: Any = extension.WorkerExtension()
         worker.model = FakeModel(set(tensors.manifest.shapes) | extra)
         worker.rank, worker.device = 0, "cpu"

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pa_npu.attention import PrefixLayout
+from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
 from pa_npu.families import registry
@@ -89,7 +90,7 @@ def test_a_family_from_outside_is_one_file_and_one_registration(
     with single_process(model_config(tmp_path)):
         stage = loaded_stage(renamed)
         output = stage(tokens, PrefixLayout.from_sequences([24]), torch.arange(23), tokens[0, 1:], 1.0, 7)
-        export_hf(stage.policy, renamed_spec, tmp_path / "export")
+        export_hf(stage.policy, renamed_spec, tmp_path / "export", Mesh().place(0))
     assert (output.logprobs - expected).abs().max() < 2e-6
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert all(torch.equal(exported[new_names[name]], tensor) for name, tensor in weights.items())

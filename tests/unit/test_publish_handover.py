@@ -13,8 +13,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from pa_npu import platform as platforms
-from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
+from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.config import Config
+from pa_npu.config.mesh import Mesh
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.memory import trainer_memory
@@ -79,7 +80,7 @@ def sender(
     """One stage of one rank, whose buckets of 4 KiB cut most tensors; and its module."""
     spec = make_checkpoint(directory, "qwen3", tied=False, vocab=61)
     module = Stage().load(spec, 0)
-    tensors = StageTensors(module, spec, Position(), 4096)
+    tensors = StageTensors(module, spec, Mesh().place(0), 4096)
     arguments: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": store.port, "timeout_s": timeout_s}
     made = Publisher(tensors, **arguments, backend="gloo", device=torch.device("cpu"), memory=memory(kind))
     return made, module

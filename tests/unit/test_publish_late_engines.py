@@ -12,9 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
+from pa_npu.config.mesh import Mesh, Place
 from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.publish.late_engines import LateEngines, Place
+from pa_npu.publish.late_engines import LateEngines
 from pa_npu.publish.messages import (
     LATE_ANSWER,
     LATE_BROKEN,
@@ -31,7 +32,7 @@ from pa_npu.publish.version_gate import VersionGate
 from pa_npu.weight_transfer.transport import WeightSyncError
 
 WAIT_S = 90.0  # nothing waits so long unless it is wrong, or the machine has no time for ten threads that spin
-ALONE = Place(rank=1, stage=0, peers=(1,))
+ALONE = Mesh().place(0)
 
 
 def make_channel() -> StoreChannel:
@@ -57,7 +58,7 @@ class Publisher:
         self.calls.append(("close",))
 
 
-def ask(channel: StoreChannel, number: int, version: int, go: bool, rank: int = 1) -> bool:
+def ask(channel: StoreChannel, number: int, version: int, go: bool, rank: int = 0) -> bool:
     """The coordinator's part for one rank; returns its answer."""
     LATE_REQUEST.put(channel, LateRequest(version, 2), number=number)
     held = LATE_ANSWER.wait(channel, WAIT_S, number=number, rank=rank).held
@@ -112,7 +113,7 @@ def test_whatever_breaks_a_delivery_is_told_and_the_next_engine_is_served(error:
     with LateEngines(Publisher(work), channel, gate, platforms.get("cpu"), ALONE, WAIT_S):  # type: ignore[arg-type]
         assert ask(channel, 0, version=0, go=True)
         broken = LATE_BROKEN.wait(channel, WAIT_S, number=0)
-        assert str(error) in broken.reason and type(error).__name__ in broken.reason and "rank 1" in broken.reason
+        assert str(error) in broken.reason and type(error).__name__ in broken.reason and "rank 0" in broken.reason
         assert ask(channel, 1, version=0, go=True)
         LATE_SENT.wait(channel, WAIT_S, number=1, stage=0)
 
@@ -173,9 +174,7 @@ class Trainer:
         self.gate.open(0)
         self.borders = 0
         self.publisher = Publisher(self.device.send)
-        self.late = LateEngines(
-            self.publisher, channel, self.gate, self.device, Place(rank, stage.number, stage.ranks), WAIT_S
-        )  # type: ignore[arg-type]
+        self.late = LateEngines(self.publisher, channel, self.gate, self.device, Mesh(2, 2).place(rank), WAIT_S)  # type: ignore[arg-type]
         self._stage = stage
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._train, name=f"rank {rank}")
@@ -271,14 +270,14 @@ class Failing(Publisher):
         raise WeightSyncError("the engine died")
 
 
-@pytest.mark.parametrize("place", [Place(rank=1, stage=0, peers=(0, 1)), Place(rank=2, stage=1, peers=(2,))])
+@pytest.mark.parametrize("place", [Mesh(2).place(1), Mesh(pipeline=2).place(1)])
 def test_who_waits_for_a_rank_whose_part_failed_stops_at_once_and_training_goes_on(place: Place) -> None:
     """A tensor-parallel peer, and the leader of the next stage. Their own deadline is much later than this test's."""
     channel, device = make_channel(), Device()
     gates = [VersionGate(WAIT_S), VersionGate(WAIT_S)]
     for gate in gates:
         gate.open(0)
-    first = Place(rank=0, stage=0, peers=(0,) if place.stage else (0, 1))
+    first = place.mesh.place(0)
     leader = LateEngines(Failing(), channel, gates[0], device, first, 60 * WAIT_S)  # type: ignore[arg-type]
     waiting = Publisher()
     other = LateEngines(waiting, channel, gates[1], device, place, 60 * WAIT_S)  # type: ignore[arg-type]

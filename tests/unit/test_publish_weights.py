@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
+from pa_npu.backends.megatron.weights.buckets import StageTensors
+from pa_npu.config.mesh import Mesh, Place
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.messages import PublishMembers
@@ -67,8 +68,8 @@ class World:
             assert isinstance(group, dist.ProcessGroup), group
             module = Stage(self.tp_size, stage, self.stages).load(self.spec, rank, dtype)
             self.modules.append(module)
-            position = Position(rank, self.tp_size, stage, self.stages, 0, group)
-            made.append(publisher(module, self.spec, position, bucket_bytes, timeout_s, self.server.port))
+            place = Mesh(self.tp_size, self.stages).at(tensor=rank, pipeline=stage)
+            made.append(publisher(module, self.spec, place, bucket_bytes, timeout_s, self.server.port, group))
         return made
 
     def connect(self, publishers: list[Publisher], timeout_s: float = 30.0, epoch: int = 0) -> list[Receiver]:
@@ -96,13 +97,14 @@ class World:
 def publisher(
     module: torch.nn.Module,
     spec: ModelSpec,
-    position: Position,
+    place: Place,
     bucket_bytes: int = 4096,
     timeout_s: float = 30.0,
     store_port: int = 1,
+    tensor_group: dist.ProcessGroup | None = None,
 ) -> Publisher:
     return Publisher(
-        StageTensors(module, spec, position, bucket_bytes) if position.replica == 0 else None,
+        StageTensors(module, spec, place, bucket_bytes, tensor_group) if place.sends else None,
         store_host="127.0.0.1",
         store_port=store_port,
         timeout_s=timeout_s,
@@ -165,7 +167,7 @@ def test_weights_travel_in_the_parameters_type(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_buckets_cover_every_tensor_once_and_stay_small(bucket_bytes: int, tp_size: int, tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False, vocab=61)
-    manifest = StageTensors(Stage(tp_size).build(spec), spec, Position(0, tp_size), bucket_bytes).manifest
+    manifest = StageTensors(Stage(tp_size).build(spec), spec, Mesh(tp_size).place(0), bucket_bytes).manifest
     assert Manifest.from_json(manifest.to_json()) == manifest
     hf = load_file(tmp_path / "model.safetensors")
     assert manifest.shapes == {
@@ -187,7 +189,7 @@ def test_two_types_in_one_stage_go_in_buckets_of_their_own(tmp_path: Path) -> No
     for name, parameter in module.named_parameters():
         if "layernorm" in name:
             parameter.data = parameter.data.float()
-    tensors = StageTensors(module, spec, Position(), 2**20)
+    tensors = StageTensors(module, spec, Mesh().place(0), 2**20)
     buckets = [bucket.clone() for bucket in tensors.buckets(transport.Deadline(5)) if bucket is not None]
     hf = load_file(tmp_path / "model.safetensors")
     assembler = Assembler(tensors.manifest)
@@ -205,7 +207,7 @@ def test_two_types_in_one_stage_go_in_buckets_of_their_own(tmp_path: Path) -> No
 @pytest.mark.parametrize("break_it", ["gap", "overlap", "unknown", "dtype", "missing key"])
 def test_manifest_that_does_not_cover_its_tensors_is_refused(break_it: str, tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
-    raw = StageTensors(Stage().build(spec), spec, Position(), 4096).manifest.to_json()
+    raw = StageTensors(Stage().build(spec), spec, Mesh().place(0), 4096).manifest.to_json()
     segments = raw["buckets"][0][1]
     if break_it == "gap":
         segments[0][2] -= 1
@@ -259,13 +261,13 @@ def test_engines_on_the_trainers_devices_receive_the_same_weights_through_host_m
 
 def test_only_the_tp_leader_of_the_first_replica_speaks(tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
-    other_replica = publisher(Stage().load(spec, 0), spec, Position(replica=1))
+    other_replica = publisher(Stage().load(spec, 0), spec, Mesh(data=2).at(data=1))
     other_replica.connect(PublishMembers(0, 1))
     assert other_replica.publish(3) == PublishStats() and not other_replica.is_leader
-    peer = publisher(Stage(2).load(spec, 1), spec, Position(1, 2))
+    peer = publisher(Stage(2).load(spec, 1), spec, Mesh(2).place(1))
     peer.connect(PublishMembers(0, 1))
     assert not peer.is_leader
-    leader = publisher(Stage().load(spec, 0), spec, Position())
+    leader = publisher(Stage().load(spec, 0), spec, Mesh().place(0))
     with pytest.raises(transport.WeightSyncError, match=r"call connect\(\) before publish\(\)"):
         leader.publish(0)
 
@@ -292,7 +294,7 @@ def test_the_next_bucket_is_ready_before_the_one_on_the_wire_has_left(
     monkeypatch.setattr(transport, "join_group", lambda *_, **__: object())
     monkeypatch.setattr(transport, "leave_group", lambda group: None)
     monkeypatch.setattr(progress, "announce_begin", lambda *_: None)
-    with publisher(Stage().load(spec, 0), spec, Position(), timeout_s=5.0) as sender:
+    with publisher(Stage().load(spec, 0), spec, Mesh().place(0), timeout_s=5.0) as sender:
         total = 1 + len(sender.manifest().manifest["buckets"])
         posted: list[LateWork] = []
         monkeypatch.setattr(transport, "broadcast", lambda group, tensor: LateWork(posted, total))
@@ -494,7 +496,9 @@ def test_engine_asked_for_another_version_or_manifest_refuses(tmp_path: Path, mo
 
 def test_engine_with_another_model_refuses_to_connect(tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
-    manifests = [StageTensors(Stage(1, s, 2).build(spec), spec, Position(0, 1, s, 2), 4096).manifest for s in range(2)]
+    manifests = [
+        StageTensors(Stage(1, s, 2).build(spec), spec, Mesh(pipeline=2).place(s), 4096).manifest for s in range(2)
+    ]
     engine = SimpleNamespace(
         vocab_size=64,
         hidden_size=32,

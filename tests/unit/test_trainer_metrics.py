@@ -184,4 +184,4 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
 def _export_reference(stage, spec, directory: Path, backend: MegatronBackend) -> None:  # type: ignore[no-untyped-def]
     from pa_npu.backends.megatron.weights.hf_directory import export_hf
 
-    export_hf(stage.frozen["reference"], spec, directory)
+    export_hf(stage.frozen["reference"], spec, directory, backend.place)

@@ -36,9 +36,10 @@ from pa_npu.backends.megatron.statistics import (
     trained_responses,
     update_report,
 )
-from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
+from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.backends.megatron.weights.hf_directory import export_hf
-from pa_npu.backends.protocol import MicrobatchSource, ProbeResult, Ranks, TrainedResponse, Update
+from pa_npu.backends.protocol import MicrobatchSource, ProbeResult, TrainedResponse, Update
+from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
 from pa_npu.errors import InvariantViolation
@@ -99,8 +100,8 @@ class MegatronBackend:
         platform.take_memory_peak()  # what loading took is no iteration's
 
     @property
-    def ranks(self) -> Ranks:
-        return parallel.ranks()
+    def place(self) -> Place:
+        return parallel.place()
 
     @property
     def software(self) -> str:
@@ -112,7 +113,7 @@ class MegatronBackend:
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
-        return parallel.tensor_group() if self.ranks.tensor_size > 1 else None
+        return parallel.tensor_group() if self.place.mesh.tensor > 1 else None
 
     @property
     def replica_links(self) -> ReplicaLinks | None:
@@ -123,13 +124,13 @@ class MegatronBackend:
         return self._gate
 
     def published_weights(self, bucket_bytes: int, *, late: bool = False) -> StageTensors | None:
-        position = Position.from_megatron()
-        if late and position.tp_size > 1:  # on all ranks: making a group is collective
-            position = replace(position, tp_group=parallel.side_tensor_group())
-        if position.replica != 0:
+        place, group = self.place, self.tensor_group
+        if late and group is not None:  # on all ranks: making a group is collective
+            group = parallel.side_tensor_group()
+        if not place.sends:
             return None
         model = self._stage.published_version() if late else self._stage.policy
-        return StageTensors(model, self._spec, position, bucket_bytes)
+        return StageTensors(model, self._spec, place, bucket_bytes, group)
 
     def attach(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -238,7 +239,7 @@ class MegatronBackend:
         return meta.version
 
     def export(self, directory: Path) -> None:
-        export_hf(self._stage.policy, self._spec, directory)
+        export_hf(self._stage.policy, self._spec, directory, self.place, self.tensor_group)
 
     def close(self) -> None:
         parallel.shutdown_parallel()

@@ -1,11 +1,9 @@
 """This rank's place among the trainer ranks: process group, Megatron's parallel state and RNG tracker, and who is who.
 
-    initialise_parallel(config, platform, store, rank, world_size, local_index=0) -> Ranks
-                        (patches.prepare() must have run before this module is imported)
-    ranks() -> Ranks    (afterwards, anywhere)
-    shutdown_parallel()
-
-Rank order is Megatron's default: tensor parallel varies fastest, then data parallel, then pipeline.
+initialise_parallel(config, platform, store, rank, world_size, local_index=0) -> Place
+                    (patches.prepare() must have run before this module is imported)
+place() -> Place    (afterwards, anywhere)
+shutdown_parallel()
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from pa_npu.backends.protocol import Ranks
+from pa_npu.config.mesh import Mesh, Place
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.platform.base import Platform
@@ -26,7 +24,7 @@ from pa_npu.samples.replica_feed import ReplicaLinks
 
 def initialise_parallel(
     config: Config, platform: Platform, store: dist.Store, rank: int, world_size: int, local_index: int = 0
-) -> Ranks:
+) -> Place:
     """Join all trainer ranks on `store` (give it a PrefixStore of its own) and build Megatron's groups. A collective.
 
     local_index: this process's device among its visible ones.
@@ -53,7 +51,7 @@ def initialise_parallel(
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
-    return ranks()
+    return place()
 
 
 def shutdown_parallel() -> None:
@@ -63,18 +61,16 @@ def shutdown_parallel() -> None:
         dist.destroy_process_group()
 
 
-def ranks() -> Ranks:
+def place() -> Place:
     """This rank's place; `initialise_parallel` must have run."""
-    return Ranks(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        data_rank=parallel_state.get_data_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
+    mesh = Mesh(
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        data=parallel_state.get_data_parallel_world_size(),
+        context=parallel_state.get_context_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_world_size(),
     )
+    return mesh.place(dist.get_rank())
 
 
 def tensor_group() -> dist.ProcessGroup:
@@ -84,12 +80,8 @@ def tensor_group() -> dist.ProcessGroup:
 
 def side_tensor_group() -> dist.ProcessGroup:
     """The ranks of `tensor_group` again, for a thread whose collectives must not mix with training's. A collective of all."""
-    here = ranks()
-    groups = [
-        dist.new_group(list(range(first, first + here.tensor_size)))
-        for first in range(0, here.world_size, here.tensor_size)
-    ]
-    return groups[here.rank // here.tensor_size]
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in place().mesh.groups("tensor")}
+    return groups[place().group("tensor")]
 
 
 def replica_links(platform: Platform, device: torch.device, timeout_s: float) -> ReplicaLinks | None:
@@ -97,29 +89,23 @@ def replica_links(platform: Platform, device: torch.device, timeout_s: float) ->
 
     timeout_s: of the groups' collectives.
     """
-    here = ranks()
-    size = here.tensor_size * here.pipeline_size
-    if size == 1:
+    here, mesh = place(), place().mesh
+    if mesh.replica_size == 1:
         return None
     timeout = datetime.timedelta(seconds=platform.group_timeout_s(timeout_s))
     found: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup | None]] = {}
-    for replica in range(here.data_size):
-        members = [
-            tensor + here.tensor_size * (replica + here.data_size * stage)
-            for stage in range(here.pipeline_size)
-            for tensor in range(here.tensor_size)
-        ]
-        with_loss = [members[0], *members[-here.tensor_size :]]
-        group = dist.new_group(members, timeout=timeout)
-        loss = dist.new_group(with_loss, timeout=timeout) if here.pipeline_size > 1 else None
+    for replica in range(mesh.data):
+        with_loss = mesh.loss_ranks(replica)
+        group = dist.new_group(list(mesh.replica(replica)), timeout=timeout)
+        loss = dist.new_group(list(with_loss), timeout=timeout) if mesh.pipeline > 1 else None
         found[replica] = group, loss if here.rank in with_loss else None
-    group, loss = found[here.data_rank]
+    group, loss = found[here.replica]
     # communicators come into being with their first collective: here, in one order on all ranks, not beside training's first ones
     for made in (group, loss):
         if made is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=made)
-    tensor_ranks = tensor_group() if here.tensor_size > 1 else None
-    return ReplicaLinks(group, loss, tensor_ranks, here.pipeline_size, platform.detached_stream)
+    tensor_ranks = tensor_group() if mesh.tensor > 1 else None
+    return ReplicaLinks(group, loss, tensor_ranks, mesh, platform.detached_stream)
 
 
 def pipeline_group() -> dist.ProcessGroup:

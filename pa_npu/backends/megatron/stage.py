@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -34,6 +33,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pa_npu.attention import PrefixLayout
+from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.devices import device_of
 from pa_npu.backends.megatron.gpt import GPT
 from pa_npu.backends.megatron.layers import AttentionContext
@@ -299,7 +299,7 @@ def data_parallel(stage: TriModel, *, distributed_optimizer: bool, bucket_mib: f
     bucket_mib: with several replicas, begin to reduce each bucket of this size inside the backward that runs outside of no_sync,
     which the schedule must make the last one; 0: all at once after it. Stages behind the first have one bucket (Megatron's rule).
     """
-    overlaps = bucket_mib > 0 and parallel_state.get_data_parallel_world_size() > 1
+    overlaps = bucket_mib > 0 and parallel.place().mesh.data > 1
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed_optimizer,
         grad_reduce_in_fp32=True,

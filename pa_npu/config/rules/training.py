@@ -10,18 +10,18 @@ from pa_npu.config.tree import ConfigTree
 def broken_shards(c: ConfigTree) -> Iterator[str]:
     """Devices that no number of replicas uses up."""
     t = c.trainer
-    shard = t.tensor_parallel * t.pipeline_parallel
-    if t.devices % shard:
+    replica = c.mesh.replica_size
+    if c.mesh.size != t.devices:
         yield (
-            f"trainer.devices: {t.devices} is not a multiple of tensor_parallel x pipeline_parallel = {shard}; "
-            f"set trainer.devices to a multiple of {shard}"
+            f"trainer.devices: {t.devices} is not a multiple of tensor_parallel x pipeline_parallel = {replica}; "
+            f"set trainer.devices to a multiple of {replica}"
         )
 
 
 def broken_training(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
     t, s = c.trainer, c.schedule
-    if s.prompts_per_iteration % c.data_parallel:
+    if not c.mesh.shares(s.prompts_per_iteration):
         yield (
             f"schedule.prompts_per_iteration: {s.prompts_per_iteration} groups cannot be divided evenly among "
             f"{c.data_parallel} replicas; set it to a multiple of {c.data_parallel}"

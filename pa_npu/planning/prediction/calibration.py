@@ -281,8 +281,7 @@ def _error(predicted: Array, seconds: Array) -> float:
 def _fit_trainer(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> tuple[TrainerCost, float]:
     config = run.config
     prior = typical_trainer(config, spec, typical)
-    ranks = config.trainer.tensor_parallel * config.trainer.pipeline_parallel
-    per_replica = passes(config) / ranks
+    per_replica = passes(config) / config.mesh.replica_size
     work = GroupWork(spec, config)
     operations = {id(seen): _operations(seen, work) for seen in run.complete}
     pieces = [

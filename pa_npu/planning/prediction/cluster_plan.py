@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
@@ -162,7 +163,7 @@ def _divisions(basis: Basis, devices: int) -> Iterator[tuple[float, Config]]:
     for for_trainers in shares:
         for stages in _STAGES:
             for tensor in _SIZES:
-                if for_trainers % (tensor * stages):
+                if Mesh.of(for_trainers, tensor, stages).size != for_trainers:
                     continue
                 config = _fitting(basis, devices, for_trainers, tensor, stages)
                 if config is not None:
@@ -193,8 +194,7 @@ def _fitting(basis: Basis, devices: int, for_trainers: int, tensor: int, stages:
 def _config(
     basis: Basis, engines: int, shards: int, for_trainers: int, tensor: int, stages: int, devices: int
 ) -> Config | None:
-    replicas = for_trainers // (tensor * stages)
-    unit = replicas * basis.base.schedule.updates_per_iteration
+    unit = Mesh.of(for_trainers, tensor, stages).data * basis.base.schedule.updates_per_iteration
     wanted = basis.base.schedule.prompts_per_iteration
     if basis.groups_per_device is not None:
         wanted = max(1, round(basis.groups_per_device * devices))
@@ -280,12 +280,12 @@ def _sides_s(basis: Basis, config: Config) -> tuple[float, float]:
 
 def _colocated_s(basis: Basis, config: Config, devices: int) -> float:
     """All devices generate, then all train: the sum, the step and the border; moving weights in and out of memory is left out."""
-    shards, replica = config.rollout.tensor_parallel, config.trainer.tensor_parallel * config.trainer.pipeline_parallel
+    mesh = Mesh.of(devices, config.mesh.tensor, config.mesh.pipeline)
     changes = {
-        "rollout": {"engines": max(1, devices // shards)},
-        "trainer": {"devices": max(1, devices // replica) * replica},
+        "rollout": {"engines": max(1, devices // config.rollout.tensor_parallel)},
+        "trainer": {"devices": mesh.size},
     }
-    unit = max(1, devices // replica) * config.schedule.updates_per_iteration
+    unit = mesh.data * config.schedule.updates_per_iteration
     groups = config.schedule.prompts_per_iteration
     whole = max(1, round(groups / unit)) * unit
     together = _changed(config, {**changes, "schedule": {"prompts_per_iteration": whole}})

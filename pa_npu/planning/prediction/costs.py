@@ -110,7 +110,7 @@ class TrainerCost:
 def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost:
     """Of trainers on such devices."""
     trainer, element = config.trainer, _BYTES[config.model.dtype]
-    ranks, replicas = trainer.tensor_parallel * trainer.pipeline_parallel, config.data_parallel
+    ranks, replicas = config.mesh.replica_size, config.mesh.data
     parameters = spec.num_parameters / ranks
     reduced_s = 2.0 * (replicas - 1) / replicas * 4 * parameters / typical.wire_bytes
     shards = replicas if trainer.distributed_optimizer else 1
@@ -135,7 +135,7 @@ class GroupSeconds:
         self._work = GroupWork(spec, config)
         self._pieces = config.microbatches_per_group
         self._microbatch_s = cost.microbatch_s * passes(config)
-        self._operation_s = cost.operation_s * passes(config) / (trainer.tensor_parallel * trainer.pipeline_parallel)
+        self._operation_s = cost.operation_s * passes(config) / config.mesh.replica_size
         shards, element = trainer.tensor_parallel, _BYTES[config.model.dtype]
         # two reductions of the hidden states forward and two backward in each layer
         reduced = 4 * spec.num_layers * 2.0 * (shards - 1) / shards * spec.hidden_size * element

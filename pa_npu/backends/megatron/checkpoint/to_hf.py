@@ -41,11 +41,11 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None) 
     from pa_npu.backends.megatron.stage import build_stage
     from pa_npu.backends.megatron.weights.hf_directory import export_hf
 
-    initialise_parallel(config, platform, dist.HashStore(), rank=0, world_size=1)
+    place = initialise_parallel(config, platform, dist.HashStore(), rank=0, world_size=1)
     try:
         stage = build_stage(spec, config, platform)
         load_policy_only(stage, checkpoint)
-        export_hf(stage.policy, spec, output)
+        export_hf(stage.policy, spec, output, place)
     finally:
         shutdown_parallel()
 

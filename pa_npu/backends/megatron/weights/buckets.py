@@ -22,40 +22,11 @@ from pa_npu.backends.megatron.weights.hf_map import (
     stage_tensors,
     standard_parameters,
 )
+from pa_npu.config.mesh import Place
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.model_rules import check_tensor_division
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a trainer rank stands. The TP leader (tp_rank 0) of a stage in replica 0 speaks for it."""
-
-    tp_rank: int = 0
-    tp_size: int = 1
-    stage: int = 0
-    num_stages: int = 1
-    replica: int = 0
-    tp_group: dist.ProcessGroup | None = None
-
-    @property
-    def is_leader(self) -> bool:
-        return self.tp_rank == 0 and self.replica == 0
-
-    @classmethod
-    def from_megatron(cls) -> Position:
-        """This rank's position in Megatron's current model-parallel groups."""
-        from megatron.core import parallel_state
-
-        return cls(
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-            stage=parallel_state.get_pipeline_model_parallel_rank(),
-            num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
-            replica=parallel_state.get_data_parallel_rank(),
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-        )
 
 
 @dataclass(frozen=True)
@@ -78,17 +49,27 @@ class Gather:
 class StageTensors:
     """The plan and the data of one stage. All TP ranks build the same plan from the same parameters."""
 
-    def __init__(self, module: torch.nn.Module, spec: ModelSpec, position: Position, bucket_bytes: int) -> None:
-        check_tensor_division(spec, position.tp_size)
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        spec: ModelSpec,
+        place: Place,
+        bucket_bytes: int,
+        tensor_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """tensor_group: the ranks of place.group("tensor"), None where that is one."""
+        self._tensor_size = place.mesh.tensor
+        check_tensor_division(spec, self._tensor_size)
         self._spec = spec
-        self._position = position
+        self._place = place
+        self._tensor_group = tensor_group
         self._parameters = standard_parameters(module)
         self._tensors = stage_tensors(self._parameters, spec, first_layer(module))
         self._plan = plan_buckets(
-            [(tensor, self._dtype(tensor)) for tensor in self._tensors], position.tp_size, bucket_bytes
+            [(tensor, self._dtype(tensor)) for tensor in self._tensors], self._tensor_size, bucket_bytes
         )
         self.manifest = Manifest(
-            stage=position.stage,
+            stage=place.stage,
             model={
                 "vocab_size": spec.vocab_size,
                 "hidden_size": spec.hidden_size,
@@ -102,7 +83,7 @@ class StageTensors:
             buckets=tuple(
                 Bucket(
                     str(self._dtype(pieces[0].tensor)).removeprefix("torch."),
-                    tuple(segment for piece in pieces for segment in piece_segments(piece, position.tp_size)),
+                    tuple(segment for piece in pieces for segment in piece_segments(piece, self._tensor_size)),
                 )
                 for pieces in self._plan
             ),
@@ -110,7 +91,7 @@ class StageTensors:
 
     @property
     def is_leader(self) -> bool:
-        return self._position.is_leader
+        return self._place.publishes
 
     def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
         """The stage's buckets in order: a flat tensor on the TP leader, None on its peers. Collective over TP.
@@ -126,7 +107,7 @@ class StageTensors:
                 upcoming = self._start_gather(self._plan[index + 1])
             gathered = self._finish_gather(gather, deadline, index)
             key = (index % 2, bucket.torch_dtype)
-            if self._position.tp_rank != 0:
+            if not self._place.is_tensor_leader:
                 yield None
                 continue
             if (run := self._contiguous(pieces, gathered)) is not None:
@@ -147,7 +128,7 @@ class StageTensors:
         """This rank's rows of a piece as a view (or, for a part of an interleaved tensor, a copy) [..., columns]."""
         tensor = piece.tensor
         view = part_view(self._parameters[tensor.parameter].detach(), tensor.part, self._spec)
-        shape = tensor.local_shape(self._position.tp_size)
+        shape = tensor.local_shape(self._tensor_size)
         if (piece.start, piece.stop) == (0, shape[0]):
             return view
         return view.reshape(shape)[piece.start : piece.stop]
@@ -159,25 +140,25 @@ class StageTensors:
         One broadcast per peer, all at once: as much traffic as an all-gather, but gloo's all-gather copies everything
         twice more (a tenth of the broadcast's speed), and HCCL has no gather to one rank.
         """
-        size = self._position.tp_size
+        size = self._tensor_size
         rows = [self._rows(piece) for piece in pieces if piece.tensor.shard_dim is not None]
         if size == 1 or not rows:
             return None
         shards = rows[0].new_empty(size, sum(row.numel() for row in rows))
-        packed, offset = shards[self._position.tp_rank], 0
+        packed, offset = shards[self._place.tensor], 0
         for row in rows:
             packed[offset : offset + row.numel()].view(row.shape).copy_(row)
             offset += row.numel()
-        group = self._position.tp_group
-        return Gather(shards, [transport.broadcast(group, shards[rank], root=rank) for rank in range(1, size)])
+        group, peers = self._tensor_group, range(1, size)
+        return Gather(shards, [transport.broadcast(group, shards[rank], root=rank) for rank in peers])
 
     def _finish_gather(self, gather: Gather | None, deadline: transport.Deadline, index: int) -> torch.Tensor | None:
         if gather is None:
             return None
         for rank, work in enumerate(gather.works, start=1):
             where = (
-                f"gathering weights over TP in stage {self._position.stage}, bucket {index + 1} of {len(self._plan)} "
-                f"({self.manifest.buckets[index].summary}): rank {self._position.tp_rank} of {self._position.tp_size} "
+                f"gathering weights over TP in stage {self._place.stage}, bucket {index + 1} of {len(self._plan)} "
+                f"({self.manifest.buckets[index].summary}): rank {self._place.tensor} of {self._tensor_size} "
                 f"waits for the shard of rank {rank}"
             )
             remedy = "look at the logs of the ranks of this tensor-parallel group for the one that stopped"
@@ -196,7 +177,7 @@ class StageTensors:
     @torch.no_grad()
     def _fill(self, target: torch.Tensor, pieces: list[Piece], gathered: torch.Tensor | None) -> None:
         """Lay the pieces out as the manifest's segments say."""
-        size, offset, column = self._position.tp_size, 0, 0
+        size, offset, column = self._tensor_size, 0, 0
         for piece in pieces:
             tensor = piece.tensor
             if size == 1 or tensor.shard_dim is None:

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from pa_npu.backends.megatron.weights.buckets import Position, StageTensors
+from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.backends.megatron.weights.hf_map import standard_parameters
+from pa_npu.config.mesh import Place
 from pa_npu.errors import ExportError
 from pa_npu.families.model_directory import INDEX_FILE, SINGLE_FILE
 from pa_npu.families.spec import ModelSpec
@@ -47,10 +48,11 @@ def export_hf(
     module: torch.nn.Module,
     spec: ModelSpec,
     directory: str | Path,
+    place: Place,
+    tensor_group: dist.ProcessGroup | None = None,
     *,
     max_file_bytes: int = 2 * 2**30,
     timeout_s: float = 1800.0,
-    position: Position | None = None,
 ) -> None:
     """Write the stage in `module` (one GPT stage, wrappers are fine) as its share of the HF directory `directory`.
 
@@ -58,32 +60,30 @@ def export_hf(
     config.json then names. A leader holds at most max_file_bytes (or one tensor, if that is larger) in host memory.
     Raises ExportError on every rank when any rank fails.
     """
-    position = position or Position.from_megatron()
     target = Path(directory)
     temporary = target.with_name(target.name + ".tmp")
-    rank = dist.get_rank() if dist.is_initialized() else 0
     device = next(module.parameters()).device
 
     def prepare() -> None:
-        if rank == 0:
+        if place.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
 
     def write() -> None:
-        if position.replica != 0:
+        if not place.sends:
             return
-        tensors = StageTensors(module, spec, position, _BUCKET_BYTES)
+        tensors = StageTensors(module, spec, place, _BUCKET_BYTES, tensor_group)
         buckets = tensors.buckets(transport.Deadline(timeout_s))
         try:
-            if position.is_leader:
-                _write_stage(tensors.manifest, buckets, temporary, position.stage, max_file_bytes)
+            if place.publishes:
+                _write_stage(tensors.manifest, buckets, temporary, place.stage, max_file_bytes)
         finally:
             # also when the leader cannot write: its TP peers gather with it to the end
             for _ in buckets:
                 pass
 
     def finish() -> None:
-        if rank == 0:
+        if place.rank == 0:
             _number_files(temporary, spec)
             _copy_rest(Path(spec.path), temporary, next(iter(standard_parameters(module).values())).dtype)
             _take_name(temporary, target)

@@ -32,6 +32,7 @@ from typing import Literal
 
 import torch
 
+from pa_npu.config.mesh import Place
 from pa_npu.errors import DataError
 from pa_npu.families.dense import LayerRole, OuterRole
 from pa_npu.families.hf_checkpoint import HfCheckpoint
@@ -180,20 +181,18 @@ def first_layer(module: torch.nn.Module) -> int:
 
 
 @torch.no_grad()
-def load_hf(
-    module: torch.nn.Module, spec: ModelSpec, *, tp_rank: int | None = None, tp_size: int | None = None
-) -> None:
+def load_hf(module: torch.nn.Module, spec: ModelSpec, place: Place | None = None) -> None:
     """Load a stage's parameters from the HF directory `spec.path`, reading only this rank's slices.
 
-    TP rank and size are Megatron's current ones unless given. Values are cast to the parameters' type. Raises DataError
+    place: this rank's, Megatron's current one unless given. Values are cast to the parameters' type. Raises DataError
     when the checkpoint lacks a tensor, has one of another shape, or has one the model does not know (it would be
     ignored silently).
     """
-    if tp_rank is None or tp_size is None:
-        from megatron.core import parallel_state
+    if place is None:
+        from pa_npu.backends.megatron import parallel
 
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        tp_size = parallel_state.get_tensor_model_parallel_world_size()
+        place = parallel.place()
+    tp_rank, tp_size = place.tensor, place.mesh.tensor
     check_tensor_division(spec, tp_size)
     offset = first_layer(module)
     with HfCheckpoint(spec.path) as checkpoint:

@@ -1,0 +1,187 @@
+"""Mesh: how trainer ranks are laid out, and all arithmetic on ranks. Sizes, groups, who leads, publishes, reads: asked here.
+
+    config.mesh                                  the mesh that section trainer describes
+    mesh.place(rank), mesh.at(tensor=1, data=2)  one rank's Place: its coordinates, its groups, its duties
+    mesh.groups("tensor")                        every group of ranks along an axis, or several
+    mesh.slot_of(number), mesh.number_of(...)    which replica reads which group of an iteration, where they take turns
+
+Rank order is Megatron's tp-cp-ep-dp-pp: tensor varies fastest, then context, data, pipeline. A replica is one value of data, a
+stage one value of pipeline. Experts divide the ranks of a stage another way: expert_tensor fastest, then expert, then
+expert_data, so that tensor x context x data = expert_tensor x expert x expert_data.
+
+A mesh is plain data: a backend looks up its process group for an axis. It stands below all rooms because the rules of the
+configuration ask it too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Axis = Literal["tensor", "context", "data", "pipeline", "expert_tensor", "expert", "expert_data"]
+
+_DENSE: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
+_EXPERTS: tuple[Axis, ...] = ("expert_tensor", "expert", "expert_data", "pipeline")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks along each axis. experts_tensor: ranks that share one expert, None: as `tensor`. Raises ValueError where experts do not
+    divide a stage."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    experts_tensor: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage_size % (self.expert_tensor * self.expert):
+            raise ValueError(
+                f"expert: {self.expert} x {self.expert_tensor} ranks do not divide the {self.stage_size} ranks of a stage "
+                f"(tensor x context x data); set it to a divisor"
+            )
+
+    @classmethod
+    def of(cls, devices: int, tensor: int, pipeline: int) -> Mesh:
+        """The mesh of as many whole replicas as `devices` hold, at least one; its `size` is `devices` where that works out."""
+        return cls(tensor, pipeline, max(1, devices // (tensor * pipeline)))
+
+    @property
+    def expert_tensor(self) -> int:
+        return self.tensor if self.experts_tensor is None else self.experts_tensor
+
+    @property
+    def expert_data(self) -> int:
+        return self.stage_size // (self.expert_tensor * self.expert)
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.stage_size * self.pipeline
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage, over all replicas."""
+        return self.tensor * self.context * self.data
+
+    def place(self, rank: int) -> Place:
+        """Raises ValueError for a rank that is not on the mesh."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank: {rank} is not one of the {self.size} ranks of {self}")
+        return Place(self, rank)
+
+    def at(self, **coordinates: int) -> Place:
+        """The rank with these of the coordinates tensor, context, data and pipeline; others are 0."""
+        return self.place(sum(self._stride(axis) * coordinates.get(axis, 0) for axis in _DENSE))
+
+    def groups(self, *axes: Axis) -> list[tuple[int, ...]]:
+        """All groups of ranks that differ along `axes` alone, by their first ranks; ranks of a group rise."""
+        return list(dict.fromkeys(self.place(rank).group(*axes) for rank in range(self.size)))
+
+    def replica(self, number: int) -> tuple[int, ...]:
+        """The ranks of a replica, stage after stage. The first one reads its groups for all."""
+        return self.at(data=number).group("tensor", "context", "pipeline")
+
+    def loss_ranks(self, replica: int) -> tuple[int, ...]:
+        """The ranks of a replica that need what only the loss reads: its reader, and the last stage's."""
+        reader, *others = self.replica(replica)
+        return reader, *(rank for rank in others if self.place(rank).is_last_stage)
+
+    def senders(self) -> tuple[int, ...]:
+        """Ranks whose weights together are the policy: replica 0's without its context copies, and each expert once."""
+        return tuple(rank for rank in range(self.size) if self.place(rank).sends)
+
+    def slot_of(self, number: int) -> tuple[int, int]:
+        """(replica, slot) of an iteration's group `number`, where replicas take turns."""
+        slot, replica = divmod(number, self.data)
+        return replica, slot
+
+    def number_of(self, replica: int, slot: int) -> int:
+        """The group that `slot_of` puts there."""
+        return slot * self.data + replica
+
+    def per_replica(self, groups: int) -> int:
+        """How many of `groups` each replica reads."""
+        return groups // self.data
+
+    def shares(self, groups: int) -> bool:
+        """Whether `groups` can be shared equally among replicas."""
+        return groups % self.data == 0
+
+    def _stride(self, axis: Axis) -> int:
+        layout = _DENSE if axis in _DENSE else _EXPERTS
+        return math.prod(getattr(self, before) for before in layout[: layout.index(axis)])
+
+
+LONE_RANK = Mesh()
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's place on a mesh."""
+
+    mesh: Mesh
+    rank: int
+
+    def coordinate(self, axis: Axis) -> int:
+        size: int = getattr(self.mesh, axis)
+        return self.rank // self.mesh._stride(axis) % size
+
+    @property
+    def tensor(self) -> int:
+        return self.coordinate("tensor")
+
+    @property
+    def stage(self) -> int:
+        return self.coordinate("pipeline")
+
+    @property
+    def replica(self) -> int:
+        return self.coordinate("data")
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it holds the LM head and computes the loss."""
+        return self.stage == self.mesh.pipeline - 1
+
+    @property
+    def is_tensor_leader(self) -> bool:
+        """Whether it speaks for its tensor-parallel group."""
+        return self.tensor == 0
+
+    @property
+    def publishes(self) -> bool:
+        """Whether it announces and sends its stage's weights: one rank per stage."""
+        return self.coordinate("tensor") == self.coordinate("context") == self.coordinate("data") == 0
+
+    @property
+    def sends(self) -> bool:
+        """Whether its weights are part of what is published: others hold copies."""
+        dense = self.coordinate("context") == self.coordinate("data") == 0
+        return dense or (self.mesh.expert > 1 and self.coordinate("expert_data") == 0)
+
+    def group(self, *axes: Axis) -> tuple[int, ...]:
+        """Ranks that differ from this one along `axes` alone, itself among them, rising; the first leads.
+
+        Raises ValueError for axes of which some divide a stage for experts and some otherwise.
+        """
+        layout = next((layout for layout in (_DENSE, _EXPERTS) if set(axes) <= set(layout)), None)
+        if layout is None:
+            raise ValueError(
+                f"axes: {', '.join(axes)} divide a stage in different ways; take those of {_DENSE} or {_EXPERTS}"
+            )
+        strides = [self.mesh._stride(axis) for axis in layout]
+        choices = [range(getattr(self.mesh, axis)) if axis in axes else (self.coordinate(axis),) for axis in layout]
+        return tuple(
+            sum(stride * index for stride, index in zip(strides, reversed(chosen), strict=True))
+            for chosen in itertools.product(*reversed(choices))
+        )
