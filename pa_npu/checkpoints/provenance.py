@@ -52,7 +52,7 @@ CHANGES: dict[str, Change] = {
             "prefix_caching batch_invariant expandable_segments too_long extra_args env",
             "environment": "timeout_s",
             "reward": "timeout_s max_failing_share judge.url judge.on_failure code.memory_mib code.files_mib code.output_kib "
-            "code.processes code.timeout_s code.isolation",
+            "code.processes code.timeout_s code.require",
             "trainer": "devices tensor_parallel pipeline_parallel sequence_parallel recompute frozen_pass gradient_bucket_mib",
             "microbatch": "responses max_tokens pad_to_multiple_of",
             "attention": "shared_prompt implementation",

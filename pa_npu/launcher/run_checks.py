@@ -137,7 +137,7 @@ def check_surroundings(
         if loaded:
             sample = loaded[0][0]
             findings.counts += first_prompt_lines(sample, tokenizer)
-    check_rewards(config, sample, ask_judge=not forgive)
+    findings.counts += check_rewards(config, sample, ask_judge=not forgive)
     check_algorithm(config.algorithm)
     engine_kind(config.rollout.backend).check_keys(config)
     backend_module(config.trainer.backend)
@@ -294,8 +294,10 @@ def check_held_out(name: str, tokenizer: Any, config: Config) -> PromptSet:
     return load_prompts(config.evaluation_sets[name], tokenizer, config.data, config.key_of_set(name))
 
 
-def check_rewards(config: Config, sample: Prompt | None, ask_judge: bool = True) -> None:
+def check_rewards(config: Config, sample: Prompt | None, ask_judge: bool = True) -> list[str]:
     """Every reward function can be built, tried in a worker as the run will use it: user code may do anything.
+
+    Returns the lines that the run begins with.
 
     sample: a prompt of the dataset, for which they are called once. ask_judge: also the judge (reward.judge), over the network.
     """
@@ -303,7 +305,7 @@ def check_rewards(config: Config, sample: Prompt | None, ask_judge: bool = True)
 
     size = config.rollout.responses_per_prompt
     group = sample_group(sample.text, sample.answer, sample.row, size) if sample else None
-    check_reward_functions(config, group, ask_judge)
+    return check_reward_functions(config, group, ask_judge)
 
 
 def check_attached(config: Config) -> None:

@@ -1,6 +1,6 @@
 """Runs a response's program inside a cell: as a script, or with assertions and calls after it. Imports the standard library alone.
 
-    python -I code_harness.py PROGRAM KIND PACKAGES      KIND: script or tests; PACKAGES: a directory that may be there
+    python -I code_harness.py PROGRAM KIND PACKAGES      KIND: script or tests; PACKAGES: directories to import from
     stdin   a script's own; else {"mark", "tests": [[given, name], ...]}
 
 Assertions and calls answer in one line each on standard output, begun with a mark that the program is not told:
@@ -22,8 +22,7 @@ _SOURCE = "<program>"
 
 def main() -> None:
     program, kind, packages = sys.argv[1:4]
-    if os.path.isdir(packages):
-        sys.path.append(packages)
+    sys.path += packages.split(os.pathsep)
     with open(program, encoding="utf-8") as file:
         code = compile(file.read(), _SOURCE, "exec")
     sys.argv = [_SOURCE]

@@ -39,7 +39,7 @@ class CodeReward:
             files_bytes=config.files_mib << 20,
             output_bytes=config.output_kib << 10,
             processes=config.processes,
-            required=config.isolation == "required",
+            require=config.require,
         )
 
     async def __call__(self, group: RewardInput) -> list[float | None]:
@@ -58,9 +58,10 @@ class CodeReward:
                 task.cancel()
         return [known[program].result() if program else 0.0 for program in programs]
 
-    async def check(self) -> None:
-        """Raises SandboxFailed where no program can be run here."""
-        await self._run(next(self._groups), "print('ready')", [CodeTest("stdin", "", "ready")])
+    async def check(self) -> str:
+        """How programs are isolated, in words. Raises SandboxFailed where they cannot be run here, or less isolated than wanted."""
+        outcome = await run(["-c", ""], b"", self._limits, {})
+        return outcome.isolation
 
     async def _score(self, group: int, program: str, tests: Sequence[CodeTest]) -> float | None:
         """Tests by standard input are a cell each, all others one together, so that a program loads once for them."""
@@ -85,7 +86,7 @@ class CodeReward:
             kind, stdin = "script", str(batch[0].given)
         else:
             kind, stdin = "tests", json.dumps({"mark": mark, "tests": [[test.given, test.name] for test in batch]})
-        arguments = ["{files}/harness.py", "{files}/program.py", kind, "{files}/site-packages"]
+        arguments = ["{files}/harness.py", "{files}/program.py", kind, "{packages}"]
         files = {"harness.py": self._harness, "program.py": program}
         for attempt in range(_ATTEMPTS):
             try:

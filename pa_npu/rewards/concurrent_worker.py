@@ -2,7 +2,7 @@
 
     stdin   {"functions": [FunctionSpec's fields, ...], "timeout_s", "trial"}       first line
             {"id", "group": RewardInput's fields}                                   one line per group
-    stdout  {"ready": [label, ...]} or {"unusable": reason}                         first line
+    stdout  {"ready": [label, ...], "isolation"} or {"unusable": reason}            first line; how the sandbox isolates, in a trial
             {"id", "rewards": {label: [G numbers or null]}, "errors": {label: reason}, "fatal": reason | null}   in any order
             {"alive": true}                                                         every second, while the loop turns
 
@@ -57,6 +57,7 @@ class _Worker:
     async def run(self, requests: Any) -> int:
         first = json.loads(requests.readline())
         self._timeout_s = first["timeout_s"]
+        isolation = ""
         try:
             for spec in (FunctionSpec(**fields) for fields in first["functions"]):
                 built = build_concurrent(spec) if spec.name in CONCURRENT else build_function(spec)
@@ -64,12 +65,13 @@ class _Worker:
                     self._functions.append((spec, built))
             for spec, function in self._functions:
                 if first["trial"] and spec.name == "code":
-                    await function.check()
+                    isolation = await function.check()
         except UserError as error:
             return self._refuse(str(error))
         except PaNpuError as error:
-            return self._refuse(f"reward.code: {error}")
-        self._reply({"ready": [spec.label for spec, _ in self._functions]})
+            said = str(error)
+            return self._refuse(said if said.startswith("reward.code") else f"reward.code: {said}")
+        self._reply({"ready": [spec.label for spec, _ in self._functions], "isolation": isolation})
         lines: asyncio.Queue[bytes | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 

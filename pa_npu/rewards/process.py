@@ -108,11 +108,11 @@ class WorkerProcess:
         return f"exit code {returncode}" if returncode >= 0 else signal.Signals(-returncode).name
 
 
-def check_reward_functions(config: Config, sample: RewardInput | None = None, ask_judge: bool = True) -> None:
+def check_reward_functions(config: Config, sample: RewardInput | None = None, ask_judge: bool = True) -> list[str]:
     """Loads the reward functions as the workers will, and rewards one group with the user's, the judge and the sandbox.
 
-    Call it before a run. sample: a group of the dataset; None only loads them. ask_judge: False sends the judge nothing. Raises
-    UserError where one cannot be used.
+    Call it before a run; it returns the lines that the run begins with. sample: a group of the dataset; None only loads them.
+    ask_judge: False sends the judge nothing. Raises UserError where one cannot be used.
     """
     specs = function_specs(config.reward, config.run.dir)
     own = tuple(spec for spec in specs if ":" in spec.name)
@@ -134,7 +134,10 @@ def check_reward_functions(config: Config, sample: RewardInput | None = None, as
     )
     if waiting:
         line = concurrent_first_line(waiting, config.reward.timeout_s, trial=True)
-        _try(config, "pa_npu.rewards.concurrent_worker", line, waiting, sample)
+        ready = _try(config, "pa_npu.rewards.concurrent_worker", line, waiting, sample)
+        if ready["isolation"]:
+            return [f"reward.code: programs of responses run at isolation {ready['isolation']}"]
+    return []
 
 
 def _try(

@@ -1,18 +1,18 @@
-"""Runs a program that nobody has read: under limits, in an empty directory, without network, keys, or the run's files to write to.
+"""Runs a program that nobody has read: under limits, in an empty directory, without network, keys, or files but its own.
 
-Each run is a cell (sandbox_child.py). What isolates it depends on the system: with namespaces (as root, or where users may make
-them) there is no network, the file system is read-only but for a small one in memory, and processes end with the cell; without them
-the limits of the kernel alone hold (rlimits, the wall clock, the environment), which is said once.
+Each run is a cell (sandbox_child.py). What isolates it depends on the system and has a level: "namespaces" (by bubblewrap where an
+ordinary user has it, else by the cell itself), "files" (Landlock and a filter of system calls), or "limits" alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
-import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,23 +26,39 @@ from typing import Literal
 
 from pa_npu.errors import PaNpuError
 
-log = logging.getLogger(__name__)
-
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _GRACE_S = 5.0  # a killed cell is gone within milliseconds
 _SET_UP_S = 20.0  # for a cell to begin on a machine that is busy; not part of the program's time
-_FAILED, _REFUSED = 126, 125
 _READ_BYTES = 1 << 16
-_cells = itertools.count(os.getpid() * 1000 % 1_000_000_000)
-_said: set[str] = set()
+_FIRST_USER = 1_000_000_000  # ids that nobody has; one for each cell, because processes are counted by user
+_cells = itertools.count(os.getpid() * 1000 % _FIRST_USER)
+_BUBBLEWRAP_S = 10.0
+# Beside the interpreter and its packages: what they, and the programs that a program may start, are linked with.
+_SYSTEM = (
+    *(
+        "/bin",
+        "/sbin",
+        "/lib",
+        "/lib32",
+        "/lib64",
+        "/usr/bin",
+        "/usr/lib",
+        "/usr/lib32",
+        "/usr/lib64",
+        "/usr/share/zoneinfo",
+    ),
+    *("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"),
+)
+Level = Literal["limits", "files", "namespaces"]
+LEVELS: tuple[Level, ...] = ("limits", "files", "namespaces")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """wall_s: of the clock; cpu_s: whole seconds of processor time, of each process. memory_bytes: address space of each process.
+    """wall_s: of the clock; cpu_s: whole seconds of processor time, of each process. require: the least level of isolation.
 
-    files_bytes: of one file, and of all with namespaces. output_bytes: of standard output, and of errors. required: refuse to run
-    where the system grants no namespaces.
+    memory_bytes: address space of each process, and what all of them hold. files_bytes: of one file, and of all with namespaces.
+    output_bytes: of standard output, and of errors.
     """
 
     wall_s: float = 10.0
@@ -52,18 +68,22 @@ class Limits:
     output_bytes: int = 1 << 16
     processes: int = 32
     open_files: int = 64
-    required: bool = False
+    require: Level = "limits"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended. ended: by itself, at the wall clock, or because it wrote too much. code: 128 + n for signal n."""
+    """How a program ended. ended: by itself, at the wall clock, or because it wrote too much. code: 128 + n for signal n.
+
+    level: of its isolation; isolation: the same in words, with the reason where it is not the highest.
+    """
 
     ended: Literal["itself", "timeout", "output"]
     code: int | None
     stdout: bytes
     stderr: bytes
-    isolated: tuple[str, ...]
+    level: Level
+    isolation: str
 
 
 class SandboxFailed(PaNpuError):
@@ -73,40 +93,101 @@ class SandboxFailed(PaNpuError):
 async def run(arguments: Sequence[str], stdin: bytes, limits: Limits, files: Mapping[str, str]) -> Outcome:
     """This Python, isolated (-I), with these arguments, in an empty directory.
 
-    files: written before, to be read at the paths that begin with "{files}/" in the arguments; {files}/site-packages is this
-    environment's, where it is not found otherwise. Raises SandboxFailed where nothing could be run.
+    files: written before, to be read at the paths that begin with "{files}/" in the arguments; "{packages}" is where this
+    environment's packages are. Raises SandboxFailed where nothing could be run.
     """
     with tempfile.TemporaryDirectory(prefix="pa_npu-cell-") as parent:
-        directory, given = Path(parent) / "work", Path(parent) / "given"
-        directory.mkdir()
-        given.mkdir()
+        parent = os.path.realpath(parent)
+        directory, given, root = (Path(parent) / name for name in ("work", "given", "root"))
+        for path in (directory, given, root):
+            path.mkdir()
         for name, text in files.items():
             (given / name).write_text(text, encoding="utf-8", errors="replace")
         # another user's, where we are root
-        for path in (Path(parent), directory, given):
+        for path in (Path(parent), directory, given, root):
             path.chmod(0o755)
         directory.chmod(0o777)
-        # to root's programs, which run as a user that may not read what is root's, it is shown in another place
-        binds = []
-        if os.geteuid() == 0:
-            for name, source in (("python", sys.base_prefix), ("site-packages", sysconfig.get_path("purelib"))):
-                (given / name).mkdir()
-                binds.append((source, str(given / name)))
-        wanted = {
+        python, packages, shown = _shown()
+        words = {"{files}": str(given), "{packages}": os.pathsep.join(packages)}
+        wanted: dict[str, object] = {
             "directory": str(directory),
-            "cell": next(_cells) % 1_000_000_000,
+            "given": str(given),
+            "root": str(root),
+            "shown": shown,
+            "user": _unused_user(next(_cells) % _FIRST_USER),
+            "bubblewrap": _bubblewrap(),
+            "inside": False,
             "cpu_s": limits.cpu_s,
             "memory_bytes": limits.memory_bytes,
             "files_bytes": limits.files_bytes,
             "processes": limits.processes,
             "open_files": limits.open_files,
-            "required": limits.required,
-            "binds": binds,
-            "python": sys.executable,
-            "copied_python": str(given / "python" / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"),
-            "arguments": ["-I", *(part.replace("{files}", str(given)) for part in arguments)],
+            "require": limits.require,
+            "python": python,
+            "arguments": ["-I", *(_replaced(part, words) for part in arguments)],
         }
         return await _run(wanted, stdin, limits)
+
+
+def _replaced(text: str, words: Mapping[str, str]) -> str:
+    for word, value in words.items():
+        text = text.replace(word, value)
+    return text
+
+
+@functools.cache
+def _shown() -> tuple[str, list[str], list[str]]:
+    """(interpreter, directories of packages, what programs may see). The interpreter is the one below a virtual environment."""
+    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    packages = sorted({os.path.realpath(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")})
+    prefix = os.path.realpath(sys.base_prefix)
+    found = [*_SYSTEM, os.path.dirname(python), f"{prefix}/lib", f"{prefix}/lib64", *packages]
+    shown: list[str] = []
+    for path in filter(os.path.lexists, found):
+        if not any(path == other or path.startswith(f"{other}/") for other in shown if not os.path.islink(other)):
+            shown.append(path)
+    return python, packages, shown
+
+
+def _unused_user(cell: int) -> int | None:
+    """An id that no user of this machine has, or of this container, for root's programs; None where programs stay who they are."""
+    if os.geteuid() != 0:
+        return None
+    lines = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    first, count = max(((first, count) for first, _, count in lines), key=lambda found: found[1], default=(0, 1))
+    if first + count > 2 * _FIRST_USER:
+        return _FIRST_USER + cell
+    return first + count - 1 - cell % 1000 if count > 2000 else None
+
+
+@functools.cache
+def _bubblewrap() -> str | None:
+    """The program bubblewrap, where an ordinary user has it and it works. Root's cells have a user of their own without it."""
+    found = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin")
+    if found is None or os.geteuid() == 0:
+        return None
+    try:
+        done = subprocess.run(
+            [
+                found,
+                "--unshare-all",
+                "--ro-bind",
+                "/",
+                "/",
+                "--perms",
+                "0755",
+                "--size",
+                "4096",
+                "--tmpfs",
+                "/tmp",
+                "true",
+            ],
+            capture_output=True,
+            timeout=_BUBBLEWRAP_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found if done.returncode == 0 else None
 
 
 async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits) -> Outcome:
@@ -141,13 +222,10 @@ async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits) -> Outco
 
 async def _watch(process: asyncio.subprocess.Process, report: int, stdin: bytes, limits: Limits) -> Outcome:
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    isolated, refused = await _isolation(report, process)
-    if refused is not None and refused not in _said:
-        _said.add(refused)
-        log.warning(
-            "rewards: this system grants no namespaces (%s): programs that responses hold run under limits, but with the network "
-            "of this machine, and may write what this user may; set reward.code.isolation=required to refuse that",
-            refused,
+    level, isolation = await _isolation(report, process)
+    if LEVELS.index(level) < LEVELS.index(limits.require):
+        raise SandboxFailed(
+            f"reward.code.require: {limits.require}, but this system gives {isolation}; allow that, or require less"
         )
     started_s = time.monotonic()
     feeding = asyncio.create_task(_feed(process.stdin, stdin), name="sandbox input")
@@ -175,15 +253,11 @@ async def _watch(process: asyncio.subprocess.Process, report: int, stdin: bytes,
             task.cancel()
         await asyncio.gather(feeding, waiting, *readers, return_exceptions=True)
     code = process.returncode if ended == "itself" else None
-    if code == _FAILED and b"the sandbox failed" in outputs[1]:
-        raise SandboxFailed(outputs[1].decode(errors="replace").strip())
-    if code == _REFUSED and limits.required and refused is not None:
-        raise SandboxFailed(f"reward.code.isolation: required, but this system grants no namespaces ({refused})")
-    return Outcome(ended, code, outputs[0], outputs[1], isolated)
+    return Outcome(ended, code, outputs[0], outputs[1], level, isolation)
 
 
-async def _isolation(report: int, process: asyncio.subprocess.Process) -> tuple[tuple[str, ...], str | None]:
-    """What the cell says before it begins."""
+async def _isolation(report: int, process: asyncio.subprocess.Process) -> tuple[Level, str]:
+    """What the cell says before it begins: level, and the same in words."""
     try:
         line = await asyncio.wait_for(asyncio.to_thread(os.read, report, _READ_BYTES), _SET_UP_S)
     except asyncio.TimeoutError:
@@ -194,7 +268,11 @@ async def _isolation(report: int, process: asyncio.subprocess.Process) -> tuple[
         said = (await process.stderr.read(1000)).decode(errors="replace").strip()
         raise SandboxFailed(f"the sandbox did not begin: {said or 'it ended'}")
     found = json.loads(line)
-    return tuple(found["isolated"]), found["refused"]
+    if "failed" in found:
+        raise SandboxFailed(f"the sandbox failed: {found['failed']}")
+    level: Level = found["level"]
+    refused = f"; no namespaces: {found['refused']}" if found["refused"] else ""
+    return level, f"level {level} ({found['by']}{refused})"
 
 
 async def _drain(process: asyncio.subprocess.Process) -> None:

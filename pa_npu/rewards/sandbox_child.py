@@ -2,12 +2,13 @@
 
     python -I sandbox_child.py LIMITS REPORT      limits as JSON; a descriptor. The program's own pipes are this process's
 
-    this process: unshares, forks, waits, and ends with the program's status; kills what is left of it
-      └─ first process of a new PID namespace: mounts, and reaps; with it everything of the program ends
-           └─ the program, without rights, under its limits
+    this process: makes namespaces, forks, sums up what the cell holds, ends with the program's status; kills what is left of it
+      └─ first process of a new PID namespace: makes the root, and reaps; with it everything of the program ends (or bubblewrap)
+           └─ the program, as a user that nobody is, without capabilities, behind its filters and limits
 
-Where the system grants no namespaces the program runs under its limits alone, and this process kills its orphans. One JSON line is
-written: {"isolated": [...], "refused": reason | null}, to REPORT, before the program begins.
+Three levels: "namespaces" (all of that), "files" (no namespaces: Landlock and a filter of system calls keep it from network and files),
+"limits" (neither). One JSON line is written to REPORT before the program begins: {"level", "by", "refused": reason | null}, or
+{"failed": reason}.
 """
 
 from __future__ import annotations
@@ -19,21 +20,19 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = (
-    0x00020000,
-    0x08000000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-)
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
-_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_PDEATHSIG = 36, 38, 1
-_FIRST_USER = 1_000_000_000  # ids that nobody has; one for each cell, because processes are counted by user
-_libc = ctypes.CDLL(None, use_errno=True)
+sys.path.insert(0, os.path.dirname(__file__))  # -I leaves it out
+import sandbox_walls as walls
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+_USER_INSIDE = 1000
+_LOOK_EVERY_S = 0.02
+_FAILED = 126
+_USERS_COUNTED_BY_NAMESPACE = (5, 14)  # from this kernel on
+LEVELS = ("limits", "files", "namespaces")
 
 
 class _EndNow(BaseException):
@@ -44,117 +43,188 @@ def _on_end(*_: object) -> NoReturn:
     raise _EndNow
 
 
-class _Attributes(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
-
-
 def main() -> NoReturn:
     limits, report = json.loads(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(report, False)
+    if limits["inside"]:
+        _guarded(report, lambda: _become_the_program(limits, report, "bubblewrap", None, None))
     signal.signal(signal.SIGTERM, _on_end)
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    was_root = os.geteuid() == 0
-    isolated, refused, as_root = _unshare(was_root)
-    first = os.fork()
-    if first != 0:
-        os.close(report)
+    # so that its delivery ends the pause between two looks at the cell
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    walls.libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    limits["others"] = _processes_of_this_user()
+    if limits["bubblewrap"]:
+        first = os.fork()
+        if first == 0:
+            _guarded(report, lambda: _bubblewrap(limits, report))
     else:
-        _first_process(limits, report, isolated, refused, as_root)
+        user, refused = _namespaces(limits["user"])
+        first = os.fork()
+        if first == 0:
+            _guarded(report, lambda: _first_process(limits, report, user, refused))
+    os.close(report)
+    for descriptor in (0, 1, 2):
+        os.close(descriptor)
     try:
-        status = _wait_for(first)
+        status = _watch(first, limits["memory_bytes"], limits["processes"])
     except _EndNow:
         status = signal.SIGKILL
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _kill_orphans()
-    if os.WIFSIGNALED(status):
-        os._exit(128 + os.WTERMSIG(status))
-    os._exit(os.WEXITSTATUS(status))
+    _kill_all()
+    os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
 
 
-def _unshare(was_root: bool) -> tuple[list[str], str | None, bool]:
-    """What is isolated, why not more, and whether the program may be given a user id of its own."""
-    wanted = _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWNS | _CLONE_NEWIPC
-    everything = ["network", "processes", "files"]
-    uid, gid = os.geteuid(), os.getegid()
-    if was_root and _libc.unshare(wanted) == 0:
-        return everything, None, True
-    if _libc.unshare(_CLONE_NEWUSER | wanted) != 0:
-        return [], os.strerror(ctypes.get_errno()), was_root
+def _guarded(report: int, action: Callable[[], object]) -> NoReturn:
+    """Ends this process with the action, and reports what it raised."""
     try:
-        for file, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            with open(f"/proc/self/{file}", "w") as target:
-                target.write(text)
-    except OSError as error:
-        return ["network", "processes"], str(error), False
-    return everything, None, False
-
-
-def _first_process(
-    limits: Mapping[str, Any], report: int, isolated: list[str], refused: str | None, as_root: bool
-) -> NoReturn:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    python = limits["python"]
-    try:
-        if "files" in isolated:
-            try:
-                _mounts(limits)
-                python = limits["copied_python"] if as_root else python
-            except OSError as error:
-                isolated, refused = [what for what in isolated if what != "files"], str(error)
-        os.write(report, json.dumps({"isolated": isolated, "refused": refused}).encode() + b"\n")
-        os.close(report)
-        if limits["required"] and refused is not None:
-            os._exit(125)
-        program = os.fork()
-        if program == 0:
-            _become_the_program(limits, python, as_root, "processes" in isolated)
-        for descriptor in (0, 1, 2):
-            os.close(descriptor)
-        status = _wait_for(program)
-        os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+        action()
     except BaseException as error:
-        print(f"the sandbox failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        os._exit(126)
+        with contextlib.suppress(OSError):  # the report has been made: what failed is the program
+            os.write(report, json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+    os._exit(_FAILED)
 
 
-def _mounts(limits: Mapping[str, Any]) -> None:
-    """Everything read-only, but for a small empty file system at the program's directory; /proc shows its own processes only."""
-    directory = limits["directory"]
-    _call(_libc.mount, b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-    size = f"size={limits['files_bytes']},mode=1777".encode()
-    flags = _MS_NOSUID | _MS_NODEV
+def _namespaces(unused_user: int | None) -> tuple[int | None, str | None]:
+    """Makes them. Returns the user that the program shall become, if another, and why there are no namespaces, if there are none.
+
+    unused_user: an id that nobody has, where this process may become another user.
+    """
+    wanted = walls.NEWNET | walls.NEWPID | walls.NEWIPC | walls.NEWUTS
+    if os.geteuid() == 0 and unused_user is not None and walls.libc.unshare(wanted | walls.NEWNS) == 0:
+        return unused_user, None
+    pid, uid, gid = os.getpid(), os.geteuid(), os.getegid()
+    begin, begins = os.pipe()
+    helper = os.fork()
+    if helper == 0:  # only a process outside may give the namespace a second user
+        os.close(begins)
+        if os.read(begin, 1) and unused_user is not None:
+            with contextlib.suppress(OSError):
+                _map(pid, *(f"0 {mine} 1\n{_USER_INSIDE} {unused_user} 1" for mine in (uid, gid)))
+                os._exit(0)
+        os._exit(1)
+    made = walls.libc.unshare(walls.NEWUSER | wanted) == 0
+    refused = None if made else os.strerror(ctypes.get_errno())
+    if made:
+        os.write(begins, b"x")
+    os.close(begins)
+    os.close(begin)
+    has_second = os.waitpid(helper, 0)[1] == 0
+    if has_second or not made:
+        return (_USER_INSIDE if has_second else unused_user), refused
     try:
-        _call(_libc.mount, b"proc", b"/proc", b"proc", flags | _MS_NOEXEC, None)
-    except OSError:  # inside a container that hides parts of it: nothing of it then
-        _call(_libc.mount, b"none", b"/proc", b"tmpfs", flags | _MS_NOEXEC, b"size=4096")
-    for source, target in limits["binds"]:
-        _call(_libc.mount, os.fsencode(source), os.fsencode(target), None, _MS_BIND | _MS_REC, None)
-    attributes = _Attributes(set=_MOUNT_ATTR_RDONLY)
-    _call(
-        _libc.syscall,
-        *(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, ctypes.byref(attributes)),
-        ctypes.c_size_t(ctypes.sizeof(attributes)),
-    )
-    _call(_libc.mount, b"none", os.fsencode(directory), b"tmpfs", flags, size)
-    if os.path.isdir("/dev/shm"):
-        _call(_libc.mount, b"none", b"/dev/shm", b"tmpfs", flags, b"size=4096")
+        _map(pid, *(f"{_USER_INSIDE} {mine} 1" for mine in (uid, gid)))
+    except OSError as error:
+        return None, str(error)
+    return None, None
 
 
-def _become_the_program(limits: Mapping[str, Any], python: str, as_root: bool, own_count: bool) -> NoReturn:
-    os.setsid()
-    os.chdir(limits["directory"])
-    if as_root:
-        user = _FIRST_USER + limits["cell"]
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
-    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+def _map(pid: int, users: str, groups: str) -> None:
+    alone = (
+        [("setgroups", "deny")] if "\n" not in groups else []
+    )  # who may not become another group may leave none either
+    for name, text in (("uid_map", users), *alone, ("gid_map", groups)):
+        with open(f"/proc/{pid}/{name}", "w") as file:
+            file.write(text)
+
+
+def _first_process(limits: Mapping[str, Any], report: int, user: int | None, refused: str | None) -> NoReturn:
+    walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    by = None
+    if refused is None:
+        try:
+            walls.call(walls.libc.unshare, walls.NEWNS)
+            walls.own_root(
+                limits["root"], limits["directory"], [*limits["shown"], limits["given"]], limits["files_bytes"]
+            )
+            by = "namespaces of its own"
+        except OSError as error:
+            refused = str(error)
+    program = os.fork()
+    if program == 0:
+        _guarded(report, lambda: _become_the_program(limits, report, by, user, refused))
+    walls.libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # nothing of this process is the program's to read or to trace
+    walls.drop_bounding_set()
+    walls.drop_capabilities()
+    os.close(report)
+    for descriptor in (0, 1, 2):
+        os.close(descriptor)
+    while True:
+        pid, status = os.wait()
+        if pid == program:
+            os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+
+
+def _bubblewrap(limits: Mapping[str, Any], report: int) -> NoReturn:
+    """Replaced by bubblewrap, whose first program is this file again, inside."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.set_inheritable(report, True)
+    here, directory = os.path.dirname(os.path.realpath(__file__)), limits["directory"]
+    arguments = [limits["bubblewrap"], "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    arguments += ["--uid", str(_USER_INSIDE), "--gid", str(_USER_INSIDE), "--proc", "/proc", "--dev", "/dev"]
+    for path in limits["shown"]:
+        kind = ("--symlink", os.readlink(path)) if os.path.islink(path) else ("--ro-bind", path)
+        arguments += [*kind, path]
+    files = [os.path.join(here, name) for name in ("sandbox_child.py", "sandbox_walls.py")]
+    for path in (limits["given"], *files):
+        arguments += ["--ro-bind", path, path]
+    arguments += ["--perms", "1777", "--size", str(limits["files_bytes"]), "--tmpfs", directory, "--remount-ro", "/"]
+    if program := walls.filter_of_calls(sockets=True):  # for bubblewrap's own process in there too
+        reading, writing = os.pipe()
+        os.write(writing, program)
+        os.close(writing)
+        os.set_inheritable(reading, True)
+        arguments += ["--seccomp", str(reading)]
+    inside = json.dumps({**limits, "inside": True})
+    os.execv(arguments[0], [*arguments, "--", limits["python"], "-I", files[0], inside, str(report)])
+
+
+def _become_the_program(
+    limits: Mapping[str, Any], report: int, by: str | None, user: int | None, refused: str | None
+) -> None:
+    """by: what has made namespaces and a root, None where nothing has. user: to become; None to stay who this is."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    directory, python = limits["directory"], limits["python"]
+    if not limits["inside"]:
+        os.setsid()
+    os.chdir(directory)
+    release = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2]))
+    alone = user is not None or (by is not None and release >= _USERS_COUNTED_BY_NAMESPACE)
+    _set_limits(limits, 0 if alone else limits["others"])
+    walls.drop_bounding_set()
+    if user is not None and (by is not None or _all_may_read(python)):
+        with contextlib.suppress(PermissionError):
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+    walls.drop_capabilities()
+    behind = by is not None or walls.only_files([*limits["shown"], limits["given"]], directory)
+    filtered = walls.apply_filter(walls.filter_of_calls(sockets=by is not None))
+    level = 0 if not (behind and filtered) else 1 if by is None else 2
+    if level == 0 and os.geteuid() == 0:
+        raise PermissionError(f"programs would run as root here ({refused}); run as another user")
+    if not os.access(python, os.X_OK):
+        raise PermissionError(f"{python} cannot be read by the user of programs")
+    by = by or ("Landlock and a filter of system calls" if level else "limits of processes alone")
+    report_line = {"level": LEVELS[level], "by": by, "refused": refused if by != "bubblewrap" else None}
+    os.write(report, json.dumps(report_line).encode() + b"\n")
+    os.close(report)
+    if level < LEVELS.index(limits["require"]):
+        return
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8"}
+    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    os.execve(python, [python, *limits["arguments"]], environment)
+
+
+def _set_limits(limits: Mapping[str, Any], others: int) -> None:
+    """others: processes and threads of this user that the kernel counts too."""
     for name, value in (
         ("CPU", limits["cpu_s"]),
         ("AS", limits["memory_bytes"]),
         ("FSIZE", limits["files_bytes"]),
-        ("NPROC", limits["processes"] + (0 if as_root or own_count else _processes_of_this_user())),
+        ("NPROC", limits["processes"] + others),
         ("NOFILE", limits["open_files"]),
         ("CORE", 0),
     ):
@@ -162,18 +232,14 @@ def _become_the_program(limits: Mapping[str, Any], python: str, as_root: bool, o
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": limits["directory"], "TMPDIR": limits["directory"]}
-    environment |= {
-        "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    try:
-        os.execve(python, [python, *limits["arguments"]], environment)
-    except OSError as error:
-        print(f"the sandbox failed: {python}: {error.strerror}", file=sys.stderr, flush=True)
-        os._exit(126)
+
+
+def _all_may_read(path: str) -> bool:
+    while path != "/":
+        if not os.stat(path).st_mode & 0o001:
+            return False
+        path = os.path.dirname(path)
+    return True
 
 
 def _processes_of_this_user() -> int:
@@ -186,42 +252,51 @@ def _processes_of_this_user() -> int:
     return found
 
 
-def _wait_for(child: int) -> int:
-    """The status of this child; others that end meanwhile are reaped."""
+def _watch(first: int, memory_bytes: int, processes: int) -> int:
+    """The status of the first process; it is killed where all of the cell together hold too much, or are too many.
+
+    The kernel's limits count memory by process, and do not count processes of root.
+    """
+    limit = processes + 4  # those that this file and bubblewrap add
     while True:
-        try:
-            pid, status = os.wait()
-        except ChildProcessError:
-            return 0
-        if pid == child:
-            return status
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == first:
+                    return ended[1]
+        pids, threads = _below([os.getpid()])
+        pids = [pid for pid in pids if pid != first]
+        if threads > limit or walls.memory_of(pids, memory_bytes) > memory_bytes:
+            return signal.SIGKILL
+        with contextlib.suppress(InterruptedError):
+            signal.sigtimedwait({signal.SIGCHLD}, _LOOK_EVERY_S)
 
 
-def _kill_orphans() -> None:
-    """What the program has left behind where it had no PID namespace: this process is its reaper."""
-    while True:
-        try:
-            with open(f"/proc/self/task/{os.getpid()}/children") as file:
-                children = [int(pid) for pid in file.read().split()]
-        except OSError:
-            return
-        if not children:
-            return
-        for child in children:  # all, before any is waited for: they may go on to fork
-            _ignoring(lambda child=child: os.kill(child, signal.SIGKILL))  # type: ignore[misc]
-        for child in children:
-            _ignoring(lambda child=child: os.waitpid(child, 0))  # type: ignore[misc]
+def _below(roots: Sequence[int]) -> tuple[list[int], int]:
+    """All processes below these, and how many threads they have."""
+    found: list[int] = []
+    threads, waiting = 0, list(roots)
+    while waiting:
+        pid = waiting.pop()
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                threads += pid not in roots
+                with open(f"/proc/{pid}/task/{task}/children") as file:
+                    children = list(map(int, file.read().split()))
+                found += children
+                waiting += children
+    return found, threads
 
 
-def _ignoring(action: Callable[[], object]) -> None:
-    with contextlib.suppress(OSError):
-        action()
-
-
-def _call(function: Any, *arguments: Any) -> None:
-    if function(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+def _kill_all() -> None:
+    """This process is the reaper of what the program has left behind where it had no PID namespace."""
+    while pids := _below([os.getpid()])[0]:
+        for pid in pids:  # all, before any is waited for: they may go on to fork
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.001)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,7 +23,7 @@ from pa_npu.rewards import sandbox
 from pa_npu.rewards.code_reward import CodeReward
 from pa_npu.rewards.code_tests import program_of, row_tests, same_output, same_result
 from pa_npu.rewards.pool import RewardPool, check_reward_functions
-from pa_npu.rewards.sandbox import Limits, Outcome, SandboxFailed
+from pa_npu.rewards.sandbox import Limits, Outcome
 from pa_npu.rewards.types import RewardInput
 
 LIMITS = Limits(wall_s=20.0, cpu_s=10, memory_bytes=512 << 20)
@@ -170,88 +173,201 @@ async def test_no_process_outlives_its_cell_and_their_number_is_limited(program:
         "except OSError:\n    pass\nprint(n)",
         limits=Limits(wall_s=20.0, processes=16),
     )
-    if os.geteuid() == 0 or "processes" in counted.isolated:
-        assert int(counted.stdout) < 20
+    assert int(counted.stdout) < 20
     deadline_s = time.monotonic() + 20
     while alive("pa_npu-cell-") and time.monotonic() < deadline_s:
         await asyncio.sleep(0.05)
     assert not alive("pa_npu-cell-")
 
 
-async def test_a_program_has_no_network_no_keys_and_no_file_of_the_run_to_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# Everything by which a program could leave its cell, really tried; what worked is written. FOREIGN: files of others.
+ESCAPE = """
+import ctypes, json, os, socket, sys
+libc = ctypes.CDLL(None, use_errno=True)
+got = []
+
+def tried(name, call, *arguments):
+    try:
+        if call(*arguments) not in (-1, False):
+            got.extend([name] if name else [])
+    except OSError:
+        pass
+
+def into(path):
+    with open(path, "a") as file:
+        file.write("written")
+
+number = dict(x86_64=(155, 56), aarch64=(41, 220))[os.uname().machine]
+tried("remount", libc.mount, b"none", b"/", None, 32 | 4096, None)
+tried("mount", libc.mount, b"none", os.getcwd().encode(), b"tmpfs", 0, None)
+tried("umount", libc.umount2, os.getcwd().encode(), 2)
+tried("chroot", libc.chroot, b".")
+tried("pivot_root", libc.syscall, number[0], b".", b".")
+tried("unshare", libc.unshare, 0x10000000)
+tried("clone", libc.syscall, number[1], 0x10000000 | 17, 0, 0, 0, 0)
+for pid in {1, os.getppid()}:
+    tried("ptrace", libc.ptrace, 16, pid, 0, 0)
+    tried("setns", lambda: libc.setns(os.open(f"/proc/{pid}/ns/mnt", 0), 0))
+    tried("memory of another", lambda: open(f"/proc/{pid}/mem", "rb").read(1))
+    for path in FOREIGN:
+        tried("by way of /proc", lambda: open(f"/proc/{pid}/root{path}").close())
+for path in FOREIGN:
+    tried("read", lambda: open(path).read())
+    tried("write", into, path)
+    tried("look", lambda: bool(os.listdir(os.path.dirname(path))))
+for path in (FOREIGN[0] + ".made", "/etc/pa_npu_was_here", "/proc/sys/kernel/core_pattern"):
+    tried("write", into, path)
+tried("network", lambda: socket.create_connection(("127.0.0.1", PORT), 2) and True)
+tried("unix socket", lambda: socket.socket(socket.AF_UNIX).connect(FOREIGN[0] + ".socket"))
+into("own")
+held = []
+lines = lambda: [line for line in open("/proc/self/status") if line[:6] in ("CapInh", "CapPrm", "CapEff", "CapAmb")]
+tried("", lambda: held.extend(line.split()[1] for line in lines()))
+keys = [name for name, value in os.environ.items() if "secret" in value]
+print(json.dumps({"got": got, "user": os.getuid(), "capabilities": [held for held in held if int(held, 16)], "keys": keys}))
+"""
+_UNSHARED = "namespaces of its own"
+# who runs it, without what, and the level that comes of it; the first is the user of these tests, whoever that is
+CELLS: dict[str, tuple[int | None, tuple[str, ...], str, str]] = {
+    "root": (0, (), "namespaces", _UNSHARED),
+    "root of a container": (0, ("sys_admin",), "namespaces", _UNSHARED),
+    "root who may map nobody": (0, ("sys_admin", "setfcap"), "files", "Landlock"),
+    "a user": (4321, ("bubblewrap",), "namespaces", _UNSHARED),
+    "a user with bubblewrap": (4321, (), "namespaces", "bubblewrap"),
+    "a user without namespaces": (4321, ("namespaces", "bubblewrap"), "files", "Landlock"),
+    "a user without anything": (4321, ("namespaces", "bubblewrap", "landlock"), "limits", "limits of processes alone"),
+}
+
+
+def readable_python() -> str:
+    """An interpreter that every user may start; root's own may lie where only root looks."""
+    for python in (os.path.realpath(sys.executable), "/usr/bin/python3"):
+        with contextlib.suppress(OSError):
+            asks = [python, "-c", "import sys; assert sys.version_info >= (3, 10)"]
+            if subprocess.run(asks, capture_output=True, user=4321, check=False).returncode == 0:
+                return python
+    pytest.skip("no interpreter here is readable for all")
+
+
+def cell(kind: str, program: str, **limits: Any) -> dict[str, Any]:
+    """The outcome of a program, run by this kind of user."""
+    user, without, _, _ = CELLS[kind]
+    if os.geteuid() != 0 and user in (0, None):
+        pytest.skip("needs root")
+    python = sys.executable
+    if user:
+        if os.geteuid() == 0:
+            python = readable_python()
+        else:
+            user = None
+    request = {
+        "without": without,
+        "user": user or None,
+        "limits": {"wall_s": 20.0, "memory_bytes": 512 << 20, **limits},
+    }
+    helper = Path(__file__).parents[1] / "helpers" / "cell.py"
+    done = subprocess.run(
+        [python, helper, json.dumps(request)], input=program, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def level_here(kind: str, found: dict[str, Any]) -> str:
+    """The level that was reached; skips where this system is poorer than the case wants."""
+    _, _, level, by = CELLS[kind]
+    if "failed" in found or found["level"] != level or by not in found["isolation"]:
+        if by == "bubblewrap" and shutil.which("bwrap") is None:
+            pytest.skip("no bubblewrap here")
+        if (
+            level == "namespaces"
+            and subprocess.run(["unshare", "-Ur", "true"], capture_output=True, check=False).returncode
+        ):
+            pytest.skip("this system gives users no namespaces")
+        pytest.fail(f"{found} instead of {level} by {by}")
+    return level
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_whoever_runs_it_no_program_leaves_its_cell_and_its_level_is_told(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret-key")
-    target = tmp_path / "of_the_run"
-    target.write_text("as it was")
-    tmp_path.chmod(0o777)
-    target.chmod(0o666)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        program = f"""
-import json, os, socket
-found = {{"env": dict(os.environ), "here": os.listdir("."), "wrote": [], "read": ""}}
-try:
-    socket.create_connection(("127.0.0.1", {server.getsockname()[1]}), 5)
-    found["network"] = True
-except OSError as error:
-    found["network"] = False
-for path in ({str(target)!r}, "/tmp/pa_npu_was_here", "/etc/pa_npu_was_here", "own"):
-    try:
-        with open(path, "a") as file:
-            file.write("written")
-        found["wrote"].append(path)
-    except OSError:
-        pass
-for pid in filter(str.isdigit, os.listdir("/proc")):
-    try:
-        found["read"] += open(f"/proc/{{pid}}/environ").read()
-    except OSError:
-        pass
-print(json.dumps(found))
-"""
-        outcome = await run(program)
-    found = json.loads(outcome.stdout)
-    assert "secret" not in json.dumps(found["env"]) and "PYTHONPATH" not in found["env"] and found["here"] == []
-    if "network" in outcome.isolated:
-        assert not found["network"]
-    if "files" in outcome.isolated:
-        assert found["wrote"] == ["own"] and target.read_text() == "as it was"
-        assert "secret" not in found["read"]
-    assert not Path("/tmp/pa_npu_was_here").exists()
+    for path in (tmp_path, *tmp_path.parents[:-2]):
+        path.chmod(0o777 if path == tmp_path else 0o755)
+    secret, of_the_run = tmp_path / "private", tmp_path / "of_the_run"
+    for path, mode in ((secret, 0o600), (of_the_run, 0o666)):
+        path.write_text("as it was")
+        path.chmod(mode)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as by_path:
+        by_path.bind(f"{of_the_run}.socket")
+        Path(f"{of_the_run}.socket").chmod(0o777)
+        by_path.listen()
+        program = ESCAPE.replace("PORT", str(server.getsockname()[1]))
+        outcome = cell(kind, program.replace("FOREIGN", repr([str(of_the_run), str(secret)])))
+    level = level_here(kind, outcome)
+    assert outcome["code"] == 0, outcome["stderr"]
+    found = json.loads(outcome["stdout"])
+    assert found["keys"] == [] and found["capabilities"] == []
+    if (
+        level == "limits"
+    ):  # where nothing is granted, files are open, and nothing claims otherwise: the attack is a real one
+        assert {"read", "write", "look"} <= set(found["got"])
+        return
+    assert found["got"] == []
+    assert secret.read_text() == of_the_run.read_text() == "as it was"
+    if CELLS[kind][0] == 0 and level == "namespaces":
+        assert found["user"] != 0
+    assert not Path(f"{of_the_run}.made").exists()
 
 
-async def test_without_namespaces_limits_hold_and_it_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    """The system's refusal is put in place of unshare."""
-    child = tmp_path / "sandbox_child.py"
-    source = Path(sandbox._CHILD).read_text()
-    refusing = source.replace("_libc.unshare(", "_refuse(").replace(
-        "def main()", "def _refuse(_: int) -> int:\n    ctypes.set_errno(1)\n    return -1\n\n\ndef main()"
-    )
-    assert refusing != source
-    child.write_text(refusing)
-    monkeypatch.setattr(sandbox, "_CHILD", child)
-    monkeypatch.setattr(sandbox, "_said", set())
-    if os.geteuid() == 0:
-        # the interpreter may be root's alone; the program's user id is not what this is about
-        child.write_text(
-            refusing.replace("os.strerror(ctypes.get_errno()), was_root", "os.strerror(ctypes.get_errno()), False")
+@pytest.mark.parametrize("kind", ["a user", "a user without anything"])
+def test_a_run_that_wants_more_isolation_than_there_is_is_refused(kind: str) -> None:
+    wanted = "namespaces" if kind == "a user without anything" else "files"
+    found = cell(kind, "print(1)", require=wanted)
+    if kind == "a user":
+        assert found["stdout"] == "1\n"
+    else:
+        assert found["failed"].startswith(
+            "reward.code.require: namespaces, but this system gives level limits (limits of"
         )
-    outcome = await run("import os; print(len(os.environ))")
-    assert outcome.code == 0 and outcome.isolated == ()
-    orphan = await run(
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.closerange(0, 3)\n    time.sleep(600)\nprint('left it')"
-    )
-    assert orphan.stdout == b"left it\n"
-    assert (await run("while True: pass", limits=Limits(wall_s=1.0))).ended == "timeout"
-    assert caplog.text.count("this system grants no namespaces (Operation not permitted)") == 1
+        assert "Operation not permitted" in found["failed"]
+
+
+def test_a_cell_without_namespaces_ends_what_its_program_leaves_behind() -> None:
+    program = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.closerange(0, 3)\n    time.sleep(600)\nprint('left it')"
+    assert cell("a user without anything", program)["stdout"] == "left it\n"
+    assert cell("a user without anything", "while True: pass", wall_s=1.0)["ended"] == "timeout"
     deadline_s = time.monotonic() + 20
     while alive("pa_npu-cell-") and time.monotonic() < deadline_s:
-        await asyncio.sleep(0.05)
+        time.sleep(0.05)
     assert not alive("pa_npu-cell-")
-    with pytest.raises(SandboxFailed, match=r"reward\.code\.isolation: required, but this system grants no namespaces"):
-        await run("print(1)", limits=Limits(required=True))
+
+
+TOGETHER = {
+    "children": "pids = [os.fork() for _ in range(4)]",  # sixteen processes of 40 MiB each
+    "a shared mapping": "m = mmap.mmap(-1, 1 << 26)\nfor i in range(0, 1 << 26, 4096): m[i] = 1\nif os.fork():\n    m.close()\n"
+    "    n = mmap.mmap(-1, 1 << 26)\n    for i in range(0, 1 << 26, 4096): n[i] = 1",
+    "a file in memory": "f = os.memfd_create('m')\nfor _ in range(40): os.write(f, bytes(1 << 22))",
+}
+
+
+@pytest.mark.parametrize("how", TOGETHER)
+@pytest.mark.parametrize("kind", ["a user", "a user without namespaces"])
+def test_memory_is_limited_for_all_processes_of_a_cell_together(how: str, kind: str) -> None:
+    """Each process stays below the limit by itself."""
+    program = f"import mmap, os, time\n{TOGETHER[how]}\nx = b'x' * (40 << 20)\ntime.sleep(2)\nprint('held it all')"
+    found = cell(kind, program, memory_bytes=128 << 20)
+    assert found["code"] not in (0, None) and "held it all" not in found["stdout"], found
+    assert cell(kind, "x = b'x' * (40 << 20)\nprint('fits')", memory_bytes=128 << 20)["stdout"] == "fits\n"
+
+
+def test_processes_that_share_what_they_hold_are_not_counted_twice() -> None:
+    program = (
+        "import os, time\nx = b'x' * (60 << 20)\npids = [os.fork() for _ in range(2)]\ntime.sleep(1)\nprint('held')"
+    )
+    found = cell("a user", program, memory_bytes=128 << 20)
+    assert found["stdout"] == "held\n" * 4, found
 
 
 async def test_in_the_pool_programs_of_many_groups_are_scored_and_a_broken_row_is_no_verdict() -> None:
@@ -272,7 +388,8 @@ def full(**code: Any) -> Config:
 
 
 def test_the_check_before_a_run_tries_the_sandbox_and_reads_a_rows_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_reward_functions(full(), group(["assert True"], "x = 1"))
+    (line,) = check_reward_functions(full(), group(["assert True"], "x = 1"))
+    assert line.startswith("reward.code: programs of responses run at isolation level ") and "\n" not in line
     with pytest.raises(
         DataError, match=r"reward\.functions: code fails for a group .* no column 'cases' \(it has tests\)"
     ):

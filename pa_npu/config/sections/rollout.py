@@ -284,15 +284,17 @@ class CodeConfig(Section):
     )
     most_tests: int = Field(32, ge=1, description="Tests of a row that are run, the first ones.")
     timeout_s: float = Field(10.0, gt=0, description="Wall and processor time of one run of a program.")
-    memory_mib: int = Field(1024, ge=16, description="Address space of a program's process.")
+    memory_mib: int = Field(
+        1024, ge=16, description="Address space of each of a program's processes, and what all of them hold."
+    )
     files_mib: int = Field(16, ge=1, description="What a program may write into files.")
     output_kib: int = Field(256, ge=1, description="What a program may write to standard output, and to errors.")
     processes: int = Field(32, ge=1, description="Processes and threads of a program.")
     concurrency: int = Field(2, ge=1, le=1024, description="Programs at once.")
-    isolation: Literal["auto", "required"] = Field(
-        "auto",
-        description="Programs run without network and with a read-only file system where the system grants namespaces; required "
-        "refuses the run where it does not, auto says so and runs them under limits alone.",
+    require: Literal["limits", "files", "namespaces"] = Field(
+        "limits",
+        description="Least isolation of programs, else the run is refused. limits: those of a process. files: also no network, and no "
+        "files but its own. namespaces: also nothing else of the machine, and no rights in it.",
     )
 
 
