@@ -6,7 +6,7 @@
       └─ first process of a new PID namespace: makes the root, and reaps; with it everything of the program ends (or bubblewrap)
            └─ the program, as a user that nobody is, without capabilities, behind its filters and limits
 
-Three levels: "namespaces" (all of that), "files" (no namespaces: Landlock and a filter of system calls keep it from network and files),
+Three levels: "namespaces" (all of that), "files" (Landlock and the filter of system calls alone keep it from network and files),
 "limits" (neither). One JSON line is written to REPORT before the program begins: {"level", "by", "refused": reason | null}, or
 {"failed": reason}.
 """

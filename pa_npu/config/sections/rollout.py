@@ -293,8 +293,8 @@ class CodeConfig(Section):
     concurrency: int = Field(2, ge=1, le=1024, description="Programs at once.")
     require: Literal["limits", "files", "namespaces"] = Field(
         "limits",
-        description="Least isolation of programs, else the run is refused. limits: those of a process. files: also no network, and no "
-        "files but its own. namespaces: also nothing else of the machine, and no rights in it.",
+        description="Least isolation of programs, else the run is refused. limits: those of a process. files: also no network, and "
+        "no files but its own. namespaces: also nothing else of the machine, and no rights in it.",
     )
 
 
