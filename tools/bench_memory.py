@@ -117,6 +117,7 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
     from pa_npu.backends.megatron.factory import load_stage
     from pa_npu.backends.megatron.parallel import initialise_parallel
     from pa_npu.telemetry.timeline import Timeline
+    from pa_npu.trainer.learner import Learner
 
     sys.path.insert(0, str(Path(__file__).parent))
     from bench_trainer import FixedMicrobatches, make_groups
@@ -126,6 +127,7 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         stage = load_stage(config, spec, platform)
         backend = MegatronBackend(stage, config, spec, platform, platform.device(0), Timeline(None, ""))
+        learner = Learner(config, backend, platform, Timeline(None, ""))
         reduce_gradients = stage.config.finalize_model_grads_func
 
         def reduce_marked(*args: Any, **kwargs: Any) -> None:
@@ -136,8 +138,8 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
         for iteration in range(2):
             microbatches = [m for g in groups for m in build_microbatches(g, arguments.responses, True, 1)]
             with record_function(f"iteration-{iteration}"):
-                backend.accumulate(FixedMicrobatches(microbatches))
-            backend.step()
+                learner.accumulate(FixedMicrobatches(microbatches))
+            learner.step()
             for _ in range(8):  # gloo's threads hold the buffers of their last collective until their next one
                 dist.all_reduce(
                     torch.zeros(1), group=parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -147,9 +147,9 @@ def compare(model: str, args: argparse.Namespace) -> dict[str, object]:
     rows: dict[str, Callable[[], tuple[float, float]]] = {}
     hf = TransformersTrainer(config)
     rows["HF"] = lambda: hf.iteration(groups)
-    backend = make_backend(config, spec)
+    learner = make_learner(config, spec)
     for name, shared in (("separate", False), ("shared", True)):
-        rows[name] = partial(megatron_iteration, backend, groups, config, shared)
+        rows[name] = partial(megatron_iteration, learner, groups, config, shared)
 
     first = {
         name: row() for name, row in rows.items()
@@ -212,23 +212,26 @@ def make_groups(args: argparse.Namespace, vocab_size: int) -> list[Group]:
     return groups
 
 
-def make_backend(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-def]
+def make_learner(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-def]
     platform = platforms.get("cpu")
     prepare(platform.name)
     from pa_npu.backends.megatron.backend import MegatronBackend
     from pa_npu.backends.megatron.factory import load_stage
     from pa_npu.backends.megatron.parallel import initialise_parallel
     from pa_npu.telemetry.timeline import Timeline
+    from pa_npu.trainer.learner import Learner
 
     initialise_parallel(config, platform, dist.HashStore(), 0, 1)
     device = platform.device(0)
-    return MegatronBackend(load_stage(config, spec, platform), config, spec, platform, device, Timeline(None, ""))
+    timeline = Timeline(None, "")
+    backend = MegatronBackend(load_stage(config, spec, platform), config, spec, platform, device, timeline)
+    return Learner(config, backend, platform, timeline)
 
 
-def megatron_iteration(backend, groups: list[Group], config: Config, shared: bool) -> tuple[float, float]:  # type: ignore[no-untyped-def]
+def megatron_iteration(learner, groups: list[Group], config: Config, shared: bool) -> tuple[float, float]:  # type: ignore[no-untyped-def]
     microbatches = [m for g in groups for m in build_microbatches(g, config.rollout.responses_per_prompt, shared, 1)]
-    backend.accumulate(FixedMicrobatches(microbatches))
-    report = backend.step().report
+    learner.accumulate(FixedMicrobatches(microbatches))
+    report = learner.step().report
     return report.loss, report.grad_norm
 
 

@@ -13,48 +13,27 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.algorithm.objective import Objective, Outputs, PolicyState
+from pa_npu.algorithm.update_sums import Reductions
+from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.checkpoints.saving import PlannedSave
 from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
-from pa_npu.control.messages import UpdateReport
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
-from pa_npu.publish.messages import PublishMembers
-from pa_npu.publish.publisher import Publisher, PublishStats, WeightSource
-from pa_npu.publish.version_gate import VersionGate
+from pa_npu.publish.publisher import WeightSource
 from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import ReplicaLinks
-from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class ProbeResult:
-    """What engine and trainer log-probs differ by over some tokens (I5). difference_max: the largest absolute one."""
+class Step:
+    """What an optimizer step did, equal on all ranks. grad_norm: before it was clipped."""
 
-    difference_max: float
-    differences: DifferenceSums
-
-
-@dataclass(frozen=True)
-class TrainedResponse:
-    """One response that went through forward and backward: its group's dispatch index, its number there, its trained tokens."""
-
-    group: int
-    number: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Update:
-    """What an optimizer step did, equal on all ranks. differences: of its tokens' log-probs from the engines' (I5); first: of those
-    in every replica's first microbatch."""
-
-    report: UpdateReport
-    differences: DifferenceSums
-    first: ProbeResult
+    grad_norm: float
+    learning_rate: float
 
 
 class MicrobatchSource(Protocol):
@@ -81,7 +60,11 @@ class MicrobatchSource(Protocol):
 
 
 class TrainBackend(Protocol):
-    """One rank's share of the policy. Every method is collective: all trainer ranks call it in the same order."""
+    """One rank's share of the models: runs them over what the objective asks for, steps, gives and loads weights and state.
+
+    Every method is collective: all trainer ranks call it in the same order. What is trained and why is the objective's
+    (pa_npu.algorithm.objective), when it is published and saved the trainer's.
+    """
 
     @property
     def place(self) -> Place:
@@ -104,59 +87,48 @@ class TrainBackend(Protocol):
         """The ranks of this replica, on groups made for passing rollouts alone; None where a replica is one rank."""
 
     @property
-    def gate(self) -> VersionGate:
-        """Guards the weights that late engines are sent; closed while they change."""
+    def reductions(self) -> Reductions:
+        """Sums over trainer ranks."""
 
-    def published_weights(self, bucket_bytes: int, *, late: bool = False) -> WeightSource | None:
+    def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> WeightSource | None:
         """What this rank contributes to a publish; None on ranks of replicas other than the first, which send nothing.
 
-        late: for engines that come inside an iteration, sent from a thread: the model that keeps the published weights
-        longest, gathered over a group of its own.
+        late_from: for engines that come inside an iteration, sent from a thread: of which model ("policy", or a copy), gathered
+        over a group of its own.
         """
 
-    def attach(self, publisher: Publisher) -> None:
-        """Let `publish` send through it; without one no engine is sent anything."""
+    def name_policy(self, weights: PolicyState) -> None:
+        """Say which weights the policy holds. Copies take the name along, and log-probs carry it (Outputs)."""
 
-    def keep_logprobs(self, kept: TrainerLogprobs) -> None:
-        """Give `kept` the log-probs of what is trained from here on; of use on a last stage's tensor leader only."""
+    def copy_policy(self, name: str) -> None:
+        """Make "old", "reference" or "published" equal to the policy as it is now. Done on the device when it returns."""
 
-    def accumulate(
-        self, microbatches: MicrobatchSource, judge_first: Callable[[ProbeResult], None] | None = None
-    ) -> list[TrainedResponse]:
-        """Forward and backward over one update's microbatches as they arrive; gradients stay unnormalised sums.
+    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> None:
+        """Forward and backward over one update's microbatches as they arrive; gradients are summed, over replicas too, undivided.
 
-        judge_first: called with this replica's first microbatch's differences before its backward, where log-probs are computed (on
-        the last pipeline stage); it may raise. Returns what this replica has trained, counted where it goes through the model (I2).
+        Begins with gradients of zero. Done on the device when it returns.
         """
 
-    def step(self) -> Update:
-        """Divide by the update's normaliser, reduce, clip, apply."""
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the update's gradient."""
 
-    def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
-        """Log-probs of the current policy against the engines' for the same tokens; changes nothing."""
+    def step(self) -> Step:
+        """Clip and apply the gradient. Done on the device when it returns."""
 
-    def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
-        """Send the weights to all engines, if there are any, and freeze them as the old policy where needed.
-
-        Returns what this rank sent. Raises WeightSyncError on a leader that loses an engine; call it again, on all ranks, with the
-        members that are left.
-        """
-
-    def skip_publish(self, version: int) -> None:
-        """Begin `version` as `publish` does, while engines keep the version that was published last, and so do the trainers for
-        engines that come late."""
-
-    def engines_swapped(self) -> None:
-        """Engines have swapped to what `publish` sent with PublishMembers.delayed. Before the next step, which changes it."""
+    def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
+        """The policy's log-probs, given to `take` where they are computed; changes nothing. Microbatches come from the host."""
 
     def policy_digest(self) -> str:
         """Digest of the weights that this rank trains (publish.digest.digest_of). Not collective."""
 
-    def plan_save(self, directory: Path) -> PlannedSave:
-        """Agree on what each rank writes into `directory` of the state as it is."""
+    def plan_save(self, directory: Path, reference_version: int) -> PlannedSave:
+        """Agree on what each rank writes into `directory` of the state as it is.
 
-    def load(self, directory: Path) -> int:
-        """Restore a checkpoint and return its weight version."""
+        reference_version: of the policy that the reference is a copy of; 0 is the HF model, which needs no saving.
+        """
+
+    def load(self, directory: Path) -> CheckpointMeta:
+        """Restore a checkpoint."""
 
     def export(self, directory: Path) -> None:
         """Write the policy as an HF directory."""

@@ -33,7 +33,7 @@ from pa_npu.weight_transfer.transport import WeightSyncError
 logger = logging.getLogger(__name__)
 
 Send = Callable[[int, PublishMembers], PublishStats | None]
-"""Sends a version to its members; None from a rank that sends nothing. TrainBackend.publish."""
+"""Sends a version to its members; None from a rank that sends nothing. Learner.publish."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from pa_npu.algorithm.agreement import DifferenceSums, Dtype, Limits, Noise, learn_noise, limits, plausible
-from pa_npu.backends.protocol import ProbeResult
+from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport

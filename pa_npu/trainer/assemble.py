@@ -32,12 +32,13 @@ from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.border import Border
 from pa_npu.trainer.checks import IterationChecks
+from pa_npu.trainer.learner import Learner, late_source
 from pa_npu.trainer.runs_on import trainers_run_on
 
 
 @dataclass(frozen=True)
 class RankParts:
-    backend: TrainBackend
+    learner: Learner
     border: Border
     rollouts: Callable[[int], MicrobatchIterator]
     checks: IterationChecks
@@ -50,7 +51,7 @@ class RankParts:
             self.kept.close()
         if self.publisher is not None:
             self.publisher.close()
-        self.backend.close()
+        self.learner.backend.close()
 
 
 def assemble_rank(
@@ -74,25 +75,26 @@ def assemble_rank(
     num_bytes = bucket_bytes(config, platform, backend)
     # on all ranks: both make groups
     weights = backend.published_weights(num_bytes)
-    late_weights = backend.published_weights(num_bytes, late=True)
+    late_weights = backend.published_weights(num_bytes, late_source(config))
+    learner = Learner(config, backend, platform, timeline)
     publisher, late = None, None
     if weights is not None and late_weights is not None:
         publisher = make_publisher(config, platform, store, backend, weights)
         late_publisher = make_publisher(config, platform, store, backend, late_weights)
-        late = LateEngines(late_publisher, channel, backend.gate, platform, backend.place, config.publish.timeout_s)
+        late = LateEngines(late_publisher, channel, learner.gate, platform, backend.place, config.publish.timeout_s)
         if publisher.is_leader:
             stage = backend.place.stage
             LATE_MANIFEST.put(channel, late_publisher.manifest(), stage=stage)
             MANIFEST.put(channel, publisher.manifest(), stage=stage)
-        backend.attach(publisher)
+        learner.attach(publisher)
     kept = None
     if config.telemetry.samples and backend.place.is_last_stage and backend.place.is_tensor_leader:
         kept = TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
-        backend.keep_logprobs(kept)
+        learner.keep_logprobs(kept)
     agreement = Agreement(config, writes=rank == 0)
-    border = Border(config, backend, channel, timeline, rank, agreement)
+    border = Border(config, learner, channel, timeline, rank, agreement)
     checks = IterationChecks(config, channel, agreement, backend.place.replica)
-    return RankParts(backend, border, rollout_source(config, channel, backend, timeline), checks, publisher, late, kept)
+    return RankParts(learner, border, rollout_source(config, channel, learner, timeline), checks, publisher, late, kept)
 
 
 def make_publisher(
@@ -123,10 +125,11 @@ def bucket_bytes(config: Config, platform: Platform, backend: TrainBackend) -> i
 
 
 def rollout_source(
-    config: Config, channel: StoreChannel, backend: TrainBackend, timeline: Timeline
+    config: Config, channel: StoreChannel, learner: Learner, timeline: Timeline
 ) -> Callable[[int], MicrobatchIterator]:
     """A function from an iteration to this replica's microbatches of it."""
-    replica, own = backend.place.replica, None
+    backend, own = learner.backend, None
+    replica = backend.place.replica
     if config.has_shards and (backend.replica_links is None or backend.replica_links.reads):
         address = os.environ.get(ADDRESS_VARIABLE, config.placement.address)
         own = host_shard(channel, replica, address)
@@ -157,7 +160,7 @@ def rollout_source(
             links=backend.replica_links,
             timeline=timeline,
             freshness=Freshness(config.schedule.max_staleness),
-            border=backend.gate.border,
+            border=learner.gate.border,
             size=partial(size, iteration) if has_budget else None,
         )
 

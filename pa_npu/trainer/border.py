@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pa_npu.backends.protocol import ProbeResult, TrainBackend
+from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
@@ -37,6 +37,7 @@ from pa_npu.samples.types import Group
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.ahead import RolloutsAhead
+from pa_npu.trainer.learner import Learner
 from pa_npu.trainer.publish_when import PublishWhen
 
 
@@ -44,24 +45,25 @@ class Border:
     def __init__(
         self,
         config: Config,
-        backend: TrainBackend,
+        learner: Learner,
         channel: StoreChannel,
         timeline: Timeline,
         rank: int,
         agreement: Agreement,
     ) -> None:
         self._config = config
-        self._backend = backend
+        self._learner = learner
         self._channel = channel
         self._timeline = timeline
         self._rank = rank
         self._agreement = agreement
-        stage = backend.place.stage if backend.place.publishes else None
+        place = learner.backend.place
+        stage = place.stage if place.publishes else None
         self._ahead = RolloutsAhead(config, channel, open_buffer(config, channel))
-        self._when = PublishWhen(config, backend)
+        self._when = PublishWhen(config, learner)
         self._swaps_to: int | None = None  # the version that engines have received and do not hold yet
         self._publish = TrainerPublish(
-            channel, backend.publish, backend.policy_digest, rank, stage, config.border_timeout_s, timeline
+            channel, learner.publish, learner.backend.policy_digest, rank, stage, config.border_timeout_s, timeline
         )
 
     def cross(
@@ -75,7 +77,7 @@ class Border:
             REPORT.put(self._channel, report, iteration=report.iteration)
         decided = self._when.decide(version)
         if decided.publish_skipped:
-            self._backend.skip_publish(version)
+            self._learner.skip_publish(version)
             published = self._publish.skip(version)
         else:
             published = self._publish.publish(version)
@@ -100,16 +102,16 @@ class Border:
             return version == self._config.schedule.iterations, 0.0
         start_s = time.perf_counter()
         # a border of training too: an engine that comes late to the evaluation gets its weights meanwhile
-        with self._backend.gate.border(), self._timeline.span("wait for evaluation", version=version):
+        with self._learner.gate.border(), self._timeline.span("wait for evaluation", version=version):
             end = RUN_END.wait(self._channel, self._config.trainer.wait_timeout_s, version=version)
         return end.why is not None, time.perf_counter() - start_s
 
     def before_step(self) -> None:
         """The weights are about to change: engines that swap later have swapped by then, so that late ones get what they have."""
         if self._swaps_to is not None:
-            with self._backend.gate.border():  # a late engine may need its weights for the swap to come about
+            with self._learner.gate.border():  # a late engine may need its weights for the swap to come about
                 self._publish.wait_swapped(self._swaps_to)
-            self._backend.engines_swapped()
+            self._learner.engines_swapped()
             self._swaps_to = None
 
     def data_position(self, version: int) -> dict[str, Any]:
@@ -121,7 +123,7 @@ class Border:
         return self._ahead(version)
 
     def _check_probe(self, version: int, microbatches: list[Microbatch]) -> ProbeReport:
-        result = self._backend.probe(microbatches)
+        result = self._learner.probe(microbatches)
         self._agreement.check_probe(version, result)
         return probe_report(result)
 

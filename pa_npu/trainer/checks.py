@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pa_npu.algorithm.agreement import DifferenceSums
-from pa_npu.backends.protocol import ProbeResult, TrainedResponse
+from pa_npu.algorithm.objective import TrainedResponse
+from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import DISPATCHED, UPDATE_SIZE, AgreementReport

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from pa_npu.backends.protocol import TrainedResponse
+from pa_npu.algorithm.objective import TrainedResponse
 from pa_npu.control.messages import Dispatched
 from pa_npu.errors import InvariantViolation
 

@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from pa_npu.algorithm.agreement import DifferenceSums
-from pa_npu.backends.protocol import ProbeResult, TrainBackend, TrainedResponse, Update
+from pa_npu.algorithm.objective import TrainedResponse
+from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import IterationReport, ProbeReport, UpdateReport, merge_updates
@@ -28,6 +29,7 @@ from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.border import Border, probe_report
 from pa_npu.trainer.checks import IterationChecks
+from pa_npu.trainer.learner import Learner, Update
 from pa_npu.trainer.profiling import IterationProfiler
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 def train(
     config: Config,
-    backend: TrainBackend,
+    learner: Learner,
     border: Border,
     rollouts: Callable[[int], MicrobatchIterator],
     timeline: Timeline,
@@ -44,7 +46,7 @@ def train(
 ) -> None:
     """Run from the loaded checkpoint (or version 0) to `schedule.iterations`, or to where an evaluation ends the run; leaves a
     checkpoint and an HF export behind."""
-    checkpoints = Checkpointing(config, backend, border.data_position, timeline, border.ahead)
+    checkpoints = Checkpointing(config, learner, border.data_position, timeline, border.ahead)
     first = checkpoints.load()
     report: IterationReport | None = None
 
@@ -59,16 +61,16 @@ def train(
             rides = config.probe_rides and probe == ProbeReport()
             judge = partial(checks.check_first, version) if rides else None
             updates = config.schedule.updates_per_iteration
-            consumed = consume(backend, rollouts(version), updates, judge, border.before_step)
+            consumed = consume(learner, rollouts(version), updates, judge, border.before_step)
             probe = probe_report(consumed.first) if rides else probe
         agreement = checks(version, consumed.trained, consumed.differences)
         training = replace(consumed.report, wait_s=consumed.report.wait_s + waited_s)
         report = IterationReport(version, training, probe, agreement)
 
-    leave_behind(config, backend, checkpoints, last)
+    leave_behind(config, learner, checkpoints, last)
 
 
-def leave_behind(config: Config, backend: TrainBackend, checkpoints: Checkpointing, version: int) -> None:
+def leave_behind(config: Config, learner: Learner, checkpoints: Checkpointing, version: int) -> None:
     """A checkpoint of the last version, and its weights as an HF directory.
 
     Raises CheckpointError, which says more than an ExportError of the same full disk, and ExportError.
@@ -79,12 +81,12 @@ def leave_behind(config: Config, backend: TrainBackend, checkpoints: Checkpointi
     except CheckpointError:
         if config.checkpoint.export_hf:  # the weights alone are a sixth of a checkpoint and may still find room
             try:
-                backend.export(directory)
+                learner.backend.export(directory)
             except ExportError as error:
                 logger.error("%s", error)
         raise
     if config.checkpoint.export_hf:
-        backend.export(directory)
+        learner.backend.export(directory)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Consumed:
 
 
 def consume(
-    backend: TrainBackend,
+    learner: Learner,
     microbatches: MicrobatchIterator,
     updates: int,
     judge_first: Callable[[ProbeResult], None] | None = None,
@@ -107,14 +109,14 @@ def consume(
 ) -> Consumed:
     """Train an iteration's groups in `updates` equal shares, one optimizer step after each.
 
-    judge_first: as TrainBackend.accumulate, for the first share. before_step: called before every step.
+    judge_first: as Learner.accumulate, for the first share. before_step: called before every step.
     """
     trained: list[TrainedResponse] = []
     steps: list[Update] = []
     for share in microbatches.updates(updates):
-        trained += backend.accumulate(share, None if steps else judge_first)
+        trained += learner.accumulate(share, None if steps else judge_first)
         before_step()
-        steps.append(backend.step())
+        steps.append(learner.step())
     microbatches.finish()
     differences = sum((step.differences for step in steps), DifferenceSums())
     return Consumed(merge_updates([step.report for step in steps]), trained, differences, steps[0].first)

@@ -16,19 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pa_npu.backends.protocol import TrainBackend
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import DivergenceReport
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.trainer.learner import Learner
 
 
 class PublishWhen:
     """One rank's. Every public method is called by all ranks in the same order; `decide` is collective."""
 
-    def __init__(self, config: Config, backend: TrainBackend) -> None:
+    def __init__(self, config: Config, learner: Learner) -> None:
         self._config = config
-        self._backend = backend
+        self._learner = learner
         self._freshness = Freshness(config.schedule.max_staleness, config.iterations_ahead)
         self._published: int | None = None  # by this process
         self._probe: Sequence[Microbatch] = ()
@@ -41,7 +41,7 @@ class PublishWhen:
         """What becomes of `version`, which the policy holds now. An empty report where every version is published."""
         if self._config.publish.when == "every":
             return DivergenceReport()
-        kl = self._backend.probe(list(self._probe)).differences.k3_mean if self._probe else None
+        kl = self._learner.probe(list(self._probe)).differences.k3_mean if self._probe else None
         return DivergenceReport(kl, self._skips(version, kl))
 
     def _skips(self, version: int, kl: float | None) -> bool:

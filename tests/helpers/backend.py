@@ -1,16 +1,16 @@
-"""A Megatron backend in the test's own process, and microbatches for it without a buffer."""
+"""A Megatron rank in the test's own process, and microbatches for it without a buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
-
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
+from pa_npu.platform.base import Platform
 from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.learner import Learner
 from tests.helpers.megatron import PLATFORM, TriModel
 
 # these import megatron, which the helper above has prepared
@@ -41,8 +41,15 @@ class Source(Iterator[Microbatch]):
         return microbatch
 
 
-def make_backend(config: Config) -> tuple[MegatronBackend, TriModel]:
+def make_learner(config: Config) -> tuple[Learner, TriModel]:
     """With the weights of config.model.path, inside `single_process`."""
     spec = ModelSpec.read(config.model.path)
     stage = load_stage(config, spec, PLATFORM)
-    return MegatronBackend(stage, config, spec, PLATFORM, torch.device("cpu"), Timeline(None, "")), stage
+    return learner_of(stage, config, spec), stage
+
+
+def learner_of(stage: TriModel, config: Config, spec: ModelSpec, platform: Platform = PLATFORM) -> Learner:
+    """A rank's, on this stage."""
+    timeline = Timeline(None, "")
+    backend = MegatronBackend(stage, config, spec, platform, platform.device(0), timeline)
+    return Learner(config, backend, platform, timeline)

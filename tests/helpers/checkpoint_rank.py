@@ -56,6 +56,7 @@ class Attempt:
         from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
         from pa_npu.telemetry.timeline import Timeline
         from pa_npu.trainer.assemble import rollout_source
+        from pa_npu.trainer.learner import Learner
 
         self.config, self.rank = config, rank
         spec, timeline, device = ModelSpec.read(config.model.path), Timeline(None, ""), platform.device(0)
@@ -63,17 +64,18 @@ class Attempt:
         stage = load_stage(config, spec, platform)
         self.buffer = StoreRolloutBuffer(channel, "run", readers=1)
         self.backend = MegatronBackend(stage, config, spec, platform, device, timeline)
-        self.rollouts = rollout_source(config, channel, self.backend, timeline)
-        self.checkpoints = Checkpointing(config, self.backend, partial(data_state, config), timeline)
+        self.learner = Learner(config, self.backend, platform, timeline)
+        self.rollouts = rollout_source(config, channel, self.learner, timeline)
+        self.checkpoints = Checkpointing(config, self.learner, partial(data_state, config), timeline)
 
     def train(self, iteration: int) -> dict[str, float]:
         from pa_npu.trainer.loop import consume
 
         if self.rank == 0:
             put_groups(self.config, self.buffer, iteration, None, False)
-        self.backend.publish(iteration)
+        self.learner.publish(iteration)
         updates = self.config.schedule.updates_per_iteration
-        return numbers(consume(self.backend, self.rollouts(iteration), updates).report)
+        return numbers(consume(self.learner, self.rollouts(iteration), updates).report)
 
 
 def resume(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int) -> list[dict[str, float]]:

@@ -130,6 +130,7 @@ def main(job_file: str) -> None:
     from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import rollout_source
+    from pa_npu.trainer.learner import Learner
     from pa_npu.trainer.loop import consume
 
     job: dict[str, Any] = json.loads(Path(job_file).read_text())
@@ -145,8 +146,9 @@ def main(job_file: str) -> None:
     module = backend_module(config.trainer.backend)
     backend = module.create(config, spec, platform, dist.PrefixStore("trainer", store), rank, 0, timeline)
     channel = StoreChannel(store)
-    rollouts = rollout_source(config, channel, backend, timeline)
-    checkpoints = Checkpointing(config, backend, partial(data_state, config), timeline)
+    learner = Learner(config, backend, platform, timeline)
+    rollouts = rollout_source(config, channel, learner, timeline)
+    checkpoints = Checkpointing(config, learner, partial(data_state, config), timeline)
     assert checkpoints.load() == job["first"]
     reports = []
     for iteration in range(job["first"], job["last"]):
@@ -155,8 +157,8 @@ def main(job_file: str) -> None:
             put_groups(config, buffer, iteration, job["order"], job["advantages_of_rewards"], job.get("sizes"))
             if "sizes" in job:
                 UPDATE_SIZE.put(channel, UpdateSize(job["sizes"][iteration]), iteration=iteration)
-        backend.publish(iteration)
-        report = consume(backend, rollouts(iteration), config.schedule.updates_per_iteration).report
+        learner.publish(iteration)
+        report = consume(learner, rollouts(iteration), config.schedule.updates_per_iteration).report
         reports.append(numbers(report, checkpoints.at_border(iteration + 1)))
     if config.checkpoint.every:
         checkpoints.finish(job["last"])

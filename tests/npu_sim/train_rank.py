@@ -69,6 +69,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import bucket_bytes, rollout_source
+    from pa_npu.trainer.learner import Learner
     from pa_npu.trainer.loop import consume
     from tests.helpers.reports import numbers
     from tests.helpers.trainer_rank import put_groups
@@ -76,13 +77,18 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     logprobs: dict[int, torch.Tensor] = {}
 
     class RecordingBackend(MegatronBackend):
-        def _training_loss(self, microbatch: Any, output: Any) -> torch.Tensor:
-            (group,) = microbatch.group_indices
-            assert output.logprobs.device == device == microbatch.tokens.device
-            logprobs[microbatch.iteration * config.schedule.prompts_per_iteration + group] = (
-                output.logprobs.detach().cpu()
-            )
-            return super()._training_loss(microbatch, output)
+        def accumulate(self, microbatches: Any, objective: Any) -> None:
+            of_group = objective.loss
+
+            def loss(microbatch: Any, outputs: Any) -> torch.Tensor:
+                (group,) = microbatch.group_indices
+                found = outputs.policy.values
+                assert found.device == device == microbatch.tokens.device
+                logprobs[microbatch.iteration * config.schedule.prompts_per_iteration + group] = found.detach().cpu()
+                return of_group(microbatch, outputs)
+
+            objective.loss = loss
+            super().accumulate(microbatches, objective)
 
     class CountingChannel(StoreChannel):
         num_reads = 0
@@ -99,21 +105,22 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     spec = ModelSpec.read(config.model.path)
     stage = load_stage(config, spec, platform)
     backend = RecordingBackend(stage, config, spec, platform, device, Timeline(None, ""))
+    learner = Learner(config, backend, platform, Timeline(None, ""))
     assert {parameter.device for parameter in stage.parameters()} == {device}
     channel = CountingChannel(store)
-    rollouts = rollout_source(config, channel, backend, Timeline(None, ""))
+    rollouts = rollout_source(config, channel, learner, Timeline(None, ""))
     reports = []
     for iteration in range(ITERATIONS):
         if rank == 0:
             put_groups(config, StoreRolloutBuffer(StoreChannel(store), "run", readers=1), iteration, None, False)
-        backend.publish(iteration)
-        reports.append(numbers(consume(backend, rollouts(iteration), 1).report))
+        learner.publish(iteration)
+        reports.append(numbers(consume(learner, rollouts(iteration), 1).report))
     backend.export(directory / "hf")
     automatic = bucket_bytes(config, platform, backend)
     found = {"logprobs": logprobs, "reports": reports, "reads": channel.num_reads, "automatic_bucket_bytes": automatic}
     if engine_workers:
-        backend.publish(ITERATIONS)
-        weights, late_weights = (backend.published_weights(BUCKET_BYTES, late=late) for late in (False, True))
+        learner.publish(ITERATIONS)
+        weights, late_weights = (backend.published_weights(BUCKET_BYTES, late_from) for late_from in (None, "policy"))
         if weights is not None and late_weights is not None:
             publishers = [
                 Publisher(
@@ -127,7 +134,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
                 for source in (weights, late_weights)
             ]
             found |= publish(publishers[0], channel, place.stage, engine_workers)
-            serve_late(publishers[1], channel, backend, platform)
+            serve_late(publishers[1], channel, learner, platform)
     shutdown_parallel()
     return found
 
@@ -153,16 +160,16 @@ def publish(publisher: Any, channel: Any, stage: int, engine_workers: int) -> di
     return {"failure": failure, "complaints": complaints}
 
 
-def serve_late(publisher: Any, channel: Any, backend: Any, platform: Any) -> None:
+def serve_late(publisher: Any, channel: Any, learner: Any, platform: Any) -> None:
     """As a trainer between two microbatches, until the test says that it is over."""
     from pa_npu.publish.late_engines import LateEngines
     from pa_npu.publish.messages import LATE_MANIFEST
 
-    place = backend.place
-    with LateEngines(publisher, channel, backend.gate, platform, place, TIMEOUT_S / 2):
+    place = learner.backend.place
+    with LateEngines(publisher, channel, learner.gate, platform, place, TIMEOUT_S / 2):
         if publisher.is_leader:
             LATE_MANIFEST.put(channel, publisher.manifest(), stage=place.stage)
-        with backend.gate.border():
+        with learner.gate.border():
             channel.wait_bytes(LATE_OVER, TIMEOUT_S, "the test to have received late")
 
 

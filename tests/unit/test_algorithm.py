@@ -15,7 +15,7 @@ import torch
 from pa_npu.algorithm.advantages import STD_EPSILON, batch_advantages, group_advantages
 from pa_npu.algorithm.batch import TokenBatch, normaliser, token_weights
 from pa_npu.algorithm.corrections import age_weights, effective_sample_size, importance_weights, k1, k2, k3
-from pa_npu.algorithm.losses import loss_sums, metric_names
+from pa_npu.algorithm.objective import loss_sums, metric_names
 from pa_npu.algorithm.policy_losses import PolicyTerms, cispo, clip, find_policy_loss, gspo, reinforce
 from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.errors import ConfigError

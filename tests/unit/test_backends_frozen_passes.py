@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from pa_npu.algorithm.objective import Logprobs
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.memory import _activation_bytes
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
-from tests.helpers.backend import Source, make_backend
+from tests.helpers.backend import Source, make_learner
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import make_groups
@@ -54,16 +55,16 @@ def shares() -> list[list[Microbatch]]:
 
 def trained(config: Config) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
     """The reports of two updates, and the policy's weights after them. The reference is another model than the start."""
-    backend, stage = make_backend(config)
+    learner, stage = make_learner(config)
     with torch.no_grad():
         for parameter in stage.frozen["reference"].parameters():
             parameter.mul_(1.05)
-    backend.publish(0)
+    learner.publish(0)
     reports = []
     for microbatches in shares():
-        responses = backend.accumulate(Source(microbatches))
+        responses = learner.accumulate(Source(microbatches))
         assert len(responses) == 2 * RESPONSES, "each counted once, in whatever passes it went (I2)"
-        report = asdict(backend.step().report)
+        report = asdict(learner.step().report)
         reports.append({name: value for name, value in report.items() if name not in TIMES})
     return reports, [parameter.detach().clone() for parameter in stage.policy.parameters()]
 
@@ -94,17 +95,17 @@ class Watched(Source):
 @pytest.mark.parametrize("way", ["separate", "together"])
 def test_the_order_of_passes(model: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Separate: only the first pass goes along with arrivals, and the policy's pass computes nothing of the frozen models."""
-    backend, stage = make_backend(configuration(model, way))
-    backend.publish(0)
+    learner, stage = make_learner(configuration(model, way))
+    learner.publish(0)
     log: list[str] = []
     for name, gpt in stage.gpts().items():
         gpt.register_forward_pre_hook(lambda *_, name=name: log.append(name))
-    backend.accumulate(Watched(shares()[0], log))
+    learner.accumulate(Watched(shares()[0], log))
     if way == "separate":
         assert log == ["arrives", "old"] * 4 + ["reference"] * 4 + ["policy"] * 4
     else:
         assert log == ["arrives", "old", "reference", "policy"] * 4
-    backend.step()
+    learner.step()
 
 
 def test_the_last_microbatch_is_known_to_the_policys_pass(model: Path) -> None:
@@ -115,11 +116,12 @@ def test_the_last_microbatch_is_known_to_the_policys_pass(model: Path) -> None:
 
     def run(name: str, microbatches: Any, keep: Any) -> None:
         for number, microbatch in enumerate(microbatches):
-            keep(microbatch, torch.full((2,), float(number) + (10 if name == "reference" else 0)))
+            value = float(number) + (10 if name == "reference" else 0)
+            keep(microbatch, Logprobs(torch.full((2,), value), None))
 
     held = HeldMicrobatches(Source(source), ("old", "reference"), run)
     assert [held.is_last for _ in held] == [False, False, False, True]
-    found = [[float(held.logprobs(m)[name][0]) for name in ("old", "reference")] for m in source]
+    found = [[float(held.logprobs(m)[name].values[0]) for name in ("old", "reference")] for m in source]
     assert np.array_equal(found, [[n, 10 + n] for n in range(4)])
 
 

@@ -23,11 +23,11 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import CheckpointError
 from pa_npu.telemetry.metrics import MetricsWriter
 from pa_npu.telemetry.timeline import Timeline
-from tests.helpers.megatron import TriModel, model_config, single_process
+from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.reports import numbers
 from tests.helpers.trainer_rank import make_groups
-from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_backend, make_config, source
+from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_config, make_learner, source
 
 # these import megatron, which the helper above has prepared
 from pa_npu.checkpoints import saving as checkpointing  # isort: skip
@@ -35,7 +35,6 @@ from pa_npu.backends.megatron.checkpoint.shards import PlannedShards  # isort: s
 from pa_npu.checkpoints.writer import InPlace  # isort: skip
 from pa_npu.checkpoints.saving import Checkpointing  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip
-from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +50,10 @@ class Run:
     def __init__(self, model: Path, directory: Path, /, **sections: dict[str, Any]) -> None:
         sections["checkpoint"] = {"every": 1, **sections.get("checkpoint", {})}
         self.config = self.configure(model, directory, sections)
-        made: tuple[MegatronBackend, TriModel] = make_backend(self.config)
-        self.backend, self.stage = made
+        self.learner, self.stage = make_learner(self.config)
+        self.backend: Any = self.learner.backend
         self.directory = directory / "checkpoints"
-        self.checkpoints = Checkpointing(self.config, self.backend, self.data, Timeline(None, ""))
+        self.checkpoints = Checkpointing(self.config, self.learner, self.data, Timeline(None, ""))
 
     def configure(self, model: Path, directory: Path, sections: dict[str, dict[str, Any]]) -> Config:
         return make_config(model, run={"dir": str(directory)}, **sections)
@@ -64,9 +63,9 @@ class Run:
         return {"position": version * GROUPS, "fingerprint": "prompts"}
 
     def train(self, version: int) -> dict[str, float]:
-        self.backend.publish(version)
+        self.learner.publish(version)
         groups = make_groups(version, GROUPS, RESPONSES, self.config.run.seed)
-        return numbers(consume(self.backend, source(groups, version), 1).report)
+        return numbers(consume(self.learner, source(groups, version), 1).report)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.stage.policy.named_parameters()}
@@ -285,7 +284,7 @@ def test_a_reference_refreshed_since_comes_back_and_the_next_steps_are_the_same(
         ]
     assert same(resumed.weights(), run.weights())
     first_kl.stage.frozen["reference"].load_state_dict(
-        make_backend(first_kl.config)[1].frozen["reference"].state_dict()
+        make_learner(first_kl.config)[1].frozen["reference"].state_dict()
     )
     assert first_kl.train(3)["kl"] != expected[0]["kl"], "the refreshed reference makes no difference here"
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pa_npu.algorithm.batch import TokenBatch, token_weights
-from pa_npu.algorithm.losses import loss_sums, metric_names
+from pa_npu.algorithm.objective import loss_sums, metric_names
 from pa_npu.algorithm.policy_losses import dpo, find_policy_loss
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import AlgorithmConfig
@@ -25,7 +25,7 @@ from tests.helpers.models import make_model
 from tests.helpers.reports import numbers
 from tests.helpers.shelf import Shelf
 from tests.helpers.trainer_rank import make_groups, with_advantages
-from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_backend, make_config, source
+from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_config, make_learner, source
 
 # these import megatron, which the helper above has prepared
 from pa_npu.samples.iterator import MicrobatchIterator  # isort: skip
@@ -180,12 +180,12 @@ def by_hand(policy: Path, reference: Path, groups: list[Group]) -> tuple[float, 
 def test_updates_are_those_of_transformers_in_fp64(max_tokens: int | None, model: Path, tmp_path: Path) -> None:
     """Two iterations: in the first policy and reference are one model, in the second they are not."""
     config = make_config(model, algorithm={"loss": "dpo", "dpo_beta": BETA}, microbatch={"max_tokens": max_tokens})
-    backend, _ = make_backend(config)
+    learner, _ = make_learner(config)
     policy = model
     for iteration in range(2):
         groups = judged(iteration)
-        backend.publish(iteration)
-        report = numbers(consume(backend, source(groups, iteration, max_tokens), 1).report)
+        learner.publish(iteration)
+        report = numbers(consume(learner, source(groups, iteration, max_tokens), 1).report)
         loss, norm, pairs = by_hand(policy, model, groups)
         assert report["preference_pairs"] == pairs == GROUPS - 1
         assert report["loss"] == pytest.approx(loss, rel=1e-5)
@@ -195,7 +195,7 @@ def test_updates_are_those_of_transformers_in_fp64(max_tokens: int | None, model
             others, _, _ = by_hand(policy, model, [with_advantages(g, -sample_of(g)) for g in groups])
             assert others != pytest.approx(loss, rel=1e-3), "which response is preferred must show"
         policy = tmp_path / f"after{iteration}"
-        backend.export(policy)
+        learner.backend.export(policy)
 
 
 def sample_of(group: Group) -> np.ndarray:
@@ -208,8 +208,8 @@ def test_older_tokens_are_preferred_like_new_ones(model: Path) -> None:
     reports = []
     for staleness in (0, 2):
         config = make_config(model, algorithm={"loss": "dpo"}, schedule={"max_staleness": staleness, "iterations": 9})
-        backend, _ = make_backend(config)
-        backend.publish(3)
+        learner, _ = make_learner(config)
+        learner.publish(3)
         groups = [
             replace(group, versions=np.where(group.trained, 3 - staleness, group.versions)) for group in judged(3)
         ]
@@ -219,5 +219,5 @@ def test_older_tokens_are_preferred_like_new_ones(model: Path) -> None:
             **{"responses_per_microbatch": RESPONSES, "shared_prompt": True, "pad_multiple": 1, "timeout_s": 1.0},
             freshness=Freshness(staleness),
         )
-        reports.append(numbers(consume(backend, iterator, 1).report))
+        reports.append(numbers(consume(learner, iterator, 1).report))
     assert reports[0]["grad_norm"] == reports[1]["grad_norm"] and reports[1]["age_mean"] == 2

@@ -47,6 +47,7 @@ from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.samples.types import Group, Sample, SampleBuilder
 from pa_npu.telemetry.timeline import Timeline
+from tests.helpers.backend import learner_of
 from tests.helpers.house import PACKAGE
 from tests.helpers.megatron import PLATFORM, model_config, single_process
 from tests.helpers.models import make_model
@@ -55,7 +56,6 @@ from tools.stand_in import Speed, StandInEngine, serving
 # these import megatron, which the helper above has prepared
 from pa_npu.algorithm.batch import TokenBatch  # isort: skip
 from pa_npu.attention import PrefixLayout  # isort: skip
-from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
 from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 
 DATA = (
@@ -82,7 +82,8 @@ HANDS_ON = {
 ASIDE = {
     "algorithm/agreement.py": "statistics of log-prob differences",
     "attention/transform.py": "layouts of other forms",
-    "backends/megatron/statistics.py": "metrics",
+    "algorithm/update_sums.py": "metrics",
+    "backends/reductions.py": "metrics over ranks",
     "coordinator/production.py": "numbers of the iteration's record",
     "data/benchmarks.py": "columns of public benchmarks, by name",
     "dispatch/lengths.py": "expected lengths",
@@ -193,7 +194,7 @@ def test_a_prompt_takes_the_way_that_is_documented_and_it_is_short(tmp_path: Pat
     tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model.path)
     with single_process(config):
         stage = load_stage(config, spec, PLATFORM)
-        backend = MegatronBackend(stage, config, spec, PLATFORM, torch.device("cpu"), Timeline(None, ""))
+        learner = learner_of(stage, config, spec)
         buffer = StoreRolloutBuffer(StoreChannel(dist.HashStore()), "run", readers=1)
         with watched() as files:
             asyncio.run(produce(config, spec, tokenizer, buffer))
@@ -203,9 +204,9 @@ def test_a_prompt_takes_the_way_that_is_documented_and_it_is_short(tmp_path: Pat
                 **{"replica": 0, "num_replicas": 1, "iteration": 0, "groups": 1, "order": "prompt"},
                 **{"responses_per_microbatch": 4, "shared_prompt": True, "pad_multiple": 1, "timeout_s": 5.0},
             )
-            backend.accumulate(source)
+            learner.accumulate(source)
             source.finish()
-            update = backend.step()
+            update = learner.step()
     assert np.isfinite(update.report.grad_norm), "the prompt came through"
 
     way = documented()

@@ -32,12 +32,13 @@ from pa_npu.weight_transfer.transport import WeightSyncError
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import make_groups
-from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_backend, make_config, source
+from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_config, make_learner, source
 from tools.bench_publish import MODELS
 
 # these import megatron, which the helper above has prepared
 from pa_npu.trainer.agreement import Agreement  # isort: skip
 from pa_npu.trainer.border import Border  # isort: skip
+from pa_npu.trainer.learner import late_source  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip
 
 GIB = 2**30
@@ -138,18 +139,20 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
     """The border and the loop's steps as a rank makes them, the coordinator's messages put in advance or by a thread."""
     schedule = {"max_staleness": 1, "iterations": 9}
     config = make_config(model, schedule=schedule, publish={"mode": "delayed", "probe_tokens": 0})
-    backend, stage = make_backend(config)
+    learner, stage = make_learner(config)
     channel = StoreChannel(dist.HashStore(), "pa/0/")  # type: ignore[attr-defined]
-    border = Border(config, backend, channel, Timeline(None, ""), 0, Agreement(config, writes=False))
+    border = Border(config, learner, channel, Timeline(None, ""), 0, Agreement(config, writes=False))
     policy = dict(stage.policy.named_parameters())
 
     def copied() -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in policy.items()}
 
     def held(version: int) -> dict[str, torch.Tensor]:
-        assert backend.gate.hold(version), f"version {version} can be sent to a late engine"
-        backend.gate.release()
-        return {name: parameter.detach().clone() for name, parameter in stage.published_version().named_parameters()}
+        assert learner.gate.hold(version), f"version {version} can be sent to a late engine"
+        learner.gate.release()
+        return {
+            name: parameter.detach().clone() for name, parameter in stage.model(late_source(config)).named_parameters()
+        }
 
     def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
         return all(torch.equal(a[name], b[name]) for name in a)
@@ -160,7 +163,7 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
         VERDICT.put(channel, PublishVerdict(True), **place)
     border.cross(3, None, lambda _: CheckpointReport())
     versions = {3: copied()}
-    consume(backend, source(make_groups(3, GROUPS, RESPONSES, seed=5), 3), 1, None, border.before_step)
+    consume(learner, source(make_groups(3, GROUPS, RESPONSES, seed=5), 3), 1, None, border.before_step)
     for version in (4, 5):
         versions[version] = copied()
         border.cross(version, None, lambda _: CheckpointReport())
@@ -175,7 +178,7 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
         coordinator = threading.Timer(0.2, swap)
         coordinator.start()
         groups = make_groups(version, GROUPS, RESPONSES, seed=5)
-        consume(backend, source(groups, version), 1, None, border.before_step)
+        consume(learner, source(groups, version), 1, None, border.before_step)
         coordinator.join()
         assert equal(held(version), versions[version]), "what engines have is kept, although the policy has moved on"
         assert not late or equal(late, versions[version])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pa_npu.algorithm.agreement import DifferenceSums
-from pa_npu.backends.protocol import ProbeResult
+from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
 from pa_npu.telemetry.summary import saved_publishes_line
@@ -19,7 +19,7 @@ from pa_npu.trainer.publish_when import PublishWhen
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import make_groups
-from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_backend, make_config, source
+from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_config, make_learner, source
 
 # these import megatron, which the helper above has prepared
 from pa_npu.samples.microbatch import build_microbatches  # isort: skip
@@ -146,10 +146,10 @@ def test_trainers_keep_what_engines_hold_measure_the_divergence_and_go_on(model:
     """Two updates per iteration: the old policy follows the version that trains, late engines get the one that was published."""
     schedule = {"max_staleness": 2, "updates_per_iteration": 2, "iterations": 5}
     algorithm = {"importance_sampling": "token"}
-    backend, stage = make_backend(
+    learner, stage = make_learner(
         make_config(model, schedule=schedule, algorithm=algorithm, publish={"when": "divergence", "divergence": 1.0})
     )
-    backend.publish(3)
+    learner.publish(3)
     probe = make_groups(3, 1, RESPONSES, seed=7)[0]
     (microbatch,) = build_microbatches(probe, RESPONSES, True, 1)
     with torch.no_grad():
@@ -157,9 +157,9 @@ def test_trainers_keep_what_engines_hold_measure_the_divergence_and_go_on(model:
             microbatch.tokens[None], microbatch.layout, microbatch.rows, microbatch.targets, temperature=1.0, chunk=64
         ).logprobs
     sampled = microbatch.engine_logprobs.copy_(before)
-    assert backend.probe([microbatch]).differences.k3_mean == pytest.approx(0.0, abs=1e-9), "an engine of this version"
-    consume(backend, source(make_groups(3, GROUPS, RESPONSES, seed=5), 3), 2)
-    backend.skip_publish(4)
+    assert learner.probe([microbatch]).differences.k3_mean == pytest.approx(0.0, abs=1e-9), "an engine of this version"
+    consume(learner, source(make_groups(3, GROUPS, RESPONSES, seed=5), 3), 2)
+    learner.skip_publish(4)
     with torch.no_grad():
         after = stage(
             microbatch.tokens[None], microbatch.layout, microbatch.rows, microbatch.targets, temperature=1.0, chunk=64
@@ -167,10 +167,10 @@ def test_trainers_keep_what_engines_hold_measure_the_divergence_and_go_on(model:
     difference = (after - sampled).double()
     by_hand = (difference.exp() - 1 - difference).mean().item()
     assert by_hand > 1e-6
-    assert backend.probe([microbatch]).differences.k3_mean == pytest.approx(by_hand, rel=1e-3)
-    assert backend.gate.hold(3), "an engine that comes late still gets the version that was published"
-    backend.gate.release()
+    assert learner.probe([microbatch]).differences.k3_mean == pytest.approx(by_hand, rel=1e-3)
+    assert learner.gate.hold(3), "an engine that comes late still gets the version that was published"
+    learner.gate.release()
     policy = dict(stage.policy.named_parameters())
-    old, kept = (dict(part.named_parameters()) for part in (stage.frozen["old"], stage.published_version()))
+    old, kept = (dict(part.named_parameters()) for part in (stage.frozen["old"], stage.model("published")))
     assert all(torch.equal(old[name], value) for name, value in policy.items()), "ratios are against version 4"
     assert any(not torch.equal(kept[name], value) for name, value in policy.items())

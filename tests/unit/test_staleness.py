@@ -23,7 +23,7 @@ from tests.helpers.models import make_model
 from tests.helpers.reports import numbers
 from tests.helpers.shelf import shelf_iterator
 from tests.helpers.trainer_rank import make_groups
-from tests.unit.test_trainer_updates import GROUPS, LEARNING_RATE, RESPONSES, make_backend, make_config
+from tests.unit.test_trainer_updates import GROUPS, LEARNING_RATE, RESPONSES, make_config, make_learner
 
 # these import megatron, which the helper above has prepared
 from pa_npu.backends.megatron.factory import load_stage  # isort: skip
@@ -209,9 +209,9 @@ def test_updates_on_older_tokens_are_those_by_hand(name: str, updates: int, mode
     iteration = 4
     groups = aged(make_groups(iteration, GROUPS, RESPONSES, seed=5), iteration)
     schedule = {"max_staleness": 2, "updates_per_iteration": updates}
-    backend, stage = make_backend(make_config(model, schedule=schedule, algorithm=ALGORITHMS[name]))
-    backend.publish(iteration)
-    consumed = consume(backend, source(groups, iteration, Freshness(2)), updates)
+    learner, stage = make_learner(make_config(model, schedule=schedule, algorithm=ALGORITHMS[name]))
+    learner.publish(iteration)
+    consumed = consume(learner, source(groups, iteration, Freshness(2)), updates)
     report = numbers(consumed.report)
     weights, statistics = by_hand(model, groups, name, iteration, updates)
     for parameter_name, parameter in stage.policy.named_parameters():
@@ -229,24 +229,24 @@ def test_updates_on_older_tokens_are_those_by_hand(name: str, updates: int, mode
 
 def test_tokens_beyond_max_staleness_stop_the_run(model: Path) -> None:
     groups = aged(make_groups(4, GROUPS, RESPONSES, seed=5), 4)
-    backend, _ = make_backend(make_config(model, schedule={"max_staleness": 2}))
-    backend.publish(4)
+    learner, _ = make_learner(make_config(model, schedule={"max_staleness": 2}))
+    learner.publish(4)
     with pytest.raises(InvariantViolation, match=r"I1 version: .* weight version 2, but version 4 .*staleness = 1"):
-        consume(backend, source(groups, 4, Freshness(1)), 1)
+        consume(learner, source(groups, 4, Freshness(1)), 1)
 
 
 def test_published_weights_stay_while_the_policy_moves_on(model: Path) -> None:
     """An engine that is started again while trainers are ahead gets the version that its iteration is produced by."""
-    backend, stage = make_backend(make_config(model, schedule={"max_staleness": 1}))
-    backend.publish(3)
+    learner, stage = make_learner(make_config(model, schedule={"max_staleness": 1}))
+    learner.publish(3)
     before = {name: parameter.clone() for name, parameter in stage.policy.named_parameters()}
-    consume(backend, source(make_groups(3, GROUPS, RESPONSES, seed=5), 3, Freshness(1)), 1)
-    assert backend.gate.hold(3), "version 3 can still be delivered after the step"
-    backend.gate.release()
-    kept = dict(stage.published_version().named_parameters())
+    consume(learner, source(make_groups(3, GROUPS, RESPONSES, seed=5), 3, Freshness(1)), 1)
+    assert learner.gate.hold(3), "version 3 can still be delivered after the step"
+    learner.gate.release()
+    kept = dict(stage.model("published").named_parameters())
     assert all(torch.equal(kept[name], value) for name, value in before.items())
     assert any(not torch.equal(parameter, before[name]) for name, parameter in stage.policy.named_parameters())
     assert [name for name, _ in stage.named_parameters()] == [f"policy.{name}" for name in before]
-    backend.publish(4)
-    assert not backend.gate.hold(3) and backend.gate.hold(4)
-    backend.gate.release()
+    learner.publish(4)
+    assert not learner.gate.hold(3) and learner.gate.hold(4)
+    learner.gate.release()

@@ -17,13 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pa_npu.algorithm.agreement import DifferenceSums, learn_noise
-from pa_npu.backends.protocol import ProbeResult
+from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError, InvariantViolation
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.samples.types import Group
 from pa_npu.trainer.agreement import NOISE_FILE, Agreement
-from tests.helpers.backend import Source, make_backend
+from tests.helpers.backend import Source, make_learner
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 
@@ -77,13 +77,13 @@ class Run:
     def __init__(self, model: Path, directory: Path, learning_rate: float) -> None:
         self.directory = directory
         self.config = configuration(model, directory, learning_rate)
-        self.backend, _ = make_backend(self.config)
+        self.learner, self.stage = make_learner(self.config)
         self.agreement = Agreement(self.config, writes=True)
 
     def iteration(self, version: int, engine: Engine) -> None:
-        self.backend.publish(version)
-        self.backend.accumulate(self._source(version, engine))
-        self.agreement.check_trained(version, self.backend.step().differences)
+        self.learner.publish(version)
+        self.learner.accumulate(self._source(version, engine))
+        self.agreement.check_trained(version, self.learner.step().differences)
 
     def _source(self, version: int, engine: Engine) -> Source:
         groups = [engine.group(version, index) for index in range(GROUPS)]
@@ -97,19 +97,19 @@ class Run:
             judged.append(first)
             self.agreement.check_probe(version, first)
 
-        self.backend.publish(version)
-        self.backend.accumulate(self._source(version, engine), judge)
-        update = self.backend.step()
+        self.learner.publish(version)
+        self.learner.accumulate(self._source(version, engine), judge)
+        update = self.learner.step()
         assert update.first == judged[0] and update.first.differences.responses == RESPONSES
         assert update.differences.responses == GROUPS * RESPONSES
         return judged
 
     def probe(self, version: int, engine: Engine) -> None:
         group = engine.group(version, 99, responses=2, tokens=PROBE_TOKENS)
-        self.agreement.check_probe(version, self.backend.probe(build_microbatches(group, 2, True, 1)))
+        self.agreement.check_probe(version, self.learner.probe(build_microbatches(group, 2, True, 1)))
 
     def exported(self, name: str) -> Path:
-        self.backend.export(self.directory / name)
+        self.learner.backend.export(self.directory / name)
         return self.directory / name
 
 
@@ -150,7 +150,7 @@ def test_each_fault_ends_the_run_at_any_learning_rate_and_none_does_not(
     published = run.exported("hf")
     after = engine_with(fault, published, engine)
     if fault is None:
-        run.backend.publish(1)
+        run.learner.publish(1)
         run.probe(1, after)
         run.iteration(1, after)
         return
@@ -158,7 +158,7 @@ def test_each_fault_ends_the_run_at_any_learning_rate_and_none_does_not(
         InvariantViolation, match=r"I5 agreement: in training iteration 1 .* engines hold other weights"
     ):
         run.iteration(1, after)
-    run.backend.publish(1)
+    run.learner.publish(1)
     if fault != "skipped publish" or learning_rate > 1e-5:  # 32 tokens show what is not too small for them
         with pytest.raises(InvariantViolation, match="I5 agreement: in the probe after publishing version 1"):
             Run.probe(_fresh(run, published), 1, after)
@@ -177,11 +177,11 @@ def test_the_first_group_shows_each_fault_before_anything_is_learned_from_it(
     if fault is None:
         assert len(run.first_group(1, after)) == 1
         return
-    before = [parameter.detach().clone() for parameter in run.backend._stage.policy.parameters()]
+    before = [parameter.detach().clone() for parameter in run.stage.policy.parameters()]
     with pytest.raises(InvariantViolation, match="I5 agreement: in the probe after publishing version 1"):
         run.first_group(1, after)
-    assert all(map(torch.equal, before, run.backend._stage.policy.parameters()))
-    gradients = [parameter.main_grad for parameter in run.backend._stage.policy.parameters()]
+    assert all(map(torch.equal, before, run.stage.policy.parameters()))
+    gradients = [parameter.main_grad for parameter in run.stage.policy.parameters()]
     assert not any(gradient.any() for gradient in gradients), "it is judged before its backward"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from pa_npu.algorithm.agreement import DifferenceSums
-from pa_npu.backends.protocol import TrainedResponse
+from pa_npu.algorithm.objective import TrainedResponse
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import DISPATCHED, Dispatched, DispatchedGroup
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
@@ -19,7 +19,7 @@ from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.checks import IterationChecks
 from pa_npu.trainer.exactly_once import check_dispatched, check_trained
-from tests.helpers.backend import Source, make_backend
+from tests.helpers.backend import Source, make_learner
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import make_groups
@@ -105,7 +105,7 @@ def test_a_dispatch_that_is_no_whole_is_seen_by_every_trainer(dispatched: Dispat
             check(dispatched, replica, trained)
 
 
-# the same through a backend: its count is taken where a microbatch goes through the model
+# the same through a learner: its count is taken where a microbatch goes through the model
 
 GROUPS, RESPONSES = 4, 4
 
@@ -138,9 +138,9 @@ def test_a_microbatch_trained_twice_or_left_out_inside_a_replica_ends_the_iterat
         "left out": [*microbatches[:3], *microbatches[4:]],
         "another group's": [*microbatches[:-1], microbatches[0]],
     }[fault]
-    backend, _ = make_backend(config)
-    trained = backend.accumulate(Source(wrong))
-    update = backend.step()
+    learner, _ = make_learner(config)
+    trained = learner.accumulate(Source(wrong))
+    update = learner.step()
 
     channel = StoreChannel(dist.HashStore())
     sent = [DispatchedGroup(g.index, 0, tuple(g.trained_lengths.tolist())) for g in groups]

@@ -15,21 +15,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pa_npu.backends.protocol import Update
+from pa_npu.backends.protocol import TrainBackend
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport, IterationReport, ProbeReport, merge_updates
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.samples.types import Group
-from tests.helpers.backend import Source, make_backend
+from tests.helpers.backend import Source, make_learner
 from tests.helpers.groups import with_trained
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import make_groups
 
 # these import megatron, which the helper above has prepared
-from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
+from pa_npu.trainer.learner import Update  # isort: skip
 
 RESPONSES, SHARES, CLIP, CAP, KL, TEMPERATURE = 4, 2, 0.1, 1.2, 0.05, 0.8
 LEARNING_RATE = 3e-3
@@ -116,14 +116,14 @@ def configuration(model: Path) -> Config:
 def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) -> None:
     config = configuration(model)
     spec = ModelSpec.read(config.model.path)
-    backend, stage = make_backend(config)
+    learner, stage = make_learner(config)
     # the reference is another model than the first version, or its KL would be 0 in the first update
     start = Policy(model)
     with torch.no_grad():
         for parameter in stage.frozen["reference"].parameters():
             parameter.mul_(1.05)
     policies, rng = [model], np.random.default_rng(5)
-    backend.publish(0)
+    learner.publish(0)
     groups = make_groups(0, 2 * SHARES, RESPONSES, seed=5)
     groups = [
         with_trained(g, logprobs=np.minimum(start([g])[0] + 0.15 * rng.standard_normal(g.num_trained), 0))
@@ -135,14 +135,14 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
         own = groups[2 * share : 2 * share + 2]
         microbatches = [m for group in own for m in build_microbatches(group, RESPONSES, True, 1)]
         source = Source(microbatches, waited_s=0.25, each=EACH)
-        trained = backend.accumulate(source)
+        trained = learner.accumulate(source)
         assert sum(response.tokens for response in trained) == sum(group.num_trained for group in own)
-        updates.append(backend.step())
+        updates.append(learner.step())
         gradient_norms.append(updates[-1].report.grad_norm)
-        backend.export(tmp_path / f"after_{share}")
+        learner.backend.export(tmp_path / f"after_{share}")
         policies.append(tmp_path / f"after_{share}")
     reference = tmp_path / "reference"
-    _export_reference(stage, spec, reference, backend)
+    _export_reference(stage, spec, reference, learner.backend)
 
     columns = []
     for share, update in enumerate(updates):
@@ -181,7 +181,7 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
     assert record.keys() == names | {"logprob_diff_limit", "logprob_k3_limit"}, "a number that nothing here checks"
 
 
-def _export_reference(stage, spec, directory: Path, backend: MegatronBackend) -> None:  # type: ignore[no-untyped-def]
+def _export_reference(stage, spec, directory: Path, backend: TrainBackend) -> None:  # type: ignore[no-untyped-def]
     from pa_npu.backends.megatron.weights.hf_directory import export_hf
 
     export_hf(stage.frozen["reference"], spec, directory, backend.place)

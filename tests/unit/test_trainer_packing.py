@@ -10,7 +10,7 @@ import pytest
 
 from pa_npu.samples.microbatch import cut, pack
 from pa_npu.samples.types import Group
-from tests.helpers.backend import Source, make_backend
+from tests.helpers.backend import Source, make_learner
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.reports import numbers
@@ -41,9 +41,9 @@ def update(model: Path, algorithm: dict[str, Any], packs: list[list[Group]], sha
         rollout={"responses_per_prompt": RESPONSES, "max_response_tokens": 16},
         schedule={"prompts_per_iteration": GROUPS},
     )
-    backend, _ = make_backend(config)
-    backend.accumulate(Source([pack(pieces, shared, 1) for pieces in packs]))
-    return numbers(backend.step().report)
+    learner, _ = make_learner(config)
+    learner.accumulate(Source([pack(pieces, shared, 1) for pieces in packs]))
+    return numbers(learner.step().report)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a['loss']}, {a['aggregation']}")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from pa_npu.algorithm.agreement import DifferenceSums
-from pa_npu.backends.protocol import ProbeResult, TrainedResponse, Update
+from pa_npu.algorithm.objective import TrainedResponse
+from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport, CheckpointReport, IterationReport, ProbeReport
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.learner import Update
 from tests.helpers.megatron import PLATFORM, model_config
 from tests.helpers.models import make_model
 from tests.helpers.reports import update_report
@@ -27,8 +30,8 @@ from pa_npu.trainer.checks import IterationChecks
 from pa_npu.trainer.profiling import IterationProfiler  # isort: skip
 
 
-class OneLayerBackend:
-    """A TrainBackend whose training is one matrix product."""
+class OneLayerLearner:
+    """A Learner whose training is one matrix product."""
 
     def accumulate(self, microbatches: Any, judge_first: Any) -> list[TrainedResponse]:
         torch.ones(4, 4) @ torch.ones(4, 4)
@@ -37,7 +40,7 @@ class OneLayerBackend:
     def step(self) -> Update:
         return Update(update_report(), DifferenceSums(), ProbeResult(0.0, DifferenceSums()))
 
-    def export(self, *_: Any) -> None: ...
+    backend = SimpleNamespace(export=lambda *_: None)
 
 
 class QuietBorder:
@@ -90,7 +93,7 @@ def no_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(tmp_path: Path, rank: int, **telemetry: Any) -> list[Path]:
     config = make_config(tmp_path, telemetry)
-    parts: Any = (OneLayerBackend(), QuietBorder(), lambda iteration: NoMicrobatches(), Timeline(None, ""))
+    parts: Any = (OneLayerLearner(), QuietBorder(), lambda iteration: NoMicrobatches(), Timeline(None, ""))
     loop.train(config, *parts, profiler=IterationProfiler(config, PLATFORM, rank), checks=NoChecks())
     return sorted((tmp_path / "profile").glob("*"))
 

@@ -17,7 +17,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.samples.types import Group
-from tests.helpers.backend import make_backend
+from tests.helpers.backend import make_learner
 from tests.helpers.groups import sample_advantages, with_trained
 from tests.helpers.megatron import PLATFORM, model_config, single_process
 from tests.helpers.models import make_model
@@ -90,12 +90,12 @@ def by_hand(config: Config, iterations: list[list[Group]], updates: int) -> tupl
 def test_weights_are_those_of_the_updates_by_hand(updates: int, max_tokens: int | None, model: Path) -> None:
     iterations = [make_groups(iteration, GROUPS, RESPONSES, seed=5) for iteration in range(2)]
     config = make_config(model, schedule={"updates_per_iteration": updates}, microbatch={"max_tokens": max_tokens})
-    backend, stage = make_backend(config)
+    learner, stage = make_learner(config)
     assert set(stage.frozen) == ({"old"} if updates > 1 else set()), "the old policy is built only when needed"
     reports = []
     for iteration, groups in enumerate(iterations):
-        backend.publish(iteration)
-        reports.append(numbers(consume(backend, source(groups, iteration, max_tokens), updates).report))
+        learner.publish(iteration)
+        reports.append(numbers(consume(learner, source(groups, iteration, max_tokens), updates).report))
     weights, losses = by_hand(config, iterations, updates)
     for name, parameter in stage.policy.named_parameters():
         torch.testing.assert_close(
@@ -136,14 +136,14 @@ def test_importance_weights_and_their_statistics_are_those_by_hand(level: str, m
     loss.backward()
     norm = torch.stack([parameter.grad.norm() for parameter in stage.policy.parameters()]).norm()
 
-    backend, _ = make_backend(config)
-    backend.publish(0)
-    report = numbers(consume(backend, source(groups), 1).report)
+    learner, _ = make_learner(config)
+    learner.publish(0)
+    report = numbers(consume(learner, source(groups), 1).report)
     assert report["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert report["importance_weight_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-5)
     assert report["importance_truncated_ratio"] == pytest.approx(truncated / len(weights), rel=1e-6)
     assert 0.02 < truncated / len(weights) < 0.9, "the case must lie on both sides of the cap"
-    plain, _ = make_backend(make_config(model))
+    plain, _ = make_learner(make_config(model))
     plain.publish(0)
     assert consume(plain, source(groups), 1).report.grad_norm != pytest.approx(norm.item(), rel=1e-3), (
         "weights must show"
@@ -156,28 +156,28 @@ def test_learning_rate_schedule_counts_updates(model: Path) -> None:
         schedule={"updates_per_iteration": 2, "iterations": 3},
         optimizer={"warmup_iterations": 1, "decay": "linear"},
     )
-    backend, _ = make_backend(config)
+    learner, _ = make_learner(config)
     rates = []
     for iteration in range(3):
-        backend.publish(iteration)
+        learner.publish(iteration)
         for share in source(make_groups(iteration, GROUPS, RESPONSES, seed=5), iteration).updates(2):
-            backend.accumulate(share)
-            rates.append(backend.step().report.learning_rate)
+            learner.accumulate(share)
+            rates.append(learner.step().report.learning_rate)
     expected = [1 / 2, 1, 3 / 4, 2 / 4, 1 / 4, 0]
     assert rates == pytest.approx([LEARNING_RATE * share for share in expected], rel=1e-6, abs=1e-12)
 
 
 def test_without_an_old_policy_only_rollouts_of_the_policy_itself_are_trained(model: Path) -> None:
-    backend, _ = make_backend(make_config(model))
-    backend.publish(0)
-    consume(backend, source(make_groups(0, GROUPS, RESPONSES, seed=5)), 1)
+    learner, _ = make_learner(make_config(model))
+    learner.publish(0)
+    consume(learner, source(make_groups(0, GROUPS, RESPONSES, seed=5)), 1)
     with pytest.raises(InvariantViolation, match=r"I1 version: .* weight version 0, but version 1 is trained"):
-        consume(backend, source(make_groups(0, GROUPS, RESPONSES, seed=5)), 1)
+        consume(learner, source(make_groups(0, GROUPS, RESPONSES, seed=5)), 1)
 
 
 def test_the_reference_is_refreshed_every_n_versions_and_else_stays(model: Path) -> None:
     config = make_config(model, algorithm={"kl_coef": 0.1, "reference_refresh_every": 2})
-    backend, stage = make_backend(config)
+    learner, stage = make_learner(config)
 
     def is_policy() -> bool:
         pairs = zip(stage.policy.parameters(), stage.frozen["reference"].parameters(), strict=True)
@@ -185,9 +185,9 @@ def test_the_reference_is_refreshed_every_n_versions_and_else_stays(model: Path)
 
     found = []
     for version in range(4):
-        backend.publish(version)
+        learner.publish(version)
         found.append(is_policy())
-        consume(backend, source(make_groups(version, GROUPS, RESPONSES, seed=5), version), 1)
+        consume(learner, source(make_groups(version, GROUPS, RESPONSES, seed=5), version), 1)
     assert found == [True, False, True, False], "version 0 is the model that the reference was loaded from"
 
 
@@ -201,14 +201,14 @@ def test_bf16_frozen_models_serve_whole_iterations_with_small_differences(model:
             algorithm={"kl_coef": 0.1},
             schedule={"updates_per_iteration": 2},
         )
-        backend, stage = make_backend(config)
+        learner, stage = make_learner(config)
         reports = []
         for iteration in range(3):
-            backend.publish(iteration)
+            learner.publish(iteration)
             for old, policy in zip(stage.frozen["old"].parameters(), stage.policy.parameters(), strict=True):
                 assert torch.equal(old, policy.to(old.dtype))
             rollouts = source(make_groups(iteration, GROUPS, RESPONSES, seed=5), iteration)
-            reports.append(numbers(consume(backend, rollouts, 2).report))
+            reports.append(numbers(consume(learner, rollouts, 2).report))
         found[dtype] = reports
     for iteration, (wide, narrow) in enumerate(zip(found["same"], found["bf16"], strict=True)):
         for key, tolerance in (("loss", 0.02), ("kl", 1e-3), ("clip_ratio", 0.1), ("entropy", 0.01)):

@@ -6,12 +6,13 @@ PACED_TRAINER=token_s    trainer.backend=tools.paced.trainer:BACKEND
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from pa_npu.algorithm.objective import Objective
 from pa_npu.backends.megatron import factory
-from pa_npu.backends.protocol import MicrobatchSource, ProbeResult, TrainBackend, TrainedResponse
+from pa_npu.backends.protocol import MicrobatchSource, TrainBackend
 from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch
 from tools.paced.device import Device
@@ -67,10 +68,8 @@ class PacedBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def accumulate(
-        self, microbatches: MicrobatchSource, judge_first: Callable[[ProbeResult], None] | None = None
-    ) -> list[TrainedResponse]:
-        return self._backend.accumulate(PacedMicrobatches(microbatches, self._token_s), judge_first)
+    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> None:
+        self._backend.accumulate(PacedMicrobatches(microbatches, self._token_s), objective)
 
 
 BACKEND = SimpleNamespace(

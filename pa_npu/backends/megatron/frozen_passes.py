@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from pa_npu.algorithm.objective import Logprobs
 from pa_npu.samples.microbatch import Microbatch
 
-Pass = Callable[[str, Iterable[Microbatch], Callable[[Microbatch, torch.Tensor], torch.Tensor]], None]
+Pass = Callable[[str, Iterable[Microbatch], Callable[[Microbatch, Logprobs], torch.Tensor]], None]
 
 
 class HeldMicrobatches:
@@ -21,7 +22,7 @@ class HeldMicrobatches:
         """
         self._held: list[Microbatch] = []
         self._handed_out = 0
-        self._logprobs: dict[int, dict[str, torch.Tensor]] = {}
+        self._logprobs: dict[int, dict[str, Logprobs]] = {}
         source: Iterable[Microbatch] = self._holding(microbatches)
         for name in frozen:
             run(name, source, self._keeper(name))
@@ -37,8 +38,8 @@ class HeldMicrobatches:
             self._handed_out += 1
             yield microbatch
 
-    def logprobs(self, microbatch: Microbatch) -> dict[str, torch.Tensor]:
-        """By model, [tokens] fp32. Of the last stage only."""
+    def logprobs(self, microbatch: Microbatch) -> dict[str, Logprobs]:
+        """By model. On the last stage only."""
         return self._logprobs[id(microbatch)]
 
     def _holding(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
@@ -46,9 +47,9 @@ class HeldMicrobatches:
             self._held.append(microbatch)
             yield microbatch
 
-    def _keeper(self, name: str) -> Callable[[Microbatch, torch.Tensor], torch.Tensor]:
-        def keep(microbatch: Microbatch, logprobs: torch.Tensor) -> torch.Tensor:
+    def _keeper(self, name: str) -> Callable[[Microbatch, Logprobs], torch.Tensor]:
+        def keep(microbatch: Microbatch, logprobs: Logprobs) -> torch.Tensor:
             self._logprobs.setdefault(id(microbatch), {})[name] = logprobs
-            return logprobs.new_zeros(())
+            return logprobs.values.new_zeros(())
 
         return keep

@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from pa_npu.algorithm.objective import PolicyState
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.devices import device_of
@@ -84,6 +85,8 @@ class TriModel(MegatronModule):
         self._copies = {**frozen} if published is None else {**frozen, "published": published}
         for model in self._copies.values():
             model.eval().requires_grad_(False)
+        self.weights: dict[str, PolicyState] = {}
+        """Which weights each model holds, where that has been said."""
         self.rotary = rotary
         self.input_tensor: torch.Tensor | None = None
         self.pre_process, self.post_process = policy.pre_process, policy.post_process
@@ -123,20 +126,12 @@ class TriModel(MegatronModule):
         """Make the frozen model `name`, or "published", equal to the policy as it is now, rounded to its own type."""
         for target, source in zip(self._copies[name].parameters(), self.policy.parameters(), strict=True):
             target.copy_(source)
+        if "policy" in self.weights:
+            self.weights[name] = self.weights["policy"]
 
-    @property
-    def keeps_published(self) -> bool:
-        """Whether copy_policy_to("published") has a place to copy to."""
-        return "published" in self._copies
-
-    def published_version(self) -> GPT:
-        """The model that keeps the published weights longest: a copy made for that, or the old policy, through all of an
-        iteration's updates, where it is as exact as the policy; else the policy, until its next update."""
-        if self.keeps_published:
-            return self._copies["published"]
-        old = self.frozen.get("old")
-        exact = old is not None and old.config.params_dtype == self.config.params_dtype
-        return old if old is not None and exact else self.policy
+    def model(self, name: str) -> GPT:
+        """The policy, or the copy of this name."""
+        return self.policy if name == "policy" else self._copies[name]
 
     def forward(
         self,

@@ -1,0 +1,275 @@
+"""The objective of one update: from microbatches and the models' outputs to a sum of losses, its metrics and its normaliser.
+
+    backend: forward ──Outputs──> objective.loss ──scalar──> backend: backward, gradients added up unnormalised
+             after the last one   objective.normaliser ──> backend: divide, once (invariant I3)
+
+An Objective is made anew for every update. The backend runs the models that the configuration names (Config.frozen_models), calls
+`loss` for each microbatch where log-probs are computed, `sent` where hidden states go on to another stage, and knows no loss. What
+passes backward is counted where its gradient does (invariant I7), so that a backward that is left out or run twice shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from pa_npu.algorithm.batch import TokenBatch, normaliser, token_weights
+from pa_npu.algorithm.corrections import KL_ESTIMATORS, age_weights, importance_weights, k3, kl_reward_advantages
+from pa_npu.algorithm.policy_losses import PolicyLoss, find_policy_loss
+from pa_npu.algorithm.preference import PREFERENCE_METRICS
+from pa_npu.algorithm.update_sums import Differences, MetricSums, ProbeResult, Reductions, Totals
+from pa_npu.config.schema import Config
+from pa_npu.config.sections import AlgorithmConfig
+from pa_npu.control.freshness import Freshness
+
+
+@dataclass(frozen=True)
+class PolicyState:
+    """Which weights: those of a version, after so many updates of the iteration that trains it."""
+
+    version: int
+    updates: int = 0
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """[tokens] fp32, and the weights that they were computed with; None where nobody has named them yet."""
+
+    values: torch.Tensor
+    weights: PolicyState | None
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the models give for a microbatch's N targets. Gradients flow through policy.values, through `entropy` [N] where
+    Objective.entropy_gradient asks for it. frozen: by name, of Config.frozen_models."""
+
+    policy: Logprobs
+    entropy: torch.Tensor
+    frozen: dict[str, Logprobs]
+
+
+class Columns(Protocol):
+    """What the objective reads of a microbatch; see samples.microbatch.Microbatch."""
+
+    @property
+    def engine_logprobs(self) -> torch.Tensor: ...
+
+    @property
+    def advantages(self) -> torch.Tensor: ...
+
+    @property
+    def ages(self) -> torch.Tensor: ...
+
+    @property
+    def response_index(self) -> torch.Tensor: ...
+
+    @property
+    def response_lengths(self) -> Sequence[int]: ...
+
+    @property
+    def iteration(self) -> int: ...
+
+    @property
+    def versions(self) -> tuple[int, int]: ...
+
+    @property
+    def group_indices(self) -> tuple[int, ...]: ...
+
+    @property
+    def sources(self) -> Sequence[tuple[int, int]]: ...
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class TrainedResponse:
+    """One response whose gradient has passed backward: its group's dispatch index, its number there, its trained tokens."""
+
+    group: int
+    number: int
+    tokens: int
+
+
+Keep = Callable[[int, Sequence[tuple[int, int]], Sequence[int], torch.Tensor], None]
+"""Takes the denominators of the ratios: iteration, sources, response lengths, log-probs."""
+
+
+class Objective:
+    """One update's, on one rank.
+
+    entered, trained: the responses that were given to `loss` or `sent`, and those whose gradient has come back, each as often.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        judge_first: Callable[[ProbeResult], None] | None = None,
+        keep: Keep | None = None,
+    ) -> None:
+        """judge_first: called with the first microbatch's differences before its backward; it may raise."""
+        self._config = config
+        self._device = device
+        self._judge_first = judge_first
+        self._keep = keep
+        self._policy_loss = find_policy_loss(config.algorithm.loss)
+        self._freshness = Freshness(config.schedule.max_staleness)
+        self.totals = Totals()
+        self.sums = MetricSums(metric_names(config.algorithm, stale=config.schedule.max_staleness > 0))
+        self.entered: list[TrainedResponse] = []
+        self.trained: list[TrainedResponse] = []
+
+    @property
+    def entropy_gradient(self) -> bool:
+        """Whether gradients flow through the entropy."""
+        return self._config.algorithm.entropy_coef > 0
+
+    def sent(self, microbatch: Columns, hidden: torch.Tensor) -> torch.Tensor:
+        """What a stage sends on to the next, unchanged; its gradient comes back from there."""
+        self._enter(microbatch, hidden)
+        return hidden
+
+    def loss(self, microbatch: Columns, outputs: Outputs) -> torch.Tensor:
+        """The sum over the microbatch's tokens, whose gradient the backend computes, undivided. Raises InvariantViolation."""
+        algorithm = self._config.algorithm
+        old_logprobs = self._denominator(microbatch, outputs)
+        if self._keep is not None:
+            self._keep(microbatch.iteration, microbatch.sources, microbatch.response_lengths, old_logprobs)
+        reference = outputs.frozen.get("reference")
+        batch = TokenBatch(
+            logprobs=outputs.policy.values,
+            entropy=outputs.entropy,
+            old_logprobs=old_logprobs,
+            reference_logprobs=None if reference is None else reference.values,
+            engine_logprobs=microbatch.engine_logprobs,
+            advantages=microbatch.advantages,
+            weights=token_weights(microbatch.response_lengths, algorithm.aggregation, self._device),
+            response_index=microbatch.response_index,
+            num_responses=len(microbatch.response_lengths),
+            group_size=self._config.rollout.responses_per_prompt,
+            ages=microbatch.ages if self._config.schedule.max_staleness else None,
+        )
+        sums = loss_sums(batch, algorithm, self._policy_loss)
+        generated = outputs.frozen.get(
+            "old", outputs.policy
+        )  # of the iteration's weight version, as the trainer computes them
+        differences = measure(microbatch, generated.values)
+        self.sums.add(sums.metrics, differences, microbatch.ages.max())
+        if self._judge_first is not None:
+            judge, self._judge_first = self._judge_first, None
+            judge(differences.read())
+        self._enter(microbatch, sums.loss)
+        return sums.loss
+
+    def normaliser(self, totals: Totals, reductions: Reductions) -> float:
+        """What the update's sum is divided by. totals: of all replicas. Collective where only the last stage knows it."""
+        if self._config.algorithm.loss == "dpo":  # the mean over pairs
+            return max(1.0, self.sums.total("preference_pairs", reductions, self._device))
+        return normaliser(
+            self._config.algorithm.aggregation,
+            totals.tokens_response,
+            totals.num_responses,
+            self._config.rollout.max_response_tokens,
+        )
+
+    def _enter(self, microbatch: Columns, output: torch.Tensor) -> None:
+        responses = [
+            TrainedResponse(group, number, tokens)
+            for (group, number), tokens in zip(microbatch.sources, microbatch.response_lengths, strict=True)
+        ]
+        self.entered += responses
+        self.totals.add(microbatch.response_lengths, microbatch.num_computed_tokens)
+        if output.requires_grad:
+            output.register_hook(partial(self._passed, responses))
+
+    def _passed(self, responses: list[TrainedResponse], gradient: torch.Tensor) -> None:
+        self.trained += responses
+
+    def _denominator(self, microbatch: Columns, outputs: Outputs) -> torch.Tensor:
+        """Log-probs of the policy that ratios are taken against.
+
+        The proximal one is the policy at the iteration's beginning; with one update per iteration the policy itself: ratio 1.
+        """
+        if self._config.ratio == "sampling":
+            return microbatch.engine_logprobs
+        if "old" in outputs.frozen:
+            return outputs.frozen["old"].values
+        weights = outputs.policy.weights
+        if weights is not None:
+            what = f"a microbatch of groups {microbatch.group_indices}"
+            self._freshness.check(weights.version + weights.updates, microbatch.versions, what)
+        return outputs.policy.values.detach()
+
+
+def measure(microbatch: Columns, logprobs: torch.Tensor) -> Differences:
+    """How far the trainers' log-probs are from the engines' (I5)."""
+    difference = logprobs.detach() - microbatch.engine_logprobs
+    return Differences.of(difference, microbatch.response_index, len(microbatch.response_lengths))
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over one microbatch. `loss` carries the gradient; `metrics` holds detached sums, by name (see metric_names)."""
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+
+
+def metric_names(config: AlgorithmConfig, *, stale: bool = False) -> tuple[str, ...]:
+    """Names in LossSums.metrics: loss and policy_loss are weighted sums, the others sums over tokens. stale: of those with ages."""
+    names: tuple[str, ...] = ("loss", "policy_loss", "entropy", "clipped")
+    if config.has_reference:
+        names += ("kl",)
+    if config.loss == "dpo":
+        names += PREFERENCE_METRICS
+    if config.importance_sampling != "none":
+        names += ("importance_weight", "importance_cut")
+    if config.importance_sampling != "none" or stale:
+        names += ("weight", "weight_squared")
+    return (*names, "age") if stale else names
+
+
+def loss_sums(batch: TokenBatch, config: AlgorithmConfig, policy_loss: PolicyLoss) -> LossSums:
+    """The weighted sum of w * policy loss + kl_coef * KL - entropy_coef * entropy; w: importance and age weights, if asked for."""
+    if config.kl_coef and config.kl_in == "reward":
+        extra = kl_reward_advantages(batch, config.kl_estimator, config.kl_coef, config.advantage)
+        batch = replace(batch, advantages=batch.advantages + extra)
+    terms = policy_loss(batch, config)
+    token_loss = terms.loss
+    metrics = {
+        "entropy": batch.entropy.detach().sum(),
+        "clipped": terms.clipped.float().sum(),
+        **terms.metrics,
+    }
+    weight = None
+    if config.importance_sampling != "none":
+        importance = importance_weights(batch, config)
+        weight = importance.values
+        token_loss = token_loss * weight
+        metrics |= {"importance_weight": weight.sum(), "importance_cut": importance.cut.float().sum()}
+    if batch.ages is not None:
+        if weight is None:  # the ratio in the loss says how far the policy has moved from the one that sampled
+            weight = (batch.logprobs.detach() - batch.engine_logprobs).exp()
+        if config.age_exponent:
+            by_age = age_weights(batch.ages, config.age_exponent)
+            weight = weight * by_age
+            token_loss = token_loss * by_age
+        metrics["age"] = batch.ages.sum()
+    if weight is not None:
+        metrics |= {"weight": weight.sum(), "weight_squared": weight.square().sum()}
+    metrics["policy_loss"] = (token_loss.detach() * batch.weights).sum()
+    if batch.reference_logprobs is not None:
+        kl = KL_ESTIMATORS[config.kl_estimator](batch.logprobs, batch.reference_logprobs)
+        metrics["kl"] = k3(batch.logprobs.detach(), batch.reference_logprobs).sum()
+        if config.kl_coef and config.kl_in == "loss":
+            token_loss = token_loss + config.kl_coef * kl
+    if config.entropy_coef:
+        token_loss = token_loss - config.entropy_coef * batch.entropy
+    loss = (token_loss * batch.weights).sum()
+    return LossSums(loss, metrics | {"loss": loss.detach()})

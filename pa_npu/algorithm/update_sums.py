@@ -1,0 +1,170 @@
+"""Sums over an update's microbatches, reduced over the ranks that hold them into the numbers of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from pa_npu.algorithm.agreement import DifferenceSums, difference_sums
+from pa_npu.algorithm.corrections import effective_sample_size
+
+
+class Reductions(Protocol):
+    """Sums, or element-wise maxima, of a tensor over trainer ranks; the result is on all of them. Collective, in place."""
+
+    def replicas(self, values: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+        """Over the ranks that hold the same part of the model, one in each replica."""
+
+    def stages(self, values: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+        """Over the pipeline stages of a replica."""
+
+    def ranks(self, values: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+        """Over all trainer ranks."""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What engine and trainer log-probs differ by over some tokens (I5). difference_max: the largest absolute one."""
+
+    difference_max: float
+    differences: DifferenceSums
+
+
+@dataclass
+class Totals:
+    """What has been given to the objective for one update; of one replica equal on all its ranks."""
+
+    tokens_response: int = 0
+    tokens_computed: int = 0
+    num_responses: int = 0
+    num_microbatches: int = 0
+
+    def add(self, response_lengths: Sequence[int], tokens_computed: int) -> None:
+        """One microbatch."""
+        self.tokens_response += sum(response_lengths)
+        self.tokens_computed += tokens_computed
+        self.num_responses += len(response_lengths)
+        self.num_microbatches += 1
+
+
+# The fields of DifferenceSums but for the last, which is a maximum.
+_SUMS = 9
+
+
+@dataclass(frozen=True)
+class Differences:
+    """From the engines' log-probs, on the device. sums: [9], the fields of DifferenceSums that add up. largest: [2], of |trainer -
+    engine|, and DifferenceSums.k_largest."""
+
+    sums: torch.Tensor
+    largest: torch.Tensor
+
+    @classmethod
+    def of(cls, difference: torch.Tensor, response_index: torch.Tensor, num_responses: int) -> Differences:
+        """difference: trainer - engine log-prob, [tokens] fp32. response_index: int64 [tokens]."""
+        fields = difference_sums(difference, response_index, num_responses)
+        return cls(fields[:_SUMS], torch.stack([difference.abs().max().float(), fields[_SUMS]]))
+
+    @classmethod
+    def zeros(cls, device: torch.device) -> Differences:
+        return cls(torch.zeros(_SUMS, device=device), torch.zeros(2, device=device))
+
+    def plus(self, other: Differences) -> Differences:
+        return Differences(self.sums + other.sums, torch.maximum(self.largest, other.largest))
+
+    @staticmethod
+    def result(sums: Sequence[float], largest: Sequence[float]) -> ProbeResult:
+        return ProbeResult(largest[0], DifferenceSums(*[*sums, largest[1]]))
+
+    def read(self) -> ProbeResult:
+        """Waits for the device."""
+        return self.result(self.sums.tolist(), self.largest.tolist())
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """An update's MetricSums over all ranks. sums: by name. all, first: differences from the engines' log-probs (I5), of all
+    microbatches and of every replica's first. age_max: by how many versions the oldest token is behind what it trains."""
+
+    sums: dict[str, float]
+    all: ProbeResult
+    first: ProbeResult
+    age_max: int
+
+    def metrics(self, tokens: int, normaliser: float) -> dict[str, Any]:
+        """The fields of UpdateReport that say how the loss went. tokens: trained ones of all replicas."""
+        sums, tokens = self.sums, max(1, tokens)
+
+        def per_token(name: str) -> float | None:
+            return sums[name] / tokens if name in sums else None
+
+        def per_pair(name: str) -> float | None:
+            return sums[name] / max(1.0, sums["preference_pairs"]) if name in sums else None
+
+        has_weights, has_pairs = "weight" in sums, "preference_pairs" in sums
+        return {
+            "loss": sums["loss"] / normaliser,
+            "policy_loss": sums["policy_loss"] / normaliser,
+            "kl": per_token("kl") or 0.0,
+            "entropy": per_token("entropy"),
+            "clip_ratio": per_token("clipped"),
+            "logprob_diff_mean": self.all.differences.absolute_mean,
+            "logprob_diff_max": self.all.difference_max,
+            "logprob_k3": self.all.differences.k3_mean,
+            "importance_weight_mean": per_token("importance_weight"),
+            "importance_truncated_ratio": per_token("importance_cut"),
+            "effective_sample_size": effective_sample_size(sums["weight"], sums["weight_squared"], tokens)
+            if has_weights
+            else None,
+            "age_mean": per_token("age"),
+            "age_max": self.age_max if "age" in sums else None,
+            "preference_pairs": round(sums["preference_pairs"]) if has_pairs else None,
+            "preference_margin": per_pair("preference_margin"),
+            "preference_accuracy": per_pair("preference_right"),
+        }
+
+
+@dataclass
+class MetricSums:
+    """Named sums, and differences from the engines' log-probs, that only the last pipeline stage computes. All on the device."""
+
+    names: tuple[str, ...] = ()
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    all: Differences | None = None
+    first: Differences | None = None
+    age_max: torch.Tensor | None = None
+
+    def add(self, metrics: dict[str, torch.Tensor], differences: Differences, age_max: torch.Tensor) -> None:
+        """One microbatch."""
+        for name in self.names:
+            value = metrics[name].float()
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self.first = self.first or differences
+        self.all = differences if self.all is None else self.all.plus(differences)
+        self.age_max = age_max if self.age_max is None else torch.maximum(self.age_max, age_max)
+
+    def total(self, name: str, reductions: Reductions, device: torch.device) -> float:
+        """One sum over all ranks (collective over replicas and stages), while others still accumulate."""
+        value = self.sums.get(name, torch.zeros((), device=device)).clone()
+        return float(reductions.stages(reductions.replicas(value)).item())
+
+    def over_ranks(self, reductions: Reductions, device: torch.device) -> Statistics:
+        """Sums over replicas and overall maxima, known to every rank afterwards (collective over replicas and stages)."""
+        zero = torch.zeros((), device=device)
+        parts = [part or Differences.zeros(device) for part in (self.all, self.first)]
+        vector = torch.cat([*(self.sums.get(name, zero)[None] for name in self.names), *(p.sums for p in parts)])
+        age_max = zero if self.age_max is None else self.age_max
+        largest = torch.cat([*(part.largest for part in parts), age_max[None]])
+        # stages other than the last hold zeros, so the sum over the pipeline is a broadcast of the last stage's values
+        vector = reductions.stages(reductions.replicas(vector))
+        largest = reductions.stages(reductions.replicas(largest, largest=True), largest=True)
+        values, (*maxima, oldest) = vector.tolist(), largest.tolist()
+        named = dict(zip(self.names, values[: len(self.names)], strict=True))
+        every, first = (
+            Differences.result(values[start : start + _SUMS], maxima[2 * number : 2 * number + 2])
+            for number, start in enumerate(range(len(self.names), len(values), _SUMS))
+        )
+        return Statistics(named, every, first, int(oldest))

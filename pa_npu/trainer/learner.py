@@ -1,0 +1,213 @@
+"""One rank's policy through its versions: updates by the objective over what the backend runs, copies, publishes, checkpoints.
+
+What every training backend needs alike stands here; TrainBackend is what is left to write for one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+
+from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.algorithm.objective import Columns, Objective, Outputs, PolicyState, TrainedResponse, measure
+from pa_npu.algorithm.update_sums import MetricSums, ProbeResult, Totals
+from pa_npu.backends.protocol import MicrobatchSource, Step, TrainBackend
+from pa_npu.checkpoints.saving import PlannedSave
+from pa_npu.config.schema import Config
+from pa_npu.control.messages import UpdateReport
+from pa_npu.errors import InvariantViolation
+from pa_npu.platform.base import Platform
+from pa_npu.publish.messages import PublishMembers
+from pa_npu.publish.publisher import Publisher, PublishStats
+from pa_npu.publish.version_gate import VersionGate
+from pa_npu.samples.group_source import Traffic
+from pa_npu.samples.microbatch import Microbatch
+from pa_npu.telemetry.sample_store import TrainerLogprobs
+from pa_npu.telemetry.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an optimizer step did, equal on all ranks. differences: of its tokens' log-probs from the engines' (I5); first: of those
+    in every replica's first microbatch."""
+
+    report: UpdateReport
+    differences: DifferenceSums
+    first: ProbeResult
+
+
+def late_source(config: Config) -> str:
+    """The model that keeps the published weights longest: a copy made for that, or the old policy, through all of an iteration's
+    updates, where it is as exact as the policy; else the policy, until its next update."""
+    if config.keeps_published:
+        return "published"
+    return "old" if "old" in config.frozen_models and config.frozen_dtype == config.model.dtype else "policy"
+
+
+class Learner:
+    """One rank's. Every method is collective. gate: guards the weights that late engines are sent; closed while they change."""
+
+    def __init__(self, config: Config, backend: TrainBackend, platform: Platform, timeline: Timeline) -> None:
+        self._config = config
+        self.backend = backend
+        self._platform = platform
+        self._timeline = timeline
+        self.gate = VersionGate(config.border_timeout_s)
+        self._publisher: Publisher | None = None
+        self._kept: TrainerLogprobs | None = None
+        self._policy: PolicyState | None = None  # unknown until the first publish
+        self._reference_version = 0  # the policy's that the reference was last made equal to; 0 is the HF model
+        platform.take_memory_peak()  # what loading took is no iteration's
+
+    def attach(self, publisher: Publisher) -> None:
+        """Let `publish` send through it; without one no engine is sent anything."""
+        self._publisher = publisher
+
+    def keep_logprobs(self, kept: TrainerLogprobs) -> None:
+        """Give `kept` the log-probs of what is trained from here on; of use on a last stage's tensor leader only."""
+        self._kept = kept
+
+    def accumulate(
+        self, microbatches: MicrobatchSource, judge_first: Callable[[ProbeResult], None] | None = None
+    ) -> list[TrainedResponse]:
+        """Forward and backward over one update's microbatches as they arrive; gradients stay unnormalised sums.
+
+        judge_first: called with this replica's first microbatch's differences before its backward, where log-probs are computed (on
+        the last pipeline stage); it may raise. Returns what this replica has trained, counted where gradients pass (I2).
+        """
+        keep = None if self._kept is None else self._kept.add
+        self._objective = Objective(self._config, self.backend.device, judge_first, keep)
+        start = time.perf_counter()
+        waited_s, traffic = microbatches.waited_s, microbatches.traffic
+        self.backend.accumulate(microbatches, self._objective)
+        self._wait_s = microbatches.waited_s - waited_s
+        self._train_s = time.perf_counter() - start - self._wait_s
+        self._traffic = microbatches.traffic.since(traffic)
+        if self._kept is not None:
+            self._kept.write()
+        return self._objective.trained
+
+    def step(self) -> Update:
+        """Divide by the update's normaliser, clip, apply. Raises InvariantViolation."""
+        start = time.perf_counter()
+        with self._timeline.span("step"):
+            totals, traffic = self._over_replicas()
+            normaliser = self._objective.normaliser(totals, self.backend.reductions)
+            self.backend.scale_gradients(1.0 / normaliser)
+            if late_source(self._config) == "policy":
+                self.gate.close()
+            step = self.backend.step()
+        if not math.isfinite(step.grad_norm):
+            raise InvariantViolation(
+                f"gradient norm is {step.grad_norm}: the update would destroy the weights; lower optimizer.learning_rate, or look "
+                f"at the rewards and log-prob differences of the last iterations in metrics.jsonl"
+            )
+        if self._policy is not None:
+            self._name_policy(PolicyState(self._policy.version, self._policy.updates + 1))
+        return self._update(totals, traffic, normaliser, step, time.perf_counter() - start)
+
+    def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
+        """Log-probs of the current policy against the engines' for the same tokens, over all ranks; changes nothing."""
+        sums = MetricSums()
+
+        def take(microbatch: Columns, outputs: Outputs) -> None:
+            sums.add({}, measure(microbatch, outputs.policy.values), microbatch.ages.max())
+
+        self.backend.evaluate(microbatches, take)
+        return sums.over_ranks(self.backend.reductions, self.backend.device).all
+
+    def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
+        """Send the weights to all engines, if there are any, and freeze them as the old policy where needed.
+
+        Returns what this rank sent. Raises WeightSyncError on a leader that loses an engine; call it again, on all ranks, with the
+        members that are left.
+        """
+        if members is not None and members.delayed:
+            self.skip_publish(version)
+            self.gate.offer(version, self._keep_published)
+        else:
+            self.gate.close()
+            self.skip_publish(version)
+            if self._config.keeps_published:
+                self._keep_published()
+            self.gate.open(version)
+        if self._publisher is None or members is None:
+            return None
+        return self._publisher.publish(version, members)
+
+    def skip_publish(self, version: int) -> None:
+        """The policy is that of `version`: the old policy and the reference follow it where they are due.
+
+        All of a publish where engines keep the version that was published last, and so do the trainers for engines that come late.
+        """
+        self._name_policy(PolicyState(version))
+        if "old" in self._config.frozen_models:
+            self.backend.copy_policy("old")
+        refresh = self._config.algorithm.reference_refresh_every
+        if refresh and version and version % refresh == 0:
+            self.backend.copy_policy("reference")
+            self._reference_version = version
+
+    def engines_swapped(self) -> None:
+        """Engines have swapped to what `publish` sent with PublishMembers.delayed. Before the next step, which changes it."""
+        self.gate.take_offer()
+
+    def plan_save(self, directory: Path) -> PlannedSave:
+        """See SavedState."""
+        return self.backend.plan_save(directory, self._reference_version)
+
+    def load(self, directory: Path) -> int:
+        """See SavedState."""
+        meta = self.backend.load(directory)
+        self._reference_version = meta.reference["version"] if meta.reference else 0
+        return meta.version
+
+    def _keep_published(self) -> None:
+        """On any thread: the policy is the version that engines have."""
+        self.backend.copy_policy("published")
+
+    def _name_policy(self, weights: PolicyState) -> None:
+        self._policy = weights
+        self.backend.name_policy(weights)
+
+    def _over_replicas(self) -> tuple[Totals, Traffic]:
+        own = [*astuple(self._objective.totals), *astuple(self._traffic)]
+        values = torch.tensor(own, dtype=torch.int64, device=self.backend.device)
+        numbers = [int(value) for value in self.backend.reductions.replicas(values).tolist()]
+        split = len(astuple(Totals()))
+        return Totals(*numbers[:split]), Traffic(*numbers[split:])
+
+    def _update(self, totals: Totals, traffic: Traffic, normaliser: float, step: Step, step_s: float) -> Update:
+        reductions, device = self.backend.reductions, self.backend.device
+        statistics = self._objective.sums.over_ranks(reductions, device)
+        peak = self._platform.take_memory_peak()
+        own = torch.tensor([self._wait_s, self._train_s + step_s, step_s], dtype=torch.float32, device=device)
+        wait_s, train_s, step_s = (reductions.ranks(own) / self.backend.place.mesh.size).tolist()
+        fullest = torch.tensor([peak.host_bytes, peak.device_bytes or 0], dtype=torch.int64, device=device)
+        host_bytes, device_bytes = reductions.ranks(fullest, largest=True).tolist()
+        report = UpdateReport(
+            **statistics.metrics(totals.tokens_response, normaliser),
+            grad_norm=step.grad_norm,
+            learning_rate=step.learning_rate,
+            tokens_response=totals.tokens_response,
+            tokens_computed=totals.tokens_computed,
+            microbatches=totals.num_microbatches,
+            rollout_reads=traffic.reads,
+            rollout_buffer_bytes=traffic.buffer_bytes,
+            rollout_head_bytes=traffic.head_bytes,
+            rollout_collective_bytes=traffic.collective_bytes,
+            memory_trainer_host_bytes=host_bytes,
+            memory_trainer_device_bytes=None if peak.device_bytes is None else device_bytes,
+            wait_s=wait_s,
+            train_s=train_s,
+            step_s=step_s,
+        )
+        # tokens that older weights sampled differ by the updates since, which is no disagreement
+        one_version = "old" in self._config.frozen_models or self._config.schedule.updates_per_iteration == 1
+        differences = statistics.all.differences if one_version and not statistics.age_max else DifferenceSums()
+        return Update(report, differences, statistics.first)
