@@ -15,7 +15,7 @@ from pa_npu.planning.memory import (
     wanted_sequences,
     wanted_tokens,
 )
-from pa_npu.planning.rehearsal import advice, can_rehearse, rehearse
+from pa_npu.planning.prediction.rehearsal import advice, can_rehearse, rehearse
 from pa_npu.planning.shared_way import WAY_IN_WORDS, way_to_shared
 from pa_npu.platform.typical import typical_speed
 

@@ -10,7 +10,7 @@ from pa_npu.config import Config
 from pa_npu.launcher.placement import place, place_nodes
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
-from pa_npu.planning.rehearsal import advice, rehearse
+from pa_npu.planning.prediction.rehearsal import advice, rehearse
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.typical import typical_speed
 
@@ -101,7 +101,7 @@ def test_what_is_predicted_is_one_after_the_other() -> None:
     typical = typical_speed("cpu")
     config = colocated(**keys)
     found = rehearse(config, SPEC, typical)
-    assert found.iteration_s == pytest.approx(found.generate_s + found.train_s)
+    assert found.iteration_s == pytest.approx(found.generate_s + found.train_s, rel=0.02), "but for uneven replicas"
     assert advice(config, SPEC, typical, found) == [], "neither side can be given the other's devices"
     apart = rehearse(colocated(**keys, placement={"colocate": False}), SPEC, typical)
     assert apart.iteration_s < apart.generate_s + apart.train_s, "negative control"

@@ -22,7 +22,7 @@ from pa_npu.planning.iteration_model.simulate import simulate
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.planning.prediction.cluster_plan import planning_base
-from pa_npu.planning.rehearsal import rehearse
+from pa_npu.planning.prediction.rehearsal import rehearse
 from pa_npu.platform.typical import typical_speed
 from pa_npu.telemetry.report import named_devices
 from tests.helpers.reports import trainers_run_on

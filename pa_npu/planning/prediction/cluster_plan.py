@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from pydantic import ValidationError
 
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
-from pa_npu.errors import ConfigError, UserError
+from pa_npu.errors import UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.memory import GIB, Memory, engine_memory, kv_bytes_per_token, trainer_memory
-from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.prediction.calibration import TRANSFER_ERROR, Calibration
+from pa_npu.planning.prediction.changed import changed
 from pa_npu.planning.prediction.costs import GroupSeconds, computed_prompt_tokens
 from pa_npu.planning.prediction.figures import Figure, Origin, figure, weakest
 from pa_npu.planning.prediction.limits import Limit, first_to_break, limited_s, limits
@@ -187,7 +184,7 @@ def _fitting(basis: Basis, devices: int, for_trainers: int, tensor: int, stages:
         held = cache / kv_bytes_per_token(config, basis.spec) / _mean_held(basis, config)
         if held >= _LEAST_SEQUENCES:
             most = min(_MOST_SEQS, 2 ** int(math.log2(held)))
-            return _changed(config, {"rollout": {"max_num_seqs": most}})
+            return changed(config, {"rollout": {"max_num_seqs": most}})
     return None
 
 
@@ -208,7 +205,7 @@ def _config(
         },
         "schedule": {"prompts_per_iteration": max(1, round(wanted / unit)) * unit},
     }
-    return _changed(basis.base, changes, basis.spec)
+    return changed(basis.base, changes, basis.spec)
 
 
 def planning_base(config: Config, kind: str) -> Config:
@@ -226,20 +223,6 @@ def planning_base(config: Config, kind: str) -> Config:
         telemetry = tree["telemetry"]
         tree["telemetry"] = {key: value for key, value in telemetry.items() if not key.startswith("profile")}
     return Config.model_validate(tree)
-
-
-def _changed(config: Config, changes: Mapping[str, Mapping[str, Any]], spec: ModelSpec | None = None) -> Config | None:
-    """None where the rules between keys, or those of the model, forbid it."""
-    tree = config.model_dump(exclude_unset=True)
-    for section, values in changes.items():
-        tree[section] = {**tree.get(section, {}), **values}
-    try:
-        changed = Config.model_validate(tree)
-        if spec is not None:
-            check_model(changed, spec)
-    except (ValidationError, ConfigError):
-        return None
-    return changed
 
 
 def _mean_response(basis: Basis, config: Config) -> float:
@@ -288,7 +271,7 @@ def _colocated_s(basis: Basis, config: Config, devices: int) -> float:
     unit = mesh.data * config.schedule.updates_per_iteration
     groups = config.schedule.prompts_per_iteration
     whole = max(1, round(groups / unit)) * unit
-    together = _changed(config, {**changes, "schedule": {"prompts_per_iteration": whole}})
+    together = changed(config, {**changes, "schedule": {"prompts_per_iteration": whole}})
     if together is None:
         return math.inf
     found = predict(

@@ -81,38 +81,15 @@ def predict(
     iterations: int = _ITERATIONS,
     most_groups: int | None = None,
 ) -> Predicted:
-    """Iterations of config on such devices. streams: periodic, not synchronous. most_groups: of an iteration that are simulated."""
+    """Predict iterations of config on such devices.
+
+    streams: periodic, not synchronous; colocated engines and trainers take turns either way. most_groups: of an iteration that are
+    simulated.
+    """
+    streams = streams and not config.placement.colocate
     engine_cost = calibration.engine_for(config, spec, typical)
     trainer_cost = calibration.trainer_for(config, spec, typical)
-    return predict_with(
-        config,
-        spec,
-        engine_cost,
-        trainer_cost,
-        calibration.delivery_s,
-        workload,
-        typical,
-        streams=streams,
-        iterations=iterations,
-        most_groups=most_groups or _MOST_GROUPS,
-    )
-
-
-def predict_with(
-    config: Config,
-    spec: ModelSpec,
-    engine_cost: EngineCost,
-    trainer_cost: TrainerCost,
-    delivery_s: float,
-    workload: Workload,
-    typical: TypicalSpeed,
-    *,
-    streams: bool,
-    iterations: int,
-    most_groups: int,
-) -> Predicted:
-    """The same with costs that are given."""
-    part = _part(config, most_groups)
+    part = _part(config, most_groups or _MOST_GROUPS)
     engine_cost, trainer_cost = _shared_devices(config, engine_cost, trainer_cost)
     seconds = GroupSeconds(config, spec, trainer_cost, typical)
     work = GroupWork(spec, config)
@@ -120,7 +97,10 @@ def predict_with(
     controller, lengths = ScheduleController(rules, work), ResponseLengths(config.rollout.max_response_tokens)
     fill_s = 0.0  # of a pipeline, before its last stage has work
     ran: list[tuple[Outcome, Schedule, float, int]] = []
-    names = tuple(f"engine-{number}" for number in range(part.engines))
+    names = tuple(f"engine-{number}" for number in range(part.engines + part.shared))
+    shared = names[part.engines :]
+    expected = {name: config.rollout.settings_of(number).speed for number, name in enumerate(names)}
+    speeds = {name: speed for name, speed in expected.items() if speed != 1.0}
     for number in range(iterations):
         shapes = _drawn(workload, config, number, part.groups)
         prompts = [Prompt(0, np.zeros(shape.prompt, np.int32), "", "", {}) for shape in shapes]
@@ -133,15 +113,16 @@ def predict_with(
         step_s = trainer_cost.step_s + fill_s
         speed = engine_cost.speed(_context(shapes)).scaled(part.engine_scale)
         cluster = Cluster(
-            dict.fromkeys(names, speed),
+            {name: speed.scaled(1.0 / expected[name]) for name in names},
             config.rollout.max_num_seqs,
             part.replicas,
             config.schedule.order,
             config.schedule.updates_per_iteration,
             step_s,
-            delivery_s,
+            calibration.delivery_s,
+            shared,
         )
-        schedule = controller.begin_iteration(IterationOutlook(outlooks, names, streams))
+        schedule = controller.begin_iteration(IterationOutlook(outlooks, names, streams, shared, speeds=speeds))
         outcome = simulate(cluster, groups, schedule, streams=streams)
         for (
             timing
@@ -155,15 +136,19 @@ def predict_with(
         )
         controller.end_iteration(times)
         lengths.observe([(prompt, shape.lengths) for prompt, shape in zip(prompts, shapes, strict=True)])
-        ran.append((outcome, schedule, _busy_s(outcome, names), sum(_tokens(shape) for shape in shapes)))
+        ran.append(
+            (outcome, schedule, _busy_s(outcome, names[: part.engines]), sum(_tokens(shape) for shape in shapes))
+        )
     return _predicted(config, ran[min(_LEARNING, iterations - 1) :], trainer_cost.border_s, part)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Of a cluster. train_scale, engine_scale: by which costs are multiplied, where numbers do not divide evenly."""
+    """Of a cluster. shared: engines on the trainers' devices, beside the others. train_scale, engine_scale: by which costs are
+    multiplied, where numbers do not divide evenly."""
 
     engines: int
+    shared: int
     replicas: int
     groups: int
     train_scale: float = 1.0
@@ -174,13 +159,15 @@ def _part(config: Config, most_groups: int) -> _Part:
     engines, replicas = config.rollout.engines, config.data_parallel
     groups, updates = config.schedule.prompts_per_iteration, config.schedule.updates_per_iteration
     parts = max(math.ceil(engines / _MOST_ENGINES), groups / most_groups)
+    shared = config.num_shared_engines
     if parts <= 1:
-        return _Part(engines, replicas, groups)
+        return _Part(engines, shared, replicas, groups)
     some_engines, some_replicas = max(1, round(engines / parts)), max(1, round(replicas / parts))
     unit = some_replicas * updates
     some_groups = max(1, round(groups * some_engines / engines / unit)) * unit
     return _Part(
         some_engines,
+        round(shared * some_engines / engines),
         some_replicas,
         some_groups,
         (groups / replicas) / (some_groups / some_replicas),

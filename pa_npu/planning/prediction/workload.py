@@ -11,8 +11,10 @@ from pa_npu.config.schema import Config
 from pa_npu.planning.prediction.figures import Origin
 from pa_npu.planning.prediction.records import SeenRun
 
-# Spread of a logarithm of lengths, by prompt and by response, and means over the limits, where nothing was seen.
+# Spread of a logarithm of lengths, by prompt and by response, and means over the limits, where nothing was seen: reasoning models
+# are trained with limits of some three times what they usually need. Short answers leave less room.
 _PROMPT_SIGMA, _RESPONSE_SIGMA, _MEAN_OF_LIMIT, _PROMPT_OF_LIMIT = 0.6, 0.4, 0.3, 0.4
+_SHORT_LIMIT, _SHORT_SIGMA, _SHORT_MEAN = 64, 0.1, 0.8
 _ASSUMED_GROUPS = 512
 _DRAWS = 24
 
@@ -81,7 +83,9 @@ def seen_workload(run: SeenRun) -> Workload:
 def assumed_workload(config: Config) -> Workload:
     """Heavy-tailed about a share of the limits."""
     prompt = max(1.0, _PROMPT_OF_LIMIT * config.data.max_prompt_tokens)
-    mean = max(1.0, _MEAN_OF_LIMIT * config.rollout.max_response_tokens)
+    limit = config.rollout.max_response_tokens
+    share = 1.0 if config.rollout.ignore_eos else _SHORT_MEAN if limit <= _SHORT_LIMIT else _MEAN_OF_LIMIT
+    mean = max(1.0, share * limit)
     return Workload(_drawn_shapes(config, prompt, mean), "estimated")
 
 
@@ -94,8 +98,9 @@ def given_workload(prompts: Sequence[int], lengths: Sequence[Sequence[int]]) -> 
 def _drawn_shapes(config: Config, prompt: float, mean: float) -> tuple[Shape, ...]:
     rng = np.random.default_rng(31)
     responses, limit = config.rollout.responses_per_prompt, config.rollout.max_response_tokens
-    spread = 0.0 if config.rollout.ignore_eos else 1.0
-    of_prompt, of_response = spread * _PROMPT_SIGMA, spread * _RESPONSE_SIGMA
+    of_prompt, of_response = (_SHORT_SIGMA, _SHORT_SIGMA) if limit <= _SHORT_LIMIT else (_PROMPT_SIGMA, _RESPONSE_SIGMA)
+    if config.rollout.ignore_eos:
+        of_prompt = of_response = 0.0
     median = mean * np.exp(-0.5 * (of_prompt**2 + of_response**2))
     shapes = []
     for _ in range(_ASSUMED_GROUPS):
