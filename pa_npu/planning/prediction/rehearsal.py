@@ -83,7 +83,7 @@ def advice(config: Config, spec: ModelSpec, typical: TypicalSpeed, found: Rehear
     schedule, rollout, trainer = config.schedule, config.rollout, config.trainer
     if config.placement.colocate:  # each side has all devices already, and neither waits for the other's groups
         return []
-    moved = math.lcm(trainer.tensor_parallel * trainer.pipeline_parallel, rollout.tensor_parallel)
+    moved = math.lcm(config.mesh.replica_size, rollout.tensor_parallel)
     factors = (2, 4) if found.of_bound < _ENOUGH else ()
     changes: list[dict[str, Mapping[str, Any]]] = [
         {"schedule": {"prompts_per_iteration": factor * schedule.prompts_per_iteration}} for factor in factors
