@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up the environment, then lint, check types and test.
-# PA_NPU_INSTALL_BROWSER=1 lets it install a browser for the tests of the viewer, as root on Debian; CI does.
+# nightly also installs what only its tests need: trackers, TransferQueue and, as root on Debian, a browser.
 # Usage: bash tests/run.sh [unit|integration|all|nightly] [pytest arguments ...]      (all is the default)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/env.sh"
@@ -22,19 +22,19 @@ if [[ $what == all || $what == nightly ]] && [ ! -d .venv-npu/torch_npu ]; then
   echo "installing torch_npu for tests/npu_sim"
   install_beside .venv-npu "torch_npu==$TORCH_VERSION" || echo "torch_npu cannot be installed here; tests/npu_sim will be skipped"
 fi
-if [[ $what == all || $what == nightly ]] && [ ! -f .venv-trackers/.complete ]; then
+if [ "$what" = nightly ] && [ ! -f .venv-trackers/.complete ]; then
   # an environment of its own, as telemetry.tracker_python names one: trackers hold back packages that engines need newer
   echo "installing trackers for tests/integration/test_trackers_offline.py"
   make_beside .venv-trackers -r requirements/trackers.txt && touch .venv-trackers/.complete ||
     echo "trackers cannot be installed here; their tests will be skipped"
 fi
-if [[ $what != unit ]] && [ ! -d .venv-transfer-queue/transfer_queue ]; then
+if [ "$what" = nightly ] && [ ! -d .venv-transfer-queue/transfer_queue ]; then
   # beside it too: it brings another release of antlr
   echo "installing TransferQueue for tests/integration/test_transfer_queue.py"
   install_beside .venv-transfer-queue TransferQueue==0.1.11 tensordict==0.15.3 pyvers==0.2.3 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 ||
     echo "TransferQueue cannot be installed here; its test will be skipped"
 fi
-if [ "${PA_NPU_INSTALL_BROWSER:-0}" = 1 ] && ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+if [ "$what" = nightly ] && ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   echo "installing chromium for tests/integration/test_viewer_browser.py"
   { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 ||
     echo "chromium cannot be installed here; the tests of the viewer's page will be skipped"
@@ -44,4 +44,4 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_DEVICE_BACKEND_AUTOLOAD=0 TOK
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
 # pytest ends a test that hangs; this ends a pytest that does. SIGINT first, so that it still prints what it has
-exec timeout --foreground --signal=INT --kill-after=60 "$limit_s" "$PYTHON" -m pytest "${paths[@]}" "${options[@]}" "$@"
+exec timeout --foreground --signal=INT --kill-after=60 "$limit_s" "$PYTHON" -m pytest --durations=30 "${paths[@]}" "${options[@]}" "$@"

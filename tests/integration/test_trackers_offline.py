@@ -113,11 +113,8 @@ def two_attempts(tracker: str, directory: Path) -> Path:
     return run
 
 
-@pytest.mark.parametrize(
-    "tracker",
-    # MLflow makes its database by a long series of migrations
-    ["wandb", "swanlab", "trackio", pytest.param("mlflow", marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly  # in an environment of their own
+@pytest.mark.parametrize("tracker", ["wandb", "swanlab", "trackio", "mlflow"])
 def test_offline_a_resumed_run_is_one_run_with_one_curve_and_its_samples(
     tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

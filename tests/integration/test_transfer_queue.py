@@ -24,6 +24,7 @@ TIME_LIMIT_S = 240
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         not (DIRECTORY / "transfer_queue").is_dir(),
         reason=f"TransferQueue is not in {DIRECTORY}; run: python -m pip install --no-deps --target {DIRECTORY.name} {PACKAGES}",

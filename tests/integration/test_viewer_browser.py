@@ -21,6 +21,7 @@ from tests.helpers.finished_run import ENGINES, GROUPS, RESPONSES, make_run, met
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         find_browser() is None, reason="no Chromium here; install chromium, or name it in PA_NPU_BROWSER"
     ),
