@@ -211,7 +211,7 @@ class PrefixLayout:
         return host if device.type == "cpu" else self.cached((name, device), lambda: host.to(device))
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """What `build` returns, kept as long as the layout; attention keeps its plans here."""
+        """Return what `build` returns, made once and kept as long as the layout; attention keeps its plans here."""
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]

@@ -89,7 +89,7 @@ def lse_merge_(
 
 
 def available() -> LseMergeStatus:
-    """What NPU tensors are merged with, for `doctor`; loads the operator library if it is there."""
+    """Tell what NPU tensors are merged with, for `doctor`; loads the operator library if it is there."""
     library = Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).parent / "lib" / LIBRARY_NAME)
     if not library.exists():
         reason = f"{library} is not built; run python -m ops.ascendc.build where CANN, torch and torch_npu are"

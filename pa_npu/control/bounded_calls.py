@@ -34,7 +34,7 @@ class BoundedCalls:
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def __call__(self, call: Callable[[], T]) -> T:
-        """What it returns or raises. Raises NoAnswer after timeout_s, and from then on at once."""
+        """Call it: return what it returns, raise what it raises. Raises NoAnswer after timeout_s, and from then on at once."""
         if self._gave_up:  # whoever comes next need not wait as long again
             raise NoAnswer(asked=False)
         future: Future[T] = Future()

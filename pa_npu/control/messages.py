@@ -16,7 +16,7 @@ from pa_npu.control.typed import Topic
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What one optimizer step did, equal on all ranks. Means are over the update's trained tokens unless said otherwise.
+    """The report of one optimizer step, equal on all ranks. Means are over the update's trained tokens unless said otherwise.
 
     loss, policy_loss: sums over the update's normaliser. kl: K3's estimate of KL(policy || reference). logprob_diff_mean,
     logprob_diff_max: |trainer - engine| log-prob; logprob_k3: K3's estimate of KL(engine || trainer). importance_*: None without
@@ -235,7 +235,7 @@ DATA_POSITION = Topic(
 
 @dataclass(frozen=True)
 class ProducedAhead:
-    """Of an iteration all of whose groups are in the buffer before it is trained: numbers and samples of the coordinator's record.
+    """An iteration all of whose groups are in the buffer before it is trained: numbers and samples of the coordinator's record.
 
     For checkpoints, which keep such iterations (pa_npu.checkpoints.ahead).
     """
@@ -253,7 +253,7 @@ PRODUCED_AHEAD = Topic(
 
 @dataclass(frozen=True)
 class WrittenAhead:
-    """What has been written of iterations that are not trained yet, before a version is published, lies in the buffer.
+    """Groups of iterations that are not trained yet, which lie in the buffer before a version is published.
 
     groups: of each of these iterations, as indices from 0 on. With schedule.on_publish=continue.
     """
@@ -302,7 +302,7 @@ CARRIED = Topic(
 
 @dataclass(frozen=True)
 class ShardAddress:
-    """Where a shard of the rollout buffer listens (samples/shards.py)."""
+    """The address at which a shard of the rollout buffer listens (samples/shards.py)."""
 
     host: str
     port: int

@@ -21,7 +21,7 @@ from pa_npu.errors import ConfigError, PaNpuError
 
 
 def ask(module: str, request: bytes, limit_s: float, what: str, too_slow: str) -> str | None:
-    """What is wrong with the user's code, in one line; None where nothing is.
+    """Ask a process of its own what is wrong with the user's code, in one line; None where nothing is.
 
     what: names key and code; too_slow: rule and remedy where the limit is reached. Raises ConfigError, beginning with `what`,
     where the process does not answer.

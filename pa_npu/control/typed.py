@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class MessageError(PaNpuError):
-    """What lies under a key of the store is not the message that belongs there."""
+    """A key of the store holds something else than the message that belongs there."""
 
 
 @dataclass(frozen=True)

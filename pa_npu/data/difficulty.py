@@ -27,7 +27,7 @@ _SHORTEST_EPOCHS = np.dtype("<i4")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a prompt's responses were worth. right: the share that is correct; None where a reward function failed.
+    """The worth of a prompt's responses. right: the share that is correct; None where a reward function failed.
 
     reward: their mean.
     """
@@ -39,7 +39,8 @@ class Outcome:
 
 
 class Difficulty:
-    """Of prompts 0 to num_prompts - 1. skip, after, epochs: data.skip, skip_after, skip_epochs."""
+    """The record of which prompts, 0 to num_prompts - 1, are too easy or too hard. skip, after, epochs: data.skip, skip_after,
+    skip_epochs."""
 
     def __init__(
         self, num_prompts: int, skip: Literal["solved", "unsolved", "both"], after: int = 1, epochs: int | None = None
@@ -58,7 +59,7 @@ class Difficulty:
         return passed
 
     def observe(self, index: int, epoch: int, right: float | None) -> None:
-        """What the prompt's responses were; `epoch` is the one that prompts are taken from now."""
+        """Record what the prompt's responses were; `epoch` is the one that prompts are taken from now."""
         streak = int(self._streaks[index])
         if right == 1:
             streak = max(streak, 0) + 1

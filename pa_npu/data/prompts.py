@@ -29,7 +29,7 @@ _SHOWN_LINES, _SHOWN_CHARACTERS = 12, 400
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What an engine is asked, and what its answers are compared with.
+    """A question for an engine, with what its answers are compared with.
 
     prompt_id: row of the dataset, from 0; of several datasets, as if they were one behind the other. tokens: int32 [P]. text: the
     rendered prompt. answer: the final answer, without GSM8K's reasoning. row: the dataset row as it was read. source: what its
@@ -152,7 +152,7 @@ def _options(dataset: Dataset, config: DataConfig) -> DataConfig:
 
 
 def first_prompt_lines(prompt: Prompt, tokenizer: Any) -> list[str]:
-    """What engines are asked first, for the console: tokens as text, special ones included, so that a doubled one is seen."""
+    """Show what engines are asked first, on the console: tokens as text, special ones included, so that a doubled one is seen."""
     lines = str(tokenizer.decode(prompt.tokens.tolist())).split("\n")
     more = f"  ... {len(lines) - _SHOWN_LINES} more lines" if len(lines) > _SHOWN_LINES else None
     shown = [printable(line) for line in lines[:_SHOWN_LINES]]

@@ -82,7 +82,7 @@ def _parts(directory: Path, key: str, split: str | None, usual: Sequence[str]) -
 
 
 def _saved_files(directory: Path, key: str) -> list[Path]:
-    """What Dataset.save_to_disk wrote, in the order of its rows."""
+    """List the files that Dataset.save_to_disk wrote, in the order of its rows."""
     names = _read_json(directory / "state.json", key, lambda found: [f["filename"] for f in found["_data_files"]])
     if not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise DataError(f"{key}: {directory}/state.json names files of other directories; save the dataset again")

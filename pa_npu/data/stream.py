@@ -16,13 +16,13 @@ from pa_npu.errors import DataError
 
 
 class TrainingStream(Protocol):
-    """What the coordinator takes prompts from; a position in it is part of every checkpoint (I6)."""
+    """The source from which the coordinator takes prompts; a position in it is part of every checkpoint (I6)."""
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next prompts."""
 
     def observe(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-        """What an iteration's prompts were worth, all of those taken since the last call; numbers for the iteration's record."""
+        """Record what an iteration's prompts were worth, all of those taken since the last call; returns numbers for its record."""
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, JSON."""

@@ -68,7 +68,8 @@ class Assignment:
 
     @property
     def imbalance(self) -> float:
-        """What replicas wait for the one with the most work: sum over steps of the most / sum of the mean, minus 1."""
+        """The share of time that replicas wait for the one with the most work: sum over steps of the most / sum of the mean,
+        minus 1."""
         mean = sum(map(sum, self._work)) / len(self._filled)
         return sum(map(max, self._work)) / mean - 1.0 if mean else 0.0
 

@@ -152,7 +152,7 @@ class Dispatching:
 
 
 class Load(Protocol):
-    """What an engine has in flight: sequences, and the tokens that are expected of them. shared: it is on a trainer's device."""
+    """An engine's load in flight: sequences, and the tokens that are expected of them. shared: it is on a trainer's device."""
 
     @property
     def shared(self) -> bool: ...

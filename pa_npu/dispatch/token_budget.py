@@ -26,7 +26,7 @@ _NEWEST = 0.3
 
 @dataclass
 class TokenBudget:
-    """Of a run. tokens: of an update. most: groups that an iteration may generate, as many for each replica.
+    """The token budget of a run. tokens: of an update. most: groups that an iteration may generate, as many for each replica.
 
     group_tokens: expected of a group, None before any was seen.
     """
@@ -50,7 +50,7 @@ class TokenBudget:
         return min(rows * self.replicas, self.most)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """What the groups of an iteration turned out to have."""
+        """Record how many tokens the groups of an iteration turned out to have."""
         mean = sum(tokens) / len(tokens)
         old = mean if self.group_tokens is None else self.group_tokens
         self.group_tokens = _NEWEST * mean + (1 - _NEWEST) * old
@@ -96,7 +96,7 @@ class Update:
 
     @property
     def new_tokens(self) -> list[int]:
-        """Of the iteration's own groups that are complete, by index."""
+        """Trained tokens of the iteration's own groups that are complete, by index."""
         return [
             self._tokens[position] for position in range(self._num_carried, self._total) if position in self._tokens
         ]

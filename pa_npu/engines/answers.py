@@ -62,7 +62,7 @@ def checked_generations(
 
 
 def _problem(response: Answered, sampling: Sampling) -> str | None:
-    """What is wrong with the shape of a response."""
+    """Name what is wrong with the shape of a response; None where nothing is."""
     length = len(response.token_ids)
     if response.finish_reason not in ("stop", "length"):
         return f"ended with reason {response.finish_reason!r} instead of stop or length; see the engine's log"

@@ -124,12 +124,12 @@ class HttpEngine(ABC):
 
     @abstractmethod
     async def _swap(self, version: int, deadline_s: float) -> tuple[LoadedWeights, Mapping[str, str]]:
-        """What the workers hold after a swap to what they have prepared, and the headers of the answer."""
+        """Swap to what the workers have prepared; return what they hold then, and the headers of the answer."""
 
     async def _with_version(
         self, loading: Coroutine[Any, Any, tuple[LoadedWeights, Mapping[str, str]]]
     ) -> LoadedWeights:
-        """What a load answers, if the server says the same of itself; responses must be by that version from here on."""
+        """Return what a load answers, if the server says the same of itself; responses must be by that version from here on."""
         self._asked_to_load, self._version = True, None
         loaded, headers = await loading
         said = _said_version(headers)
@@ -145,11 +145,11 @@ class HttpEngine(ABC):
     async def _load(
         self, version: int, begins_within_s: float | None, deadline_s: float
     ) -> tuple[LoadedWeights, Mapping[str, str]]:
-        """What the workers hold after a load, and the headers of the answer."""
+        """Load; return what the workers hold then, and the headers of the answer."""
 
     @abstractmethod
     async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:
-        """What the workers hold."""
+        """Ask the workers which weights they hold."""
 
     @abstractmethod
     async def _reset(self, deadline_s: float) -> bool:
@@ -202,7 +202,7 @@ class HttpEngine(ABC):
 
     @abstractmethod
     async def _capabilities(self, deadline_s: float) -> EngineCapabilities:
-        """Of an engine that serves."""
+        """Ask an engine that serves what it can do."""
 
     async def _request(
         self,
@@ -241,7 +241,7 @@ class HttpEngine(ABC):
         return data, response.headers
 
     async def _body(self, response: aiohttp.ClientResponse, what: str, most_bytes: int) -> bytes:
-        """Of an answer; one that is larger than any that was asked for is not read."""
+        """Read an answer's body; one that is larger than any that was asked for is not read."""
         if (response.content_length or 0) > most_bytes:
             raise self._too_large(what, most_bytes)
         if response.content_length is not None and not response.headers.get("Content-Encoding"):

@@ -44,7 +44,7 @@ class Identity:
         self.version: int | None = None
 
     def headers(self, version_before: int | None) -> dict[str, str]:
-        """Of an answer. version_before: what `version` was when the request came."""
+        """Make the headers of an answer. version_before: what `version` was when the request came."""
         version = NO_VERSION if self.version is None else str(self.version)
         return {
             INSTANCE_HEADER: self.instance,

@@ -108,7 +108,7 @@ class Fleet:
             await self._wait_change(deadline, f"engines {', '.join(late)} to become ready")
 
     def run_on(self) -> tuple[EngineRunsOn, ...]:
-        """What the engines that are ready say they are, in the order of the roster."""
+        """List what the engines that are ready say they are, in the order of the roster."""
         ready = [(member, member.capabilities) for _, member in sorted(self._members.items())]
         return tuple(
             EngineRunsOn(member.name, found.kind, found.version, self._config.settings_of(member.index).device)

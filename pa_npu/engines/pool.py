@@ -41,7 +41,7 @@ _MAX_SENDS = 4
 
 @dataclass
 class EngineUse:
-    """What one engine has in flight and has done. Totals only grow; callers take differences."""
+    """The use of one engine: what it has in flight and has done. Totals only grow; callers take differences."""
 
     in_flight_sequences: int = 0
     in_flight_tokens: int = 0
@@ -90,7 +90,7 @@ class Lease:
         self.duration_s = 0.0
 
     def expect(self, tokens: int) -> None:
-        """What the sequences together are about, where it was not known at admission."""
+        """Say how many tokens the lease's sequences are expected to have, where that was not known at admission."""
         self._use.advance(0, tokens - self.tokens)
         self.tokens = tokens
 
@@ -282,7 +282,7 @@ class EnginePool:
         self._room.set()  # where it was the last with devices of its own, shared ones take its place
 
     def on_lost(self, report: OnLost) -> None:
-        """Where sessions report engines that are gone, with the reason."""
+        """Name the callback by which sessions report engines that are gone, with the reason."""
         self._on_lost = report
 
     async def report_lost(self, engine: RolloutEngine, reason: str) -> bool:
@@ -366,7 +366,8 @@ class EnginePool:
         what: str = "a group",
         version: int | None = None,
     ) -> GroupSession:
-        """What a group asks under a lease. deadline_s: of a request, after which the engine must show that it works.
+        """Open the session in which a group asks under a lease. deadline_s: of a request, after which the engine must show that
+        it works.
 
         again_deadline_s: of the wait for another engine. what: the group, for messages. version: that writes it; None: any.
         """

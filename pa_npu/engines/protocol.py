@@ -64,7 +64,8 @@ class Generation:
 
 @dataclass(frozen=True)
 class WeightGroups:
-    """Where an engine's workers receive weights: process groups, one per pipeline stage, that the trainers lead, or another engine.
+    """The groups in which an engine's workers receive weights: process groups, one per pipeline stage, that the trainers lead,
+    or another engine.
 
     store: host and port of the trainers' rendezvous. first_rank: of the engine's first worker in every group, its other
     workers follow; rank 0 sends. world_size: of every group. stages: name and manifest of each, in stage order.
@@ -84,7 +85,7 @@ class WeightGroups:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What the workers of an engine hold, in rank order.
+    """The weights that the workers of an engine hold, in rank order.
 
     versions: None before the first load and after one that failed, when the worker must not generate.
     digests: per worker, of what each stage sent, in stage order (Receiver.digests);
@@ -103,7 +104,7 @@ class LoadedWeights:
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """What an engine says of itself without its workers. version and instance: as in Generation."""
+    """The state of an engine as it says without its workers. version and instance: as in Generation."""
 
     version: int | None = None
     instance: str | None = None
@@ -111,7 +112,7 @@ class EngineHealth:
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What an engine that is ready is and can do; None where it does not say.
+    """The kind and abilities of an engine that is ready; None where it does not say.
 
     kind: the value of rollout.backend. version: of its software. instance: which start of the engine this is.
     max_num_seqs: responses that it generates at the same time; further ones wait in it.
@@ -162,7 +163,7 @@ class RolloutEngine(Protocol):
         """Every worker loads the version that it has prepared, which takes no wire; otherwise as `load_weights`."""
 
     async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:
-        """What every worker holds. Each must answer, so it also tells whether they are all there."""
+        """Ask every worker which weights it holds. Each must answer, so it also tells whether they are all there."""
 
     async def reset_prefix_cache(self, *, deadline_s: float) -> None:
         """Forget all cached prefixes, as `load_weights` does by itself. Nothing may be in flight."""

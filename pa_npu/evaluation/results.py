@@ -196,7 +196,7 @@ def write_results(file: Path, responses: Sequence[Judged]) -> None:
 
 
 def read_results(file: Path | str) -> list[Judged]:
-    """What write_results wrote. Raises DataError where it cannot be read."""
+    """Read what write_results wrote. Raises DataError where it cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet
 

@@ -145,7 +145,7 @@ class DenseDecoder:
         return f"model.layers.{layer}."
 
     def outer_weights(self, spec: ModelShape) -> dict[OuterRole, Weight]:
-        """What does not belong to a layer; a tied head is the embedding."""
+        """Name the weights outside of layers; a tied head is the embedding."""
         vocabulary = (spec.vocab_size, spec.hidden_size)
         embedding = Weight("model.embed_tokens.weight", vocabulary)
         return {
@@ -155,7 +155,7 @@ class DenseDecoder:
         }
 
     def layer_weights(self, spec: ModelShape) -> dict[LayerRole, Weight]:
-        """What every layer has, by role."""
+        """Name the weights of a layer, by role."""
         hidden, ffn = spec.hidden_size, spec.ffn_size
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         weights: dict[LayerRole, Weight] = {

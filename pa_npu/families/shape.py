@@ -9,7 +9,7 @@ from pa_npu.families.rope import Rope
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a decoder-only transformer looks like. Sizes are counts, not bytes."""
+    """The shape of a decoder-only transformer. Sizes are counts, not bytes."""
 
     path: str
     family: str

@@ -37,7 +37,7 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """What is held all the time and known exactly: weights, gradients, optimizer, frozen models."""
+        """Bytes that are held all the time and known exactly: weights, gradients, optimizer, frozen models."""
         return sum(size for name, size in self.parts if name in _STATE)
 
     def line(self) -> str:
@@ -154,7 +154,7 @@ def _num_beside(config: Config) -> int:
 
 
 def handed_bytes(config: Config, weight_bytes: int) -> int:
-    """What a stage's leader keeps for engines that map its memory (weight_transfer.handover). weight_bytes: of a rank."""
+    """Bytes that a stage's leader keeps for engines that map its memory (weight_transfer.handover). weight_bytes: of a rank."""
     if device_way(config) != "handles":
         return 0
     return NUM_SLOTS * min(_bucket_bytes(config), weight_bytes)

@@ -10,7 +10,7 @@ from pa_npu.families.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Link:
-    """What carries a publish. Rates in bytes per second, latency in seconds per bucket.
+    """The links that carry a publish. Rates in bytes per second, latency in seconds per bucket.
 
     wire: from a stage's leader to an engine worker, the slowest link on the way; workers pass on what they get.
     gather: between the ranks of a tensor-parallel group.

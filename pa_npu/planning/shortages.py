@@ -47,7 +47,8 @@ Moves = Sequence[tuple[str, Sequence[Any]]]  # key -> values to try, the least c
 
 @dataclass(frozen=True)
 class Shortage:
-    """What does not fit. fatal: certainly; otherwise probably. proposal: keys that make it fit, None where nothing does."""
+    """Memory that does not suffice. fatal: certainly; otherwise probably. proposal: keys that make it fit, None where nothing
+    does."""
 
     role: str
     what: str

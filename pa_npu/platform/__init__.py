@@ -47,7 +47,7 @@ def get(kind: str = "auto") -> Platform:
 
 
 def missing(kind: str) -> str | None:
-    """What is missing for `kind` and how to get it, in words; None when it can be used."""
+    """Name what is missing for `kind` and how to get it, in words; None when it can be used."""
     return _SEATS[kind].missing()
 
 

@@ -50,7 +50,7 @@ class Platform(Protocol):
 
     @property
     def cluster_resource(self) -> str:
-        """What Ray calls one device of this kind when a cluster's nodes say what they have."""
+        """Ray's name for one device of this kind, by which a cluster's nodes say what they have."""
 
     @property
     def ops(self) -> FusedOps:
@@ -66,7 +66,7 @@ class Platform(Protocol):
         """Number of devices this process may use."""
 
     def memory_bytes(self) -> int:
-        """What this process has allocated on the current device."""
+        """Bytes that this process has allocated on the current device."""
 
     def take_memory_peak(self) -> MemoryPeak:
         """The most that this process and its children had on the host, and on the current device, since the last call."""
@@ -127,7 +127,7 @@ class Platform(Protocol):
         """Environment defaults for a child process of this role; variables the user has set are left out."""
 
     def collective_environment(self, longest_s: float, deterministic: bool) -> dict[str, str]:
-        """What collectives read when their communicator is made, equal on all members of a group, engines and trainers.
+        """Variables that collectives read when their communicator is made, equal on all members of a group, engines and trainers.
 
         longest_s: what a collective may take before the device ends it by itself. deterministic: reductions in one order.
         Raises ConfigError where the user's environment has a deadline that comes too early.
@@ -137,7 +137,7 @@ class Platform(Protocol):
         """torch's own timeout of groups whose collectives may take so long."""
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
-        """What makes collectives use `address`, which `interface` has; variables the user has set are left out."""
+        """Variables that make collectives use `address`, which `interface` has; variables the user has set are left out."""
 
 
 def torch_profile(activities: Iterable[Any], directory: Path, name: str) -> AbstractContextManager[Any]:

@@ -24,7 +24,7 @@ HOST_PREFIX_BLOCK = 32
 
 @dataclass(frozen=True)
 class TypicalSpeed:
-    """Of one device. flops, memory_bytes: per second, at their peaks. training: share of the peak that training reaches.
+    """The speed of one device. flops, memory_bytes: per second, at their peaks. training: share of the peak that training reaches.
 
     decode_step_s: what a decode step costs whatever it computes. sequence_s: what each sequence adds to it beside arithmetic and
     reading its keys and values. group_s: what a group costs a trainer beside arithmetic. layers: in a model with so many half of
@@ -98,7 +98,7 @@ def typical_memory(kind: str) -> tuple[str, int] | None:
 
 
 def group_buffer_bytes(kind: str) -> int:
-    """What a process group takes on a device of this kind beside the tensors that go through it."""
+    """Bytes that a process group takes on a device of this kind beside the tensors that go through it."""
     if kind != "npu":
         return 0
     given = os.environ.get("HCCL_BUFFSIZE", "")
@@ -106,12 +106,12 @@ def group_buffer_bytes(kind: str) -> int:
 
 
 def typical_speed(kind: str) -> TypicalSpeed:
-    """Of a device of this kind; Ascend's where the kind is not known."""
+    """Return the speed of a usual device of this kind; Ascend's where the kind is not known."""
     return _TYPICAL_SPEED.get(kind, _TYPICAL_SPEED["npu"])
 
 
 def published_speed(name: str) -> TypicalSpeed:
-    """Of a device by its name or kind, in any case. Raises UserError for one that is not in the table."""
+    """Return the speed of a device by its name or kind, in any case. Raises UserError for one that is not in the table."""
     key = name.lower()
     found = _TYPICAL_SPEED.get(_OTHER_NAMES.get(key, key))
     if found is None:

@@ -254,7 +254,7 @@ class CoordinatorPublish:
         return EnginesHold(None, begin_s, end_s, end_s, end_s, memory, still_s, prepared.moved)
 
     async def _free(self, left: Sequence[Member], version: int) -> list[Member]:
-        """Of these engines those that may swap now, and those that are gone, whose groups go elsewhere; waits until there are some,
+        """Find those engines that may swap now, and those that are gone, whose groups go elsewhere; waits until there are some,
         which the deadlines of groups in flight bring about."""
 
         def found() -> list[Member]:
@@ -355,7 +355,7 @@ class CoordinatorPublish:
         return EnginesHold(probe, ready_s, max(loaded_s, ready_s), compared_s, done_s, memory, still_s, moved)
 
     async def _sent(self, version: int, attempt: int) -> list[SentWeights]:
-        """What each stage's leader says that it sent: it does so when the last engine has the last bucket."""
+        """Wait for what each stage's leader says that it sent: it does so when the last engine has the last bucket."""
         return [
             await SENT.wait_async(self._channel, self._deadline_s, version=version, attempt=attempt, stage=stage)
             for stage in range(len(self._connection.stages))

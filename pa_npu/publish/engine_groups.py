@@ -55,7 +55,7 @@ class EngineGroups:
         return way_to_shared(self._config, collectives.rules(self._connection.backend).shares_device)
 
     def routes(self, members: Sequence[Member]) -> list[Route]:
-        """Of each member, in this order."""
+        """Return the route to each member, in this order."""
         ways = {member.index: self.way(member) for member in members}
         found = plan_routes([member.index for member in members], self._config.rollout.via, ways)
         return [found[member.index] for member in members]

@@ -187,7 +187,8 @@ class LateEngines:
             self._gate.go_on()
 
     def _wait(self, topic: Topic[T], *, number: int, **place: Any) -> T:
-        """What another rank says of this delivery. Raises _BrokenElsewhere as soon as one has failed: training stands still."""
+        """Wait for what another rank says of this delivery. Raises _BrokenElsewhere as soon as one has failed: training stands
+        still."""
         deadline = Deadline(self._timeout_s)
         while not topic.exists(self._channel, number=number, **place) and deadline.remaining_s > 0:
             self._check_whole(number)

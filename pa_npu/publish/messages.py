@@ -16,7 +16,8 @@ from pa_npu.weight_transfer.transport import WAYS, Way, epoch_name, relay_name, 
 
 @dataclass(frozen=True)
 class StageManifest:
-    """What an engine needs to join a stage's groups and to read its buckets. name: of the groups; manifest: Manifest.to_json()."""
+    """The message by which an engine joins a stage's groups and reads its buckets. name: of the groups; manifest:
+    Manifest.to_json()."""
 
     name: str
     manifest: dict[str, Any]
@@ -90,7 +91,7 @@ MEMBERS = Topic("publish/{version}/{attempt}/members", PublishMembers, "engines 
 
 @dataclass(frozen=True)
 class SentWeights:
-    """What a stage's leader has sent as `version`: the digest of every bucket, as Digests.read gives it."""
+    """The message of what a stage's leader has sent as `version`: the digest of every bucket, as Digests.read gives it."""
 
     version: int
     digests: str

@@ -55,7 +55,7 @@ class WeightSource(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """What will be sent, equal on all TP ranks."""
+        """Describe what will be sent, equally on all TP ranks."""
 
     def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
         """The manifest's buckets in order: a flat tensor on the leader, None on its TP peers. Collective over TP.
@@ -120,7 +120,7 @@ class Publisher:
         return self._source.manifest.num_bytes if self._source is not None else 0
 
     def manifest(self) -> StageManifest:
-        """What an engine needs to join and read this stage."""
+        """Describe what an engine needs to join and read this stage."""
         assert self._source is not None, "only replica 0 publishes"
         return StageManifest(self._name, self._source.manifest.to_json())
 

@@ -30,15 +30,15 @@ class Route:
 
 @dataclass(frozen=True)
 class MovedBytes:
-    """Of weights, over the links of a publish, counted by those who receive, once for each engine worker. trainers: what came from
-    the trainers; relayed: what engines passed on to each other. None where an engine does not say."""
+    """Bytes of weights over the links of a publish, counted by those who receive, once for each engine worker. trainers: what
+    came from the trainers; relayed: what engines passed on to each other. None where an engine does not say."""
 
     trainers: int | None = None
     relayed: int | None = None
 
     @classmethod
     def of(cls, loaded: Sequence[tuple[Route, LoadedWeights]]) -> MovedBytes:
-        """Of all engines that took part."""
+        """Add up the bytes of all engines that took part."""
         direct = [weights.received_bytes for route, weights in loaded if route.sender is None]
         relayed = [weights.received_bytes for route, weights in loaded if route.sender is not None]
         return cls(_sum(direct), _sum(relayed))

@@ -130,7 +130,7 @@ class TrainerPublish:
 
 
 def check_follows(version: int, stage: int, stats: PublishStats, before: PublishStats | None) -> None:
-    """What was sent follows the weights that train: it changed, if they did, since the publish `before` (invariant I5).
+    """Check that what was sent follows the weights that train: it changed, if they did, since the publish `before` (invariant I5).
 
     Raises InvariantViolation. Exact: an update too small to change any weight in its type changes neither.
     """

@@ -49,7 +49,7 @@ class Gloo:
     """Variables that must be equal on all members of a group, with the backend's defaults."""
 
     def check(self) -> str | None:
-        """What is wrong with this process's environment for publish groups."""
+        """Name what is wrong with this process's environment for publish groups."""
         found = next((name for name in self.refused if name in os.environ), None)
         return f"{found}={os.environ[found]} is set, under which HCCL makes other groups; unset it" if found else None
 

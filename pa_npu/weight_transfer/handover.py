@@ -38,11 +38,11 @@ _FILLED, _HANDLES = "filled", "handles"
 
 
 class ExportsMemory(Protocol):
-    """What a sender's platform gives (pa_npu.platform.base.Platform)."""
+    """The part of a sender's platform that exports memory (pa_npu.platform.base.Platform)."""
 
     @property
     def handle_kind(self) -> str:
-        """Of memory_handles."""
+        """The kind of memory_handles that the platform gives."""
 
     def exportable_memory(self, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes] on the current device, of which a handle can be made."""
@@ -126,7 +126,7 @@ class MemoryGroup:
         return True
 
     def _place(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
-        """Where in its slot a message lies, with the tensor's type and shape."""
+        """The view of a slot in which a message lies, with the tensor's type and shape."""
         slot = self._slots.view(number)
         if tensor.nbytes > len(slot):
             raise WeightSyncError(
@@ -157,7 +157,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and with whom a group forms: a store that all reach, its name there, this member's rank, and until when."""
+    """The place where a group forms, and with whom: a store that all reach, its name there, this member's rank, and until when."""
 
     store: tuple[str, int]
     name: str

@@ -61,7 +61,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one stage sends: shapes of its HF tensors, and its buckets in order. `model`: sizes that engines compare."""
+    """The weights that one stage sends: shapes of its HF tensors, and its buckets in order. `model`: sizes that engines compare."""
 
     stage: int
     model: dict[str, int]
@@ -173,7 +173,7 @@ class Assembler:
                 yield name, self._open.pop(name).view(shape)
 
     def _place(self, segment: Segment, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Where a segment lies in its tensor, for which memory is made when the first comes."""
+        """The view of its tensor in which a segment lies; the tensor's memory is made when the first comes."""
         if segment.name not in self._open:
             size = self._size(segment.name)
             self._open[segment.name] = torch.empty(size, dtype=dtype, device=device)

@@ -46,7 +46,7 @@ def open_memory(handle: Sequence[Any], kind: str, num_bytes: int, device: torch.
 
 
 def machine() -> str:
-    """What is equal in all processes of this machine since it started, and nowhere else."""
+    """A text that is equal in all processes of this machine since it started, and nowhere else."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

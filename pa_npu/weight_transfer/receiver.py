@@ -128,7 +128,7 @@ class Receiver:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Of every bucket that the last `receive` handed out, one text per stage, in stage order (Digests.read)."""
+        """Digests of every bucket that the last `receive` handed out, one text per stage, in stage order (Digests.read)."""
         return tuple(digests.read() for digests in self._digests)
 
     @property

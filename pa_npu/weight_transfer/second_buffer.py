@@ -15,7 +15,7 @@ from pa_npu.weight_transfer.transport import WeightSyncError
 
 
 class SecondBuffer:
-    """Of one worker. One version at a time: `begin`, then `received` until it says so, then `take`; or `drop`."""
+    """The second buffer of one worker. One version at a time: `begin`, then `received` until it says so, then `take`; or `drop`."""
 
     def __init__(self) -> None:
         self._version: int | None = None

@@ -63,7 +63,7 @@ class WeightSyncError(PaNpuError):
 
 
 class Work(Protocol):
-    """What is awaited of a message: torch.distributed.Work has it."""
+    """The handle by which a message is awaited: torch.distributed.Work has it."""
 
     def is_completed(self) -> bool:
         """Asked again and again."""
@@ -73,7 +73,7 @@ class Work(Protocol):
 
 
 class Group(Protocol):
-    """What a publish asks of a group, apart from the end that leave_group and drop_group make."""
+    """The part of a process group that a publish uses, apart from the end that leave_group and drop_group make."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work: ...
 

@@ -147,7 +147,7 @@ def _ntd_places(lengths: tuple[int, ...], heads: int) -> torch.Tensor:
 
 @cache
 def stats_layout(device: torch.device, dtype: torch.dtype) -> StatsLayout:
-    """What the operator on this device does for queries of `dtype`, found by one tiny call whose maxima are known.
+    """Find the layout that the operator on this device uses for queries of `dtype`, by one tiny call whose maxima are known.
 
     fp32 keeps to the default, because with another layout the operator leaves the templates that are deterministic. An
     operator without the argument, or a CANN without the kernel behind it (aclnnFlashAttentionVarLenScoreV4), has only the

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request wants: as pa_npu.engines.protocol.Sampling, with the tokens that end a response and how many fit.
+    """The wish of a request: as pa_npu.engines.protocol.Sampling, with the tokens that end a response and how many fit.
 
     stops: whether the tokens of a response say a text that ends it; None where there is no such text.
     """

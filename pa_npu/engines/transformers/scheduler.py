@@ -88,7 +88,7 @@ class Scheduler:
             self._running = [request for request in self._running if not request.future.done()]
 
     def _asked(self) -> list[_Request | _Call | None]:
-        """What has come in; waits for something where there is nothing else to do."""
+        """Take what has come in; waits for something where there is nothing else to do."""
         asked = [] if self._running or self._waiting else [self._inbox.get()]
         while not self._inbox.empty():
             asked.append(self._inbox.get())

@@ -112,7 +112,7 @@ class Server:
 
     @web.middleware
     async def _explain(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """What goes wrong, in words: 4xx is the request's fault, 5xx the engine's."""
+        """Answer what goes wrong, in words: 4xx is the request's fault, 5xx the engine's."""
         try:
             return await handler(request)
         except (Refused, msgspec.MsgspecError, UnicodeDecodeError) as error:

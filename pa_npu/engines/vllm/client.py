@@ -130,7 +130,7 @@ def _sum(results: Sequence[dict[str, Any]], key: str) -> int | None:
 
 
 def _memory(results: Sequence[dict[str, Any]]) -> MemoryPeak | None:
-    """Of the engine: the first worker speaks for the host, each for its own device. None where they do not say."""
+    """Read the engine's memory peak: the first worker speaks for the host, each for its own device. None where they do not say."""
     said = [memory for result in results if isinstance(memory := result.get("memory"), dict)]
     host, device = ([n for memory in said if type(n := memory.get(key)) is int] for key in ("host", "device"))
     return MemoryPeak(sum(host), max(device, default=None)) if host else None

@@ -141,7 +141,7 @@ def begin_on_shared(
 
 @dataclass(frozen=True)
 class FirstEngines:
-    """What is known of engines before they have generated. speeds: expected, of those that differ from an engine of 1. room: groups
+    """Engines of which nothing was measured yet. speeds: expected, of those that differ from an engine of 1. room: groups
     that each has room for."""
 
     names: Sequence[str]

@@ -225,7 +225,7 @@ class ScheduleController:
         return max(_ALWAYS_S, share * self._learned.iteration_s) * _SEQUENCES_PER_S
 
     def _cost(self, outlook: IterationOutlook, parts: int = 1) -> float:
-        """Of one simulation of it, or of one of so many parts, in sequences."""
+        """Estimate the cost of one simulation of it, or of one of so many parts, in sequences."""
         groups = len(outlook.groups) * self._learned.groups_per_trained / parts
         return max(1.0, cost(groups, self._rules.responses, len(outlook.engines) / parts))
 
@@ -338,7 +338,7 @@ class ScheduleController:
         return [places for places in levels if 2 * places >= last.places] or levels[:1]
 
     def _orders(self, streams: bool) -> tuple[OrderName, ...]:
-        """What schedule.dispatch allows, the usual one first."""
+        """List the orders that schedule.dispatch allows, the usual one first."""
         if self._rules.dispatch != "auto":
             return (self._rules.dispatch,)
         usual: OrderName = "in-order" if streams and self._rules.order == "prompt" else "longest-first"

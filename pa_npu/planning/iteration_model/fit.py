@@ -61,11 +61,11 @@ class EngineFit:
         self._expected = {name: 1.0 / speed for name, speed in speeds.items()}
 
     def _factor(self, engine: str) -> float:
-        """Of its seconds, over those that all have in common."""
+        """Factor of an engine's seconds over those that all have in common."""
         return self._factors.get(engine, self._expected.get(engine, 1.0))
 
     def speed(self, engine: str) -> EngineSpeed:
-        """Of an engine, or, where it has not generated yet, what follows from the others' and what is expected of it.
+        """Speed of an engine, or, where it has not generated yet, what follows from the others' and what is expected of it.
 
         Raises ValueError before anything was seen.
         """

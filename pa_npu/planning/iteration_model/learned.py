@@ -100,7 +100,7 @@ class Learned:
         self._bias[streams, kind] = _mix(self.bias(streams, kind), ratio, _NEW)
 
     def bias(self, streams: bool, kind: str) -> float:
-        """Of a kind that was not tried yet, what others have: the model's own error, not that of the kind."""
+        """Measured over simulated time of a kind of schedule; one not tried yet has what others have, the model's own error."""
         others = [bias for (streamed, _), bias in self._bias.items() if streamed == streams]
         return self._bias.get((streams, kind), sum(others) / len(others) if others else 1.0)
 

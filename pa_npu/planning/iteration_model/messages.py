@@ -11,7 +11,7 @@ from pa_npu.config.schema import Config
 
 @dataclass(frozen=True)
 class Rules:
-    """What the configuration leaves to choose, and the shape of the run. responses: per prompt; max_tokens: of a response."""
+    """The choices that the configuration leaves, and the shape of the run. responses: per prompt; max_tokens: of a response."""
 
     window: Literal["auto"] | int
     dispatch: Literal["auto", "longest-first", "in-order"]
@@ -66,13 +66,13 @@ class IterationOutlook:
 
     @property
     def without_roles(self) -> IterationOutlook:
-        """Where nobody trains meanwhile, or there are only shared engines, these are engines like the others."""
+        """The outlook in which shared engines count as any others: nobody trains meanwhile, or there are no others."""
         return self if self.streams and self.dedicated else replace(self, shared=())
 
 
 @dataclass(frozen=True)
 class IterationTimes:
-    """What was measured of an iteration, in seconds.
+    """The measured times of an iteration, in seconds.
 
     iteration_s: from the first dispatch until the next iteration's could come, evaluation left out. border_s: of it, from the
     trainers' being ready to publish to the end of the publish. train_s, step_s: means of the trainers' report; training without

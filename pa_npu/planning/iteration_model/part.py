@@ -36,7 +36,7 @@ class Part:
     engine_scale: float = 1.0
 
     def cluster(self, cluster: Cluster) -> Cluster:
-        """Of the part, from one that has its engines."""
+        """Return the cluster of the part, from one that has its engines."""
         if self.is_whole:
             return cluster
         engines = {name: cluster.engines[name].scaled(self.engine_scale) for name in self.outlook.engines}
@@ -111,7 +111,7 @@ def part_of(outlook: IterationOutlook, cluster: Cluster, rules: Rules, parts: in
 
 
 def cost(groups: float, responses: int, engines: float) -> float:
-    """Of simulating an iteration, in sequences that are alone on an engine."""
+    """Estimate the cost of simulating an iteration, in sequences that are alone on an engine."""
     return groups * responses * (1.0 + engines / _ENGINES_OF_TWICE)
 
 

@@ -73,12 +73,12 @@ class Calibration:
     origin: Origin
 
     def engine_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> EngineCost:
-        """Of an engine of another configuration, model and device."""
+        """Cost of an engine of another configuration, model and device."""
         own = typical_engine(self.config, self.spec, self.typical)
         return self.engine.times(typical_engine(config, spec, typical), own)
 
     def trainer_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost:
-        """Of the trainers of another configuration, model and device."""
+        """Cost of the trainers of another configuration, model and device."""
         own = typical_trainer(self.config, self.spec, self.typical)
         return self.trainer.times(typical_trainer(config, spec, typical), own)
 
@@ -273,7 +273,7 @@ def _non_negative(gram: Array, moment: Array) -> Array:
 
 
 def _error(predicted: Array, seconds: Array) -> float:
-    """Of a sum over many: the mean error and the error of the mean, not that of single ones."""
+    """Relative error of a sum over many: the mean error and the error of the mean, not that of single ones."""
     relative = predicted / seconds - 1.0
     return max(_LEAST_ERROR, abs(float(np.mean(relative))) + float(np.std(relative)) / len(relative) ** 0.5)
 
@@ -321,7 +321,7 @@ def _operations(seen: SeenIteration, work: GroupWork) -> dict[int, float]:
 
 
 def _iteration_operations(run: SeenRun, seen: SeenIteration, known: dict[int, float] | None, work: GroupWork) -> float:
-    """Of training all groups of an iteration; by mean lengths where those of the groups are not recorded."""
+    """Operations of training all groups of an iteration; by mean lengths where those of the groups are not recorded."""
     if known:
         return sum(known.values())
     record, responses = seen.record, run.config.rollout.responses_per_prompt

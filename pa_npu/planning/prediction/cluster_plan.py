@@ -41,7 +41,7 @@ _MOST_SEQS = 1024
 
 @dataclass(frozen=True)
 class Basis:
-    """What a plan is made from. base: the configuration whose keys are kept. error: of what is predicted, relative.
+    """The basis of a plan. base: the configuration whose keys are kept. error: of what is predicted, relative.
 
     groups_per_device: prompts of an iteration, which grow with the devices; None: as many as base has.
     """
@@ -64,7 +64,7 @@ class Basis:
 
     @property
     def relative_error(self) -> float:
-        """Of times: of the costs, of carrying them over, and of the model of an iteration."""
+        """Relative error of predicted times: of the costs, of carrying them over, and of the model of an iteration."""
         known = max(self.calibration.engine_error, self.calibration.trainer_error)
         same = self._same_device and self.calibration.spec.num_parameters == self.spec.num_parameters
         carried = 0.0 if same or self.calibration.origin == "estimated" else TRANSFER_ERROR
@@ -242,7 +242,8 @@ def _throughput_s(basis: Basis, config: Config) -> float:
 
 
 def _sides_s(basis: Basis, config: Config) -> tuple[float, float]:
-    """Of an iteration, without any waiting: engines as full as they can be, replicas equally loaded."""
+    """Seconds that engines and trainers take for an iteration, without any waiting: engines as full as they can be, replicas
+    equally loaded."""
     rollout, groups = config.rollout, config.schedule.prompts_per_iteration
     shapes = basis.workload.draw(config, 0, _SAMPLE)
     engine = basis.calibration.engine_for(config, basis.spec, basis.typical)

@@ -67,7 +67,7 @@ def computed_prompt_tokens(prompt: int, responses: int, prefix_block: int) -> in
 
 
 def typical_engine(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> EngineCost:
-    """Of an engine on such devices."""
+    """Cost of an engine on such devices, by their published figures."""
     shards, element = config.rollout.tensor_parallel, _BYTES[config.model.dtype]
     weights_s = spec.num_parameters * element / shards / typical.memory_bytes
     arithmetic_s = 2.0 * spec.num_parameters / shards / typical.flops
@@ -108,7 +108,7 @@ class TrainerCost:
 
 
 def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost:
-    """Of trainers on such devices."""
+    """Cost of trainers on such devices, by their published figures."""
     trainer, element = config.trainer, _BYTES[config.model.dtype]
     ranks, replicas = config.mesh.replica_size, config.mesh.data
     parameters = spec.num_parameters / ranks

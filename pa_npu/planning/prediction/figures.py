@@ -22,7 +22,7 @@ class Figure:
     origin: Origin
 
     def map(self, change: Callable[[float], float]) -> Figure:
-        """Of a number that follows from this one by a monotonic function."""
+        """The figure that follows from this one by a monotonic function."""
         ends = sorted((change(self.low), change(self.high)))
         return Figure(change(self.value), ends[0], ends[1], weakest(self.origin, "calibrated"))
 
@@ -33,5 +33,5 @@ def figure(value: float, relative: float, origin: Origin) -> Figure:
 
 
 def weakest(*origins: Origin) -> Origin:
-    """Of a number that is made of others."""
+    """The origin of a number that is made of others."""
     return max(origins, key=_ORDER.index)

@@ -35,12 +35,12 @@ class Limit:
     in_border: bool
 
     def share(self, iteration_s: float) -> float:
-        """Of an iteration."""
+        """The share of an iteration that it takes."""
         return self.seconds / iteration_s
 
 
 def limits(config: Config, predicted: Predicted, response_tokens: float, typical: TypicalSpeed) -> list[Limit]:
-    """Of an iteration of this size; response_tokens: mean of a response."""
+    """List the limits of an iteration of this size; response_tokens: mean of a response."""
     groups, responses = config.schedule.prompts_per_iteration, config.rollout.responses_per_prompt
     engines, replicas = config.rollout.engines, config.data_parallel
     tokens = groups * responses * response_tokens

@@ -23,7 +23,7 @@ def plan_lines(basis: Basis, plans: Sequence[ClusterPlan]) -> list[str]:
 
 
 def basis_lines(basis: Basis) -> list[str]:
-    """What is planned from, and where it is from."""
+    """Say what is planned from, and where that is from."""
     calibration, workload = basis.calibration, basis.workload
     known = f"every time within a factor of {1.0 + basis.relative_error:.2f}"
     engine = calibration.engine_for(basis.base, basis.spec, basis.typical)

@@ -57,7 +57,7 @@ class SeenRun:
         return [seen for seen in self.iterations if seen.groups]
 
     def median(self, key: str) -> float:
-        """Of a number in the records. Raises DataError where none has it."""
+        """The median of a number in the records. Raises DataError where none has it."""
         values = [seen.record[key] for seen in self.iterations if isinstance(seen.record.get(key), (int, float))]
         if not values:
             raise DataError(

@@ -40,12 +40,12 @@ class Rehearsal:
 
     @property
     def bound(self) -> float:
-        """What overlapping can gain over a synchronous iteration at most."""
+        """The most that overlapping can gain over a synchronous iteration."""
         return (self.generate_s + self.train_s) / max(self.generate_s, self.train_s)
 
     @property
     def of_bound(self) -> float:
-        """What is reached of the bound (Tg + Tt) / max(Tg, Tt) of overlapping; engines on the trainers' devices go beyond it."""
+        """The share reached of the bound (Tg + Tt) / max(Tg, Tt) of overlapping; engines on the trainers' devices go beyond it."""
         return max(self.generate_s, self.train_s) / self.iteration_s
 
     @property

@@ -45,7 +45,7 @@ _LARGEST_CORRECTION = 1.5
 
 @dataclass(frozen=True)
 class Predicted:
-    """Of a configuration's iterations, medians, in seconds. iteration_s: from publish to publish, border_s included.
+    """Medians over a configuration's predicted iterations, in seconds. iteration_s: from publish to publish, border_s included.
 
     generate_s, train_s: of an iteration's production, and of its training without waiting for groups. *_idle: shares of the
     iteration. tokens: prompt and response of an iteration, as TPSPD counts them. window: the most sequences in flight
@@ -144,8 +144,8 @@ def predict(
 
 @dataclass(frozen=True)
 class _Part:
-    """Of a cluster. shared: engines on the trainers' devices, beside the others. train_scale, engine_scale: by which costs are
-    multiplied, where numbers do not divide evenly."""
+    """The part of a cluster that is simulated. shared: engines on the trainers' devices, beside the others. train_scale,
+    engine_scale: by which costs are multiplied, where numbers do not divide evenly."""
 
     engines: int
     shared: int

@@ -68,7 +68,7 @@ class Workload:
 
 
 def seen_workload(run: SeenRun) -> Workload:
-    """Of a run; from its mean lengths where its timeline does not have those of the groups."""
+    """Take the workload of a run; from its mean lengths where its timeline does not have those of the groups."""
     shapes = [
         Shape(timing.prompt_tokens, timing.lengths)
         for seen in run.complete
@@ -90,7 +90,7 @@ def assumed_workload(config: Config) -> Workload:
 
 
 def given_workload(prompts: Sequence[int], lengths: Sequence[Sequence[int]]) -> Workload:
-    """What is known beforehand, as in a benchmark: the prompt and the responses of each group."""
+    """Make a workload of what is known beforehand, as in a benchmark: the prompt and the responses of each group."""
     shapes = tuple(Shape(prompt, tuple(group)) for prompt, group in zip(prompts, lengths, strict=True))
     return Workload(shapes, "measured")
 
