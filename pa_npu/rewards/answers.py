@@ -1,69 +1,98 @@
 r"""Final answers: found in a response, and compared with the reference.
 
-Where the answer is, first that applies:
+The thinking block is no part of a response (`<think>...</think>`; one that never closes leaves nothing), and of the last
+`<answer>...</answer>` the content counts. The answer is, first that applies:
 
-1. behind the last `####` (GSM8K): the last box there, else the rest of the line. A line without a digit is a heading when
-   the reference is a number, and the answer is looked for below it.
+1. behind the last `####` (GSM8K): the last box there, else the expression in the rest of the line. A line without a digit is a
+   heading when the reference is a number, and the answer is looked for below it.
 2. the content of the last `\boxed{...}` or `\fbox{...}` that is closed and not empty.
-3. for a reference that is a number: what follows the last "answer is" or "answer:" if that is a number, else the last
-   number, with its sign, fraction, percent sign and unit; inside $...$, \(...\) or \[...\] it is the whole formula.
-4. for any other reference: whatever math-verify finds in the response (https://github.com/huggingface/Math-Verify).
+3. the expression behind the last "answer is" or "answer:", else the last one in that sentence, else in the response. An
+   expression is all of the formula around a number: of `2\sqrt{3}`, `minus 7` and `3 1/2` no part is the answer. A number
+   that the words before it turn into another ("not 5", "more than 5", "half of 10") is none.
+4. for a reference that is no number: also the words behind "answer is", or what math-verify finds in the response.
 
-What it is worth, when the reference is a number (numbers.py says what is read as one):
-
-- Numbers are compared exactly, with any number of digits; a decimal stands for a fraction only if no decimal can be that
-  fraction and it is rounded to six digits or more. A percentage equals its number and a hundredth of it.
-- Of an equation (`x = 46`, `12+34 = 46`) the right-hand side counts. Relations (`x >= 5`, `x != 5`) and several answers
-  (`x = 5, y = 6`, `5 or 6`) equal no number.
-- The task left undone (`12+34` for 46) is no answer. Anything else (`2\sqrt{529}`) goes to math-verify.
-
-Any other reference is compared as text without spaces, case and decoration, then by math-verify. Without math-verify
-installed, what would go to it is not equal.
+A number is compared exactly (numbers.py), the right-hand side of an equation counts, and a relation, several answers or the task
+left undone (`12+34` for 46) equal no number. Anything else is compared as text, then by math-verify
+(https://github.com/huggingface/Math-Verify).
 """
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import logging
 import re
+import signal
 import threading
-from fractions import Fraction
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 from pa_npu.data.records import ANSWER_MARK
-from pa_npu.rewards.numbers import CURRENCY, DIGITS, plain_text, read_number, same_number
+from pa_npu.rewards.numbers import DIGITS, TEXT, plain_text, read_number, same_number
 
 _MOST_BOXES = 4  # how many \boxed from the end are tried, which bounds the time for a response full of open ones
 _SEARCHED_CHARACTERS = 10_000  # at the end of a response, for an answer without a mark
-_FORMULA_CHARACTERS = 300
 _COMPARED_CHARACTERS = 2000  # of an answer or reference that math-verify gets
-_COMPARED_NESTING = 40
-_PARSE_TIMEOUT_S = 1  # per expression; math-verify takes whole seconds
+_COMPARED_S = 1.0  # of one judgement by math-verify
 
+_THOUGHT = re.compile(r"<(/?)think(?:ing)?>")
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$.,;]+)|\\boxed(\d+)")
-_MINUSES = "-\u2212\u2013"
-_TOKEN = re.compile(
-    rf"(?:(?<![\w.)\]}}])[+{_MINUSES}])?(?:{CURRENCY}\s?[+{_MINUSES}]?)?"
-    r"(?:\\[dtc]?frac\s*(?:\{[^{}]{1,50}\}|\d)\s*(?:\{[^{}]{1,50}\}|\d)"
-    rf"|(?<![\w.^])(?<!\^\{{)(?:{DIGITS})(?:\s*/\s*\d{{1,300}}(?!\w|\.\d))?)"
-    r"(?:\s?\\?%|\^\{?\\circ\}?|°|\^\{[^{}]{1,20}\}|\^\d{1,3}|\s?\\(?:pi|sqrt)(?![a-z])|[π√∞]|[A-Za-z]+)?"
+_LABEL = re.compile(r"\(?([A-Z])\)\s*(?=\S)")  # (B) 5: a choice with its value
+_PHRASE = re.compile(
+    r"answer\s*(?:is\s*:?|:|=|[-\u2013\u2014](?=\s))[\s*_]*(?:(?:about|approximately|exactly|simply|just|equal to)\s+)?",
+    re.IGNORECASE,
 )
-_PHRASE = re.compile(r"answer\s*(?:is\s*:?|:|=)[\s*_]*(?:\\\(|\\\[|\$(?=[^$\n]{1,300}\$))?\s*", re.IGNORECASE)
-_REMARK = re.compile(r"\s+\(|\s*(?:,|;|\s-|\u2013|\u2014)\s+[A-Za-z]{2}")
-_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-_ARITHMETIC = re.compile(r"(?:[\d\s.,+\-*/^(){}$×·÷]|\\(?:times|cdot|div)(?![a-z]))*")
+_WORDS = (
+    "plus|minus|negative|times|divided by|over|squared|cubed|factorial|mod|percent|per cent|dozen|hundred|thousand|million|"
+    "billion|trillion|and a half|and one half|pi|sqrt|log|ln|sin|cos|tan|exp|infinity"
+)
+_ATOM = (
+    rf"\{{,\}}|{TEXT}\{{[^{{}}]{{0,100}}\}}|\\[A-Za-z]+|\\[^\sA-Za-z]|(?<![A-Za-z])(?:{DIGITS})[A-Za-z]*|[½¼-¾⅐-⅞²³]"
+    rf"|(?<![A-Za-z])(?:{_WORDS}|USD|EUR|GBP|INR|Rs\.?)(?![A-Za-z])"
+    r"|(?<![A-Za-z])(?![aAI]\s+[^-+*/=^<>])[A-Za-z](?![A-Za-z0-9'\u2019])"
+    r"|[-+*/^_=<>()\[\]{}|!%'$€£¥₹°√π∞±×·÷≤≥≠≈~\u2212\u2013\u2044]"
+    r"|(?<=\d):(?=\d)|(?<=\d ):(?= \d)|(?:mm|cm|dm|km|in|ft|yd|mi)\s?\^\s?\{?[23]\}?"
+)
+_EXPRESSION = re.compile(rf"(?:{_ATOM})(?:(?:[ \t]|[,;](?=[ \d\\])|(?:and|or)(?![A-Za-z]))*(?:{_ATOM}))*")
+_VALUE = re.compile(r"[\d½¼-¾⅐-⅞]")
+_OTHER_BEFORE = re.compile(
+    r"(?:\b(?:not|never|nor|cannot be|than|half|twice|double|triple|out of|\d of)|n't|(?:root|square|cube|log|logarithm|power"
+    r"|factorial|reciprocal|opposite|inverse|half|third|quarter|percent|%|\w+th|sine|cosine|tangent) of"
+    r"|(?:not|n't) (?:be|equal|equal to|exactly))(?: the| a| an)?[\s*$]*$",
+    re.IGNORECASE,
+)
+_OTHER_AFTER = re.compile(
+    r"[\s*$]*(?:(?:more|less|fewer|greater) than\b|(?:is|was)(?:n't| not\b| wrong\b| incorrect\b| false\b))",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n|;\s")
+_ASIDE = re.compile(r"(?<=\S)\s+\((?=[^()]{0,200}[A-Za-z]{3})[^()]{1,200}\)(?=[.!*\s]*$)")
+_REMARK = re.compile(r"(?<=[\w%}$])\s+\((?!\s*[-+]?\d+\s*\)\s*[=^*/])")
+_ARITHMETIC = re.compile(
+    r"(?:[\d\s.,+\-*/^(){}$×·÷]|\\(?:times|cdot|div)(?![a-z])|(?:plus|minus|times|divided by|over)(?![a-z]))*"
+)
 _INEQUALITY = re.compile(
     r"[<>≤≥≠∈]|!=|\\(?:not|neq?|geq?|leq?|gt|lt|in|geqslant|leqslant|pm|mp)(?![a-z])|:=|±", re.IGNORECASE
 )
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\\\\|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
+_NEXT_STATEMENT = re.compile(r"(?:,|;|\band\b)\s+(?=[\d\s.,+\-*/()$×·÷]+=[^=]+$)")
 _EQUALS = re.compile(r"=|≈|\\approx(?![a-z])")
 _VARIABLE = re.compile(r"\s*\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*")
 
 
+def final_text(response: str) -> str:
+    """What counts of a response: nothing of its thinking block, and of an <answer> only what is inside."""
+    for tag in list(_THOUGHT.finditer(response))[-1:]:
+        response = response[tag.end() :] if tag[1] else ""
+    tagged = _TAGGED.findall(response[-_SEARCHED_CHARACTERS:])
+    return str(tagged[-1]) if tagged else response
+
+
 def extract_answer(response: str, reference: str) -> str | None:
-    """The final answer of a response as text, None without one. reference: decides if the last number may count."""
+    """The final answer of a response as text, None without one. reference: decides if any number may count."""
+    response = final_text(response)
     numeric = read_number(reference) is not None
     if ANSWER_MARK in response:
         below = response.rpartition(ANSWER_MARK)[2]
@@ -73,14 +102,14 @@ def extract_answer(response: str, reference: str) -> str | None:
             return boxed
         if line and not numeric:
             return line
-        if any(map(str.isdigit, line)):
-            return _number_of_line(line)
+        if _VALUE.search(line):
+            return _of_line(line)
         if line:
-            return _last_number(below) or line
+            return _stated(below, numeric) or line
     boxed = last_boxed(response)
     if boxed is not None:
         return boxed
-    return _last_number(response) if numeric else None
+    return _stated(response, numeric)
 
 
 def last_boxed(text: str) -> str | None:
@@ -101,59 +130,98 @@ def last_boxed(text: str) -> str | None:
     return (bare[-1][1] or bare[-1][2]) if bare else None
 
 
-def _number_of_line(line: str) -> str:
-    """The line, without a remark around its number: `46, because ...`, `46 (12+34)`, `The answer is 46`."""
-    token = _TOKEN.match(line)
-    if token and _REMARK.match(line, token.end()):
-        return token[0]
-    return (_last_number(line) if _PHRASE.search(line) else None) or line
+def _of_line(line: str) -> str:
+    """The answer in a marked line: `46, because ...`, `46 (12+34)`, `The answer is 46`."""
+    if not _PHRASE.search(line) and (first := _expression_at(line, 0)):
+        return first
+    return _stated(line, True) or line
 
 
-def _last_number(text: str) -> str | None:
-    """The number after the last "answer is", else the last one; the formula around it where it stands in one."""
+def _stated(text: str, numeric: bool) -> str | None:
+    """The expression behind the last "answer is", else the last one in its sentence, else in the text."""
     text = text[-_SEARCHED_CHARACTERS:]
-    for phrase in reversed(list(_PHRASE.finditer(text))):
-        token = _TOKEN.match(text, phrase.end())
-        if token and not re.match(r"\s*(?:[+\-*/^=×÷?]|or\b)", text[token.end() :]):
-            return _formula_around(text, token)
-        break
-    tokens = list(_TOKEN.finditer(text))
-    return _formula_around(text, tokens[-1]) if tokens else None
+    for phrase in list(_PHRASE.finditer(text))[-1:]:
+        if (found := _expression_at(text, phrase.end())) is not None:
+            return found
+        end = _SENTENCE_END.search(text, phrase.end())
+        sentence = text[phrase.end() : end.start() if end else len(text)]
+        if _VALUE.search(sentence):
+            return _last_expression(text[: phrase.end() + len(sentence)])
+        if not numeric:
+            return sentence.strip() or None
+    aside = _ASIDE.search(text)
+    stands_alone = aside and _VALUE.search(text[: aside.start()].rpartition("\n")[2])
+    return _last_expression(text[: aside.start()] if aside and stands_alone else text)
 
 
-def _formula_around(text: str, token: re.Match[str]) -> str:
-    """What stands between the math delimiters around a number; the number itself where there are none."""
-    before = text[max(0, token.start() - _FORMULA_CHARACTERS) : token.start()]
-    after = text[token.end() : token.end() + _FORMULA_CHARACTERS]
-    for opening, closing in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
-        left, right = before.rpartition(opening), after.partition(closing)
-        if not left[1] or not right[1] or (opening != "$" and closing in left[2]):
-            continue
-        formula = left[2] + token[0] + right[0]
-        if opening == "$" and ("\n" in formula or _PROSE.search(formula)):
-            continue  # $5 and then $7: amounts, not a formula
-        return formula
-    return token[0]
+def _expression_at(text: str, position: int) -> str | None:
+    """The expression that begins there."""
+    found = _EXPRESSION.match(text, position)
+    if not found or not _VALUE.search(found[0]) or _OTHER_AFTER.match(text, found.end()):
+        return None
+    return _trimmed(found[0])
 
 
-def parse_number(text: str) -> Fraction | None:
-    """An integer, decimal or fraction with common decoration ($1,234.50, 50%, 18 dollars); None for anything else."""
-    number = read_number(text)
-    return None if number is None else number.value
+def _last_expression(text: str) -> str | None:
+    """The last expression with a number; None where the words around it say that it is not the answer."""
+    found = next((e for e in reversed(list(_EXPRESSION.finditer(text))) if _VALUE.search(e[0])), None)
+    if found is None or _OTHER_AFTER.match(text, found.end()):
+        return None
+    before = text[: found.start()]
+    expression = found[0]
+    if re.match(r"[-*+\u2013]\s", expression) and not before.rpartition("\n")[2].strip():
+        expression = expression[1:]  # a list's bullet
+    elif re.match(r"[+/^×·÷]\s?|[-*]\s", expression):
+        return None  # the rest of an expression in words
+    elif _OTHER_BEFORE.search(before[-60:]):
+        *earlier, _ = re.split(r",? (?:and |but )?not[\s*$]*$", before[-200:]) or [""]
+        return _last_expression(earlier[0]) if earlier and _EXPRESSION.search(earlier[0][-1:]) else None  # 6, not 5
+    return _trimmed(expression)
+
+
+def _trimmed(expression: str) -> str | None:
+    """Without brackets of something around it, a remark in brackets, and an equation before the last of several."""
+    start, open_at = 0, []
+    for position, character in enumerate(expression):
+        if character in "([{":
+            open_at.append(position)
+        elif character in ")]}":
+            if open_at:
+                open_at.pop()
+            else:
+                start = position + 1
+    end = len(expression)
+    if open_at:
+        if _VALUE.search(expression, start, open_at[0]):
+            end = open_at[0]
+        else:
+            start = open_at[-1] + 1
+    expression = expression[start:end]
+    if remark := _REMARK.search(expression):
+        expression = expression[: remark.start()]
+    expression = _NEXT_STATEMENT.split(expression)[-1]
+    return expression.strip(" \t,;*~").rstrip("-!") or None  # no factorial: the end of a sentence
 
 
 def is_correct(response: str, reference: str) -> bool:
     """Whether the response's final answer equals the reference."""
     reference = last_boxed(reference) or reference.rpartition(ANSWER_MARK)[2].strip()
     answer = extract_answer(response, reference)
-    if answer is None:
-        # No mark, not a number: math-verify searches the response for expressions by itself.
-        return _equal_expressions(response, reference)
-    return equal_answers(answer, reference)
+    if answer is not None and equal_answers(answer, reference):
+        return True
+    if read_number(reference) is not None or last_boxed(response) is not None:
+        return False
+    # No mark, not a number: math-verify searches the response for expressions by itself.
+    return _equal_expressions(final_text(response)[-_SEARCHED_CHARACTERS:], reference)
 
 
 def equal_answers(answer: str, reference: str) -> bool:
     """Whether two final answers mean the same."""
+    label = _LABEL.match(plain_text(answer[:_COMPARED_CHARACTERS]))
+    if label and not _LABEL.match(plain_text(reference)):
+        if _normalised(reference) == label[1].lower():
+            return True
+        answer = plain_text(answer)[label.end() :]
     expected = read_number(reference)
     if expected is None:
         return _normalised(answer) == _normalised(reference) or _equal_expressions(f"\\boxed{{{answer}}}", reference)
@@ -189,53 +257,54 @@ def _normalised(text: str) -> str:
     return plain[1:-1] if re.fullmatch(r"\([a-z]\)", plain) else plain  # (B), a choice
 
 
-def preload() -> str:
-    """Imports the comparison's back end, which takes seconds, and says which it is: math-verify or numeric."""
-    if not _math_verify_available():
-        return "numeric"
-    equal_answers("x+1", "1+x")
-    return "math-verify"
-
-
 @lru_cache(maxsize=1)
-def _math_verify_available() -> bool:
-    return importlib.util.find_spec("math_verify") is not None
-
-
-def _equal_expressions(response: str, reference: str) -> bool:
-    if not _math_verify_available():
-        return False
-    # its parser is recursive, and its time limit cannot interrupt every step of it
-    response = response[-_SEARCHED_CHARACTERS:]
-    if _nesting(response) > _COMPARED_NESTING:
-        return False
-    expected = _parsed(f"\\boxed{{{reference}}}")
-    if not expected:
-        return False
+def preload() -> None:
+    """Imports math-verify and lets it prepare itself, which takes seconds, before any time limit runs."""
     import math_verify
 
-    return bool(math_verify.verify(expected, _parsed(response), timeout_seconds=_timeout_s()))
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceback per expression it cannot read
+    math_verify.verify(_parsed("\\boxed{x+1}"), _parsed("\\boxed{1+x}"), timeout_seconds=None)
 
 
-def _nesting(text: str) -> int:
-    depth = most = 0
-    for character in text:
-        if character in "({[":
-            depth += 1
-            most = max(most, depth)
-        elif character in ")}]":
-            depth = max(0, depth - 1)
-    return most
+@lru_cache(maxsize=4096)
+def _equal_expressions(response: str, reference: str) -> bool:
+    """Whether math-verify finds them equal; False for what it cannot read, or not in time."""
+    import math_verify
+
+    preload()
+    with contextlib.suppress(_TooLong), _time_limit(_COMPARED_S):
+        expected = _parsed(f"\\boxed{{{reference}}}")
+        return bool(expected) and bool(
+            math_verify.verify(expected, _parsed(response), timeout_seconds=None, allow_set_relation_comp=True)
+        )
+    return False
 
 
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> list[Any]:
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceback per expression it cannot read
-    return math_verify.parse(text, parsing_timeout=_timeout_s())
+    return math_verify.parse(text, parsing_timeout=None)
 
 
-def _timeout_s() -> int | None:
-    """math-verify keeps its time limits with signals, which only a main thread receives; elsewhere it has none."""
-    return _PARSE_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
+class _TooLong(BaseException):
+    """The time is up. No Exception, which math-verify would take for one of its own and go on."""
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises _TooLong inside when the time is up. Only in a main thread, as reward workers use it: others get no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

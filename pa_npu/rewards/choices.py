@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from pa_npu.rewards.answers import last_boxed
+from pa_npu.rewards.answers import final_text, last_boxed
 
 _SEARCHED_CHARACTERS = 10_000
 _MARKED = re.compile(
@@ -22,7 +22,7 @@ _ALONE = re.compile(r"^[\s*_$(\[]*([A-Z])[\s*_$)\].:]*$")
 
 def chosen_letter(response: str, letters: str) -> str | None:
     """One of `letters`, or None where the response does not commit itself."""
-    text = response[-_SEARCHED_CHARACTERS:]
+    text = final_text(response)[-_SEARCHED_CHARACTERS:]
     boxed = last_boxed(text)
     if boxed is not None:
         found = _BOXED.match(_DECORATION.sub(r"\1", boxed))

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from pa_npu.config.sections import LONGEST_JUDGE_PAUSE_S, JudgeConfig
 from pa_npu.errors import DataError
+from pa_npu.rewards.answers import final_text
 from pa_npu.rewards.judge_cache import JudgeCache
 from pa_npu.rewards.turns import Turns
 from pa_npu.rewards.types import RewardInput
@@ -183,7 +184,8 @@ class JudgeReward:
         return self._config.api == "pooling" or self._config.lowest <= score <= self._config.highest
 
     def _score(self, answer: str) -> float:
-        """The number in the judge's answer."""
+        """The number in the judge's answer, behind its thinking."""
+        answer = answer if self._config.api == "pooling" else final_text(answer)
         key = self._config.score_key
         try:
             if self._config.api == "pooling":

@@ -1,4 +1,4 @@
-r"""Numbers as people and models write them: `$1,234.50`, `50%`, `-(5)`, `\frac{3}{4}`, `1.5 \times 10^3`, `18 dollars`.
+r"""Numbers as people and models write them: `$1,234.50`, `50%`, `-(5)`, `\frac{3}{4}`, `1.5 \times 10^3`, `3½`, `18 dollars`.
 
 Values are exact fractions. Text that may mean something else is no number: `5x`, `5 or 6`, `(1,234)`, `2*3`.
 """
@@ -6,6 +6,8 @@ Values are exact fractions. Text that may mean something else is no number: `5x`
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -15,33 +17,30 @@ def _words(text: str) -> frozenset[str]:
 
 
 _MOST_CHARACTERS = 1000  # longer text is no number; bounds the time of the expressions below
-_MOST_GROUPS = 20  # of brackets around each other
+_MOST_STEPS = 60  # of reading one number: brackets around each other, signs, fractions in fractions
 _MOST_POWER_BITS = 4000
 _ROUNDED_DECIMALS = 6  # of a decimal that may stand for a number without an end, as in math-verify
 
 # Digits and exponents are bounded, so that "1e999999999" costs nothing.
-DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,300})(?:\.\d{1,300})?(?:[eE][-+]?\d{1,2})?|\.\d{1,300}(?:[eE][-+]?\d{1,2})?"
-CURRENCY = r"\\?[$€£¥]"
-_DECIMAL = re.compile(DIGITS)
-_MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-") | {"\u2044": "/"})
-_TEXT = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|boldsymbol|bm|emph|underline|operatorname)\s*\{([^{}]*)\}"
+DIGITS = (
+    r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d{1,3}(?: \d{3})+(?![\d,])|\d{1,300})(?:\.\d{1,300})?(?:[eE][-+]?\d{1,2}(?!\d))?"
+    r"|\.\d{1,300}(?:[eE][-+]?\d{1,2}(?!\d))?"
 )
+TEXT = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|boldsymbol|bm|emph|underline|operatorname)\s*"
+_CURRENCY = re.compile(r"\\?[$€£¥₹]|(?<![A-Za-z])(?:USD|EUR|GBP|INR|Rs\.?)(?![A-Za-z])")
+_MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-") | {"\u2044": "/"})
+_VULGAR = re.compile(r"[¼-¾⅐-⅞]")
+_TEXT = re.compile(TEXT + r"\{([^{}]*)\}")
 _NO_MEANING = re.compile(
     r"\\left(?![a-z])|\\right(?![a-z])|\\(?:displaystyle|textstyle|limits)(?![a-z])|\\!|\\[()\[\]]"
 )
 _GROUP_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _SPACE = re.compile(r"\\[,;: ]|\\q?quad(?![a-z])|~|\s")
 _SHORT_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
-_FRACTION = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
-_REPEATING = re.compile(r"(\d{0,100})\.(\d{0,100})\\overline\s*\{(\d{1,100})\}")
-_TIMES_TEN = re.compile(
-    r"\s*(?:\\times|\\cdot|[*x×·])\s*10\s*\^\s*"
-    r"(?:\{\s*([-+]?\d{1,3})\s*\}|\(\s*([-+]?\d{1,3})\s*\)|([-+]?\d{1,3}))"
+_NUMERAL = re.compile(
+    r"(?:[^A-Za-z\\%°]|\\(?:frac|overline|times|cdot)(?![a-z])|(?<=\d)[eE](?=[-+]?\d)|[x×](?=\s*10\s*\^))*"
 )
-_EXPONENT = re.compile(r"\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3}))")
-_INTEGER = re.compile(r"\d{1,300}(?=\s*\^)")
-_DEGREE = re.compile(r"\^\s*\{?\s*(?:\\circ|\\degree|°)\s*\}?|°|\\degree")
+_DEGREE = re.compile(r"\s*\^\s*\{?\s*(?:\\circ|\\degree|°)\s*\}?$|\s*(?:°|\\degree|\\circ)$")
 _PERCENT = re.compile(r"\\?%|(?:percent|per cent)\.?", re.IGNORECASE)
 _UNIT = re.compile(r"(?P<words>[A-Za-z][A-Za-z. ]*)(?:/ ?(?P<per>[A-Za-z]+))?(?:\s*\^\s*\{?\s*[23]\s*\}?|[²³])?")
 _SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -67,57 +66,33 @@ class Number:
     percent: bool = False
     decimals: int | None = None
 
-    def readings(self, other: Number) -> list[Number]:
-        """What this may mean beside `other`: a percentage is 50 and 0.5 for a number that is none."""
-        if not self.percent or other.percent:
-            return [self]
+    @property
+    def readings(self) -> tuple[Number, ...]:
+        """The number, and of a percentage also its hundredth."""
         decimals = None if self.decimals is None else self.decimals + 2
-        return [self, Number(self.value / 100, decimals=decimals)]
+        return (self, Number(self.value / 100, decimals=decimals)) if self.percent else (self,)
+
+    def rounds(self, other: Number) -> bool:
+        """Whether this is a decimal of six or more digits after the point, and `other` rounded, which no decimal can be."""
+        if self.decimals is None or self.decimals < _ROUNDED_DECIMALS or not self.value:
+            return False
+        denominator = other.value.denominator
+        ends = 10 ** denominator.bit_length() % denominator == 0  # no prime factor but 2 and 5
+        return not ends and abs(self.value - other.value) * 2 <= Fraction(1, 10**self.decimals)
 
 
 def same_number(first: Number, second: Number) -> bool:
-    """Whether two numbers are equal, exactly.
-
-    The one exception: a decimal of six or more digits after the point stands for a fraction that no decimal can be, when
-    it is that fraction rounded (0.333333 is 1/3; 0.3333 and 0.333334 are not).
-    """
-    return any(_same(a, b) for a in first.readings(second) for b in second.readings(first))
-
-
-def _same(first: Number, second: Number) -> bool:
-    return first.value == second.value or _rounds(first, second) or _rounds(second, first)
-
-
-def _rounds(decimal: Number, endless: Number) -> bool:
-    if decimal.decimals is None or decimal.decimals < _ROUNDED_DECIMALS or not decimal.value:
-        return False
-    return not _ends(endless.value) and abs(decimal.value - endless.value) * 2 <= Fraction(1, 10**decimal.decimals)
-
-
-def _ends(value: Fraction) -> bool:
-    """Whether a decimal can be this number: its denominator has no prime factor but 2 and 5."""
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1
-
-
-def read_number(text: str) -> Number | None:
-    """The number that the whole text is, with decoration and unit; None for anything else."""
-    if len(text) > _MOST_CHARACTERS:
-        return None
-    plain = plain_text(text)
-    found = _signed(plain.strip("$") if plain.endswith("$") and not plain.endswith("\\$") else plain, 0)
-    if found is None:
-        return None
-    number, rest = found
-    return _with_unit(number, rest)
+    """Whether two numbers are equal: exactly, or one is the other rounded (0.333333 is 1/3; 0.3333 and 0.333334 are not)."""
+    if first.percent and second.percent:
+        return first.value == second.value
+    pairs = [(a, b) for a in first.readings for b in second.readings]
+    return any(a.value == b.value or a.rounds(b) or b.rounds(a) for a, b in pairs)
 
 
 def plain_text(text: str) -> str:
-    r"""Without what changes no value: Markdown, thin spaces, \left, \text{...}; with one kind of minus and of fraction."""
+    r"""Remove what changes no value: Markdown, thin spaces, \left, \text{...}; leave one kind of minus and of fraction."""
     text = text.translate(_MINUS).replace("{,}", ",")
+    text = _VULGAR.sub(lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("\u2044", "/"), text)
     text = _GROUP_SPACE.sub("", _NO_MEANING.sub("", text))
     text = _TEXT.sub(r" \1 ", _SPACE.sub(" ", text))
     text = _SHORT_FRACTION.sub(lambda m: f"\\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", text)
@@ -127,125 +102,86 @@ def plain_text(text: str) -> str:
     return text
 
 
-def _signed(text: str, depth: int) -> tuple[Number, str] | None:
-    """The number that the text begins with, and what follows it."""
-    text = text.lstrip()
-    negative, signs = False, 0
-    while True:
-        if match := re.match(rf"([-+])\s*|(minus|negative)\s+|{CURRENCY}\s*", text):
-            if match[1] or match[2]:
-                signs += 1
-                negative = match[1] != "+"
-            text = text[match.end() :]
-            if signs > 1:
-                return None
-        else:
-            break
-    found = _unsigned(text, depth)
-    if found is None:
+def read_number(text: str) -> Number | None:
+    """The number that the whole text is, with decoration and unit; None for anything else."""
+    if len(text) > _MOST_CHARACTERS:
         return None
-    number, rest = found
-    return Number(-number.value if negative else number.value, number.percent, number.decimals), rest
-
-
-def _unsigned(text: str, depth: int) -> tuple[Number, str] | None:
-    if text[:1] in ("(", "{"):
-        found = _grouped(text, depth)
-        if found is not None and text[0] == "(" and _EXPONENT.match(found[1]):
-            found = _power(found[0].value, found[1])
-    elif match := _FRACTION.match(text):
-        found = _quotient(_whole(match[1], depth), _whole(match[2], depth), text[match.end() :])
-    elif match := _REPEATING.match(text):
-        found = Number(_repeating(match[1], match[2], match[3])), text[match.end() :]
-    elif (match := _INTEGER.match(text)) and _EXPONENT.match(text, match.end()):
-        found = _power(Fraction(int(match[0])), text[match.end() :])
-    elif match := _DECIMAL.match(text):
-        found = _decimal(match, text, depth)
-    else:
+    text = _DEGREE.sub("", _CURRENCY.sub("", plain_text(text)).strip())
+    negative = re.match(r"(?:minus|negative)\s+(?=[^-+\s])", text)
+    numeral = _NUMERAL.match(text, negative.end() if negative else 0)
+    assert numeral is not None
+    value = _value(numeral[0])
+    if value is None:
         return None
-    if found is None:
+    written = re.fullmatch(r"[-+({\s]*[\d, ]*\.(\d+)[)}\s]*", numeral[0])
+    number = Number(-value if negative else value, decimals=len(written[1]) if written else None)
+    rest = text[numeral.end() :]
+    return _with_unit(number, f" {rest}" if numeral[0].endswith(" ") else rest)
+
+
+# A numeral is read by rewriting: what has a value becomes <numerator/denominator>, which takes in what stands around it.
+_V = r"\s*<(-?\d+/\d+)>\s*"
+_LITERAL = re.compile(
+    r"(?P<whole>\d{0,100})\.(?P<fixed>\d{0,100})\\overline\s*\{(?P<repeated>\d{1,100})\}"
+    r"|(?P<units>\d{1,300})(?:\s*\\frac\{(?P<up>\d{1,300})\}\{(?P<low>\d{1,300})\}"
+    r"|\s+(?P<upper>\d{1,300})\s*/\s*(?P<lower>\d{1,300})(?![\d.,]))"
+    rf"|(?P<digits>{DIGITS})"
+)
+_TIMES_TEN = re.compile(rf"{_V}(?:\\times|\\cdot|[*x×·])\s*<10/1>\s*\^{_V}(?!\^)")
+_FIRST = r"(?:^|(?<=[({^/]))\s*"
+_STEPS: tuple[tuple[re.Pattern[str], Callable[..., Fraction | None]], ...] = (
+    (re.compile(rf"[({{]{_V}[)}}]"), lambda a: a),
+    (re.compile(rf"\\frac{_V}{_V}"), lambda a, b: a / b if b else None),
+    (_TIMES_TEN, lambda a, b: None if (power := _power(Fraction(10), b)) is None else a * power),
+    (re.compile(rf"{_V}\^{_V}(?!\^)"), lambda a, b: _power(a, b)),
+    (re.compile(rf"{_V}/{_V}(?!\^)"), lambda a, b: a / b if b else None),
+    (re.compile(rf"{_FIRST}\+{_V}(?!\^)"), lambda a: a),
+    (re.compile(rf"{_FIRST}-{_V}(?!\^)"), lambda a: -a),
+)
+_NO_NUMERAL = re.compile(r"[<>]|\([^()]*,[^()]*\)|-\s*-")  # a comma in brackets may be that of a pair
+
+
+def _value(numeral: str) -> Fraction | None:
+    if _NO_NUMERAL.search(numeral):
         return None
-    number, rest = found
-    if match := re.match(r"\s*/\s*(?=[\d.({])", rest):
-        divisor = _grouped(rest[match.end() :], depth) if rest[match.end()] in "({" else _divisor(rest[match.end() :])
-        return _quotient(number, divisor[0], divisor[1]) if divisor else None
-    return number, rest
-
-
-def _decimal(match: re.Match[str], text: str, depth: int) -> tuple[Number, str] | None:
-    """A decimal, or what begins with one: scientific notation, a mixed number."""
-    rest = text[match.end() :]
-    value, mantissa = Fraction(_digits(match[0])), match[0]
-    if times := _TIMES_TEN.match(rest):
-        exponent = int(times[1] or times[2] or times[3])
-        return Number(value * Fraction(10) ** exponent), rest[times.end() :]
-    if mantissa.isdigit():
-        mixed = re.match(r"\s*(?=\\frac)|\s+(?=\d{1,300}\s*/\s*\d)", rest)
-        part = _unsigned(rest[mixed.end() :], depth + 1) if mixed else None
-        if part and 0 < part[0].value < 1:
-            return Number(value + part[0].value), part[1]
-    exponent_free = re.split("[eE]", mantissa)
-    decimals = len(mantissa.partition(".")[2]) if len(exponent_free) == 1 and "." in mantissa else None
-    return Number(value, decimals=decimals), rest
-
-
-def _digits(text: str) -> str:
-    return text.replace(",", "")
-
-
-def _divisor(text: str) -> tuple[Number, str] | None:
-    match = _DECIMAL.match(text)
-    return (Number(Fraction(_digits(match[0]))), text[match.end() :]) if match else None
-
-
-def _grouped(text: str, depth: int) -> tuple[Number, str] | None:
-    """A number in brackets. With a comma, round ones may hold a pair."""
-    if depth >= _MOST_GROUPS:
-        return None
-    closing, level = {"(": ")", "{": "}"}[text[0]], 0
-    for position, character in enumerate(text):
-        level += (character == text[0]) - (character == closing)
-        if level == 0:
-            inside = text[1:position]
-            number = None if text[0] == "(" and "," in inside else _whole(inside, depth + 1)
-            return (number, text[position + 1 :]) if number else None
+    text = _LITERAL.sub(_literal, numeral)
+    for _ in range(_MOST_STEPS):
+        if whole := re.fullmatch(_V, text):
+            return Fraction(whole[1])
+        found = next(((m, step) for pattern, step in _STEPS if (m := pattern.search(text))), None)
+        value = found and found[1](*map(Fraction, found[0].groups()))
+        if found is None or value is None:
+            return None
+        text = f"{text[: found[0].start()]}<{value.numerator}/{value.denominator}>{text[found[0].end() :]}"
     return None
 
 
-def _whole(text: str, depth: int) -> Number | None:
-    found = _signed(text, depth)
-    return found[0] if found and not found[1].strip() else None
+def _literal(found: re.Match[str]) -> str:
+    if found["digits"]:
+        value = Fraction(re.sub("[, ]", "", found["digits"]))
+    elif repeated := found["repeated"]:  # 0.1\overline{6} = (16 - 1) / 90
+        shift = 10 ** len(found["fixed"])
+        value = Fraction(int(found["whole"] or 0)) + Fraction(int(found["fixed"] or 0), shift)
+        value += Fraction(int(repeated), shift * (10 ** len(repeated) - 1))
+    else:
+        upper, lower = int(found["up"] or found["upper"]), int(found["low"] or found["lower"])
+        if not 0 < upper < lower:
+            return found[0]
+        value = int(found["units"]) + Fraction(upper, lower)
+    return f"<{value.numerator}/{value.denominator}>"
 
 
-def _quotient(upper: Number | None, lower: Number | None, rest: str) -> tuple[Number, str] | None:
-    if upper is None or lower is None or lower.value == 0:
-        return None
-    return Number(upper.value / lower.value), rest
-
-
-def _repeating(whole: str, fixed: str, repeated: str) -> Fraction:
-    r"""0.1\overline{6} = (16 - 1) / 90."""
-    shift = 10 ** len(fixed)
-    return Fraction(int(whole or 0)) + (
-        Fraction(int(fixed or 0), shift) + Fraction(int(repeated), shift * (10 ** len(repeated) - 1))
-    )
-
-
-def _power(base: Fraction, text: str) -> tuple[Number, str] | None:
-    """base to the exponent that the text begins with."""
-    match = _EXPONENT.match(text)
-    assert match is not None
-    exponent = int(match[1] or match[2])
+def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if bits * abs(exponent) > _MOST_POWER_BITS or (base == 0 and exponent <= 0):
+    if exponent.denominator != 1 or bits * abs(exponent) > _MOST_POWER_BITS or (base == 0 and exponent <= 0):
         return None
-    return Number(base**exponent), text[match.end() :]
+    return base ** int(exponent)
 
 
 def _with_unit(number: Number, rest: str) -> Number | None:
     attached = not rest[:1].isspace()
     rest = rest.strip()
-    if not rest or re.fullmatch(CURRENCY, rest) or _DEGREE.fullmatch(rest):
+    if not rest:
         return number
     if _PERCENT.fullmatch(rest):
         return Number(number.value, True, number.decimals)

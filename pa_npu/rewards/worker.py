@@ -2,7 +2,7 @@
 
     stdin   {"functions": [FunctionSpec's fields, ...]}                           first line
             {"id", "group": {prompt, answer, responses, response_tokens, row}}    one line per group
-    stdout  {"ready": "math-verify" | "numeric" | null, "concurrent": [label, ...]} or {"unusable": reason}   first line
+    stdout  {"concurrent": [label, ...]} or {"unusable": reason}   first line
             {"id", "rewards": {label: [G numbers]}, "errors": {label: reason}}    one line per group, in order
 
 Functions that wait, `async def`, are named as concurrent and left to concurrent_worker.py.
@@ -41,8 +41,9 @@ def main() -> int:
         return 1
     functions = [(label, function) for label, function in built if not is_concurrent(function)]
     left = [spec.label for spec in specs if spec.label not in dict(functions)]
-    ready = preload() if any(spec.name == "math" for spec in specs) else None
-    _reply(replies, {"ready": ready, "concurrent": left})
+    if any(spec.name == "math" for spec in specs):
+        preload()
+    _reply(replies, {"concurrent": left})
     for line in requests:
         request = json.loads(line)
         _reply(replies, {"id": request["id"], **_score(functions, RewardInput(**request["group"]))})

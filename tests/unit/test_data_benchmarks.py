@@ -105,6 +105,8 @@ def test_other_multiple_choices(tmp_path: Path, row: dict[str, Any]) -> None:
         ("I think\n**(B)**", "B"),
         ("The answer is E", None),
         ("answer is A. Wait, the answer is C.", "C"),
+        (r"<think>\boxed{A}</think> The answer is C", "C"),
+        (r"<think>\boxed{A}", None),
         ("", None),
     ],
 )

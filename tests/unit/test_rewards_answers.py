@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import logging
+import signal
 import threading
 import time
 import unittest.mock
@@ -17,19 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pa_npu.rewards import answers
-from pa_npu.rewards.answers import equal_answers, extract_answer, is_correct, last_boxed, parse_number
-from tests.helpers.answer_table import ANSWERS
+from pa_npu.rewards.answers import equal_answers, extract_answer, is_correct, last_boxed
+from pa_npu.rewards.numbers import read_number
+from tests.helpers.answer_table import ANSWERS, Row, table
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
-needs_math_verify = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
-)
 
 
-@pytest.fixture
-def numeric_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if math-verify were not installed."""
-    monkeypatch.setattr(answers, "_math_verify_available", lambda: False)
+def _value(text: str) -> Fraction | None:
+    number = read_number(text)
+    return None if number is None else number.value
 
 
 @pytest.mark.parametrize(
@@ -64,8 +60,8 @@ def numeric_only(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", None),
     ],
 )
-def test_parse_number(text: str, value: Fraction | int | None) -> None:
-    assert parse_number(text) == value
+def test_read_number(text: str, value: Fraction | int | None) -> None:
+    assert _value(text) == value
 
 
 @pytest.mark.parametrize(
@@ -80,18 +76,13 @@ def test_parse_number(text: str, value: Fraction | int | None) -> None:
         (r"so \boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         ("first 3, then 4.", "4"),
         ("a total of $1,200.", "$1,200"),
-        ("3-5 = -2", "-2"),
-        ("x=47-38", "38"),
+        ("3-5 = -2", "3-5 = -2"),
+        ("x=47-38", "x=47-38"),
         ("nothing", None),
     ],
 )
 def test_extract_answer(response: str, answer: str | None) -> None:
     assert extract_answer(response, reference="46") == answer
-
-
-def test_the_last_number_counts_only_for_a_numeric_reference() -> None:
-    assert extract_answer("it is 5", reference="5") == "5"
-    assert extract_answer("it is 5", reference="x+5") is None
 
 
 def test_last_boxed_balances_braces_and_ignores_open_ones() -> None:
@@ -120,11 +111,10 @@ def test_last_boxed_balances_braces_and_ignores_open_ones() -> None:
         ("", "46", False),
     ],
 )
-def test_is_correct_without_math_verify(response: str, reference: str, correct: bool, numeric_only: None) -> None:
+def test_is_correct(response: str, reference: str, correct: bool) -> None:
     assert is_correct(response, reference) is correct
 
 
-@needs_math_verify
 @pytest.mark.parametrize(
     ("response", "reference", "correct"),
     [
@@ -144,33 +134,20 @@ def test_is_correct_with_math_verify(response: str, reference: str, correct: boo
     assert is_correct(response, reference) is correct
 
 
-@needs_math_verify
-@pytest.mark.parametrize(("response", "reference", "correct"), ANSWERS)
-def test_every_answer_of_the_table_is_judged_rightly(response: str, reference: str, correct: bool) -> None:
-    assert is_correct(response, reference) is correct
+@pytest.mark.parametrize("row", ANSWERS, ids=lambda row: f"{row.response[:40]}-{row.reference}")
+def test_every_answer_of_the_table_is_judged_rightly(row: Row) -> None:
+    assert is_correct(row.response, row.reference) is row.truth
 
 
-@needs_math_verify
-def test_the_table_has_fewer_false_verdicts_than_math_verify_alone_on_either_side() -> None:
-    import math_verify
-
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    ours, theirs = Counter(), Counter()
-    for response, reference, correct in ANSWERS:
-        alone = math_verify.verify(math_verify.parse(f"\\boxed{{{reference}}}"), math_verify.parse(response))
-        ours[is_correct(response, reference), correct] += 1
-        theirs[bool(alone), correct] += 1
-    assert len(ANSWERS) >= 300 and len({row[:2] for row in ANSWERS}) == len(ANSWERS)
-    # Controls: the table is hard enough to tell a judge from another, and has enough of both kinds.
-    assert theirs[True, False] >= 5 and theirs[False, True] >= 10
-    assert min(theirs[True, True], theirs[False, False]) >= 100
-    assert ours[True, False] <= theirs[True, False] and ours[False, True] <= theirs[False, True]
-
-
-def test_without_math_verify_no_wrong_answer_of_the_table_is_rewarded(numeric_only: None) -> None:
-    verdicts = Counter((is_correct(response, reference), correct) for response, reference, correct in ANSWERS)
-    assert verdicts[True, False] == 0
-    assert verdicts[True, True] >= 0.8 * (verdicts[True, True] + verdicts[False, True]), verdicts
+def test_the_published_table_is_what_the_command_prints_and_math_verify_alone_has_more_of_both_errors() -> None:
+    lines = table()
+    assert "\n".join(lines) in (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    *_, ours, theirs = lines[-1].strip("| ").split("|")
+    assert ours.strip() == "0 / 0"
+    # Controls: the pairs are hard enough to tell a judge from another, and there are enough of both kinds.
+    assert min(map(int, theirs.split("/"))) >= 20
+    assert len(ANSWERS) >= 700 and len({row[1:3] for row in ANSWERS}) == len(ANSWERS)
+    assert min(Counter(row.truth for row in ANSWERS).values()) >= 300
 
 
 @given(value=st.fractions(max_denominator=10**6), other=st.fractions(max_denominator=10**6))
@@ -184,20 +161,19 @@ def test_numbers_are_equal_exactly_however_they_are_written(value: Fraction, oth
         f"{sign}\\dfrac{{{abs(top):,}}}{{{bottom}}}".replace(",", "{,}"),
         f"{sign}({abs(top)}/{bottom})".replace("-", "\u2212"),
     ):
-        assert parse_number(text) == value, text
+        assert _value(text) == value, text
         assert equal_answers(text, f"{other.numerator}/{other.denominator}") is (value == other)
         assert is_correct(f"The answer is ${text}$.", f"{value}"), text
 
 
 @given(text=st.text(alphabet="0123456789.,-+/()${}%\\ =<>x^fracboxed#&\u2212\u00b0 \n", max_size=60))
 def test_any_text_is_judged_without_an_exception(text: str) -> None:
-    with unittest.mock.patch.object(answers, "_math_verify_available", lambda: False):
+    with unittest.mock.patch.object(answers, "_equal_expressions", lambda *_: False):
         for response in (text, f"\\boxed{{{text}}}", f"#### {text}", f"The answer is {text}"):
             assert is_correct(response, "46") in (True, False)
             assert is_correct("\\boxed{46}", text) in (True, False)
 
 
-@needs_math_verify
 def test_math_verify_also_works_outside_the_main_thread() -> None:
     verdicts: list[bool] = []
     thread = threading.Thread(target=lambda: verdicts.append(equal_answers("2y+x", "x+2y")), name="verdict")
@@ -213,18 +189,27 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("response", HOSTILE)
-def test_hostile_responses_cost_little_time(response: str) -> None:
+@pytest.mark.parametrize("reference", ["46", "x+1"])
+def test_hostile_responses_cost_little_time(response: str, reference: str) -> None:
     start_s = time.process_time()
-    assert not is_correct(response, "46")
-    assert time.process_time() - start_s < 2.0
+    assert not is_correct(response, reference)
+    assert time.process_time() - start_s < 3.0
+
+
+@pytest.mark.parametrize("expression", [r"9^{9^{9^{9}}}", r"10^{50}!", r"(x+y+z)^{60}", "(a+b)" * 300, r"\Gamma(10^9)"])
+def test_an_expression_that_math_verify_would_not_end_with_costs_a_second_of_a_judgement(expression: str) -> None:
+    handler, start_s = signal.getsignal(signal.SIGALRM), time.monotonic()
+    assert not equal_answers(expression, "x^2+1") and not equal_answers("x^2+1", expression)
+    assert time.monotonic() - start_s < 20.0  # two comparisons; without the limit, minutes
+    assert signal.getsignal(signal.SIGALRM) is handler and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
-def test_gsm8k_references_are_numbers_and_agree_with_themselves_only(numeric_only: None) -> None:
+def test_gsm8k_references_are_numbers_and_agree_with_themselves_only() -> None:
     rows = [json.loads(line) for line in (GSM8K / "test.jsonl").read_text().splitlines()]
     for row in rows:
         final = row["answer"].rpartition("#### ")[2]
-        value = parse_number(final)
+        value = _value(final)
         assert value is not None, row
         assert is_correct(row["answer"], final)
         assert is_correct(f"The answer is ${final}.", final)

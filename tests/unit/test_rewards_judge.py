@@ -78,10 +78,11 @@ async def test_the_score_is_read_by_key_from_json_however_it_is_wrapped() -> Non
         "plain": '{"score": 3}',
         "fenced": 'Well:\n```json\n{"why": "x", "score": "4.5"}\n```\ndone',
         "within": 'I say {"score": 10} today',
+        "thought": '<think>{"score": 1}?</think>{"score": 10}',
     }
     with fake_judge(lambda message, _: Answer(texts[message])) as judge:
         found = await rewards(settings(judge, score_key="score", template="{response}"), group(*texts))
-    assert found == [[0.3, 0.45, 1.0]]
+    assert found == [[0.3, 0.45, 1.0, 1.0]]
 
 
 async def test_a_reward_models_number_is_the_score_also_beyond_the_scale() -> None:
