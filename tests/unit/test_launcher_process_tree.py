@@ -216,8 +216,9 @@ def test_other_children_of_this_process_are_left_alone(tmp_path: Path) -> None:
         other.kill()
 
 
+@pytest.mark.parametrize("stopped", [False, True], ids=["all work", "keeper and command are stopped"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_launcher_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_killed_launcher_leaves_nothing(tmp_path: Path, number: signal.Signals, stopped: bool) -> None:
     (tmp_path / "pids").mkdir()
     code = f"""
         import os, sys, time
@@ -231,9 +232,16 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path, number: signal.Signals
     wait_until(lambda: len(list((tmp_path / "pids").iterdir())) == 3, "three members")
     pids = [int(file.name) for file in (tmp_path / "pids").iterdir()]
     assert len(alive(pids)) == 3
+    (keeper_pid,) = set(keeper.descendants(launcher.pid)) - set(pids)
+    for pid in (keeper_pid, min(pids)) if stopped else ():
+        os.kill(pid, signal.SIGSTOP)
     launcher.send_signal(number)
     launcher.wait(10)
-    wait_until(lambda: not alive(pids), "the keeper ends the family")
+    try:
+        wait_until(lambda: not alive([*pids, keeper_pid]), "the keeper ends the family, and itself")
+    finally:
+        for pid in alive([*pids, keeper_pid]):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

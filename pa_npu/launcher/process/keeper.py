@@ -5,7 +5,7 @@
 - The keeper is the reaper of all the command's descendants, also of those that left its process group or session.
 - The command ends: the keeper kills what it left behind and ends the same way (exit code or signal).
 - SIGTERM to the keeper: SIGTERM to the command's process group, and after GRACE seconds SIGKILL to every descendant.
-- The launcher dies, however: the lifeline closes, and the keeper kills every descendant at once.
+- The launcher dies, however: the lifeline closes, and the keeper kills every descendant at once, even if it was stopped until then.
 - The keeper is killed: the kernel kills the command, and the launcher, the next reaper, kills the rest.
 - PA_NPU_SCRATCH=DIRECTORY in the environment: the keeper removes it in the end.
 - PA_NPU_SESSION in the command's environment: its process id, which is its session's too.
@@ -89,6 +89,7 @@ def main(arguments: list[str]) -> int:
     command = arguments[4:]
     os.set_inheritable(lifeline, False)
     become_reaper()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # of the launcher's death: the lifeline says nothing to a stopped keeper
     wakeup, wakeup_writer = os.pipe()
     os.set_blocking(wakeup, False)
     os.set_blocking(wakeup_writer, False)
