@@ -17,11 +17,11 @@ from pa_npu.engines.pool import EngineUse
 from pa_npu.evaluation.results import Judged, Progress, kept_versions, results_file, write_results
 from pa_npu.planning.iteration_model.messages import Prediction
 from pa_npu.publish.coordinator_side import EnginesHold
-from pa_npu.telemetry.compare import flat
 from pa_npu.telemetry.metrics import MetricsWriter, drop_records
 from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
 from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, say
 from pa_npu.telemetry.sample_store import KeptResponse, SampleStore
+from pa_npu.telemetry.secrets import Secrets
 from pa_npu.telemetry.tpspd import Work, throughput
 from pa_npu.telemetry.trackers.feed import FAILED_RUN_S, Trackers
 
@@ -111,10 +111,10 @@ class RunRecords:
 
 
 def tracked_config(config: Config) -> dict[str, Any]:
-    """The resolved configuration for trackers, by key; the engines' environment without its values, which may be secret."""
+    """The resolved configuration for trackers, by key, without secrets; of the engines' environment the names alone."""
     tree = config.model_dump(mode="json")
     tree["rollout"]["env"] = sorted(tree["rollout"]["env"])
-    return flat(tree)
+    return Secrets(tree).config
 
 
 def iteration_record(

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from pa_npu.errors import DataError
 from pa_npu.telemetry.metrics import read_evaluations, read_records
 from pa_npu.telemetry.report import read_config
+from pa_npu.telemetry.secrets import Secrets
 
 T = TypeVar("T")
 
@@ -166,24 +167,13 @@ def welch_half_width(a: Sequence[float], b: Sequence[float]) -> float | None:
     return _T_95[max(0, min(len(_T_95), math.floor(freedom)) - 1)] * math.sqrt(va + vb)
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted keys: {"run": {"seed": 1}} is {"run.seed": 1}."""
-    keys: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            keys.update(flat(value, f"{prefix}{key}."))
-        else:
-            keys[f"{prefix}{key}"] = value
-    return keys
-
-
 def _load(run_dir: Path) -> RunCurves:
     if not run_dir.is_dir():
         raise DataError(f"{run_dir}: is not a directory; give run directories, as in runs/grpo_tiny")
     records = read_records(run_dir)
     if not records:
         raise DataError(f"{run_dir}: holds no finished iteration yet")
-    config = flat(read_config(run_dir))
+    config = Secrets(read_config(run_dir)).config
     evaluations = {entry.get("version"): _number(entry.get("accuracy")) for entry in read_evaluations(run_dir)}
     evaluations |= {
         record["version"]: accuracy

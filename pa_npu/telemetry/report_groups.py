@@ -13,9 +13,10 @@ from typing import Any
 
 from pa_npu.telemetry import plots
 from pa_npu.telemetry.columns import markdown_table, text_table
-from pa_npu.telemetry.compare import alike, flat
+from pa_npu.telemetry.compare import alike
 from pa_npu.telemetry.metrics import read_records
 from pa_npu.telemetry.report import Figure, RunReport, figures, notes, read_config, shown
+from pa_npu.telemetry.secrets import Secrets
 from pa_npu.telemetry.throughput_page import PARTS, iteration_parts
 
 
@@ -53,7 +54,7 @@ class Band:
 
 def group_reports(reports: Sequence[RunReport]) -> list[ReportGroup]:
     """In order of their first run."""
-    configs = {id(report): flat(read_config(report.directory)) for report in reports}
+    configs = {id(report): Secrets(read_config(report.directory)).config for report in reports}
     grouped = alike(reports, lambda report: configs[id(report)], lambda report: report.name)
     return [ReportGroup(label, members) for label, members in grouped]
 

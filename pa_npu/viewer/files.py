@@ -1,4 +1,4 @@
-"""A run directory's files as they grow: JSON lines read once each, ends of logs, the configuration as flat keys.
+"""A run directory's files as they grow: JSON lines read once each, ends of logs, the configuration.
 
 Nothing here fails for what a file holds: a line that is no record, such as the half one at the end of a file that is being
 written, is left out.
@@ -7,14 +7,14 @@ written, is left out.
 from __future__ import annotations
 
 import json
-import re
+import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
 LONGEST_LINE_BYTES = 64 << 20
 
 
@@ -63,9 +63,11 @@ def number(record: Mapping[str, Any], key: str) -> float | None:
 
 
 def tail(path: Path, most_bytes: int) -> str:
-    """The last lines of a text file, whole ones."""
+    """The last lines of a text file, whole ones. A link is not followed: whoever shows a run shows nothing else of the machine."""
     try:
-        with path.open("rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return ""
             size = file.seek(0, 2)
             file.seek(max(0, size - most_bytes))
             data = file.read(most_bytes)
@@ -83,14 +85,3 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError, RecursionError):
         return {}
     return tree if isinstance(tree, dict) else {}
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted name. What an environment variable or option with a secret's name holds is not shown."""
-    if isinstance(tree, dict) and tree:
-        leaves: dict[str, Any] = {}
-        for key, value in tree.items():
-            leaves.update(flat(value, f"{prefix}.{key}" if prefix else str(key)))
-        return leaves
-    hidden = prefix.startswith(("rollout.env.", "environment.options.")) and SECRET.search(prefix.rpartition(".")[2])
-    return {prefix: "(not shown)" if hidden else tree}

@@ -14,8 +14,9 @@ from pa_npu.config.keys import all_keys
 from pa_npu.errors import DataError, UserError
 from pa_npu.telemetry.metrics import EVALUATIONS, METRICS
 from pa_npu.telemetry.sample_store import read_samples, sample_iterations
+from pa_npu.telemetry.secrets import Secrets, flat
 from pa_npu.viewer.advice import advise
-from pa_npu.viewer.files import JsonLines, flat, number, read_yaml, tail
+from pa_npu.viewer.files import JsonLines, number, read_yaml, tail
 from pa_npu.viewer.timeline import RunTimeline
 
 LOG_TAIL_BYTES = 256 << 10
@@ -59,8 +60,11 @@ class RunDirectory:
         return str(hash(tuple(parts)))
 
     def config(self) -> dict[str, Any]:
-        """The resolved configuration by dotted key."""
-        return {str(key): value for key, value in flat(read_yaml(self.directory / "config.yaml")).items() if key}
+        """The resolved configuration by dotted key, without secrets."""
+        return {key: value for key, value in self._secrets().config.items() if key}
+
+    def _secrets(self) -> Secrets:
+        return Secrets(read_yaml(self.directory / "config.yaml"))
 
     def records(self) -> list[dict[str, Any]]:
         return _by_index(self._metrics.read(), "iteration")
@@ -121,8 +125,8 @@ class RunDirectory:
     def processes(self) -> list[dict[str, Any]]:
         """One entry per log or timeline: what it did last, when, how often it was started, what its log warns of."""
         timelines = self._timeline.processes()
-        logs = {path.name.removesuffix(".log"): path for path in sorted((self.directory / "logs").glob("*.log"))}
-        found = []
+        logs = {name.removesuffix(".log"): self.directory / "logs" / name for name in self._logs()}
+        found, secrets = [], self._secrets()
         for name in sorted({*timelines, *logs}):
             events = timelines.get(name, [])
             starts = [event for event in events if "process" in event]
@@ -138,17 +142,20 @@ class RunDirectory:
                     "last_event": spans[-1]["name"] if spans else None,
                     "last_time": max((number(event, "end") or 0.0 for event in spans), default=0.0) or None,
                     "warnings": len(_WARNING.findall(text)),
-                    "last_line": lines[-1] if lines else None,
+                    "last_line": secrets.hide(lines[-1]) if lines else None,
                 }
             )
         return found
 
     def log(self, name: str, most_bytes: int = LOG_TAIL_BYTES) -> str | None:
         """The end of a log by its file name; None where the run has no such log."""
-        directory = self.directory / "logs"
-        if name not in {path.name for path in directory.glob("*.log")}:
+        if name not in self._logs():
             return None
-        return tail(directory / name, most_bytes)
+        return self._secrets().hide(tail(self.directory / "logs" / name, most_bytes))
+
+    def _logs(self) -> list[str]:
+        """Files alone: what a link points to is not the run's."""
+        return sorted(path.name for path in (self.directory / "logs").glob("*.log") if not path.is_symlink())
 
     def timeline(self, iteration: int) -> dict[str, Any] | None:
         return self._timeline.iteration(iteration)
