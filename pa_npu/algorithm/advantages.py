@@ -1,6 +1,9 @@
 """Advantages of a group's responses from their rewards (numpy, used by the coordinator).
 
-A function of your own: `my_advantage(rewards)`, float32 [G] -> [G], anywhere importable; algorithm.advantage=module:function.
+G is the number of samples that the environment made of a prompt: rollout.responses_per_prompt, unless it makes more or fewer.
+
+A function of your own: `my_advantage(rewards)`, float32 [G] -> [G], anywhere importable; algorithm.advantage=module:function. One
+that needs a certain G raises ValueError, which ends the run with one line.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ def centred(rewards: Rewards) -> Rewards:
 
 
 def leave_one_out(rewards: Rewards) -> Rewards:
-    """A_i = r_i - mean of the other rewards = (r_i - mean(r)) G / (G - 1): RLOO, arXiv 2402.14740."""
-    return (_centre(rewards) * (len(rewards) / (len(rewards) - 1))).astype(np.float32)
+    """A_i = r_i - mean of the other rewards = (r_i - mean(r)) G / (G - 1): RLOO, arXiv 2402.14740; 0 without others."""
+    return (_centre(rewards) * (len(rewards) / max(1, len(rewards) - 1))).astype(np.float32)
 
 
 GROUP_ADVANTAGES: dict[str, GroupAdvantage] = {

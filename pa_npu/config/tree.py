@@ -101,6 +101,18 @@ class ConfigTree(Section):
         return self.microbatch.responses or self.rollout.responses_per_prompt
 
     @property
+    def needs_whole_groups(self) -> str | None:
+        """The key that needs exactly responses_per_prompt samples of every prompt; None where environments may make any number."""
+        if self.algorithm.loss == "dpo":
+            return "algorithm.loss=dpo"
+        if self.algorithm.kl_in == "reward" and self.algorithm.kl_coef:
+            return "algorithm.kl_in=reward"
+        if self.trainer.pipeline_parallel > 1:
+            stages = self.trainer.pipeline_parallel
+            return f"trainer.pipeline_parallel = {stages}, whose stages agree on the number of microbatches beforehand,"
+        return None
+
+    @property
     def pad_multiple(self) -> int:
         """Packed lengths are multiples of this, resolved."""
         default = self.trainer.tensor_parallel if self.trainer.sequence_parallel else 1

@@ -44,14 +44,15 @@ class Freshness:
 
     def is_due(self, iteration: int, border: int) -> bool:
         """Whether `iteration` is produced between the border of version `border` and the next one, if it has not been before."""
-        return iteration <= border + self._ahead
+        return iteration <= border + self.iterations_ahead
 
     def may_skip(self, version: int, published_version: int) -> bool:
         """Whether engines may keep `published_version` at the border of `version`, and produce by it what is due there."""
-        return self.holds(version + self._ahead, published_version)
+        return self.holds(version + self.iterations_ahead, published_version)
 
     @property
-    def _ahead(self) -> int:
+    def iterations_ahead(self) -> int:
+        """How many iterations producing runs ahead of training."""
         return self.max_staleness if self.ahead is None else self.ahead
 
     def may_produce(self, iteration: int, published_version: int | None) -> bool:

@@ -1,92 +1,114 @@
-"""Groups that wait for the next update, because this one has its tokens (schedule.tokens_per_update).
+"""Updates by a budget of tokens (schedule.tokens_per_update): groups beyond it wait, as they were scored, for the next update.
 
-They are here as they were scored. A checkpoint has them as groups in wire format, and what a record says of them as JSON.
+A checkpoint has them as groups in wire format, and what a record says of them as JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.freshness import Freshness
+from pa_npu.control.messages import CARRIED, UPDATE_SIZE, CarriedGroups, UpdateSize
+from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.updates import Updates
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.token_budget import Update
+from pa_npu.dispatch.selection import EveryGroup
+from pa_npu.dispatch.token_budget import BudgetedGroups, TokenBudget
+from pa_npu.errors import InvariantViolation, UserError
 from pa_npu.rewards.types import RewardResult
+from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.types import Group, Sample
 
 
-@dataclass(frozen=True, eq=False)
-class Carried:
-    """A group that is complete and scored."""
+class BudgetedUpdates(Updates):
+    """Each update trains whole groups, carried ones first, until it has `tokens` of them; trainers are told how many these are."""
 
-    prompt: Prompt
-    samples: list[Sample]
-    result: RewardResult
+    def __init__(
+        self, config: Config, tokens: int, freshness: Freshness, channel: StoreChannel, buffer: RolloutBuffer
+    ) -> None:
+        most = config.schedule.prompts_per_iteration
+        super().__init__(most, "prompt")
+        self._config = config
+        self._last = config.schedule.iterations - 1
+        self._freshness = freshness
+        self._channel = channel
+        self._buffer = buffer
+        self._budget = TokenBudget(tokens, most, config.data_parallel)
+        self._carried: Sequence[ScoredGroup] = ()  # to the iteration that is produced next
 
-    @property
-    def tokens(self) -> int:
-        """Trained ones."""
-        return sum(sample.num_trained for sample in self.samples)
+    def num_new(self, iteration: int) -> int:
+        return self._budget.num_new([group.tokens for group in self._carried], is_last=iteration == self._last)
 
-    @property
-    def version(self) -> int:
-        """The oldest that generated a token."""
-        return min(int(sample.versions[sample.trained].min()) for sample in self.samples)
+    def choose(self, iteration: int, prompts: Sequence[Prompt]) -> BudgetedGroups[ScoredGroup]:
+        num_due = sum(not self._freshness.holds(iteration + 1, group.version) for group in self._carried)
+        if iteration == self._last:
+            num_due = len(self._carried) + len(prompts)
+        return BudgetedGroups(self._budget, self._carried, prompts, num_due, partial(self.resumed, iteration))
 
-    def group(self, iteration: int, index: int) -> Group:
-        """For a checkpoint: its advantages are computed when it is trained."""
-        rewards = np.asarray(self.result.total, np.float32)
-        nothing = np.zeros(len(self.samples), np.float32)
-        identity = {"run_seed": 0, "iteration": iteration, "index": index, "prompt_id": self.prompt.prompt_id}
-        return Group.of_samples(self.samples, rewards, nothing, **identity)
+    def produced(self, iteration: int, choice: EveryGroup[ScoredGroup]) -> None:
+        assert isinstance(choice, BudgetedGroups)
+        self._carried = choice.left()
+        self._budget.observe(choice.new_tokens)
+        if self._carried and iteration == self._last:
+            raise InvariantViolation(f"I2 exactly once: {len(self._carried)} groups are left after the last iteration")
 
-    def told(self) -> dict[str, Any]:
-        """The rest of it, as JSON."""
-        return {
-            "prompt": self.prompt.text,
-            "prompt_tokens": self.prompt.tokens.tolist(),
-            "answer": self.prompt.answer,
-            "source": self.prompt.source,
-            "texts": [sample.text for sample in self.samples],
-            "functions": {name: values.tolist() for name, values in self.result.functions.items()},
-            "correct": [bool(value) for value in self.result.correct],
-            "errors": list(self.result.errors),
-        }
+    def resumed(self, iteration: int, num_groups: int) -> None:
+        """Tell trainers the size of an update."""
+        UPDATE_SIZE.put(self._channel, UpdateSize(self._config.mesh.per_replica(num_groups)), iteration=iteration)
 
-    @classmethod
-    def restored(cls, group: Group, told: dict[str, Any]) -> Carried:
-        """What `group` and `told` gave. The prompt's row is not there: its rewards are known."""
-        tokens = np.asarray(told["prompt_tokens"], np.int32)
-        prompt = Prompt(group.prompt_id, tokens, told["answer"], told["prompt"], {}, told["source"])
-        ends = np.cumsum(group.lengths)[:-1]
-        columns = [np.split(part, ends) for part in (group.tokens, group.trained, group.logprobs, group.versions)]
-        samples = [
-            Sample(tokens, trained, logprobs, versions, bool(finished), text)
-            for tokens, trained, logprobs, versions, finished, text in zip(
-                *columns, group.finished, told["texts"], strict=True
+    def carry_on(self, groups: Sequence[ScoredGroup], group_tokens: float | None) -> None:
+        if not self._config.mesh.shares(len(groups)):
+            raise UserError(
+                f"checkpoint.load: it carries {len(groups)} groups to a later update, which {self._budget.replicas} replicas "
+                f"cannot share; continue with as many trainer.devices as before"
             )
-        ]
-        functions = {name: np.asarray(values, np.float32) for name, values in told["functions"].items()}
-        correct = np.asarray(told["correct"], np.bool_)
-        return cls(prompt, samples, RewardResult(group.rewards.copy(), functions, correct, tuple(told["errors"])))
+        self._carried, self._budget.group_tokens = groups, group_tokens
+
+    def save(self, version: int) -> None:
+        """Put what no update until `version` trains, and no iteration that is produced until then, where checkpoints find it."""
+        if not self._config.saves(version) or version > self._last:
+            return
+        iteration = min(version + self._freshness.iterations_ahead, self._last + 1)
+        buffer = self._buffer.written(version)
+        for index, group in enumerate(self._carried):
+            buffer.put(group.group(0, iteration, index), 0, index)
+        carried = [told(group) for group in self._carried]
+        CARRIED.put(self._channel, CarriedGroups(iteration, carried, self._budget.group_tokens), version=version)
 
 
-@dataclass
-class Share:
-    """What one update takes of the groups that were carried to it and of its iteration's own, while those are generated.
+def told(group: ScoredGroup) -> dict[str, Any]:
+    """What the wire format leaves out, as JSON."""
+    prompt, result = group.prompt, group.result
+    return {
+        "prompt": prompt.text,
+        "prompt_tokens": prompt.tokens.tolist(),
+        "answer": prompt.answer,
+        "source": prompt.source,
+        "texts": [sample.text for sample in group.samples],
+        "functions": {name: values.tolist() for name, values in result.functions.items()},
+        "correct": [bool(value) for value in result.correct],
+        "errors": list(result.errors),
+    }
 
-    told: is given the number of groups of the update, once, as soon as it is known.
-    """
 
-    carried: Sequence[Carried]
-    update: Update
-    told: Callable[[int], None]
-    _is_told: bool = False
-
-    def tell_size(self) -> None:
-        """Say how many groups there are, if that is known by now and has not been said."""
-        if self.update.size is not None and not self._is_told:
-            self._is_told = True
-            self.told(self.update.size)
+def restored(group: Group, told: dict[str, Any]) -> ScoredGroup:
+    """The scored group that gave `group` and `told`. The prompt's row is not there: its rewards are known."""
+    tokens = np.asarray(told["prompt_tokens"], np.int32)
+    prompt = Prompt(group.prompt_id, tokens, told["answer"], told["prompt"], {}, told["source"])
+    ends = np.cumsum(group.lengths)[:-1]
+    columns = [np.split(part, ends) for part in (group.tokens, group.trained, group.logprobs, group.versions)]
+    samples = [
+        Sample(tokens, trained, logprobs, versions, bool(finished), text)
+        for tokens, trained, logprobs, versions, finished, text in zip(
+            *columns, group.finished, told["texts"], strict=True
+        )
+    ]
+    functions = {name: np.asarray(values, np.float32) for name, values in told["functions"].items()}
+    correct = np.asarray(told["correct"], np.bool_)
+    return ScoredGroup(prompt, samples, RewardResult(group.rewards.copy(), functions, correct, tuple(told["errors"])))

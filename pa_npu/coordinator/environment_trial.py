@@ -70,7 +70,7 @@ async def _try(config: Config, given: dict[str, Any] | None) -> None:
     # what the launcher, which only starts this process, need not import
     from transformers import AutoTokenizer
 
-    from pa_npu.coordinator.episode import run_episode
+    from pa_npu.coordinator.episode import GroupGenerate, run_episode
     from pa_npu.environments.registry import make_environment
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
@@ -80,7 +80,7 @@ async def _try(config: Config, given: dict[str, Any] | None) -> None:
     prompt = Prompt(**{**given, "tokens": np.array(given["tokens"], np.int32)})
     sampling = Sampling(config.rollout.max_response_tokens, config.rollout.temperature)
     policy: Any = _MadeUpPolicy(tokenizer, prompt.answer)
-    await run_episode(environment, prompt, config.rollout.responses_per_prompt, policy, 0, sampling)
+    await run_episode(environment, prompt, config.rollout.responses_per_prompt, GroupGenerate(policy, 0, sampling))
 
 
 def _attempt(request: bytes) -> None:

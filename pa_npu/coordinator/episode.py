@@ -1,6 +1,6 @@
 """One prompt through the environment: what the environment writes with, the samples it makes, and their rewards.
 
-    prompt ──Environment.rollout(generate)──> samples ──environment's rewards, or the reward functions'──> RewardResult
+    prompt ──Environment.rollout(generate)──> samples ──environment's rewards, or the reward functions'──> ScoredGroup
 
 An environment's mistake is one line that names it; a failing reward function is a logged zero.
 """
@@ -8,7 +8,7 @@ An environment's mistake is one line that names it; a failing reward function is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generat
 from pa_npu.errors import PaNpuError
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.seeds import turn_seed
-from pa_npu.samples.types import Sample
+from pa_npu.samples.types import Group, Sample
 
 
 class Rewards(Protocol):
@@ -32,20 +32,56 @@ class Rewards(Protocol):
         """Rewards of a group's responses. A failing reward function is a logged zero, never an exception or a hang."""
 
 
-async def run_episode(
-    environment: Environment,
-    prompt: Prompt,
-    num_samples: int,
-    session: GroupSession,
-    seed: int,
-    sampling: Sampling,
-    generate: Generate | None = None,
-) -> list[Sample]:
-    """num_samples samples of a prompt. Errors of engines pass as they are; what else is raised becomes EnvironmentFailed.
+@dataclass(frozen=True, eq=False)
+class ScoredGroup:
+    """A prompt, the samples that its environment made of it, any number from one on, and their rewards."""
 
-    generate: what the environment writes with, where it is not GroupGenerate.
+    prompt: Prompt
+    samples: list[Sample]
+    result: RewardResult
+
+    @property
+    def lengths(self) -> list[int]:
+        """Trained tokens of each sample."""
+        return [sample.num_trained for sample in self.samples]
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens of all samples."""
+        return sum(self.lengths)
+
+    @property
+    def version(self) -> int:
+        """The oldest weight version that generated a token."""
+        return min(int(sample.versions[sample.trained].min()) for sample in self.samples)
+
+    @property
+    def is_informative(self) -> bool:
+        """Whether its rewards differ."""
+        return self.result.is_informative
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float32 [samples]."""
+        return np.asarray(self.result.total, np.float32)
+
+    def group(self, run_seed: int, iteration: int, index: int, advantages: np.ndarray | None = None) -> Group:
+        """The group that trainers get under this number. advantages: float32 [samples]; None: zeros."""
+        values = np.zeros(len(self.samples), np.float32) if advantages is None else advantages
+        identity = {
+            "run_seed": run_seed,
+            "iteration": iteration,
+            "index": index,
+            "prompt_id": self.prompt.prompt_id,
+        }
+        return Group.of_samples(self.samples, self.rewards, values, **identity)
+
+
+async def run_episode(environment: Environment, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
+    """The samples that the environment makes of a prompt, of which num_samples are asked for.
+
+    Errors of engines pass as they are; what else is raised becomes EnvironmentFailed.
     """
-    generate = generate or GroupGenerate(session, seed, sampling)
     try:
         samples = await environment.rollout(prompt, num_samples, generate)
     except PaNpuError:
@@ -54,14 +90,15 @@ async def run_episode(
         raise EnvironmentFailed(
             f"environment {type(environment).__name__}, prompt {prompt.prompt_id}: {describe(error)}; correct the environment"
         ) from error
-    _check(environment, prompt, samples, num_samples)
+    _check(environment, prompt, samples)
     return samples
 
 
-def _check(environment: Environment, prompt: Prompt, samples: Sequence[Sample], num_samples: int) -> None:
+def _check(environment: Environment, prompt: Prompt, samples: Sequence[Sample]) -> None:
     what = f"environment {type(environment).__name__}, prompt {prompt.prompt_id}"
-    if len(samples) != num_samples or not all(isinstance(sample, Sample) for sample in samples):
-        raise EnvironmentFailed(f"{what}: must return {num_samples} samples, returned {len(samples)}; correct rollout")
+    if not samples or not all(isinstance(sample, Sample) for sample in samples):
+        kinds = ", ".join(sorted({type(sample).__name__ for sample in samples})) or "nothing"
+        raise EnvironmentFailed(f"{what}: must return samples, at least one, returned {kinds}; correct rollout")
     for number, sample in enumerate(samples):
         same_length = len(sample.tokens) == len(sample.trained) == len(sample.logprobs) == len(sample.versions)
         if not same_length or not sample.num_trained or sample.trained[0]:
@@ -71,18 +108,18 @@ def _check(environment: Environment, prompt: Prompt, samples: Sequence[Sample], 
             )
 
 
-async def score(rewards: Rewards, prompt: Prompt, samples: Sequence[Sample]) -> RewardResult:
-    """Rewards of the samples of a prompt; those that the environment gave, if it gave any."""
+async def score(rewards: Rewards, prompt: Prompt, samples: list[Sample]) -> ScoredGroup:
+    """The samples of a prompt with their rewards: those that the environment gave, if it gave any."""
     given = [sample.reward for sample in samples if sample.reward is not None]
     if not given:
-        return await rewards.score(reward_input(prompt, samples))
+        return ScoredGroup(prompt, samples, await rewards.score(reward_input(prompt, samples)))
     if len(given) != len(samples) or not np.isfinite(given).all():
         raise EnvironmentFailed(
             f"environment.name: rewards {[sample.reward for sample in samples]} of the samples of prompt {prompt.prompt_id} must "
             f"be finite numbers, or all None, which leaves them to the reward functions; correct the environment"
         )
     total = np.asarray(given, np.float32)
-    return RewardResult(total, {"environment": total}, total > 0, ())
+    return ScoredGroup(prompt, samples, RewardResult(total, {"environment": total}, total > 0, ()))
 
 
 def reward_input(prompt: Prompt, samples: Sequence[Sample]) -> RewardInput:

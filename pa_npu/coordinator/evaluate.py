@@ -21,12 +21,12 @@ from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope, cancel
-from pa_npu.coordinator.episode import Rewards, run_episode, score
+from pa_npu.coordinator.episode import GroupGenerate, Rewards, run_episode, score
 from pa_npu.data.benchmarks import CHOICE_COLUMN
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import Sampling
-from pa_npu.environments.protocol import Environment
+from pa_npu.environments.protocol import Environment, EnvironmentFailed
 from pa_npu.errors import InvariantViolation, PaNpuError
 from pa_npu.evaluation.results import GREEDY, SAMPLE, Judged, as_record, summarise
 from pa_npu.rewards.answers import extract_answer
@@ -169,12 +169,18 @@ class Evaluator:
             what=f"question {number} of {name} at version {version}",
         ) as session:
             for kind, count, sampling in self._kinds:
-                samples = await run_episode(self._environment, prompt, count, session, seed, sampling)
+                generate = GroupGenerate(session, seed, sampling)
+                samples = await run_episode(self._environment, prompt, count, generate)
+                if len(samples) < count:
+                    raise EnvironmentFailed(
+                        f"question {number} of {name}: the environment made {len(samples)} samples, but {count} are evaluated; "
+                        f"make at least as many as rollout asks for, or evaluate fewer (evaluate.samples)"
+                    )
                 check_versions(samples, version, f"question {number} of {name}")
                 found.append((kind, samples))
         judged = []
         for kind, samples in found:
-            result = await score(self._rewards, prompt, samples)
+            result = (await score(self._rewards, prompt, samples)).result
             judged += [
                 Judged(
                     name=name,

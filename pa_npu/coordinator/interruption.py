@@ -15,21 +15,19 @@ What has been written of groups that are not trained yet goes into checkpoints; 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pa_npu.control.tasks import gather
-from pa_npu.engines.pool import GroupSession
+from pa_npu.coordinator.variants import Variant
+from pa_npu.engines.pool import GroupSession, Lease
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import Generate, Turn
 from pa_npu.samples.seeds import turn_seed
 from pa_npu.samples.types import Group, SampleBuilder
-
-T = TypeVar("T")
 
 Decode = Callable[[Sequence[int]], str]
 """Tokens to text, special tokens left out."""
@@ -58,7 +56,7 @@ class Written:
 NOTHING = Written(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
 
 
-class Interruptions:
+class Interruptions(Variant):
     """Of one run: which version writes, what has been written, and whether all there is to write by it has been.
 
     tokens: most that a version writes of a response which it does not train. decode: for the text of parts together.
@@ -113,37 +111,28 @@ class Interruptions:
     # producing
 
     def admits(self) -> None:
-        """An iteration is about to be begun: the version has work until `admitted`."""
+        """An iteration is about to be begun: the version has work until `all_dispatched`."""
         self._begin()
 
-    def admitted(self) -> None:
+    def all_dispatched(self) -> None:
         """The iteration's last group has been given to an engine."""
-        self._end()
+        self.ended()
 
-    def count(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        """`work` of a group, which the version has from now on until it ends or waits for another version."""
+    def admitted(self, lease: Lease) -> None:
+        """The version has work of a group until that ends, or waits for another version."""
         self._begin()
 
-        async def counted() -> T:
-            try:
-                return await work
-            finally:
-                self._end()
-
-        return counted()
-
-    def _begin(self) -> None:
-        self._working += 1
-
-    def _end(self) -> None:
+    def ended(self) -> None:
+        """A piece of work of the version is over."""
         self._working -= 1
         self._changed.set()
 
-    def of_group(
-        self, session: GroupSession, iteration: int, index: int, seed: int, sampling: Sampling
-    ) -> GenerateInParts:
+    def generate(self, session: GroupSession, place: tuple[int, int], seed: int, sampling: Sampling) -> GenerateInParts:
         """What an environment with one turn writes a group with. seed: the group's."""
-        return GenerateInParts(self, session, (iteration, index), seed, sampling)
+        return GenerateInParts(self, session, place, seed, sampling)
+
+    def _begin(self) -> None:
+        self._working += 1
 
     async def write(
         self,
@@ -191,7 +180,7 @@ class Interruptions:
     async def _version_after(self, version: int) -> None:
         """Without work until a later one is published."""
         self._waiting += 1
-        self._end()
+        self.ended()
         while self._version <= version:
             await self._published.wait()
 

@@ -14,7 +14,6 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -26,13 +25,15 @@ from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import EnvironmentConfig
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
+from pa_npu.control.freshness import Freshness
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.software import TRAINERS_RUN_ON, RunsOn
 from pa_npu.control.typed import Topic
+from pa_npu.coordinator.assembly import iterations_beside, make_interruptions, make_updates
 from pa_npu.coordinator.border import BorderCrossing
 from pa_npu.coordinator.evaluate import Evaluator
-from pa_npu.coordinator.interruption import Interruptions
+from pa_npu.coordinator.in_parts import IterationsInParts
 from pa_npu.coordinator.iteration_end import IterationEnd
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.loop import Coordinator
@@ -42,6 +43,7 @@ from pa_npu.coordinator.resumed import take_up
 from pa_npu.coordinator.run_evaluations import RunEvaluations
 from pa_npu.coordinator.service.http_api import serving
 from pa_npu.coordinator.service.rollouts import RolloutService
+from pa_npu.coordinator.shared_engines import SharedEngines
 from pa_npu.coordinator.termination import run_until_terminated
 from pa_npu.data.mixture import training_stream
 from pa_npu.data.prompts import PromptSet, load_prompts, load_training
@@ -109,9 +111,8 @@ async def run(config: Config) -> None:
         sampling = training_sampling(config, spec)
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
-        num_ahead = config.schedule.max_staleness if config.interrupts else int(config.publish.swap == "rolling")
-        buffer = open_buffer(config, buffer_channel, ahead=num_ahead, fills=True)
-        interruptions = make_interruptions(config, tokenizer) if config.interrupts else None
+        interruptions = make_interruptions(config, tokenizer)
+        buffer = open_buffer(config, buffer_channel, ahead=iterations_beside(config), fills=True)
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.of(config), work)
         service = None
@@ -119,19 +120,11 @@ async def run(config: Config) -> None:
             service = RolloutService(config, pool, environment, rewards, sampling, tokenizer, work)
             where = (config.placement.address, config.placement.api_port, Path(config.run.dir))
             logger.info("API at %s", await stack.enter_async_context(serving(service, key or "", *where)))
+        shared = SharedEngines(pool) if config.num_shared_engines else None
         producer = Producer(
-            config,
-            pool,
-            environment,
-            rewards,
-            buffer,
-            controller,
-            sampling,
-            timeline,
-            work,
-            store_thread,
-            interruptions,
-            service,
+            *(config, pool, environment, rewards, buffer, controller, sampling, timeline, work, store_thread),
+            [variant for variant in (service, shared, interruptions) if variant is not None],
+            is_timed=interruptions is None,
         )
         await fleet.wait_all_ready()
         device = platform.get(config.run.device)
@@ -144,13 +137,18 @@ async def run(config: Config) -> None:
         if held_out:
             evaluator = Evaluator(config, held_out, pool, tested_in(config, tokenizer), rewards, sampling)
         evaluations = RunEvaluations(config, channel, evaluator, records, timeline)
-        ahead = IterationsAhead(config, channel, producer, buffer, timeline, interruptions, train, first)
+        freshness = Freshness(config.schedule.max_staleness, config.iterations_ahead)
+        updates = make_updates(config, freshness, channel, buffer, train)
+        parts = (config, channel, producer, timeline, freshness, updates, train, first)
+        ahead = IterationsAhead(*parts)
+        if interruptions is not None:
+            ahead = IterationsInParts(interruptions, buffer, *parts)
         border = BorderCrossing(
             config, channel, fleet, pool, publish, timeline, evaluations, service, written=ahead.written
         )
         iteration_end = IterationEnd(config, channel, controller, records)
         coordinator = Coordinator(config, border, ahead, evaluations, iteration_end)
-        take_up(config, ahead, buffer, interruptions)
+        take_up(config, ahead, updates, buffer, interruptions)
         gc.collect()
         gc.freeze()  # what is here stays to the run's end, and every full collection would look at it again
         await coordinator.run(first)
@@ -176,16 +174,6 @@ def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
         stop_token_ids=spec.eos_token_ids,
         ignore_eos=config.rollout.ignore_eos,
     )
-
-
-def make_interruptions(config: Config, tokenizer: Any) -> Interruptions:
-    """For responses that go on under newer weights."""
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    # all of an iteration's groups may wait for room at the same time
-    return Interruptions(config.tokens_per_version, decode, config.engine_wait_s + config.trainer.wait_timeout_s)
 
 
 def load_tokenizer(config: Config) -> Any:

@@ -6,11 +6,13 @@ import asyncio
 import math
 import time
 
+from pa_npu.coordinator.variants import Variant
 from pa_npu.dispatch.schedule import Dispatching, Schedule
+from pa_npu.engines.pool import Lease
 
 
-class Pace:
-    """One iteration, from its construction on. `turn` and `dispatched` are for one task; the others for any."""
+class Pace(Variant):
+    """One iteration, from its construction on. `before_admit` and `admitted` are for one task; the others for any."""
 
     def __init__(self, schedule: Schedule, num_engines: int) -> None:
         self.schedule = schedule
@@ -19,9 +21,11 @@ class Pace:
         self._start_s = time.perf_counter()
         self._completed = asyncio.Event()
 
-    async def turn(self) -> None:
-        """Until the next group may be dispatched, if an engine has room. Groups in flight end by their own deadlines, and with
-        none in flight the next one may go, so this wait has an end too."""
+    async def before_admit(self) -> None:
+        """Wait until the next group may be dispatched, if an engine has room.
+
+        Groups in flight end by their own deadlines, and with none in flight the next one may go, so this wait has an end too.
+        """
         while True:
             self._completed.clear()
             wait_s = self._dispatching.ready_at() - self._now_s()
@@ -48,13 +52,13 @@ class Pace:
             return None
         return self._left.pop(self.schedule.reach.place(engine, self._left, self._now_s()))
 
-    def dispatched(self, engine: str) -> None:
-        """The next group has been given to this engine."""
-        self._dispatching.dispatched(engine)
+    def admitted(self, lease: Lease) -> None:
+        """The next group has been given to an engine."""
+        self._dispatching.dispatched(lease.engine.name)
 
-    def completed(self, engine: str) -> None:
+    def generated(self, lease: Lease) -> None:
         """The last response of a group is there, which had this engine at last."""
-        self._dispatching.completed(self._now_s(), engine)
+        self._dispatching.completed(self._now_s(), lease.engine.name)
         self._completed.set()
 
     def window(self, engine: str) -> int:

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from pa_npu.control.messages import Dispatched, DispatchedGroup
-from pa_npu.coordinator.carried import Carried
+from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.variants import Variant
 from pa_npu.data.difficulty import Outcome
-from pa_npu.data.prompts import Prompt
-from pa_npu.rewards.types import RewardResult
-from pa_npu.samples.types import Sample
+from pa_npu.samples.types import Group
 from pa_npu.telemetry.sample_store import KeptResponse
 
 
@@ -25,8 +24,7 @@ class Produced:
 
     numbers: the coordinator's part of the iteration record that does not depend on wall time between publishes. samples: for
     samples.jsonl. dispatched: what trainers compare with what they have trained (I2). kept: for RUN/samples; outcomes: of all
-    prompts that were asked, in order of dispatch; both empty where the iteration was produced before a restart. carried: groups
-    that wait for the next update.
+    prompts that were asked, in order of dispatch; both empty where the iteration was produced before a restart.
     """
 
     iteration: int
@@ -35,23 +33,21 @@ class Produced:
     dispatched: Dispatched
     kept: Sequence[KeptResponse] = ()
     outcomes: Sequence[Outcome] = ()
-    carried: Sequence[Carried] = ()
 
 
-class Production:
-    """Accumulates the groups of one iteration: all as they are scored (judge), and those that are trained (add).
+class Production(Variant):
+    """Accumulates the groups of one iteration: all as they are scored, and those that are trained (add, put).
 
     num_samples: the groups of the lowest dispatch indices, this many, are kept as samples; which ones does not depend on timing.
-    num_kept: the same for those that are kept with their tokens. interrupts: whether a response may have several versions.
+    num_kept: the same for those that are kept with their tokens.
     """
 
-    def __init__(self, iteration: int, num_samples: int, num_kept: float = 0, *, interrupts: bool = False) -> None:
+    def __init__(self, iteration: int, num_samples: int, num_kept: float = 0) -> None:
         self.iteration = iteration
         self._samples: list[dict[str, Any]] = []
         self._kept: list[KeptResponse] = []
         self._num_samples = num_samples
         self._num_kept = num_kept
-        self._interrupts = interrupts
         self._start_s = time.perf_counter()
         self._seconds = 0.0
         self._window = 0
@@ -76,26 +72,25 @@ class Production:
         self._equal = 0
         self._in_buffer: list[DispatchedGroup] = []
 
-    def judge(self, index: int, prompt: Prompt, result: RewardResult) -> None:
+    def scored(self, index: int, group: ScoredGroup) -> None:
         """A scored group, trained or not: the policy's accuracy is over these, whatever is chosen for training."""
+        prompt, result = group.prompt, group.result
         right, reward = _mean(result.correct.tolist()), _mean(result.total.tolist())
         self._dispatched_correct += right
         self._outcomes[index] = Outcome(prompt.prompt_id, prompt.source, None if result.errors else right, reward)
 
-    def add(self, index: int, prompt: Prompt, samples: Sequence[Sample], result: RewardResult) -> None:
+    def add(self, index: int, group: ScoredGroup) -> None:
         """A group that is trained, under this number."""
+        samples, result, lengths = group.samples, group.result, group.lengths
         self._groups += 1
         self._responses += len(samples)
-        self._prompt_tokens += len(prompt.tokens)
-        lengths = [sample.num_trained for sample in samples]
+        self._prompt_tokens += len(group.prompt.tokens)
         num_trained = sum(lengths)
         self._sample_prompt_tokens += sum(len(sample.tokens) for sample in samples) - num_trained
         self._response_tokens += num_trained
         self._shortest = min(lengths) if self._groups == 1 else min(self._shortest, *lengths)
         self._longest = max(self._longest, *lengths)
         self._finished += sum(sample.finished for sample in samples)
-        if self._interrupts:
-            self._interrupted += sum(sample.is_of_several_versions for sample in samples)
         self._correct += int(np.count_nonzero(result.correct))
         rewards = result.total.tolist()
         self._reward += sum(rewards)
@@ -107,15 +102,8 @@ class Production:
             self._no_verdict[name] = self._no_verdict.get(name, 0) + number
         self._equal += not result.is_informative
         if index < self._num_samples:
-            self._samples.append(_sample(self.iteration, index, prompt, samples, result))
+            self._samples.append(_sample(self.iteration, index, group))
             self._samples.sort(key=lambda sample: sample["index"])
-
-    def keep(
-        self, index: int, prompt: Prompt, samples: Sequence[Sample], result: RewardResult, advantages: np.ndarray
-    ) -> None:
-        """A group that is trained under this number, with its advantages: float32 [G]."""
-        if index < self._num_kept:
-            self._kept += _kept(self.iteration, index, prompt, samples, result, advantages)
 
     def end(self, window: int, tail_waste: float, replica_imbalance: float) -> Produced:
         """All groups are in the buffer. window: the admission window they ended with; the others: TailMeter's, Assignment's."""
@@ -154,9 +142,14 @@ class Production:
             "replica_imbalance": self._replica_imbalance,
         }
 
-    def put(self, index: int, samples: Sequence[Sample], replica: int) -> None:
-        """A group is in the buffer, for this replica."""
-        self._in_buffer.append(DispatchedGroup(index, replica, tuple(sample.num_trained for sample in samples)))
+    def put(self, group: Group, scored: ScoredGroup, advantages: np.ndarray, replica: int) -> None:
+        """A group is in the buffer, for this replica. advantages: float32 [samples]."""
+        self._in_buffer.append(DispatchedGroup(group.index, replica, tuple(scored.lengths)))
+        oldest, newest = group.version_range
+        if oldest != newest:
+            self._interrupted += sum(sample.is_of_several_versions for sample in scored.samples)
+        if group.index < self._num_kept:
+            self._kept += _kept(self.iteration, group.index, scored, advantages)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -170,9 +163,8 @@ def _deviation(values: Sequence[float]) -> float:
     return math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
 
 
-def _sample(
-    iteration: int, index: int, prompt: Prompt, samples: Sequence[Sample], result: RewardResult
-) -> dict[str, Any]:
+def _sample(iteration: int, index: int, group: ScoredGroup) -> dict[str, Any]:
+    prompt, samples, result = group.prompt, group.samples, group.result
     return {
         "iteration": iteration,
         "index": index,
@@ -193,14 +185,8 @@ def _sample(
     }
 
 
-def _kept(
-    iteration: int,
-    index: int,
-    prompt: Prompt,
-    samples: Sequence[Sample],
-    result: RewardResult,
-    advantages: np.ndarray,
-) -> list[KeptResponse]:
+def _kept(iteration: int, index: int, group: ScoredGroup, advantages: np.ndarray) -> list[KeptResponse]:
+    prompt, samples, result = group.prompt, group.samples, group.result
     return [
         KeptResponse(
             iteration=iteration,

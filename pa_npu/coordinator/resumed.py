@@ -16,10 +16,12 @@ from pa_npu.checkpoints.provenance import Change, change_of, differences
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import Dispatched, DispatchedGroup
-from pa_npu.coordinator.carried import Carried
+from pa_npu.coordinator.carried import restored
+from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.interruption import Interruptions
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.production import Produced
+from pa_npu.coordinator.updates import Updates
 from pa_npu.errors import DataError
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import from_bytes
@@ -30,7 +32,13 @@ CARRIED_KEY = "carried"
 logger = logging.getLogger(__name__)
 
 
-def take_up(config: Config, ahead: IterationsAhead, buffer: RolloutBuffer, interruptions: Interruptions | None) -> None:
+def take_up(
+    config: Config,
+    ahead: IterationsAhead,
+    updates: Updates,
+    buffer: RolloutBuffer,
+    interruptions: Interruptions | None,
+) -> None:
     """What the run had ahead of the checkpoint that it goes on from."""
     found = usable_ahead(config)
     if interruptions is not None:
@@ -42,7 +50,7 @@ def take_up(config: Config, ahead: IterationsAhead, buffer: RolloutBuffer, inter
     for produced, state in put_back(whole, buffer, config.mesh):
         ahead.resume(produced, state)
     for one in found[len(whole) :]:
-        ahead.carry_on(*carried_of(one))
+        updates.carry_on(*carried_of(one))
 
 
 def usable_ahead(config: Config) -> list[AheadIteration]:
@@ -75,11 +83,11 @@ def put_back(
         yield Produced(one.iteration, one.numbers, one.samples, Dispatched(one.iteration, tuple(dispatched))), one.data
 
 
-def carried_of(one: AheadIteration) -> tuple[list[Carried], float | None]:
+def carried_of(one: AheadIteration) -> tuple[list[ScoredGroup], float | None]:
     """The groups that are carried, and TokenBudget.group_tokens. Raises DataError where they cannot be read."""
     try:
         carried = one.numbers[CARRIED_KEY]
-        groups = [Carried.restored(from_bytes(data), t) for data, t in zip(one.groups, carried["groups"], strict=True)]
+        groups = [restored(from_bytes(data), t) for data, t in zip(one.groups, carried["groups"], strict=True)]
         return groups, carried["group_tokens"]
     except (LookupError, TypeError, ValueError) as error:
         raise DataError(

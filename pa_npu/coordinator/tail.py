@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pa_npu.engines.pool import EnginePool, EngineUse
-from pa_npu.engines.protocol import RolloutEngine
+from pa_npu.coordinator.variants import Variant
+from pa_npu.engines.pool import EnginePool, EngineUse, Lease
 
 
 @dataclass
@@ -25,8 +25,8 @@ class _Engine:
     total_s: float = 0.0
 
 
-class TailMeter:
-    """Follows one iteration's generation: call `dispatched` after every dispatch, `nothing_left` and `received` as it happens.
+class TailMeter(Variant):
+    """Follows one iteration's generation.
 
     While there is something to dispatch, an event costs the same however many engines there are.
     """
@@ -39,8 +39,9 @@ class TailMeter:
         self._engines: dict[str, _Engine] = {}
         self._tail_waste = 0.0
 
-    def dispatched(self, engine: RolloutEngine) -> None:
-        """A group has been given to this engine."""
+    def admitted(self, lease: Lease) -> None:
+        """A group has been given to an engine."""
+        engine = lease.engine
         if self._waits or engine.name not in self._last:
             self._advance()
             self._waits = False
@@ -52,7 +53,7 @@ class TailMeter:
         self._advance()
         self._waits = True
 
-    def received(self) -> None:
+    def generated(self, lease: Lease) -> None:
         """A group's responses are here."""
         if not self._waits:
             return  # others are to come

@@ -59,12 +59,11 @@ class Assignment:
                 slots.append(self._put(index, work, replica))
         return slots
 
-    def finish(self) -> None:
-        """Asserts that every slot is filled (I2)."""
-        if any(filled != self._groups_per_replica for filled in self._filled):
-            raise InvariantViolation(
-                f"I2 exactly once: replicas got {self._filled} groups, each must get {self._groups_per_replica}"
-            )
+    def finish(self, num_groups: int | None = None) -> None:
+        """Asserts that every slot is filled (I2). num_groups: of the iteration, where it turned out to be fewer than its slots."""
+        each = self._groups_per_replica if num_groups is None else num_groups // len(self._filled)
+        if any(filled != each for filled in self._filled):
+            raise InvariantViolation(f"I2 exactly once: replicas got {self._filled} groups, each must get {each}")
 
     @property
     def imbalance(self) -> float:

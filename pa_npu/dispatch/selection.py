@@ -9,76 +9,158 @@ order. Nothing informative is thrown away, and neither what is trained nor how m
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
+from typing import Generic, Literal, Protocol, TypeVar
 
-from pa_npu.config.schema import Config
+from pa_npu.data.prompts import Prompt
 from pa_npu.errors import UserError
 
 
-class Selection:
-    """One iteration's dispatch indices in, and those of the groups to train out, each with its number among them, 0 .. B - 1.
+class Judged(Protocol):
+    """What is asked of a scored group."""
 
-    order=prompt numbers them in dispatch order, and releases a group when all before it are judged; completion as they come.
-    Without dynamic sampling the number is the dispatch index.
+    @property
+    def is_informative(self) -> bool: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+
+G = TypeVar("G", bound=Judged)
+
+
+class EveryGroup(Generic[G]):
+    """One iteration's choice: dispatch indices out, scored groups in, and those to train out, each with its number, 0 .. size - 1.
+
+    This one trains all that it dispatches, each under its dispatch index and as soon as it is scored.
+
+    order: of the slots that the numbers are assigned to. most: an upper bound of `size`, known beforehand.
     """
 
-    def __init__(self, config: Config, groups: int) -> None:
-        """groups: that the iteration trains, or with schedule.tokens_per_update generates."""
-        schedule = config.schedule
-        self._dynamic = schedule.dynamic_sampling
-        self._in_order = schedule.order == "prompt"
-        self._groups = groups
-        self._limit = self._groups * schedule.dynamic_sampling_limit
-        self._changed = asyncio.Event()
-        self._waiting: dict[int, bool] = {}  # judged, not released: whether it is informative
-        self._next = 0  # dispatch index that in-order release waits for
-        self._released = 0
-        self._judged = 0
+    def __init__(self, prompts: Sequence[Prompt], order: Literal["prompt", "completion"]) -> None:
+        self.order = order
+        self.most = len(prompts)
         self.num_dispatched = 0
-        self.num_discarded = 0
+        self._prompts = prompts
+        self._num_scored = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def size(self) -> int:
+        """How many groups are trained, once all are scored."""
+        return self.most
+
+    @property
+    def num_wanted(self) -> int:
+        """How many groups are to be dispatched, by what is known now."""
+        return len(self._prompts)
 
     @property
     def must_wait(self) -> bool:
-        """Whether nothing can be dispatched before another group is judged."""
-        return self.num_dispatched >= self._groups + self.num_discarded
+        """Whether nothing can be dispatched before another group is scored."""
+        return self.num_dispatched >= self.num_wanted
+
+    @property
+    def is_dispatched(self) -> bool:
+        """Whether the last group that the iteration began with has just gone."""
+        return self.num_dispatched == len(self._prompts)
+
+    def begin(self) -> list[tuple[int, G]]:
+        """What is trained before anything of the iteration is generated."""
+        return []
 
     async def next_index(self) -> int | None:
-        """The next dispatch index; waits while unjudged groups may be enough, None when they were.
+        """The next dispatch index; waits while unscored groups may be enough, None when they were.
 
-        Unjudged groups end by their own deadlines, hence so does this wait. Raises UserError beyond the limit.
+        Unscored groups end by their own deadlines, hence so does this wait.
         """
-        while True:
-            if not self.must_wait:
-                if self.num_dispatched >= self._limit:
-                    raise UserError(
-                        f"schedule.dynamic_sampling: of {self._judged} groups {self.num_discarded} were all right or all wrong, "
-                        f"and {self._limit} dispatched ones cannot give {self._groups} informative ones; raise "
-                        f"rollout.responses_per_prompt or schedule.dynamic_sampling_limit, or take prompts that fit the model"
-                    )
-                self.num_dispatched += 1
-                return self.num_dispatched - 1
-            if self._judged == self.num_dispatched:
+        while self.must_wait:
+            if self._num_scored == self.num_dispatched:
                 return None
             self._changed.clear()
             await self._changed.wait()
+        self.num_dispatched += 1
+        return self.num_dispatched - 1
 
-    def judge(self, index: int, informative: bool) -> list[tuple[int, int]]:
-        """Takes a group's verdict and returns (dispatch index, number) of those that are to be trained and can be numbered now."""
-        self._judged += 1
+    def prompt(self, index: int) -> Prompt:
+        """The prompt of a dispatch index; asked for once for each."""
+        return self._prompts[index]
+
+    def trains(self, group: G) -> bool:
+        """Whether a group with these rewards is trained at all."""
+        return True
+
+    def scored(self, index: int, group: G) -> list[tuple[int, G]]:
+        """Takes a group and returns those that are to be trained and can be numbered now."""
+        self._num_scored += 1
         self._changed.set()
-        if not self._dynamic:
-            return [(index, index)]
-        self.num_discarded += not informative
-        if not self._in_order:
-            return [self._number(index)] if informative else []
-        self._waiting[index] = informative
+        return self._released(index, group)
+
+    def left(self) -> list[G]:
+        """What is neither trained nor dropped, when all groups are scored."""
+        return []
+
+    def _released(self, index: int, group: G) -> list[tuple[int, G]]:
+        return [(index, group)]
+
+
+class InformativeGroups(EveryGroup[G]):
+    """The first informative groups, as many as there are prompts (schedule.dynamic_sampling).
+
+    order=prompt numbers them in dispatch order, and releases a group when all before it are scored; completion as they come.
+
+    another: gives a further prompt. limit: dispatched groups at most, in iterations (schedule.dynamic_sampling_limit).
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        order: Literal["prompt", "completion"],
+        another: Callable[[], Prompt],
+        limit: int,
+    ) -> None:
+        super().__init__(prompts, order)
+        self._another = another
+        self._limit = len(prompts) * limit
+        self._waiting: dict[int, G] = {}  # scored, not released
+        self._next = 0  # dispatch index that in-order release waits for
+        self._num_released = 0
+        self._num_discarded = 0
+
+    @property
+    def num_wanted(self) -> int:
+        return len(self._prompts) + self._num_discarded
+
+    async def next_index(self) -> int | None:
+        """As EveryGroup's. Raises UserError beyond the limit."""
+        index = await super().next_index()
+        if index is not None and index >= self._limit:
+            raise UserError(
+                f"schedule.dynamic_sampling: of {self._num_scored} groups {self._num_discarded} were all right or all wrong, "
+                f"and {self._limit} dispatched ones cannot give {self.most} informative ones; raise "
+                f"rollout.responses_per_prompt or schedule.dynamic_sampling_limit, or take prompts that fit the model"
+            )
+        return index
+
+    def prompt(self, index: int) -> Prompt:
+        return self._prompts[index] if index < len(self._prompts) else self._another()
+
+    def trains(self, group: G) -> bool:
+        return group.is_informative
+
+    def _released(self, index: int, group: G) -> list[tuple[int, G]]:
+        self._num_discarded += not group.is_informative
+        if self.order == "completion":
+            return [self._number(group)] if group.is_informative else []
+        self._waiting[index] = group
         released = []
         while self._next in self._waiting:
-            first = self._next
+            first = self._waiting.pop(self._next)
             self._next += 1
-            if self._waiting.pop(first):
+            if first.is_informative:
                 released.append(self._number(first))
         return released
 
-    def _number(self, index: int) -> tuple[int, int]:
-        self._released += 1
-        return index, self._released - 1
+    def _number(self, group: G) -> tuple[int, G]:
+        self._num_released += 1
+        return self._num_released - 1, group

@@ -15,8 +15,11 @@ whole, because their advantages are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from pa_npu.data.prompts import Prompt
+from pa_npu.dispatch.selection import EveryGroup, G
 
 # So many more groups are generated than are expected to be needed: what is too much is carried, what is too little is missing.
 _MARGIN = 1.35
@@ -56,53 +59,70 @@ class TokenBudget:
         self.group_tokens = _NEWEST * mean + (1 - _NEWEST) * old
 
 
-class Update:
-    """Which of the groups at hand one update takes, told as they become complete. Positions: carried ones first, then by index."""
+class BudgetedGroups(EveryGroup[G]):
+    """Which of the groups at hand one update takes, told as they become complete. Numbers: carried ones first, then by index.
 
-    def __init__(self, budget: TokenBudget, carried: Sequence[int], num_new: int, num_due: int) -> None:
-        """carried: tokens of the carried groups. num_due: of the first groups, those that no later update may train."""
+    carried: from earlier updates. num_due: of the first groups, those that no later update may train. told: is given the number
+    of groups of the update, once, as soon as it is known.
+    """
+
+    def __init__(
+        self,
+        budget: TokenBudget,
+        carried: Sequence[G],
+        prompts: Sequence[Prompt],
+        num_due: int,
+        told: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        super().__init__(prompts, "prompt")
         self._budget = budget
-        self._tokens: dict[int, int] = dict(enumerate(carried))
+        self._groups: dict[int, G] = dict(enumerate(carried))
         self._num_carried = len(carried)
-        self._total = len(carried) + num_new
+        self._total = len(carried) + len(prompts)
         replicas = budget.replicas
-        self._due = min(-(-num_due // replicas), self._total // replicas) * replicas
+        self.most = self._total // replicas * replicas
+        self._due = min(-(-num_due // replicas) * replicas, self.most)
+        self._told = told
         self._sum = 0
         self._next = 0
-        self.size: int | None = None
-        """Groups that the update takes, once that is known."""
+        self._size: int | None = None
 
-    def taken(self) -> list[int]:
-        """Further positions that the update takes, as far as is known by now; each is told once."""
-        found: list[int] = []
-        replicas = self._budget.replicas
-        while self.size is None:
-            row = range(self._next, self._next + replicas)
-            enough = self._sum >= self._budget.tokens and self._next >= self._due
-            if enough or row.stop > self._total:
-                self.size = self._next
-            elif all(position in self._tokens for position in row):
-                self._sum += sum(self._tokens[position] for position in row)
-                self._next = row.stop
-                found += row
-            else:
-                break
-        return found
+    @property
+    def size(self) -> int:
+        assert self._size is not None, "groups are missing"
+        return self._size
 
-    def complete(self, position: int, tokens: int) -> list[int]:
-        """A group is complete, with so many trained tokens. Returns what `taken` does."""
-        self._tokens[position] = tokens
-        return self.taken()
+    def begin(self) -> list[tuple[int, G]]:
+        return self._taken()
+
+    def left(self) -> list[G]:
+        return [self._groups[number] for number in range(self.size, self._total)]
 
     @property
     def new_tokens(self) -> list[int]:
         """Trained tokens of the iteration's own groups that are complete, by index."""
         return [
-            self._tokens[position] for position in range(self._num_carried, self._total) if position in self._tokens
+            self._groups[number].tokens for number in range(self._num_carried, self._total) if number in self._groups
         ]
 
-    @property
-    def left(self) -> range:
-        """Positions that are carried on, once all groups are complete."""
-        assert self.size is not None, "groups are missing"
-        return range(self.size, self._total)
+    def _released(self, index: int, group: G) -> list[tuple[int, G]]:
+        self._groups[self._num_carried + index] = group
+        return self._taken()
+
+    def _taken(self) -> list[tuple[int, G]]:
+        """Further groups that the update takes, as far as is known by now; each is told once."""
+        found: list[int] = []
+        replicas = self._budget.replicas
+        while self._size is None:
+            row = range(self._next, self._next + replicas)
+            enough = self._sum >= self._budget.tokens and self._next >= self._due
+            if enough or row.stop > self._total:
+                self._size = self._next
+                self._told(self._size)
+            elif all(number in self._groups for number in row):
+                self._sum += sum(self._groups[number].tokens for number in row)
+                self._next = row.stop
+                found += row
+            else:
+                break
+        return [(number, self._groups[number]) for number in found]

@@ -74,12 +74,7 @@ class Microbatch:
 
 
 def cut(group: Group, samples: int) -> list[Group]:
-    """The group in pieces of `samples` consecutive samples. Raises ValueError when that does not divide the group."""
-    if samples < 1 or group.num_samples % samples:
-        raise ValueError(
-            f"{group}: {group.num_samples} responses cannot be cut into microbatches of {samples}; "
-            f"microbatch.responses must divide rollout.responses_per_prompt"
-        )
+    """The group in pieces of up to `samples` consecutive samples; the last has what is left."""
     return [group[start : start + samples] for start in range(0, group.num_samples, samples)]
 
 
@@ -122,7 +117,7 @@ def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Mic
 def build_microbatches(
     group: Group, responses_per_microbatch: int, shared_prompt: bool, pad_multiple: int
 ) -> list[Microbatch]:
-    """Every piece of a group as a microbatch of its own. Raises ValueError as `cut` does."""
+    """Every piece of a group as a microbatch of its own."""
     return [pack([piece], shared_prompt, pad_multiple) for piece in cut(group, responses_per_microbatch)]
 
 

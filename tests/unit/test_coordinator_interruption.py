@@ -57,7 +57,7 @@ def decode(tokens: Sequence[int]) -> str:
 async def group(interruptions: Interruptions, pool: EnginePool, iteration: int, seed: int) -> list[Generation]:
     lease = await pool.admit(RESPONSES, 30, lambda _: 8, 1.0)
     with pool.session(lease, lambda _: 8, deadline_s=1.0, again_deadline_s=1.0) as session:
-        write = interruptions.of_group(session, iteration, 0, seed, Sampling(MOST, 1.0))
+        write = interruptions.generate(session, (iteration, 0), seed, Sampling(MOST, 1.0))
         return await write(PROMPT, n=RESPONSES)
 
 
@@ -70,7 +70,10 @@ async def run(staleness: int, resumed_at: int | None = None) -> tuple[list[Gener
     async with EnginePool([writer]) as pool, TaskScope() as scope:  # type: ignore[list-item]
 
         async def produce() -> None:
-            results.append(await group(interruptions, pool, iteration, 70))
+            try:
+                results.append(await group(interruptions, pool, iteration, 70))
+            finally:
+                interruptions.ended()
 
         for version in range(iteration - staleness, iteration + 1):
             writer.version = version
@@ -80,7 +83,8 @@ async def run(staleness: int, resumed_at: int | None = None) -> tuple[list[Gener
                     interruptions.begin_with(from_bytes(data))
             interruptions.publish(version)
             if version in (iteration - staleness, resumed_at):
-                scope.start(interruptions.count(produce()), "a group")
+                interruptions.admits()
+                scope.start(produce(), "a group")
             await interruptions.quiet()  # without a turn of the event loop before it
             assert pool.num_in_flight == 0, "nothing is in flight at a border"
             journal[version + 1] = [to_bytes(one) for one in interruptions.so_far(iteration)]

@@ -12,11 +12,14 @@ import pytest
 
 from pa_npu.algorithm.advantages import batch_advantages, group_advantages
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.production import Produced
 from pa_npu.coordinator.tail import TailMeter
+from pa_npu.coordinator.updates import InformativeUpdates
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.schedule import Schedule
+from pa_npu.dispatch.selection import EveryGroup
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentContext, EnvironmentFailed
@@ -261,13 +264,19 @@ def dynamic(**schedule: object) -> Config:
     return config(schedule={"prompts_per_iteration": 4, "order": "prompt", "dynamic_sampling": True, **schedule})
 
 
+def informative(chosen: Config, further: Iterator[Prompt]) -> EveryGroup[ScoredGroup]:
+    schedule = chosen.schedule
+    updates = InformativeUpdates(4, schedule.order, lambda: next(further), schedule.dynamic_sampling_limit)
+    return updates.choose(0, prompts()[:4])
+
+
 async def produce_dynamic(
     chosen: Config, order: list[int], store_thread: ThreadPoolExecutor
 ) -> tuple[Produced, Shelf, ScriptedEngine, int]:
     """Rewards (index * i) % 3 make every third group uninformative, from 0. Returns also the number of further prompts."""
     shelf, engine, further = Shelf(), ScriptedEngine("a", order), iter(prompts()[4:])
     producer = make_producer(chosen, [engine], ScriptedRewards(), shelf, store_thread)
-    production = await producer.produce(5, prompts()[:4], lambda: next(further))
+    production = await producer.produce(5, prompts()[:4], informative(chosen, further))
     return production, shelf, engine, 4 - len(list(further))
 
 
@@ -472,7 +481,7 @@ async def test_dynamic_sampling_dispatched_by_length_trains_the_first_informativ
             asked.clear()
             shelf.groups.clear()
             further = iter(prompts()[4:])
-            await producer.produce(iteration, prompts()[:4], lambda further=further: next(further))
+            await producer.produce(iteration, prompts()[:4], informative(chosen, further))
         results.append(([index for _, index, _, _ in asked], {k: to_bytes(g) for k, g in shelf.groups.items()}))
     (in_order, expected), (by_length, trained) = results
     assert in_order == [0, 1, 2, 3, 4, 5] and by_length == [3, 1, 0, 2, 4, 5], "replacements as they come"
@@ -495,17 +504,17 @@ async def test_tail_waste_is_the_idle_share_after_the_last_dispatch(store_thread
         leases = []
         for end_s in ends[:2]:
             leases.append((end_s, await pool.admit(4, 10, lambda _: 8, 1)))
-            meter.dispatched(leases[-1][1].engine)
+            meter.admitted(leases[-1][1])
         waiting = ends[2:]
         while leases:
             leases.sort(key=lambda item: item[0])
             end_s, lease = leases.pop(0)
             clock[0] = end_s
             lease.close()
-            meter.received()
+            meter.generated(lease)
             if waiting:
                 leases.append((waiting.pop(0), await pool.admit(4, 10, lambda _: 8, 1)))
-                meter.dispatched(leases[-1][1].engine)
+                meter.admitted(leases[-1][1])
                 if not waiting:
                     meter.nothing_left()
         clock[0] += 10
@@ -520,10 +529,10 @@ async def test_while_there_is_something_to_dispatch_no_engine_is_looked_at_for_t
     monkeypatch.setattr(pool, "use", lambda: looks.append(1) or use())
     for _ in range(4):
         lease = await pool.admit(4, 10, lambda _: 8, 1)
-        meter.dispatched(lease.engine)
+        meter.admitted(lease)
         lease.close()
-        meter.received()
+        meter.generated(lease)
     assert not looks
     meter.nothing_left()
-    meter.received()
+    meter.generated(lease)
     assert len(looks) == 2, "the tail is looked at as it was"

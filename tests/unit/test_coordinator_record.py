@@ -7,6 +7,7 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import BorderReport
+from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.production import Production
 from pa_npu.coordinator.record import iteration_record
 from pa_npu.data.prompts import Prompt
@@ -40,10 +41,11 @@ def test_every_number_is_what_its_definition_gives() -> None:
         if index == 1:
             reward[:] = reward[0]
         result = RewardResult(total=reward, correct=right, functions={"math": 2 * reward}, errors=())
-        production.judge(index, prompt, result)
+        scored = ScoredGroup(prompt, samples, result)
+        production.scored(index, scored)
         if index < 3:  # one that is generated and not trained
-            production.add(index, prompt, samples, result)
-            production.put(index, samples, replica=index % 2)
+            production.add(index, scored)
+            production.put(scored.group(0, 4, index), scored, np.zeros(RESPONSES, np.float32), replica=index % 2)
             lengths.append(sizes), prompts.append(3 + index), totals.append(reward), finished.append(ends)
         correct.append(right)
     produced = production.end(window=12, tail_waste=0.25, replica_imbalance=0.1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -14,6 +16,7 @@ from helpers.virtual_cluster import CPU_ENGINE
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.pacing import Pace
 from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.shared_engines import SharedEngines
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.schedule import Reach, Schedule, Turn, same_windows
 from pa_npu.engines.pool import EnginePool
@@ -142,9 +145,22 @@ def run(
                 engine = Engine(name, speed, lengths)
                 pool.add(engine, shared=name in shared)
                 pool.serve(engine)
+            producer: Any = Producer(
+                config,
+                pool,
+                SingleTurn(EnvironmentContext(None, 64)),
+                Rewards(),
+                Shelf(),
+                controller,
+                Sampling(64, 1.0),
+                Timeline(None, ""),
+                lambda prompt, responses: prompt + sum(responses),
+                Inline(),
+                [SharedEngines(pool)] if shared else [],
+            )
             for iteration in range(iterations):
                 shelves.append(Shelf())
-                producer._pool, producer._buffer = pool, shelves[-1]
+                producer._buffer = shelves[-1]
                 start_s = asyncio.get_running_loop().time()
                 await producer.produce(iteration, prompts)
                 end_s = max(shelves[-1].trained_s(), asyncio.get_running_loop().time())
@@ -153,18 +169,6 @@ def run(
                 controller.errors.append(controller.end_iteration(times, iteration).error)
                 await asyncio.sleep(end_s - asyncio.get_running_loop().time())
 
-    producer = Producer(
-        config,
-        EnginePool(),
-        SingleTurn(EnvironmentContext(None, 64)),
-        Rewards(),
-        Shelf(),
-        controller,
-        Sampling(64, 1.0),
-        Timeline(None, ""),
-        lambda prompt, responses: prompt + sum(responses),
-        Inline(),
-    )
     loop = VirtualLoop()
     try:
         with mock.patch.object(time, "perf_counter", loop.time):
@@ -251,16 +255,17 @@ def test_with_prompt_order_every_schedule_trains_the_same_bytes_in_the_same_slot
 async def test_a_turn_that_waits_for_a_completion_is_woken_by_it_and_one_in_the_past_does_not_wait():
     schedule = Schedule("t", (0, 1, 2), (same_windows("a", 8),), (Turn(0, 0.0), Turn(1, 0.0), Turn(0, -5.0)))
     pace = Pace(schedule, 1)
-    await asyncio.wait_for(pace.turn(), 1)
-    pace.dispatched("a")
-    waiting = asyncio.create_task(pace.turn())
+    lease: Any = SimpleNamespace(engine=SimpleNamespace(name="a"))
+    await asyncio.wait_for(pace.before_admit(), 1)
+    pace.admitted(lease)
+    waiting = asyncio.create_task(pace.before_admit())
     for _ in range(3):
         await asyncio.sleep(0)
     assert not waiting.done()
-    pace.completed("a")
+    pace.generated(lease)
     await asyncio.wait_for(waiting, 5)
-    pace.dispatched("a")
-    await asyncio.wait_for(pace.turn(), 1)
+    pace.admitted(lease)
+    await asyncio.wait_for(pace.before_admit(), 1)
 
 
 def test_the_coordinator_dispatches_to_shared_engines_as_the_model_does():

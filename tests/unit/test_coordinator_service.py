@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.service.messages import TakeGroups
 from pa_npu.coordinator.service.rollouts import RolloutService
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.engines.protocol import Sampling
 from pa_npu.families.spec import ModelSpec
-from pa_npu.samples.types import Group, Sample, SampleBuilder, group_lengths
+from pa_npu.rewards.types import RewardResult
+from pa_npu.samples.types import Sample, SampleBuilder, group_lengths
 from tests.unit.test_dispatch_assignment import SMALL
 
 CONFIG = Config.model_validate(
@@ -61,9 +63,9 @@ async def imbalance(work: Callable[[int, Sequence[int]], float]) -> float:
     zeros = np.zeros(8, np.float32)
     for index, lengths in enumerate(RESPONSES):
         written = samples(lengths)
-        identity = {"run_seed": 0, "iteration": 0, "index": index, "prompt_id": 0}
-        group = Group.of_samples(written, zeros, zeros, **identity)
-        service.produced(group, Prompt(0, np.ones(PROMPT, np.int32), "1", "p", {}), written)
+        prompt, right = Prompt(0, np.ones(PROMPT, np.int32), "1", "p", {}), np.zeros(8, np.bool_)
+        scored = ScoredGroup(prompt, written, RewardResult(zeros, {}, right, ()))
+        service.delivered(scored.group(0, 0, index), scored)
     done = [0.0, 0.0]
     for turn in range(len(RESPONSES)):
         (group_taken,) = await take(turn % 2, 1)

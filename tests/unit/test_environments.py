@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.episode import run_episode
+from pa_npu.coordinator.episode import GroupGenerate, run_episode
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
@@ -94,7 +94,9 @@ async def episode(environment: Environment, engine: Any, num_samples: int, most:
         pool.on_lost(replace)
         lease: Lease = await pool.admit(num_samples, 100, lambda _: 64, 1.0)
         with pool.session(lease, lambda _: 64, deadline_s=1.0, again_deadline_s=1.0) as session:
-            return await run_episode(environment, PROMPT, num_samples, session, SEED, Sampling(most, 1.0))
+            return await run_episode(
+                environment, PROMPT, num_samples, GroupGenerate(session, SEED, Sampling(most, 1.0))
+            )
 
 
 SCRIPTS = [["I ask <<6*7>>", "so\n#### 42"], ["#### 41"], ["<<1/0>>", "<<2+2>>", "#### 4"]]
@@ -234,9 +236,9 @@ class Broken:
     ("kind", "message"),
     [
         ("raises", r"environment Broken, prompt 4: KeyError: 'answer', \S*test_environments.py:\d+; correct"),
-        ("few", "must return 2 samples, returned 0"),
+        ("few", "must return samples, at least one, returned nothing"),
         ("nothing", "sample 0 must have arrays of one length and trained tokens"),
-        ("alien", "must return 2 samples"),
+        ("alien", "must return samples, at least one, returned Generation"),
         ("empty", "ValueError: generate: n = 1 and max_tokens = 0 must be at least 1"),
     ],
 )

@@ -139,7 +139,7 @@ class Raises(SingleTurn):
 
 class TooFew(SingleTurn):
     async def rollout(self, prompt, num_samples, generate):
-        return (await super().rollout(prompt, num_samples, generate))[:1]
+        return (await super().rollout(prompt, num_samples, generate))[:0]
 
 class Fine(SingleTurn):
     pass
@@ -159,7 +159,7 @@ class Ends(SingleTurn):
     ("name", "expected"),
     [
         ("Raises", "AttributeError: 'Prompt' object has no attribute 'colour', "),
-        ("TooFew", "must return 8 samples, returned 1"),
+        ("TooFew", "must return samples, at least one, returned nothing"),
         ("Unmade", "cannot be made (TypeError"),
         ("Nowhere", "cannot be imported (AttributeError"),
         ("Fine", None),

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from transformers import PreTrainedTokenizerFast
 
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
+from pa_npu.coordinator.admission import Admitted
+from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt, load_prompts
 from pa_npu.data.records import Record
@@ -60,10 +63,11 @@ from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 
 DATA = (
     *(Record, Prompt, Generation, Sample, SampleBuilder, RewardInput, RewardResult, Group, Microbatch, PrefixLayout),
-    *(TokenBatch, torch.Tensor, np.ndarray),
+    *(ScoredGroup, Admitted, TokenBatch, torch.Tensor, np.ndarray),
 )
+PRODUCER = "coordinator/producer.py"
 QUESTION = "t3 t4 t5 t6 t7"
-MOST_FILES, MOST_WITH_HANDS = 30, 40
+MOST_FILES, MOST_WITH_HANDS, MOST_THAT_CARRY, MOST_RETURNS = 33, 43, 55, 9
 # Given the data to hand it on as it is, or to compute what the file before them asks for: no step of its own.
 HANDS_ON = {
     "engines/patience.py": "waits for a slow engine",
@@ -119,24 +123,51 @@ def is_data(value: Any, depth: int = 0) -> bool:
     return numbers or (depth < 2 and any(is_data(item, depth + 1) for item in value))
 
 
+@dataclass
+class Seen:
+    """What a prompt's way was seen to be.
+
+    given: files of the package in the order in which a function of theirs was first given data. carry: those where a function
+    held it in any variable. returns: places of the producer that give it to another file, from where the reader comes back.
+    """
+
+    given: list[str] = field(default_factory=list)
+    carry: set[str] = field(default_factory=set)
+    returns: set[tuple[int, str]] = field(default_factory=set)
+
+
 @contextmanager
-def watched() -> Iterator[list[str]]:
-    """Files of the package, in the order in which they were first given data."""
-    files: list[str] = []
+def watched() -> Iterator[Seen]:
+    """Watch every function of the package."""
+    seen = Seen()
     prefix = f"{PACKAGE}/"
 
-    def see(frame: Any, event: str, _: Any) -> None:
+    def see(frame: Any, event: str, _: Any) -> Any:
         code = frame.f_code
         file = code.co_filename.removeprefix(prefix)
-        if event == "call" and file != code.co_filename and file not in files:
-            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            if any(is_data(frame.f_locals.get(name)) for name in names):
-                files.append(file)
+        if file == code.co_filename:
+            return None
+        if event == "return":
+            if file not in seen.carry and any(is_data(value) for value in frame.f_locals.values()):
+                seen.carry.add(file)
+            return None
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        caller = frame.f_back
+        is_next = caller is not None and caller.f_code.co_filename == f"{prefix}{PRODUCER}" and file != PRODUCER
+        if (file not in seen.given or is_next) and any(is_data(frame.f_locals.get(name)) for name in names):
+            if file not in seen.given:
+                seen.given.append(file)
+            if is_next:
+                seen.returns.add((caller.f_lineno, code.co_name))
+        if file in seen.carry:
+            return None
+        frame.f_trace_lines = False
+        return see
 
     threading.settrace(see)
     sys.settrace(see)
     try:
-        yield files
+        yield seen
     finally:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
@@ -176,7 +207,7 @@ async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: Store
                 *(config, pool, make_environment(config, tokenizer), rewards, buffer),
                 *(ScheduleController(Rules.of(config), work), Sampling(8, 1.0), Timeline(None, ""), work, store_thread),
             )
-            await producer.produce(0, load_prompts(config.data.train, tokenizer, config.data))
+            await producer.produce(0, list(load_prompts(config.data.train, tokenizer, config.data)))
 
 
 def reward_worker(config: Config) -> None:
@@ -196,7 +227,7 @@ def test_a_prompt_takes_the_way_that_is_documented_and_it_is_short(tmp_path: Pat
         stage = load_stage(config, spec, PLATFORM)
         learner = learner_of(stage, config, spec)
         buffer = StoreRolloutBuffer(StoreChannel(dist.HashStore()), "run", readers=1)
-        with watched() as files:
+        with watched() as seen:
             asyncio.run(produce(config, spec, tokenizer, buffer))
             reward_worker(config)
             source = MicrobatchIterator(
@@ -209,6 +240,8 @@ def test_a_prompt_takes_the_way_that_is_documented_and_it_is_short(tmp_path: Pat
             update = learner.step()
     assert np.isfinite(update.report.grad_norm), "the prompt came through"
 
+    files = seen.given
+    carry = {file for file in seen.carry if not file.startswith(NOT_STEPS)}
     way = documented()
     taken = {file for file in files if not file.startswith(NOT_STEPS)}
     unknown = taken - {*way, *HANDS_ON, *ASIDE}
@@ -219,6 +252,8 @@ def test_a_prompt_takes_the_way_that_is_documented_and_it_is_short(tmp_path: Pat
 
     assert len(set(way)) <= MOST_FILES, f"{len(set(way))} files"
     assert len({*way, *HANDS_ON}) <= MOST_WITH_HANDS, f"{len({*way, *HANDS_ON})} files, those that hand it on included"
+    assert len(carry) <= MOST_THAT_CARRY, f"{len(carry)} files hold it in some variable: {sorted(carry)}"
+    assert len(seen.returns) <= MOST_RETURNS, f"the producer gives it away at {sorted(seen.returns)}"
     rooms = [file.partition("/")[0] for file in dict.fromkeys(way)]
     entered = [room for number, room in enumerate(rooms) if number == 0 or rooms[number - 1] != room]
     often = sorted({room for room in entered if entered.count(room) > 2})

@@ -159,10 +159,11 @@ def test_microbatches_do_not_alias_the_group() -> None:
     assert microbatch.engine_logprobs.tolist() == [0.0, -1.0, -2.0, -3.0]
 
 
-@pytest.mark.parametrize("responses", [0, 3, 8])
-def test_a_size_that_does_not_divide_the_group_is_refused(responses: int) -> None:
-    with pytest.raises(ValueError, match=rf"4 responses cannot be cut into microbatches of {responses}; .*must divide"):
-        build_microbatches(make_group(2, (1, 1, 1, 1)), responses, True, 1)
+@pytest.mark.parametrize(("responses", "sizes"), [(3, [3, 3, 1]), (7, [7]), (8, [7]), (1, [1] * 7)])
+def test_a_group_of_any_size_is_cut_into_pieces_of_at_most_so_many_samples(responses: int, sizes: list[int]) -> None:
+    microbatches = build_microbatches(make_group(2, (1, 2, 1, 3, 1, 1, 2)), responses, True, 1)
+    assert [microbatch.num_samples for microbatch in microbatches] == sizes
+    assert [place for one in microbatches for place in one.sources] == [(7, number) for number in range(7)]
 
 
 def test_the_cut_does_not_change_what_is_trained() -> None:

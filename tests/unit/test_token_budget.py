@@ -6,6 +6,7 @@ import itertools
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ import pytest
 from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
-from pa_npu.coordinator.carried import Carried
+from pa_npu.coordinator.carried import told
+from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.resumed import CARRIED_KEY, carried_of
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.token_budget import TokenBudget, Update
+from pa_npu.dispatch.token_budget import BudgetedGroups, TokenBudget
 from pa_npu.errors import DataError, DeadlineExceeded
 from pa_npu.rewards.types import RewardResult
 from pa_npu.samples.iterator import MicrobatchIterator
@@ -54,6 +56,27 @@ def by_hand(tokens: list[int], budget: int, due: int, replicas: int) -> int:
     return len(tokens) // replicas * replicas
 
 
+@dataclass(frozen=True)
+class Tokens:
+    tokens: int
+    is_informative: bool = True
+
+
+def budgeted(
+    budget: TokenBudget,
+    carried: list[int],
+    num_new: int,
+    num_due: int,
+    told: Callable[[int], None] = lambda size: None,
+) -> BudgetedGroups[Tokens]:
+    prompts: list[Any] = [None] * num_new
+    return BudgetedGroups(budget, [Tokens(tokens) for tokens in carried], prompts, num_due, told)
+
+
+def numbers(released: list[tuple[int, Tokens]]) -> list[int]:
+    return [number for number, _ in released]
+
+
 def test_an_update_takes_the_same_groups_in_whatever_order_they_become_complete() -> None:
     rng = random.Random(3)
     for _ in range(300):
@@ -63,21 +86,23 @@ def test_an_update_takes_the_same_groups_in_whatever_order_they_become_complete(
         budget, due = rng.randint(1, 300), rng.randint(0, len(carried))
         whole = carried + new
         expected = by_hand(whole, budget, due, replicas)
-        update = Update(TokenBudget(budget, 99, replicas), carried, len(new), due)
-        taken = update.taken()
+        sizes: list[int] = []
+        update = budgeted(TokenBudget(budget, 99, replicas), carried, len(new), due, sizes.append)
+        taken = numbers(update.begin())
         arrivals = rng.sample(range(len(new)), len(new))
         for index in arrivals:
-            taken += update.complete(len(carried) + index, new[index])
-        assert taken == list(range(expected)) and update.size == expected
-        assert list(update.left) == list(range(expected, len(whole))) and update.new_tokens == new
+            taken += numbers(update.scored(index, Tokens(new[index])))
+        assert taken == list(range(expected)) and update.size == expected and sizes == [expected]
+        assert [group.tokens for group in update.left()] == whole[expected:] and update.new_tokens == new
 
 
 def test_groups_are_taken_as_soon_as_it_is_known() -> None:
-    update = Update(TokenBudget(100, 9, 1), [30, 30], 3, num_due=0)
-    assert update.taken() == [0, 1] and update.size is None
-    assert update.complete(3, 50) == [], "whether it is taken depends on the one before it"
-    assert update.complete(2, 20) == [2, 3] and update.size == 4, "80 without the last one, 130 with it"
-    assert update.complete(4, 10) == [] and list(update.left) == [4]
+    sizes: list[int] = []
+    update = budgeted(TokenBudget(100, 9, 1), [30, 30], 3, 0, sizes.append)
+    assert numbers(update.begin()) == [0, 1] and not sizes
+    assert update.scored(1, Tokens(50)) == [], "whether it is taken depends on the one before it"
+    assert numbers(update.scored(0, Tokens(20))) == [2, 3] and sizes == [4], "80 without the last one, 130 with it"
+    assert update.scored(2, Tokens(10)) == [] and update.left() == [Tokens(10)]
 
 
 def train(config: Config, budget: TokenBudget | None, lengths: Any) -> tuple[list[int], list[int]]:
@@ -98,12 +123,12 @@ def train(config: Config, budget: TokenBudget | None, lengths: Any) -> tuple[lis
             size = len(whole)
         else:
             due = sum(not freshness.holds(iteration + 1, g[1]) for g in carried)
-            update = Update(budget, [g[2] for g in carried], count, len(whole) if is_last else due)
-            update.taken()
-            for position in range(len(carried), len(whole)):
-                update.complete(position, whole[position][2])
+            update = budgeted(budget, [g[2] for g in carried], count, len(whole) if is_last else due)
+            update.begin()
+            for index in range(count):
+                update.scored(index, Tokens(whole[len(carried) + index][2]))
             budget.observe(update.new_tokens)
-            assert update.size is not None and update.size % budget.replicas == 0
+            assert update.size % budget.replicas == 0
             size = update.size
         freshness.check(iteration, [g[1] for g in whole[:size]], "a group")
         trained += [g[0] for g in whole[:size]]
@@ -131,7 +156,7 @@ def test_every_group_is_trained_once_and_fresh_and_updates_have_more_even_tokens
     assert max(ages) > config.iterations_ahead, "nothing was carried"
 
 
-def carried_group(version: int = 3) -> Carried:
+def carried_group(version: int = 3) -> ScoredGroup:
     prompt = Prompt(7, np.array([4, 5, 6], np.int32), "42", "how much", {"question": "how much"})
     samples = []
     for number in range(2):
@@ -139,17 +164,17 @@ def carried_group(version: int = 3) -> Carried:
         sample.write(np.arange(2 + number, dtype=np.int32), -0.5 * np.ones(2 + number, np.float32), version)
         samples.append(sample.finish(number == 0, f"text {number}"))
     third = np.array([0.1, 1 / 3], np.float32)
-    return Carried(prompt, samples, RewardResult(third, {"math": third}, np.array([False, True]), ("slow",)))
+    return ScoredGroup(prompt, samples, RewardResult(third, {"math": third}, np.array([False, True]), ("slow",)))
 
 
 def test_what_is_carried_comes_back_from_a_checkpoint_as_it_was() -> None:
     carried = carried_group()
     assert (carried.tokens, carried.version) == (5, 3)
-    data = to_bytes(carried.group(5, 0))
-    numbers = {CARRIED_KEY: {"iteration": 5, "groups": [carried.told()], "group_tokens": 12.5}}
+    data = to_bytes(carried.group(0, 5, 0))
+    numbers = {CARRIED_KEY: {"iteration": 5, "groups": [told(carried)], "group_tokens": 12.5}}
     (found,), group_tokens = carried_of(AheadIteration(5, numbers, [], {}, [data]))
     assert group_tokens == 12.5 and _CARRIED == CARRIED_KEY
-    assert found.told() == carried.told() and to_bytes(found.group(5, 0)) == data
+    assert told(found) == told(carried) and to_bytes(found.group(0, 5, 0)) == data
     assert found.result.total.tolist() == carried.result.total.tolist()
     for ours, theirs in zip(found.samples, carried.samples, strict=True):
         assert isinstance(ours, Sample)

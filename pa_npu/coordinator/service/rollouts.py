@@ -27,9 +27,10 @@ import numpy as np
 from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
-from pa_npu.coordinator.episode import Rewards, run_episode, score
+from pa_npu.coordinator.episode import GroupGenerate, Rewards, ScoredGroup, run_episode, score
 from pa_npu.coordinator.service.messages import PutPrompts, TakeGroups, WrittenSample
 from pa_npu.coordinator.service.pause import Pause
+from pa_npu.coordinator.variants import Variant
 from pa_npu.data.prompts import Prompt, load_prompts
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
@@ -60,7 +61,7 @@ class Asked:
     attempts: int = 0
 
 
-class RolloutService:
+class RolloutService(Variant):
     """One coordinator's. tokenizer: renders prompts as those of datasets. work: what training a group costs, as in Producer."""
 
     def __init__(
@@ -108,11 +109,15 @@ class RolloutService:
         await cancel(tasks)
         self._waiting.extendleft(begun)
 
-    def produced(self, group: Group, prompt: Prompt, samples: Sequence[Sample]) -> None:
-        """One of the run's own groups, as it goes to the trainers."""
+    async def before_admit(self) -> None:
+        """The run's own groups wait while a client has paused it."""
+        await self.pause.passed()
+
+    def delivered(self, group: Group, scored: ScoredGroup) -> None:
+        """One of the run's own groups goes to those who asked for them, as it goes to the trainers."""
         self._iteration = group.iteration
-        if self._groups["run"].tasks:  # nobody asked for the run's groups
-            self._keep("run", next(self._rows), group, prompt, samples)
+        if self._groups["run"].tasks:
+            self._keep("run", next(self._rows), group, scored)
 
     # the clients' side
 
@@ -272,10 +277,9 @@ class RolloutService:
         seed = group_seed(self._config.run.seed, _SEED_ITERATION, asked.row)
         try:
             with session:
-                samples = await run_episode(
-                    self._environment, asked.prompt, asked.samples, session, seed, self._sampling
-                )
-            result = await score(self._rewards, asked.prompt, samples)
+                generate = GroupGenerate(session, seed, self._sampling)
+                samples = await run_episode(self._environment, asked.prompt, asked.samples, generate)
+            scored = await score(self._rewards, asked.prompt, samples)
         except PaNpuError as error:  # a client's prompt ends no run
             logger.warning("prompt %d of a client: %s", asked.row, error)
             if asked.attempts + 1 < _ATTEMPTS:
@@ -284,29 +288,25 @@ class RolloutService:
                 self._lost["failed"] += 1
             self._changed.set()
             return
-        rewards = np.asarray(result.total, np.float32)
         kind = self._config.algorithm.advantage
-        advantages = group_advantages(rewards, "centred" if kind == "batch-std" else kind)
-        identity = dict(
-            zip(IDENTITY, (self._config.run.seed, self._version or 0, 0, asked.prompt.prompt_id), strict=True)
-        )
-        group = Group.of_samples(samples, rewards, advantages, **identity)
-        self._keep("prompts", asked.row, group, asked.prompt, samples)
+        advantages = group_advantages(scored.rewards, "centred" if kind == "batch-std" else kind)
+        group = scored.group(self._config.run.seed, self._version or 0, 0, advantages)
+        self._keep("prompts", asked.row, group, scored)
 
-    def _keep(self, source: str, row: int, group: Group, prompt: Prompt, samples: Sequence[Sample]) -> None:
+    def _keep(self, source: str, row: int, group: Group, scored: ScoredGroup) -> None:
         rows = self._groups[source]
         while len(rows.rows) >= _MOST_GROUPS:
             rows.drop(rows.rows[0])
             self._lost[source] += 1
         about = {
             **{name: getattr(group, name) for name in IDENTITY},
-            "prompt": prompt.text,
-            "answer": prompt.answer,
-            "responses": [sample.text for sample in samples],
+            "prompt": scored.prompt.text,
+            "answer": scored.prompt.answer,
+            "responses": [sample.text for sample in scored.samples],
         }
         cells = {name: getattr(group, name) for name in (*PER_TOKEN, *PER_SAMPLE)}
         cells[_ABOUT] = np.frombuffer(json.dumps(about).encode(), np.uint8)
-        rows.write(row, cells, cost=self._work(*group_lengths(samples)), age=float(group.version_range[0]))
+        rows.write(row, cells, cost=self._work(*group_lengths(scored.samples)), age=float(group.version_range[0]))
         self._changed.set()
 
     def _window(self, _: str) -> int:

@@ -1,0 +1,47 @@
+"""Which features a run uses: the only place on the coordinator's side that reads their keys and constructs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.freshness import Freshness
+from pa_npu.coordinator.carried import BudgetedUpdates
+from pa_npu.coordinator.interruption import Interruptions
+from pa_npu.coordinator.updates import InformativeUpdates, Updates
+from pa_npu.data.stream import TrainingStream
+from pa_npu.samples.rollout_buffer import RolloutBuffer
+
+
+def make_updates(
+    config: Config, freshness: Freshness, channel: StoreChannel, buffer: RolloutBuffer, train: TrainingStream
+) -> Updates:
+    """What the run's updates train."""
+    schedule = config.schedule
+    if schedule.tokens_per_update is not None:
+        return BudgetedUpdates(config, schedule.tokens_per_update, freshness, channel, buffer)
+    if schedule.dynamic_sampling:
+        another, limit = (lambda: train.take(1)[0]), schedule.dynamic_sampling_limit
+        return InformativeUpdates(schedule.prompts_per_iteration, schedule.order, another, limit)
+    return Updates(schedule.prompts_per_iteration, schedule.order)
+
+
+def make_interruptions(config: Config, tokenizer: Any) -> Interruptions | None:
+    """For responses that go on under newer weights, where a run has these."""
+    if not config.interrupts:
+        return None
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    # all of an iteration's groups may wait for room at the same time
+    return Interruptions(config.tokens_per_version, decode, config.engine_wait_s + config.trainer.wait_timeout_s)
+
+
+def iterations_beside(config: Config) -> int:
+    """How many iterations are produced beside the one that is being produced."""
+    if config.interrupts:
+        return config.schedule.max_staleness
+    return int(config.publish.swap == "rolling")

@@ -1,0 +1,107 @@
+"""From scored groups to the buffer: a number, advantages, a replica and its slot, and what the iteration's record says of it.
+
+Delivery       each group as soon as it is released                        schedule.stream=true
+HeldDelivery   all groups when the last one is there, by the same steps    schedule.stream=false
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+
+import numpy as np
+
+from pa_npu.algorithm.advantages import batch_advantages, group_advantages
+from pa_npu.config.schema import Config
+from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.production import Production
+from pa_npu.dispatch.assignment import Assignment
+from pa_npu.environments.protocol import EnvironmentFailed
+from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.samples.types import Group, group_lengths
+
+GroupCost = Callable[[int, Sequence[int]], float]
+"""What training a group costs, from the length of its prompt and those of its responses; dispatch.work.GroupWork is one."""
+
+
+class Delivery:
+    """One iteration's groups, each as it is released.
+
+    work: what training a group costs. store_thread: for the buffer's blocking calls, in order. told: of every group that is put.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        production: Production,
+        assignment: Assignment,
+        work: GroupCost,
+        buffer: RolloutBuffer,
+        store_thread: Executor,
+        told: Sequence[Callable[[Group, ScoredGroup], None]],
+    ) -> None:
+        self._seed = config.run.seed
+        self._kind = config.algorithm.advantage
+        self._size = config.rollout.responses_per_prompt
+        self._needs_size = config.needs_whole_groups
+        self._production = production
+        self._assignment = assignment
+        self._group_work = work
+        self._buffer = buffer
+        self._store_thread = store_thread
+        self._told = told
+        self._held: list[tuple[int, ScoredGroup]] = []
+
+    async def take(self, number: int, scored: ScoredGroup) -> None:
+        """A group that is trained under this number."""
+        self._production.add(number, scored)
+        await self._deliver(number, scored)
+
+    async def finish(self, num_groups: int) -> float:
+        """All groups have been taken. Asserts that they fill all slots (I2); returns the replicas' imbalance."""
+        self._assignment.finish(num_groups)
+        return self._assignment.imbalance
+
+    async def _deliver(self, number: int, scored: ScoredGroup) -> None:
+        advantages = group_advantages(self._checked(scored).rewards, self._kind)
+        await self._put(number, scored, advantages, self._assignment.assign(number, self._work(scored)))
+
+    async def _put(self, number: int, scored: ScoredGroup, advantages: np.ndarray, slot: tuple[int, int]) -> None:
+        group = scored.group(self._seed, self._production.iteration, number, advantages)
+        await asyncio.get_running_loop().run_in_executor(self._store_thread, self._buffer.put, group, *slot)
+        for tell in self._told:
+            tell(group, scored)
+        self._production.put(group, scored, advantages, replica=slot[0])
+
+    def _work(self, scored: ScoredGroup) -> float:
+        return self._group_work(*group_lengths(scored.samples))
+
+    def _checked(self, scored: ScoredGroup) -> ScoredGroup:
+        """The group, if what compares or cuts it can do with its size. Raises EnvironmentFailed."""
+        if self._needs_size is not None and len(scored.samples) != self._size:
+            raise EnvironmentFailed(
+                f"prompt {scored.prompt.prompt_id}: the environment made {len(scored.samples)} samples, but {self._needs_size} "
+                f"needs exactly rollout.responses_per_prompt = {self._size} in a group; make as many, or change that key"
+            )
+        return scored
+
+
+class HeldDelivery(Delivery):
+    """One iteration's groups, all at its end; advantages and replicas may be of the whole batch."""
+
+    async def _deliver(self, number: int, scored: ScoredGroup) -> None:
+        self._held.append((number, scored))
+
+    async def finish(self, num_groups: int) -> float:
+        rewards = [self._checked(scored).rewards for _, scored in self._held]
+        if self._kind == "batch-std":
+            advantages = batch_advantages(rewards)
+        else:
+            advantages = [group_advantages(values, self._kind) for values in rewards]
+        slots = self._assignment.assign_all(
+            [number for number, _ in self._held], [self._work(scored) for _, scored in self._held]
+        )
+        for (number, scored), values, slot in zip(self._held, advantages, slots, strict=True):
+            await self._put(number, scored, values, slot)
+        return await super().finish(num_groups)
