@@ -131,7 +131,7 @@ class Job:
         self._server = host_store(HOST, 0)
         self._channel = StoreChannel(connect(HOST, self._server.port, WAIT_S))
         self._buffer = StoreRolloutBuffer(self._channel, "run", readers=1)
-        roster = Roster(StoreChannel(connect(HOST, self._server.port, WAIT_S), ROSTER_PREFIX))
+        roster = Roster(StoreChannel(connect(HOST, self._server.port, WAIT_S), ROSTER_PREFIX), self._key)
         roster.publish_config(self.config.model_dump(mode="json"))
         for kind, topic in (("publish", MANIFEST), ("late", LATE_MANIFEST)):
             topic.put(self._channel, StageManifest(f"{kind}-0", {}), stage=0)

@@ -208,7 +208,7 @@ class Job:
         hosts = [__file__, "--as-engines", str(engines), "--vocabulary", str(vocabulary)]
         hosts += [] if median is None else ["--median", str(median)]
         self.engines = self._start("engines", hosts, {KEY_VARIABLE: key})
-        roster = Roster(self._connected(ROSTER_PREFIX))
+        roster = Roster(self._connected(ROSTER_PREFIX), key)
         assert self.engines.stdout is not None
         for _ in range(engines):
             roster.announce(self.engines.stdout.readline().decode().strip())

@@ -103,6 +103,7 @@ class Run:
             raise UserError("Run.start: this run was started already; make another Run")
         self._inputs.mkdir(parents=True, exist_ok=True)
         file = self._inputs / "config.yaml"
+        file.touch(mode=0o600)
         file.write_text(dump_config(self.config), encoding="utf-8")
         environment = dict(os.environ)
         package = str(Path(__file__).resolve().parents[2])

@@ -4,18 +4,29 @@
     engine that joins    wait_config(), announce(url, restarts=False), ask_leave()        has_left() -> may end
     coordinator          entries() when changed(), ask_replacement(), confirm_left()
 
-The roster outlives the coordinator and the trainers, as the engines do: its keys belong to no attempt of the run.
+The roster outlives the coordinator and the trainers, as the engines do: its keys belong to no attempt of the run. The store asks
+nobody for a password, so every entry is signed with the run's API key (HMAC-SHA256 over key and value): an engine that a stranger
+writes into the store gets no prompt and no API key, and a configuration by a stranger starts no engine.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
+import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from pa_npu.control.channel import StoreChannel
+from pa_npu.control.channel import StoreChannel, StoreError
 from pa_npu.control.typed import Counter, Topic
 
+T = TypeVar("T")
+
 PREFIX = "pa/engines/"
+_MARK_BYTES = 32
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,7 @@ class EngineStart:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The run's resolved configuration as JSON, with absolute paths."""
+    """The run's resolved configuration as JSON, with absolute paths, without values of its engines' environment."""
 
     tree: dict[str, Any]
 
@@ -76,12 +87,49 @@ class Entry:
     shared: bool
 
 
-class Roster:
-    """channel: with the prefix PREFIX."""
+class Unsigned(StoreError):
+    """A value that nobody wrote who has this API key."""
 
-    def __init__(self, channel: StoreChannel) -> None:
-        self._channel = channel
+
+class _Signed(StoreChannel):
+    """A channel whose values carry a mark that only who has the key can make, and that holds for one place alone."""
+
+    def __init__(self, channel: StoreChannel, key: str) -> None:
+        super().__init__(channel._store, channel._prefix)
+        self._secret = hashlib.sha256(b"pa_npu roster" + key.encode()).digest()
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        super().put_bytes(key, self._mark(key, data) + data)
+
+    def get_bytes(self, key: str) -> bytes:
+        data = super().get_bytes(key)
+        if not hmac.compare_digest(data[:_MARK_BYTES], self._mark(key, data[_MARK_BYTES:])):
+            raise Unsigned(f"{self._address}: {key} is not signed with the run's API key")
+        return data[_MARK_BYTES:]
+
+    def _mark(self, key: str, data: bytes) -> bytes:
+        return hmac.digest(self._secret, f"{self._prefix}{key}\0".encode() + data, "sha256")
+
+
+def claimed_config(channel: StoreChannel, timeout_s: float) -> dict[str, Any]:
+    """The configuration of the run whose store this is, as somebody says. Only to find out which API key to check it with.
+
+    Raises DeadlineExceeded where there is none.
+    """
+    data = channel.wait_bytes(CONFIG.key, timeout_s, CONFIG.what)
+    try:
+        return dict(json.loads(data[_MARK_BYTES:])["fields"]["tree"])
+    except (ValueError, LookupError, TypeError):
+        return {}
+
+
+class Roster:
+    """channel: with the prefix PREFIX. key: the run's API key."""
+
+    def __init__(self, channel: StoreChannel, key: str) -> None:
+        self._channel = _Signed(channel, key)
         self._seen = 0
+        self._warned = False
 
     def announce(self, url: str, *, restarts: bool = True, shared: bool = False) -> int:
         """A new engine, which has been started; returns its index."""
@@ -95,7 +143,10 @@ class Roster:
         CONFIG.put(self._channel, RunConfig(tree))
 
     def wait_config(self, timeout_s: float) -> dict[str, Any]:
-        """Raises DeadlineExceeded when no run has published one, MessageError when another version of this program has."""
+        """Raises DeadlineExceeded when no run has published one, MessageError when another version of this program has.
+
+        Raises Unsigned when it was published with another API key.
+        """
         return CONFIG.wait(self._channel, timeout_s).tree
 
     def is_open(self) -> bool:
@@ -119,10 +170,10 @@ class Roster:
         for index in range(COUNT.value(self._channel)):
             if self.has_left(index):
                 continue
-            start = START.get_if_there(self._channel, index=index)
+            start = self._read(START, index=index)
             if start is None:  # counted, not written yet
                 continue
-            leaving = LEAVE.exists(self._channel, index=index)
+            leaving = self._read(LEAVE, index=index) is not None
             entries.append(Entry(index, start.url, start.generation, start.restarts, leaving, start.shared))
         return entries
 
@@ -131,7 +182,7 @@ class Roster:
 
     def replacement_wanted(self, index: int, generation: int) -> str | None:
         """Why this start of the engine is to be replaced, if it is."""
-        found = REPLACE.get_if_there(self._channel, index=index, generation=generation)
+        found = self._read(REPLACE, index=index, generation=generation)
         return found.reason if found is not None else None
 
     def ask_leave(self, index: int) -> None:
@@ -142,4 +193,14 @@ class Roster:
         LEFT.put(self._channel, HasLeft(), index=index)
 
     def has_left(self, index: int) -> bool:
-        return LEFT.exists(self._channel, index=index)
+        return self._read(LEFT, index=index) is not None
+
+    def _read(self, topic: Topic[T], **place: Any) -> T | None:
+        """What is there and signed."""
+        try:
+            return topic.get_if_there(self._channel, **place)
+        except Unsigned as unsigned:
+            if not self._warned:
+                log.warning("%s, so it is left out; who else can reach this store?", unsigned)
+            self._warned = True
+            return None

@@ -95,7 +95,7 @@ async def run(config: Config) -> None:
         train, held_out = load_prompt_sets(config, tokenizer)
         environment = make_environment(config, tokenizer)
         channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
-        roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX))
+        roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX), key or "")
         pool = await stack.enter_async_context(
             EnginePool((), config.rollout.probe_timeout_s, config.rollout.too_long == "cut")
         )

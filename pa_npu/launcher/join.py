@@ -27,9 +27,18 @@ from pa_npu.config.schema import Config
 from pa_npu.config.texts import host_problem, path_problem, shown
 from pa_npu.control.channel import StoreChannel, StoreError, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
-from pa_npu.control.roster import Roster
+from pa_npu.control.roster import Roster, Unsigned, claimed_config
 from pa_npu.errors import FAILED, DeadlineExceeded, UserError
-from pa_npu.launcher.join_checks import Choices, Site, check_site, engine_key_here, local_address
+from pa_npu.launcher.join_checks import (
+    KEY_REMEDY,
+    Choices,
+    Site,
+    check_key,
+    check_site,
+    find_key,
+    local_address,
+    with_environment,
+)
 from pa_npu.launcher.process.commands import Command, engine_command, engine_url
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import Process, ProcessTree
@@ -131,10 +140,10 @@ def _indices(text: str) -> tuple[int, ...]:
 def join(address: tuple[str, int], choices: Choices, options: argparse.Namespace) -> int:
     """Check, start, join, stay, leave; returns the exit code. Raises UserError before anything starts."""
     run_name = f"the run at {address[0]}:{address[1]}"
-    roster, config = find_run(address, run_name)
+    roster, config, key = find_run(address, options.key_file, run_name)
     here = choices if choices.host else replace(choices, host=local_address(*address))
     site = check_site(config, here, run_name)
-    key = engine_key_here(site.config, roster, options.key_file, run_name)
+    check_key(site.config, roster, *key, run_name)
     log_dir = options.log_dir or site.log_dir
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -143,7 +152,7 @@ def join(address: tuple[str, int], choices: Choices, options: argparse.Namespace
             f"--log-dir: {log_dir} cannot be made a directory ({error.strerror}); name one that can be written"
         ) from None
     name = f"joined-{site.config.placement.address.replace(':', '_')}-{site.port}"
-    command = _command(site, key, name)
+    command = _command(site, key[0], name)
     with (
         Console(log_dir / f"{name}.launcher.log") as console,
         stop_signals() as signals,
@@ -156,17 +165,27 @@ def join(address: tuple[str, int], choices: Choices, options: argparse.Namespace
         return JoinedEngine(site.config, roster, process, url, run_name, console, signals).serve()
 
 
-def find_run(address: tuple[str, int], run_name: str) -> tuple[Roster, Config]:
-    """The roster and the configuration of the run whose store is there."""
+def find_run(address: tuple[str, int], key_file: Path | None, run_name: str) -> tuple[Roster, Config, tuple[str, str]]:
+    """Roster and configuration of the run whose store is there, and its API key with where that was found."""
     try:
-        roster = Roster(StoreChannel(connect(*address, _CONNECT_TIMEOUT_S), ROSTER_PREFIX))
-        tree = within(_STORE_TIMEOUT_S, lambda: roster.wait_config(_CONNECT_TIMEOUT_S), run_name)
+        channel = StoreChannel(connect(*address, _CONNECT_TIMEOUT_S), ROSTER_PREFIX)
+        claimed = within(_STORE_TIMEOUT_S, lambda: claimed_config(channel, _CONNECT_TIMEOUT_S), run_name)
+        key, where = find_key(claimed, key_file, run_name)
+        roster = Roster(channel, key)
+        tree = with_environment(
+            within(_STORE_TIMEOUT_S, lambda: roster.wait_config(_CONNECT_TIMEOUT_S), run_name), run_name
+        )
+    except Unsigned:
+        raise UserError(
+            f"{where}: is not the API key of {run_name}, whose configuration is signed with another; {KEY_REMEDY.format(run_name)}"
+        ) from None
     except (DeadlineExceeded, StoreError) as error:
         raise UserError(
             f"join {address[0]}:{address[1]}: no run of pa_npu answers there ({error}); give the address that the run's "
             f"launcher prints"
         ) from None
-    return roster, load_tree(tree, f"configuration of {run_name} (is its version of pa_npu another than here?)")
+    config = load_tree(tree, f"configuration of {run_name} (is its version of pa_npu another than here?)")
+    return roster, config, (key, where)
 
 
 def _command(site: Site, key: str, name: str) -> Command:

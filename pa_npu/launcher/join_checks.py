@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from pa_npu import platform as platforms
 from pa_npu.config.schema import Config
@@ -20,10 +24,12 @@ from pa_npu.launcher.engine_key import KEY_FILE, checked_key, read_key
 from pa_npu.launcher.placement import Placement, available_cores, free_ports, port_problem
 from pa_npu.launcher.run_checks import check_engine_interpreter, check_model_files, device_notes
 from pa_npu.platform.base import Platform
+from pa_npu.telemetry.secrets import HIDDEN
 
 _CONNECT_TIMEOUT_S = 10.0
 _ENGINES_TO_ASK = 3
 _LOGS = "pa_npu-engines"
+KEY_REMEDY = "give a copy of the api_key in the directory of {} with --key-file"
 
 
 @dataclass(frozen=True)
@@ -120,9 +126,27 @@ def local_address(host: str, port: int) -> str:
         raise UserError(f"join: {host}:{port} is not reachable any more ({error.strerror or error})") from None
 
 
-def engine_key_here(config: Config, roster: Roster, key_file: Path | None, run_name: str) -> str:
-    """The run's API key, from the first place that has one, and not refused by an engine of the run."""
-    key, where = _find_key(config, key_file, run_name)
+def find_key(claimed: Mapping[str, Any], key_file: Path | None, run_name: str) -> tuple[str, str]:
+    """The run's API key, and where it was found. claimed: a configuration that nobody has vouched for yet."""
+    remedy = KEY_REMEDY.format(run_name)
+    if key_file is not None:
+        return read_key(key_file, "--key-file", remedy), "--key-file"
+    if key := os.environ.get(KEY_VARIABLE, ""):
+        return checked_key(key, KEY_VARIABLE), KEY_VARIABLE
+    run, rollout = (section if isinstance(section := claimed.get(name), dict) else {} for name in ("run", "rollout"))
+    runs = Path(str(run.get("dir") or "")) / KEY_FILE
+    for file in (runs, Path(str(rollout.get("key_file") or runs))):
+        if file.is_file():
+            if file.stat().st_uid not in (os.geteuid(), 0):
+                raise UserError(
+                    f"API key: {file}, which {run_name} names, is another user's; name a file with --key-file"
+                )
+            return read_key(file, "API key", remedy), str(file)
+    raise UserError(f"--key-file: the API key is neither in {KEY_VARIABLE} nor in {runs}; {remedy}")
+
+
+def check_key(config: Config, roster: Roster, key: str, where: str, run_name: str) -> None:
+    """Raises UserError where an engine of the run refuses the API key."""
     for entry in roster.entries()[:_ENGINES_TO_ASK]:
         try:
             engine_kind(config.rollout.backend).served_model(entry.url, key)
@@ -134,17 +158,25 @@ def engine_key_here(config: Config, roster: Roster, key_file: Path | None, run_n
         except (OSError, ValueError, LookupError, TypeError):
             continue  # it is starting, or has gone: another one may answer
         break
-    return key
 
 
-def _find_key(config: Config, key_file: Path | None, run_name: str) -> tuple[str, str]:
-    """The key and where it was found."""
-    runs, remedy = Path(config.run.dir) / KEY_FILE, f"give a copy of the api_key in the directory of {run_name}"
-    if key_file is not None:
-        return read_key(key_file, "--key-file", remedy), "--key-file"
-    if key := os.environ.get(KEY_VARIABLE, ""):
-        return checked_key(key, KEY_VARIABLE), KEY_VARIABLE
-    for file in (runs, Path(config.rollout.key_file or runs)):
-        if file.is_file():
-            return read_key(file, "API key", remedy), str(file)
-    raise UserError(f"--key-file: the API key is neither in {KEY_VARIABLE} nor in {runs}; {remedy}")
+def with_environment(tree: dict[str, Any], run_name: str) -> dict[str, Any]:
+    """The tree with what the run's store does not hold: the environment of engines, and secret arguments of theirs.
+
+    They come from the run directory where it is on this machine, else the variables from this process's environment.
+    """
+    rollout = tree["rollout"]
+    if HIDDEN not in [*rollout["env"].values(), *rollout["extra_args"]]:
+        return tree
+    file = Path(tree["run"]["dir"]) / "config.yaml"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))["rollout"]
+        return {**tree, "rollout": {**rollout, "env": dict(found["env"]), "extra_args": list(found["extra_args"])}}
+    missing = [name for name in rollout["env"] if name not in os.environ]
+    if missing or any(HIDDEN in argument for argument in rollout["extra_args"]):
+        what = f"{', '.join(missing)} of rollout.env" if missing else "what is secret in rollout.extra_args"
+        remedy = f"export {', '.join(missing)} here, or mount" if missing else "mount"
+        raise UserError(
+            f"join: the store of {run_name} does not hold {what}, and {file} cannot be read here; {remedy} it"
+        )
+    return {**tree, "rollout": {**rollout, "env": {name: os.environ[name] for name in rollout["env"]}}}

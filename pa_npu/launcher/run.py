@@ -50,6 +50,7 @@ from pa_npu.launcher.run_directory import begin_attempt, own_run_directory
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.progress import format_duration
 from pa_npu.telemetry.record_file import attempt
+from pa_npu.telemetry.secrets import HIDDEN, Secrets
 from pa_npu.telemetry.summary import summarise
 from pa_npu.telemetry.timeline import MERGED, Timeline, merge
 from pa_npu.weight_transfer.transport import Abandonment
@@ -132,7 +133,7 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     config, console, cluster = plan.config, plan.console, plan.cluster
     engines = [] if config.rollout.attach else list(cluster.engines())
     urls = [cluster.engine_url(engine) for engine in engines] or list(config.rollout.attach)
-    roster = announce(config, plan.store, urls)
+    roster = announce(config, plan.store, urls, plan.key)
     console.say(f"engines can join with: pa-npu join {plan.store.address}")
     recovery = Recovery(
         config, cluster.processes, console, roster, plan.attempt_again, cluster.engine_url, plan.newest_checkpoint
@@ -202,10 +203,10 @@ class Plan:
         return directories.newest(checkpoints_directory(self.config), lambda line: None)
 
 
-def announce(config: Config, store: Store, urls: Sequence[str]) -> Roster:
+def announce(config: Config, store: Store, urls: Sequence[str], key: str) -> Roster:
     """The roster of the run's store, with its engines: those to start, which are started again when they end, or the attached."""
     channel = StoreChannel(connect(store.host, store.port, config.trainer.startup_timeout_s), ROSTER_PREFIX)
-    roster = Roster(channel)
+    roster = Roster(channel, key)
     roster.publish_config(_for_joining(config))
     for index, url in enumerate(urls):
         roster.announce(url, restarts=not config.rollout.attach, shared=config.is_shared(index))
@@ -213,8 +214,11 @@ def announce(config: Config, store: Store, urls: Sequence[str]) -> Roster:
 
 
 def _for_joining(config: Config) -> dict[str, Any]:
-    """The tree for engines that join, from other directories than this one."""
+    """The tree for engines that join, from other directories than this one; whoever reaches the store can read it."""
     tree: dict[str, Any] = config.model_dump(mode="json")
+    tree["rollout"]["env"] = dict.fromkeys(tree["rollout"]["env"], HIDDEN)
+    tree["rollout"]["extra_args"] = Secrets(tree).config["rollout.extra_args"]
+    tree["environment"]["options"] = {}
     for section, key in (("run", "dir"), ("model", "path"), ("rollout", "python"), ("rollout", "key_file")):
         value = tree[section][key]
         if value and (os.path.exists(value) or key == "dir"):  # an interpreter may also be a name on PATH

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_EVERYWHERE = ("0.0.0.0", "::")  # as placement.host
+
 
 @dataclass
 class Findings:
@@ -154,6 +156,11 @@ def check_surroundings(
     check_run_directory(config)
     here = findings.placement or Placement((), (), (), ())
     local(lambda: check_limits(config, 1 + len(here.engines) + len(here.ranks)))
+    if config.placement.host in _EVERYWHERE:
+        findings.notes.append(
+            f"placement.host: {config.placement.host} opens the run's store, without a password, on every address of this machine; "
+            f"name one address of a private network (docs/security.md)"
+        )
     if platform is not None:
         findings.notes += [f"versions: {problem}" for problem in trainer_problems(platform.name)]
         findings.notes += device_notes(platform, findings.placement) if findings.placement else []

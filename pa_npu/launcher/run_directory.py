@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -89,7 +90,10 @@ def _write(file: Path, text: str) -> None:
     """All of it or nothing: on a full disk the file of before stays, without which the run could not go on later."""
     partial = file.with_name(f".{file.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.unlink(missing_ok=True)
+        # its owner's alone: values of the engines' environment are in it
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
+            stream.write(text)
         partial.replace(file)
     except OSError as error:
         raise UserError(

@@ -128,7 +128,7 @@ class Run:
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.channel = StoreChannel(connect("127.0.0.1", self.server.port, 10.0))
         self.buffer = StoreRolloutBuffer(self.channel, "run", readers=1)
-        self.roster = Roster(StoreChannel(connect("127.0.0.1", self.server.port, 10.0), ROSTER_PREFIX))
+        self.roster = Roster(StoreChannel(connect("127.0.0.1", self.server.port, 10.0), ROSTER_PREFIX), API_KEY)
         self.roster.publish_config(self.config.model_dump(mode="json"))
         for engine in engines:
             self.roster.announce(engine.url)

@@ -182,7 +182,7 @@ def main(arguments: Sequence[str]) -> int:
                     ready = Awaited("trainers", (directory / "ready").exists, 60.0, "trainer", "trainer-0")
                     return Attempt(commands, [ready])
 
-                roster = Roster(StoreChannel(connect(store.host, store.port, 5.0), PREFIX))
+                roster = Roster(StoreChannel(connect(store.host, store.port, 5.0), PREFIX), "")
                 for engine in cluster.engines():
                     roster.announce(cluster.engine_url(engine))
                 recovery = Recovery(config, cluster.processes, console, roster, attempt, cluster.engine_url)

@@ -39,10 +39,10 @@ class Job:
     """A fleet over a roster in memory. engines: those it has made clients for, by URL."""
 
     def __init__(self) -> None:
-        self.roster = Roster(StoreChannel(dist.HashStore()))
+        self.roster = Roster(StoreChannel(dist.HashStore()), "")
         self.pool = EnginePool()
         self.engines: dict[str, SlowToStart] = {}
-        self.fleet = Fleet(RolloutConfig(), self.pool, Roster(self.roster._channel), self._make)
+        self.fleet = Fleet(RolloutConfig(), self.pool, Roster(self.roster._channel, ""), self._make)
 
     def _make(self, url: str) -> Any:
         return self.engines.setdefault(url, SlowToStart(url))

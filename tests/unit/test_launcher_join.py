@@ -9,6 +9,7 @@ import io
 import json
 import os
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from pa_npu.config import Config
+from pa_npu.control import roster as roster_module
 from pa_npu.control.channel import StoreChannel, StoreError, connect
 from pa_npu.control.roster import PREFIX, Roster
 from pa_npu.errors import DeadlineExceeded, UserError
@@ -31,9 +33,10 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher import join, join_checks
 from pa_npu.launcher.cli import main as launcher
 from pa_npu.launcher.join import JoinedEngine, within
-from pa_npu.launcher.join_checks import Choices, check_site
+from pa_npu.launcher.join_checks import Choices, check_site, with_environment
 from pa_npu.launcher.process.supervisor import StopSignals
 from pa_npu.launcher.run import _for_joining
+from pa_npu.launcher.run_directory import begin_attempt
 from tools.stand_in import write_interpreter
 
 KEY = "key-of-the-run"
@@ -82,7 +85,7 @@ class Store:
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return Store(server, Roster(StoreChannel(connect("127.0.0.1", server.port, 10.0), PREFIX)))
+    return Store(server, Roster(StoreChannel(connect("127.0.0.1", server.port, 10.0), PREFIX), KEY))
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -203,6 +206,7 @@ def test_a_key_file_that_never_ends_or_a_log_directory_that_is_a_file_is_one_lin
 
 def test_what_is_not_on_this_machine_is_named(store, capsys, config, tmp_path):
     tree = config.model_dump(mode="json")
+    (key := tmp_path / "run" / "api_key").write_text(KEY)
     store.roster.publish_config(tree | {"model": tree["model"] | {"path": "/nowhere/Qwen"}})
     line = refusal(capsys, store.address)
     assert "model.path: /nowhere/Qwen" in line and "not a directory on this machine" in line
@@ -215,12 +219,14 @@ def test_what_is_not_on_this_machine_is_named(store, capsys, config, tmp_path):
         (["--devices", "0,1"], "--devices: 0,1 are not 1 different ones"),
         (["--devices", "100000"], "--devices: 100000 is not here"),
         (["--key-file", str(tmp_path / "none")], "--key-file: "),
-        ([], "--key-file: the API key is neither in VLLM_API_KEY nor in "),
     ):
         assert wanted in refusal(capsys, store.address, *options), options
+    key.unlink()
+    assert "--key-file: the API key is neither in VLLM_API_KEY nor in " in refusal(capsys, store.address)
 
 
-def test_a_configuration_of_another_version_is_named_as_that(store, capsys, config):
+def test_a_configuration_of_another_version_is_named_as_that(store, capsys, config, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
     store.roster.publish_config(config.model_dump(mode="json") | {"fusion": {"power": 3}})
     line = refusal(capsys, store.address)
     assert "fusion" in line and "its version of pa_npu another" in line
@@ -242,6 +248,65 @@ def test_a_key_that_the_runs_engines_refuse_is_named_by_its_source_and_never_sho
         store.roster.announce(url)
         line = refusal(capsys, store.address, *options)
     assert source in line and "refuses this API key" in line and KEY not in line
+
+
+def test_a_configuration_or_an_engine_that_was_not_signed_with_the_runs_key_is_not_taken(
+    store, capsys, config, tmp_path, monkeypatch, caplog
+):
+    """A stranger can reach the store, and has read everything in it."""
+    store.roster.publish_config(config.model_dump(mode="json"))
+    mine = store.roster.announce("http://127.0.0.1:1")
+    channel = StoreChannel(connect("127.0.0.1", store.server.port, 10.0), PREFIX)
+    assert KEY.encode() not in channel.get_bytes("0") + channel.get_bytes("config")
+    stranger = Roster(channel, "another key")
+    stranger.announce("http://127.0.0.1:6666")
+    channel.put_bytes("2", channel.get_bytes("0"))  # a signed entry holds in its place alone
+    roster_module.COUNT.add(channel)
+    for index in (mine, 2):
+        stranger.ask_leave(index)
+    assert [(entry.url, entry.leaving) for entry in store.roster.entries()] == [("http://127.0.0.1:1", False)]
+    assert caplog.text.count("is not signed with the run's API key") == 1
+
+    (tmp_path / "key").write_text("a-strangers-key")
+    line = refusal(capsys, store.address, "--key-file", str(tmp_path / "key"))
+    assert "--key-file: is not the API key of the run at" in line and "a-strangers-key" not in line
+    stranger.publish_config(config.model_dump(mode="json"))
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    assert "VLLM_API_KEY: is not the API key of" in refusal(capsys, store.address)
+    if os.geteuid() == 0:
+        monkeypatch.delenv("VLLM_API_KEY")
+        (file := tmp_path / "run" / "api_key").write_text("another key")
+        os.chown(file, 4321, 4321)
+        assert "is another user's" in refusal(capsys, store.address), "the stranger's key in the stranger's directory"
+
+
+def test_the_store_holds_no_value_of_the_engines_environment_and_an_engine_that_joins_has_them_all_the_same(
+    config, monkeypatch
+):
+    secret: dict[str, Any] = {
+        "env": {"PGPASS": "S3CRET-1", "PLAIN": "S3CRET-2"},
+        "extra_args": ("--token", "S3CRET-3", "--seed", "1"),
+    }
+    rollout = config.rollout.model_copy(update=secret)
+    environment = config.environment.model_copy(update={"options": {"anything": "S3CRET-4"}})
+    config = config.model_copy(update={"rollout": rollout, "environment": environment})
+    tree = _for_joining(config)
+    assert "S3CRET" not in json.dumps(tree) and tree["rollout"]["extra_args"][2:] == ["--seed", "1"]
+    with pytest.raises(
+        UserError, match=r"does not hold PGPASS, PLAIN of rollout\.env, and .*config\.yaml cannot be read here"
+    ):
+        with_environment(tree, "the run")
+    for name, value in secret["env"].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"does not hold what is secret in rollout\.extra_args"):
+        with_environment(tree, "the run")
+    only_env = {**tree, "rollout": {**tree["rollout"], "extra_args": []}}
+    assert with_environment(only_env, "the run")["rollout"]["env"] == secret["env"]
+    begin_attempt(config, print)
+    file = Path(config.run.dir) / "config.yaml"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    found = with_environment(tree, "the run")["rollout"]
+    assert found["env"] == secret["env"] and tuple(found["extra_args"]) == secret["extra_args"]
 
 
 def test_the_published_paths_hold_from_any_directory(tmp_path, monkeypatch):
@@ -322,7 +387,7 @@ class Life:
     """One engine over a roster in memory, whose events happen at the joiner's own ticks: `script` yields after each of them."""
 
     def __init__(self, config: Config, monkeypatch: pytest.MonkeyPatch, answers: bool = True) -> None:
-        self.roster = Roster(StoreChannel(dist.HashStore()))
+        self.roster = Roster(StoreChannel(dist.HashStore()), "")
         self.roster.publish_config({})
         self.server, self.console, self.signals = Server(), Lines(), StopSignals()
         self.engine = JoinedEngine(

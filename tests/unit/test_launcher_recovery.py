@@ -67,7 +67,7 @@ class Supervised:
         )
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         client = dist.TCPStore("127.0.0.1", self.server.port, is_master=False, wait_for_workers=False)
-        self.roster = Roster(StoreChannel(client, PREFIX))
+        self.roster = Roster(StoreChannel(client, PREFIX), "")
         engines = [self._command(f"engine-{index}", code) for index, code in enumerate([engine, *others])]
         for command in engines:
             self.roster.announce(url_of(command))

@@ -287,7 +287,7 @@ class Job:
         )
         self.pool = EnginePool((), 30.0)
         self.channel = StoreChannel(dist.TCPStore(*address, wait_for_workers=False))
-        self.roster = Roster(StoreChannel(dist.TCPStore(*address, wait_for_workers=False), "engines/"))
+        self.roster = Roster(StoreChannel(dist.TCPStore(*address, wait_for_workers=False), "engines/"), KEY)
         for url in urls:
             self.roster.announce(url)
         self.fleet = Fleet(self.config.rollout, self.pool, self.roster, lambda url: TransformersEngine(url, VOCAB, KEY))
