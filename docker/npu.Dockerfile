@@ -21,6 +21,13 @@ RUN apt-get update \
 ARG PYTORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG ASCEND_INDEX=https://mirrors.huaweicloud.com/ascend/repos/pypi
 
+# one user owns what a run writes; 1000 is also the group of Ascend's devices, and a number is what runAsNonRoot can check
+RUN getent group 1000 >/dev/null || groupadd --gid 1000 pa_npu; \
+    getent passwd 1000 >/dev/null || useradd --uid 1000 --gid 1000 --no-create-home --home-dir /home/pa_npu pa_npu; \
+    install -d -o 1000 -g 1000 /home/pa_npu /workspace /workspace/pa_npu
+USER 1000:1000
+ENV HOME=/home/pa_npu
+
 WORKDIR /workspace
 RUN python3.11 -m venv /workspace/engine \
     && engine/bin/pip install --no-cache-dir --extra-index-url "$PYTORCH_INDEX" vllm==0.23.0 \
@@ -31,7 +38,7 @@ RUN git clone --depth 1 --branch core_v0.12.1 https://github.com/NVIDIA/Megatron
     && git clone --depth 1 --branch 26.1.0_core_r0.12.1 https://gitcode.com/Ascend/MindSpeed.git
 
 WORKDIR /workspace/pa_npu
-COPY . .
+COPY --chown=1000:1000 . .
 RUN python3.10 -m venv .venv \
     && .venv/bin/pip install --no-cache-dir --extra-index-url "$PYTORCH_INDEX" --editable '.[npu,ray]' \
     && .venv/bin/pip install --no-cache-dir --editable /workspace/MindSpeed

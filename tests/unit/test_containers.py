@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.unit.test_launcher_cli import ROOT
 
@@ -17,7 +18,7 @@ EXTRAS = set(re.findall(r'^    "(\w+)": \[', (ROOT / "setup.py").read_text(), fl
 FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 # beside the interpreter, where the environment is not activated
 HADOLINT = shutil.which("hadolint", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-INSTRUCTIONS = {"FROM", "ARG", "RUN", "COPY", "ENV", "WORKDIR", "CMD", "SHELL"}
+INSTRUCTIONS = {"FROM", "ARG", "RUN", "COPY", "ENV", "WORKDIR", "CMD", "SHELL", "USER"}
 
 
 def instructions(file: Path) -> list[tuple[str, str]]:
@@ -56,6 +57,39 @@ def test_the_ascend_image_has_the_versions_of_its_page() -> None:
         "python3.11",
     ):
         assert pin in steps and pin in page, pin
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_an_image_runs_as_a_user_who_owns_what_a_run_writes(file: Path) -> None:
+    found = instructions(file)
+    number, group = next(rest for name, rest in reversed(found) if name == "USER").split(":")
+    assert int(number) > 0 and int(group) > 0, "a number, or runAsNonRoot cannot be checked"
+    after = found[[name for name, _ in found].index("USER") :]
+    assert all(f"--chown={number}:{group}" in rest for name, rest in found if name == "COPY")
+    assert not any("/root" in rest or "apt-get" in rest for _, rest in after)
+    (made,) = [rest for name, rest in found if name == "RUN" and "install -d" in rest]
+    assert {"WORKDIR /workspace/pa_npu", "HOME=/home/pa_npu"} <= {
+        "WORKDIR " + rest if name == "WORKDIR" else rest for name, rest in after
+    }
+    assert f"-o {number} -g {group} /home/pa_npu /workspace /workspace/pa_npu" in made
+
+
+def test_the_manifest_for_kubernetes_has_the_paths_and_the_user_of_the_ascend_image() -> None:
+    found = instructions(ROOT / "docker" / "npu.Dockerfile")
+    values = dict(pair.split("=", 1) for name, rest in found if name == "ENV" for pair in rest.split())
+    directory = [rest for name, rest in found if name == "WORKDIR"][-1]
+    job = yaml.safe_load((ROOT / "launch" / "kuberay.yaml").read_text())
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        user, number = pod["securityContext"], next(rest for name, rest in found if name == "USER").split(":")[0]
+        assert user["runAsNonRoot"] and str(user["runAsUser"]) == str(user["fsGroup"]) == number
+        (container,) = pod["containers"]
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        env = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert container["workingDir"] == directory and f"{directory}/launch/" in job["spec"]["entrypoint"]
+        assert env["PA_NPU_VENV"] == f"{directory}/.venv" and f"{env['PA_NPU_VENV']}/bin" in values["PATH"].split(":")
+        assert env["PA_NPU_ENGINE_PYTHON"] == values["PA_NPU_ENGINE_PYTHON"]
 
 
 def test_the_cpu_image_installs_as_the_quick_start_does() -> None:
