@@ -89,3 +89,6 @@ def test_plan_is_a_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     planned = capsys.readouterr().out
     assert main(["run", *keys, "--dry-run"]) == 0
     assert planned == capsys.readouterr().out and "trainer memory" in planned
+    assert "without a password" not in planned
+    assert main(["plan", *keys, "placement.host=0.0.0.0"]) == 0
+    assert "placement.host: 0.0.0.0 opens the run's store, without a password" in capsys.readouterr().out
