@@ -37,7 +37,7 @@ class ExportError(PaNpuError):
 
 
 class InvariantViolation(PaNpuError):
-    """One of the invariants I1 to I6 of the architecture does not hold; the run must not continue."""
+    """One of the invariants I1 to I7 of the architecture does not hold; the run must not continue."""
 
 
 def printable(text: str) -> str:

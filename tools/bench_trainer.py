@@ -18,9 +18,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -52,6 +53,7 @@ class FixedMicrobatches:
     waited_s = 0.0
     is_last = False  # of one replica nobody asks
     traffic = Traffic()
+    advantages: Mapping[int, Sequence[float]] = MappingProxyType({})
 
     def __init__(self, microbatches: list[Microbatch]) -> None:
         self._iterator = iter(microbatches)

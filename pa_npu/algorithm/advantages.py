@@ -22,6 +22,8 @@ GroupAdvantage = Callable[[Rewards], Rewards]
 
 # Keeps groups with nearly equal rewards from exploding; the constant of TRL (verl adds 1e-6).
 STD_EPSILON = 1e-4
+# Another machine's float64 sums may round otherwise.
+_ROUNDING = 1e-5
 
 
 def group_std(rewards: Rewards) -> Rewards:
@@ -74,6 +76,26 @@ def group_advantages(rewards: Rewards, kind: str) -> Rewards:
     if not np.isfinite(advantages).all():
         raise ConfigError(f"{where} returned {advantages.tolist()}, not all finite; return finite numbers")
     return advantages
+
+
+def broken_advantages(rewards: Rewards, advantages: Rewards, kind: str) -> str | None:
+    """Why `advantages` [G] are not those of the group's `rewards` [G], as a phrase; None where they are (invariant I7).
+
+    Of batch-std, which one group does not determine: a positive multiple of the centred rewards.
+    """
+    if kind == "batch-std":
+        centred_rewards = _centre(rewards)
+        squares = float(np.square(centred_rewards).sum())
+        scale = float(np.dot(centred_rewards, advantages)) / squares if squares else 0.0
+        if scale < 0:
+            return f"advantages {advantages.tolist()} go against rewards {rewards.tolist()}"
+        expected = (centred_rewards * scale).astype(np.float32)
+    else:
+        expected = group_advantages(rewards, kind)
+    largest = float(np.abs(expected).max())
+    if np.abs(advantages - expected).max() <= _ROUNDING * largest:
+        return None
+    return f"advantages {advantages.tolist()} of rewards {rewards.tolist()} should be {expected.tolist()}"
 
 
 def batch_advantages(rewards: Sequence[Rewards]) -> list[Rewards]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -25,6 +25,7 @@ from pa_npu.algorithm.update_sums import Differences, MetricSums, ProbeResult, R
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.control.freshness import Freshness
+from pa_npu.errors import InvariantViolation
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,13 @@ class PolicyState:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """[tokens] fp32, and the weights that they were computed with; None where nobody has named them yet."""
+    """[tokens] fp32, and the weights that they were computed with.
+
+    weights: "engine" for what an engine reported, None where nobody has named them yet.
+    """
 
     values: torch.Tensor
-    weights: PolicyState | None
+    weights: PolicyState | Literal["engine"] | None
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Objective:
     """One update's, on one rank.
 
     entered, trained: the responses that were given to `loss` or `sent`, and those whose gradient has come back, each as often.
+    advantages: of the responses that were given to `loss`, in that order, the sum of their tokens' advantages, on the device.
     """
 
     def __init__(
@@ -121,9 +126,10 @@ class Objective:
         self._policy_loss = find_policy_loss(config.algorithm.loss)
         self._freshness = Freshness(config.schedule.max_staleness)
         self.totals = Totals()
-        self.sums = MetricSums(metric_names(config.algorithm, stale=config.schedule.max_staleness > 0))
+        self.sums = MetricSums(device, metric_names(config.algorithm, stale=config.schedule.max_staleness > 0))
         self.entered: list[TrainedResponse] = []
         self.trained: list[TrainedResponse] = []
+        self.advantages: list[torch.Tensor] = []
 
     @property
     def entropy_gradient(self) -> bool:
@@ -138,7 +144,9 @@ class Objective:
     def loss(self, microbatch: Columns, outputs: Outputs) -> torch.Tensor:
         """The sum over the microbatch's tokens, whose gradient the backend computes, undivided. Raises InvariantViolation."""
         algorithm = self._config.algorithm
-        old_logprobs = self._denominator(microbatch, outputs)
+        denominator = self._denominator(microbatch, outputs)
+        self._check_denominator(microbatch, denominator, outputs.policy.weights)
+        old_logprobs = denominator.values
         if self._keep is not None:
             self._keep(microbatch.iteration, microbatch.sources, microbatch.response_lengths, old_logprobs)
         reference = outputs.frozen.get("reference")
@@ -155,6 +163,8 @@ class Objective:
             group_size=self._config.rollout.responses_per_prompt,
             ages=microbatch.ages if self._config.schedule.max_staleness else None,
         )
+        self.advantages.append(batch.response_sum(batch.advantages))
+        self.sums.moved = torch.maximum(self.sums.moved, (batch.old_logprobs != batch.logprobs.detach()).any().float())
         sums = loss_sums(batch, algorithm, self._policy_loss)
         generated = outputs.frozen.get(
             "old", outputs.policy
@@ -165,12 +175,14 @@ class Objective:
             judge, self._judge_first = self._judge_first, None
             judge(differences.read())
         self._enter(microbatch, sums.loss)
+        if sums.loss.requires_grad:
+            sums.loss.register_hook(self._arrived)
         return sums.loss
 
     def normaliser(self, totals: Totals, reductions: Reductions) -> float:
         """What the update's sum is divided by. totals: of all replicas. Collective where only the last stage knows it."""
         if self._config.algorithm.loss == "dpo":  # the mean over pairs
-            return max(1.0, self.sums.total("preference_pairs", reductions, self._device))
+            return max(1.0, self.sums.total("preference_pairs", reductions))
         return normaliser(
             self._config.algorithm.aggregation,
             totals.tokens_response,
@@ -191,20 +203,44 @@ class Objective:
     def _passed(self, responses: list[TrainedResponse], gradient: torch.Tensor) -> None:
         self.trained += responses
 
-    def _denominator(self, microbatch: Columns, outputs: Outputs) -> torch.Tensor:
+    def _arrived(self, factor: torch.Tensor) -> None:
+        """factor: the gradient that comes to a loss, which nothing but its sum may be made of."""
+        self.sums.factor_error = torch.maximum(self.sums.factor_error, (factor.float() - 1.0).abs())
+
+    def _denominator(self, microbatch: Columns, outputs: Outputs) -> Logprobs:
         """Log-probs of the policy that ratios are taken against.
 
         The proximal one is the policy at the iteration's beginning; with one update per iteration the policy itself: ratio 1.
         """
         if self._config.ratio == "sampling":
-            return microbatch.engine_logprobs
+            return Logprobs(microbatch.engine_logprobs, "engine")
         if "old" in outputs.frozen:
-            return outputs.frozen["old"].values
-        weights = outputs.policy.weights
-        if weights is not None:
-            what = f"a microbatch of groups {microbatch.group_indices}"
-            self._freshness.check(weights.version + weights.updates, microbatch.versions, what)
-        return outputs.policy.values.detach()
+            return outputs.frozen["old"]
+        return replace(outputs.policy, values=outputs.policy.values.detach())
+
+    def _check_denominator(
+        self, microbatch: Columns, found: Logprobs, policy: PolicyState | Literal["engine"] | None
+    ) -> None:
+        """Raises InvariantViolation where these are not of the policy that the algorithm names (I7)."""
+        if not isinstance(policy, PolicyState):
+            return  # nobody has named the weights
+        what = f"a microbatch of groups {microbatch.group_indices}"
+        if self._config.ratio != "sampling" and "old" not in self._config.frozen_models:
+            self._freshness.check(policy.version + policy.updates, microbatch.versions, what)
+            if self._config.algorithm.loss == "dpo":
+                return  # takes no ratio
+        wanted = "engine" if self._config.ratio == "sampling" else PolicyState(policy.version)
+        if found.weights != wanted:
+            raise InvariantViolation(
+                f"I7 gradient: iteration {microbatch.iteration}: {what} has ratios against {_named(found.weights)}, where "
+                f"algorithm.ratio = {self._config.ratio} takes {_named(wanted)}; give the log-probs of that one"
+            )
+
+
+def _named(weights: PolicyState | str | None) -> str:
+    if isinstance(weights, PolicyState):
+        return f"the policy of version {weights.version} after {weights.updates} updates"
+    return "what the engines reported" if weights == "engine" else "weights that nobody has named"
 
 
 def measure(microbatch: Columns, logprobs: torch.Tensor) -> Differences:

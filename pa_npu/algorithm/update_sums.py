@@ -33,6 +33,20 @@ class ProbeResult:
     differences: DifferenceSums
 
 
+@dataclass(frozen=True)
+class ReducedGradient:
+    """What shows that every replica's part is in the gradient, bucket by bucket, [buckets] fp32 each (invariant I7).
+
+    own, squares: sums of the elements, and of their squares, that this rank brings to a bucket, before any of it is reduced.
+    reduced: its share of the sum of the elements afterwards; the shares of all replicas make the whole. NaN where a bucket was not
+    reduced. Elements may be a sample, the same on all replicas.
+    """
+
+    own: torch.Tensor
+    squares: torch.Tensor
+    reduced: torch.Tensor
+
+
 @dataclass
 class Totals:
     """What has been given to the objective for one update; of one replica equal on all its ranks."""
@@ -87,12 +101,15 @@ class Differences:
 @dataclass(frozen=True)
 class Statistics:
     """An update's MetricSums over all ranks. sums: by name. all, first: differences from the engines' log-probs (I5), of all
-    microbatches and of every replica's first. age_max: by how many versions the oldest token is behind what it trains."""
+    microbatches and of every replica's first. age_max: by how many versions the oldest token is behind what it trains.
+    factor_error: by how much a gradient that came to a loss was not 1. moved: whether any ratio was not 1."""
 
     sums: dict[str, float]
     all: ProbeResult
     first: ProbeResult
     age_max: int
+    factor_error: float
+    moved: bool
 
     def metrics(self, tokens: int, normaliser: float) -> dict[str, Any]:
         """The fields of UpdateReport that say how the loss went. tokens: trained ones of all replicas."""
@@ -131,11 +148,17 @@ class Statistics:
 class MetricSums:
     """Named sums, and differences from the engines' log-probs, that only the last pipeline stage computes. All on the device."""
 
+    device: torch.device
     names: tuple[str, ...] = ()
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     all: Differences | None = None
     first: Differences | None = None
-    age_max: torch.Tensor | None = None
+    age_max: torch.Tensor = field(init=False)
+    factor_error: torch.Tensor = field(init=False)
+    moved: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.age_max = self.factor_error = self.moved = torch.zeros((), device=self.device)
 
     def add(self, metrics: dict[str, torch.Tensor], differences: Differences, age_max: torch.Tensor) -> None:
         """One microbatch."""
@@ -144,27 +167,27 @@ class MetricSums:
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.first = self.first or differences
         self.all = differences if self.all is None else self.all.plus(differences)
-        self.age_max = age_max if self.age_max is None else torch.maximum(self.age_max, age_max)
+        self.age_max = torch.maximum(self.age_max, age_max)
 
-    def total(self, name: str, reductions: Reductions, device: torch.device) -> float:
+    def total(self, name: str, reductions: Reductions) -> float:
         """One sum over all ranks (collective over replicas and stages), while others still accumulate."""
-        value = self.sums.get(name, torch.zeros((), device=device)).clone()
+        value = self.sums.get(name, torch.zeros((), device=self.device)).clone()
         return float(reductions.stages(reductions.replicas(value)).item())
 
-    def over_ranks(self, reductions: Reductions, device: torch.device) -> Statistics:
+    def over_ranks(self, reductions: Reductions) -> Statistics:
         """Sums over replicas and overall maxima, known to every rank afterwards (collective over replicas and stages)."""
-        zero = torch.zeros((), device=device)
-        parts = [part or Differences.zeros(device) for part in (self.all, self.first)]
+        zero = torch.zeros((), device=self.device)
+        parts = [part or Differences.zeros(self.device) for part in (self.all, self.first)]
         vector = torch.cat([*(self.sums.get(name, zero)[None] for name in self.names), *(p.sums for p in parts)])
-        age_max = zero if self.age_max is None else self.age_max
-        largest = torch.cat([*(part.largest for part in parts), age_max[None]])
+        extremes = torch.stack([self.age_max, self.factor_error, self.moved])
+        largest = torch.cat([*(part.largest for part in parts), extremes])
         # stages other than the last hold zeros, so the sum over the pipeline is a broadcast of the last stage's values
         vector = reductions.stages(reductions.replicas(vector))
         largest = reductions.stages(reductions.replicas(largest, largest=True), largest=True)
-        values, (*maxima, oldest) = vector.tolist(), largest.tolist()
+        values, (*maxima, oldest, factor_error, moved) = vector.tolist(), largest.tolist()
         named = dict(zip(self.names, values[: len(self.names)], strict=True))
         every, first = (
             Differences.result(values[start : start + _SUMS], maxima[2 * number : 2 * number + 2])
             for number, start in enumerate(range(len(self.names), len(values), _SUMS))
         )
-        return Statistics(named, every, first, int(oldest))
+        return Statistics(named, every, first, int(oldest), factor_error, bool(moved))

@@ -5,7 +5,7 @@ Megatron is the first (`pa_npu.backends.megatron`); another is a package beside 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.algorithm.objective import Objective, Outputs, PolicyState
-from pa_npu.algorithm.update_sums import Reductions
+from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
 from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.checkpoints.saving import PlannedSave
 from pa_npu.config.mesh import Place
@@ -40,6 +40,7 @@ class MicrobatchSource(Protocol):
     """The microbatches of one update as they arrive; `waited_s` counts the seconds spent waiting for them.
 
     is_last: whether the microbatch handed out last is the update's last one. traffic: how they came to this replica so far.
+    advantages: of the groups handed out, each sample's as its rewards give it, by dispatch index; of those that are known.
     """
 
     @property
@@ -50,6 +51,9 @@ class MicrobatchSource(Protocol):
 
     @property
     def is_last(self) -> bool: ...
+
+    @property
+    def advantages(self) -> Mapping[int, Sequence[float]]: ...
 
     def settle(self) -> int:
         """How many groups the update has; waits until that is known. Raises DeadlineExceeded."""
@@ -103,11 +107,15 @@ class TrainBackend(Protocol):
     def copy_policy(self, name: str) -> None:
         """Make "old", "reference" or "published" equal to the policy as it is now. Done on the device when it returns."""
 
-    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> None:
+    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> ReducedGradient | None:
         """Forward and backward over one update's microbatches as they arrive; gradients are summed, over replicas too, undivided.
 
-        Begins with gradients of zero. Done on the device when it returns.
+        Begins with gradients of zero. Done on the device when it returns. What it returns says how they were summed over replicas;
+        None where there is one.
         """
+
+    def gradient_size(self) -> torch.Tensor:
+        """The norm of the gradient that this rank holds, or of a sample of its elements; fp32 []. Not collective."""
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the update's gradient."""
@@ -118,8 +126,8 @@ class TrainBackend(Protocol):
     def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
         """The policy's log-probs, given to `take` where they are computed; changes nothing. Microbatches come from the host."""
 
-    def policy_digest(self) -> str:
-        """Digest of the weights that this rank trains (publish.digest.digest_of). Not collective."""
+    def digest(self, name: str = "policy") -> str:
+        """Digest of this rank's weights of the policy, or of a copy (weight_transfer.digest.digest_of). Not collective."""
 
     def plan_save(self, directory: Path, reference_version: int) -> PlannedSave:
         """Agree on what each rank writes into `directory` of the state as it is.

@@ -45,10 +45,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A group and the pieces that it is trained in, which remember their layouts."""
+    """A group and the pieces that it is trained in, which remember their layouts.
+
+    advantages: each sample's, where they were checked against the rewards.
+    """
 
     group: Group
     pieces: list[Group]
+    advantages: list[float] | None = None
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,7 @@ def rollout_source(
             links=backend.replica_links,
             timeline=timeline,
             freshness=Freshness(config.schedule.max_staleness),
+            advantage=config.algorithm.advantage,
             border=learner.gate.border,
             size=partial(size, iteration) if has_budget else None,
         )

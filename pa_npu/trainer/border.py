@@ -63,7 +63,7 @@ class Border:
         self._when = PublishWhen(config, learner)
         self._swaps_to: int | None = None  # the version that engines have received and do not hold yet
         self._publish = TrainerPublish(
-            channel, learner.publish, learner.backend.policy_digest, rank, stage, config.border_timeout_s, timeline
+            channel, learner.publish, learner.backend.digest, rank, stage, config.border_timeout_s, timeline
         )
 
     def cross(

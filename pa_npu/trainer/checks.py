@@ -1,4 +1,4 @@
-"""What a trainer rank checks after every iteration, before its weights go anywhere: I2 (exactly once) and I5 (agreement)."""
+"""What a trainer rank checks after every iteration, before its weights go anywhere: I2, I7 (its normalisers) and I5."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import DISPATCHED, UPDATE_SIZE, AgreementReport
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.exactly_once import check_dispatched, check_trained
+from pa_npu.trainer.gradient_sum import check_normalisers
 
 
 class IterationChecks:
@@ -28,9 +29,16 @@ class IterationChecks:
         self._agreement.check_probe(iteration, first)
 
     def __call__(
-        self, iteration: int, trained: Sequence[TrainedResponse], differences: DifferenceSums
+        self,
+        iteration: int,
+        trained: Sequence[TrainedResponse],
+        normalisers: Sequence[float],
+        differences: DifferenceSums,
     ) -> AgreementReport:
-        """trained: by this replica. differences: of all replicas' tokens. Raises InvariantViolation."""
+        """trained: by this replica. normalisers: of the iteration's updates. differences: of all replicas' tokens.
+
+        Raises InvariantViolation.
+        """
         # put when the last group was, so this waits for as long as the store takes
         dispatched = DISPATCHED.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=iteration)
         size = self._config.groups_per_replica
@@ -38,4 +46,5 @@ class IterationChecks:
             size = UPDATE_SIZE.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=iteration).groups
         check_dispatched(dispatched, iteration, self._config.mesh.data, size)
         check_trained(dispatched, self._replica, trained)
+        check_normalisers(dispatched, normalisers, self._config)
         return self._agreement.check_trained(iteration, differences)

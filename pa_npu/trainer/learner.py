@@ -15,7 +15,7 @@ import torch
 
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.objective import Columns, Objective, Outputs, PolicyState, TrainedResponse, measure
-from pa_npu.algorithm.update_sums import MetricSums, ProbeResult, Totals
+from pa_npu.algorithm.update_sums import MetricSums, ProbeResult, Statistics, Totals
 from pa_npu.backends.protocol import MicrobatchSource, Step, TrainBackend
 from pa_npu.checkpoints.saving import PlannedSave
 from pa_npu.config.schema import Config
@@ -29,16 +29,18 @@ from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.gradient_sum import GradientSum
 
 
 @dataclass(frozen=True)
 class Update:
     """What an optimizer step did, equal on all ranks. differences: of its tokens' log-probs from the engines' (I5); first: of those
-    in every replica's first microbatch."""
+    in every replica's first microbatch. normaliser: what the gradient was divided by."""
 
     report: UpdateReport
     differences: DifferenceSums
     first: ProbeResult
+    normaliser: float
 
 
 def late_source(config: Config) -> str:
@@ -78,18 +80,23 @@ class Learner:
         """Forward and backward over one update's microbatches as they arrive; gradients stay unnormalised sums.
 
         judge_first: called with this replica's first microbatch's differences before its backward, where log-probs are computed (on
-        the last pipeline stage); it may raise. Returns what this replica has trained, counted where gradients pass (I2).
+        the last pipeline stage); it may raise. Returns what this replica has trained, counted where gradients pass (I2). Raises
+        InvariantViolation where that is not what it was given (I7).
         """
         keep = None if self._kept is None else self._kept.add
         self._objective = Objective(self._config, self.backend.device, judge_first, keep)
         start = time.perf_counter()
         waited_s, traffic = microbatches.waited_s, microbatches.traffic
-        self.backend.accumulate(microbatches, self._objective)
+        reduced = self.backend.accumulate(microbatches, self._objective)
         self._wait_s = microbatches.waited_s - waited_s
         self._train_s = time.perf_counter() - start - self._wait_s
         self._traffic = microbatches.traffic.since(traffic)
+        self._expected_advantages = dict(microbatches.advantages)
         if self._kept is not None:
             self._kept.write()
+        self._sum = GradientSum(self._where())
+        self._sum.check_passed(self._objective.entered, self._objective.trained)
+        self._sum.check_reduced(reduced, self.backend.place.mesh.data, self.backend.reductions)
         return self._objective.trained
 
     def step(self) -> Update:
@@ -98,7 +105,9 @@ class Learner:
         with self._timeline.span("step"):
             totals, traffic = self._over_replicas()
             normaliser = self._objective.normaliser(totals, self.backend.reductions)
+            before = self.backend.gradient_size()
             self.backend.scale_gradients(1.0 / normaliser)
+            self._sum.check_divided(float(before), float(self.backend.gradient_size()), normaliser)
             if late_source(self._config) == "policy":
                 self.gate.close()
             step = self.backend.step()
@@ -107,19 +116,20 @@ class Learner:
                 f"gradient norm is {step.grad_norm}: the update would destroy the weights; lower optimizer.learning_rate, or look "
                 f"at the rewards and log-prob differences of the last iterations in metrics.jsonl"
             )
+        update = self._update(totals, traffic, normaliser, step, time.perf_counter() - start)
         if self._policy is not None:
             self._name_policy(PolicyState(self._policy.version, self._policy.updates + 1))
-        return self._update(totals, traffic, normaliser, step, time.perf_counter() - start)
+        return update
 
     def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
         """Log-probs of the current policy against the engines' for the same tokens, over all ranks; changes nothing."""
-        sums = MetricSums()
+        sums = MetricSums(self.backend.device)
 
         def take(microbatch: Columns, outputs: Outputs) -> None:
             sums.add({}, measure(microbatch, outputs.policy.values), microbatch.ages.max())
 
         self.backend.evaluate(microbatches, take)
-        return sums.over_ranks(self.backend.reductions, self.backend.device).all
+        return sums.over_ranks(self.backend.reductions).all
 
     def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
         """Send the weights to all engines, if there are any, and freeze them as the old policy where needed.
@@ -175,6 +185,22 @@ class Learner:
         self._policy = weights
         self.backend.name_policy(weights)
 
+    def _where(self) -> str:
+        if self._policy is None:
+            return "an update of weights without a version"
+        return f"iteration {self._policy.version}, update {self._policy.updates}, replica {self.backend.place.replica}"
+
+    def _check(self, statistics: Statistics) -> None:
+        """What is known of the update's gradient when its numbers have come from the device (I7)."""
+        self._sum.check_factor(statistics.factor_error)
+        objective = self._objective
+        if objective.advantages:
+            found = torch.cat(objective.advantages).tolist()
+            self._sum.check_advantages(objective.entered, found, self._expected_advantages)
+        is_later = self._policy is not None and self._policy.updates > 0
+        if is_later and not statistics.moved and "old" in self._config.frozen_models:
+            self._sum.check_moved(False, self.backend.digest(), self.backend.digest("old"))
+
     def _over_replicas(self) -> tuple[Totals, Traffic]:
         own = [*astuple(self._objective.totals), *astuple(self._traffic)]
         values = torch.tensor(own, dtype=torch.int64, device=self.backend.device)
@@ -184,7 +210,8 @@ class Learner:
 
     def _update(self, totals: Totals, traffic: Traffic, normaliser: float, step: Step, step_s: float) -> Update:
         reductions, device = self.backend.reductions, self.backend.device
-        statistics = self._objective.sums.over_ranks(reductions, device)
+        statistics = self._objective.sums.over_ranks(reductions)
+        self._check(statistics)
         peak = self._platform.take_memory_peak()
         own = torch.tensor([self._wait_s, self._train_s + step_s, step_s], dtype=torch.float32, device=device)
         wait_s, train_s, step_s = (reductions.ranks(own) / self.backend.place.mesh.size).tolist()
@@ -210,4 +237,4 @@ class Learner:
         # tokens that older weights sampled differ by the updates since, which is no disagreement
         one_version = "old" in self._config.frozen_models or self._config.schedule.updates_per_iteration == 1
         differences = statistics.all.differences if one_version and not statistics.age_max else DifferenceSums()
-        return Update(report, differences, statistics.first)
+        return Update(report, differences, statistics.first, normaliser)

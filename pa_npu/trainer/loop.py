@@ -63,7 +63,7 @@ def train(
             updates = config.schedule.updates_per_iteration
             consumed = consume(learner, rollouts(version), updates, judge, border.before_step)
             probe = probe_report(consumed.first) if rides else probe
-        agreement = checks(version, consumed.trained, consumed.differences)
+        agreement = checks(version, consumed.trained, consumed.normalisers, consumed.differences)
         training = replace(consumed.report, wait_s=consumed.report.wait_s + waited_s)
         report = IterationReport(version, training, probe, agreement)
 
@@ -92,10 +92,11 @@ def leave_behind(config: Config, learner: Learner, checkpoints: Checkpointing, v
 @dataclass(frozen=True)
 class Consumed:
     """An iteration that has been trained. trained: by this replica. differences: of all replicas' tokens from the engines', first:
-    of those in the first microbatches."""
+    of those in the first microbatches. normalisers: of its updates."""
 
     report: UpdateReport
     trained: list[TrainedResponse]
+    normalisers: list[float]
     differences: DifferenceSums
     first: ProbeResult
 
@@ -119,4 +120,5 @@ def consume(
         steps.append(learner.step())
     microbatches.finish()
     differences = sum((step.differences for step in steps), DifferenceSums())
-    return Consumed(merge_updates([step.report for step in steps]), trained, differences, steps[0].first)
+    report, normalisers = merge_updates([step.report for step in steps]), [step.normaliser for step in steps]
+    return Consumed(report, trained, normalisers, differences, steps[0].first)

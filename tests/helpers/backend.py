@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
@@ -24,6 +24,8 @@ class Source(Iterator[Microbatch]):
     """A MicrobatchSource of what is already there."""
 
     is_last = False  # of one replica nobody asks
+
+    advantages: Mapping[int, Sequence[float]] = {}
 
     def __init__(self, microbatches: Iterable[Microbatch], waited_s: float = 0.0, each: Traffic = NONE) -> None:
         """each: how every microbatch came."""

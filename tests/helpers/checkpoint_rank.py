@@ -72,7 +72,7 @@ class Attempt:
         from pa_npu.trainer.loop import consume
 
         if self.rank == 0:
-            put_groups(self.config, self.buffer, iteration, None, False)
+            put_groups(self.config, self.buffer, iteration, None)
         self.learner.publish(iteration)
         updates = self.config.schedule.updates_per_iteration
         return numbers(consume(self.learner, self.rollouts(iteration), updates).report)

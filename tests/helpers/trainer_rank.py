@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from pa_npu.algorithm.advantages import group_advantages
+from pa_npu.algorithm.advantages import batch_advantages, group_advantages
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
+from pa_npu.control.messages import DISPATCHED, Dispatched, DispatchedGroup
 from pa_npu.samples.types import Group
+from tests.helpers.gradient_faults import put_advantages
 from tests.helpers.groups import with_trained
 from tests.helpers.preloaded import start_rank
 from tests.helpers.reports import numbers
@@ -67,7 +69,6 @@ class Job:
     last: int = 1
     export: str | None = None
     order: list[int] | None = None  # arrival order of the groups, by index; only with schedule.order=completion
-    advantages_of_rewards: bool = False  # as the coordinator computes them; otherwise random numbers
     module: str = "tests.helpers.trainer_rank"  # what a rank runs
     options: dict[str, Any] = field(default_factory=dict)  # further values of JOB.json, for another module
     environment: dict[str, str] = field(default_factory=dict)
@@ -89,7 +90,6 @@ def run_job(job: Job, timeout_s: float = 240, ends: tuple[int, ...] | None = Non
                 "last": job.last,
                 "export": job.export,
                 "order": job.order,
-                "advantages_of_rewards": job.advantages_of_rewards,
                 "out": str(out),
                 **job.options,
             }
@@ -130,6 +130,8 @@ def main(job_file: str) -> None:
     from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import rollout_source
+    from pa_npu.trainer.exactly_once import check_dispatched, check_trained
+    from pa_npu.trainer.gradient_sum import check_normalisers
     from pa_npu.trainer.learner import Learner
     from pa_npu.trainer.loop import consume
 
@@ -147,6 +149,10 @@ def main(job_file: str) -> None:
     backend = module.create(config, spec, platform, dist.PrefixStore("trainer", store), rank, 0, timeline)
     channel = StoreChannel(store)
     learner = Learner(config, backend, platform, timeline)
+    if "fault" in job:
+        from tests.helpers.gradient_faults import inject
+
+        inject(job["fault"], learner)
     rollouts = rollout_source(config, channel, learner, timeline)
     checkpoints = Checkpointing(config, learner, partial(data_state, config), timeline)
     assert checkpoints.load() == job["first"]
@@ -154,12 +160,18 @@ def main(job_file: str) -> None:
     for iteration in range(job["first"], job["last"]):
         if rank == 0:
             buffer = StoreRolloutBuffer(channel, "run", readers=1)
-            put_groups(config, buffer, iteration, job["order"], job["advantages_of_rewards"], job.get("sizes"))
+            dispatched = put_groups(config, buffer, iteration, job["order"], job.get("sizes"), job.get("fault"))
+            DISPATCHED.put(channel, dispatched, iteration=iteration)
             if "sizes" in job:
                 UPDATE_SIZE.put(channel, UpdateSize(job["sizes"][iteration]), iteration=iteration)
         learner.publish(iteration)
-        report = consume(learner, rollouts(iteration), config.schedule.updates_per_iteration).report
-        reports.append(numbers(report, checkpoints.at_border(iteration + 1)))
+        consumed = consume(learner, rollouts(iteration), config.schedule.updates_per_iteration)
+        said = DISPATCHED.wait(channel, 60, iteration=iteration)
+        replicas = config.mesh.data
+        check_dispatched(said, iteration, replicas, len(said.groups) // replicas)
+        check_trained(said, backend.place.replica, consumed.trained)
+        check_normalisers(said, consumed.normalisers, config)
+        reports.append(numbers(consumed.report, checkpoints.at_border(iteration + 1)))
     if config.checkpoint.every:
         checkpoints.finish(job["last"])
     if job["export"]:
@@ -179,10 +191,10 @@ def put_groups(
     buffer: Any,
     iteration: int,
     order: list[int] | None,
-    advantages_of_rewards: bool,
     sizes: list[int] | None = None,
-) -> None:
-    """Slots as the coordinator assigns them with order=prompt, or in the given arrival order.
+    fault: str | None = None,
+) -> Dispatched:
+    """Slots as the coordinator assigns them with order=prompt, or in the given arrival order; advantages are those of the rewards.
 
     sizes: of every iteration, as many groups for each replica as schedule.tokens_per_update is said to take; None: all.
     """
@@ -190,11 +202,16 @@ def put_groups(
         iteration, config.schedule.prompts_per_iteration, config.rollout.responses_per_prompt, config.run.seed
     )
     kind = config.algorithm.advantage
-    if advantages_of_rewards and kind != "batch-std":
-        groups = [with_advantages(group, group_advantages(group.rewards, kind)) for group in groups]
+    rewards = [group.rewards for group in groups]
+    every = batch_advantages(rewards) if kind == "batch-std" else [group_advantages(one, kind) for one in rewards]
+    every = [put_advantages(fault, number, advantages) for number, advantages in enumerate(every)]
+    groups = [with_advantages(group, advantages) for group, advantages in zip(groups, every, strict=True)]
     taken = len(groups) if sizes is None else sizes[iteration] * config.data_parallel
+    sent = []
     for place, index in enumerate(order or range(taken)):
         buffer.put(groups[index], place % config.data_parallel, place // config.data_parallel)
+        sent.append(DispatchedGroup(index, place % config.data_parallel, tuple(groups[index].trained_lengths.tolist())))
+    return Dispatched(iteration, tuple(sent))
 
 
 if __name__ == "__main__":

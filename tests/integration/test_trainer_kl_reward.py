@@ -106,7 +106,7 @@ def by_hand(
 def test_weights_are_those_of_rewards_that_contain_the_kl(case: str, model: Path, tmp_path: Path) -> None:
     estimator, algorithm, trainer = CASES[case]
     config = make_config(model, tmp_path, estimator, algorithm, trainer)
-    job = Job(config, tmp_path, last=ITERATIONS, export=str(tmp_path / "hf"), advantages_of_rewards=True)
+    job = Job(config, tmp_path, last=ITERATIONS, export=str(tmp_path / "hf"))
     reports = run_job(job)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     weights = {name: value.detach() for name, value in exported.named_parameters()}

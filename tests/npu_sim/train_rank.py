@@ -112,7 +112,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     reports = []
     for iteration in range(ITERATIONS):
         if rank == 0:
-            put_groups(config, StoreRolloutBuffer(StoreChannel(store), "run", readers=1), iteration, None, False)
+            put_groups(config, StoreRolloutBuffer(StoreChannel(store), "run", readers=1), iteration, None)
         learner.publish(iteration)
         reports.append(numbers(consume(learner, rollouts(iteration), 1).report))
     backend.export(directory / "hf")

@@ -86,6 +86,7 @@ HANDS_ON = {
 ASIDE = {
     "algorithm/agreement.py": "statistics of log-prob differences",
     "attention/transform.py": "layouts of other forms",
+    "algorithm/batch.py": "sums of a response's tokens",
     "algorithm/update_sums.py": "metrics",
     "backends/reductions.py": "metrics over ranks",
     "coordinator/production.py": "numbers of the iteration's record",

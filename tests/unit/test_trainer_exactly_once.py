@@ -147,10 +147,10 @@ def test_a_microbatch_trained_twice_or_left_out_inside_a_replica_ends_the_iterat
     DISPATCHED.put(channel, Dispatched(0, tuple(sent)), iteration=0)
     checks = IterationChecks(config, channel, Agreement(config, writes=False), replica=0)
     if fault is None:
-        checks(0, trained, update.differences)
+        checks(0, trained, [update.normaliser], update.differences)
         return
     with pytest.raises(InvariantViolation, match="I2 exactly once: iteration 0, replica 0"):
-        checks(0, trained, update.differences)
+        checks(0, trained, [update.normaliser], update.differences)
 
 
 def test_a_coordinator_that_never_says_what_it_dispatched_ends_the_wait(model: Path, tmp_path: Path) -> None:
@@ -158,4 +158,4 @@ def test_a_coordinator_that_never_says_what_it_dispatched_ends_the_wait(model: P
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"wait_timeout_s": 0.01})})
     checks = IterationChecks(config, StoreChannel(dist.HashStore()), Agreement(config, writes=False), replica=0)
     with pytest.raises(DeadlineExceeded, match="the coordinator: what iteration 3 consists of"):
-        checks(3, [], DifferenceSums())
+        checks(3, [], [], DifferenceSums())

@@ -38,7 +38,7 @@ class OneLayerLearner:
         return []
 
     def step(self) -> Update:
-        return Update(update_report(), DifferenceSums(), ProbeResult(0.0, DifferenceSums()))
+        return Update(update_report(), DifferenceSums(), ProbeResult(0.0, DifferenceSums()), 1.0)
 
     backend = SimpleNamespace(export=lambda *_: None)
 

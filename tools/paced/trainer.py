@@ -6,11 +6,12 @@ PACED_TRAINER=token_s    trainer.backend=tools.paced.trainer:BACKEND
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from pa_npu.algorithm.objective import Objective
+from pa_npu.algorithm.update_sums import ReducedGradient
 from pa_npu.backends.megatron import factory
 from pa_npu.backends.protocol import MicrobatchSource, TrainBackend
 from pa_npu.samples.group_source import Traffic
@@ -36,6 +37,10 @@ class PacedMicrobatches:
     @property
     def is_last(self) -> bool:
         return self._source.is_last
+
+    @property
+    def advantages(self) -> Mapping[int, Sequence[float]]:
+        return self._source.advantages
 
     @property
     def traffic(self) -> Traffic:
@@ -68,8 +73,8 @@ class PacedBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> None:
-        self._backend.accumulate(PacedMicrobatches(microbatches, self._token_s), objective)
+    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> ReducedGradient | None:
+        return self._backend.accumulate(PacedMicrobatches(microbatches, self._token_s), objective)
 
 
 BACKEND = SimpleNamespace(

@@ -16,12 +16,14 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
+from pa_npu.algorithm.update_sums import ReducedGradient
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
 from pa_npu.backends.megatron.checkpoint.state import CheckpointContents
 from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
 from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler
+from pa_npu.backends.megatron.reduction import WatchedReduction, gradient_size
 from pa_npu.backends.megatron.schedule import Forward, Loss, run_pipelined, run_sequential, with_spans
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.backends.megatron.weights.buckets import StageTensors
@@ -63,6 +65,8 @@ class MegatronBackend:
             # with a budget of tokens nobody knows which microbatch is the last one while it goes through the model
             bucket_mib=0.0 if config.schedule.tokens_per_update else config.trainer.gradient_bucket_mib,
         )
+        data = self.place.mesh.data
+        self._watched = WatchedReduction(self._ddp, data, self.place.replica) if data > 1 else None
         self._optimizer = build_optimizer(self._ddp, config)
         self._scheduler = build_scheduler(self._optimizer, config)
         stage.config.no_sync_func = self._ddp.no_sync
@@ -109,7 +113,7 @@ class MegatronBackend:
         self._stage.copy_policy_to(name)
         self._platform.synchronize()
 
-    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> None:
+    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> ReducedGradient | None:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         num_microbatches = 0
@@ -134,6 +138,10 @@ class MegatronBackend:
 
         self._run(source, num_microbatches, forward, loss, lambda: source.is_last)
         self._platform.synchronize()
+        return None if self._watched is None else self._watched.take()
+
+    def gradient_size(self) -> torch.Tensor:
+        return gradient_size(self._ddp)
 
     def scale_gradients(self, factor: float) -> None:
         self._ddp.scale_gradients(factor)
@@ -153,8 +161,8 @@ class MegatronBackend:
         on_device = [one.to(self._device) for one in microbatches]
         self._run(on_device, len(microbatches), partial(self._forward, entropy_gradient=False), loss)
 
-    def policy_digest(self) -> str:
-        return digest_of(self._stage.policy.parameters())
+    def digest(self, name: str = "policy") -> str:
+        return digest_of(self._stage.model(name).parameters())
 
     def plan_save(self, directory: Path, reference_version: int) -> PlannedShards:
         return self._contents.plan(directory, reference_version)

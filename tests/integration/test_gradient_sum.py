@@ -1,0 +1,77 @@
+"""I7 on real ranks: an update whose gradient is not the sum it claims ends the run, on every backend, however it is spread.
+
+The clean runs of tests/integration/test_trainer_parity.py and test_trainer_kl_reward.py go through the same checks.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.gradient_faults import FAULTS, RATIOS, REPLICAS, faults_of
+from tests.helpers.models import make_model
+from tests.helpers.trainer_rank import Job, run_job
+from tests.integration.test_trainer_parity import make_config
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"devices": 1},
+    "PP2": {"devices": 2, "pipeline_parallel": 2},
+    "DP2": {"devices": 2},
+    "DP2, not sharded": {"devices": 2, "distributed_optimizer": False},
+    "DP2, reduced at the end": {"devices": 2, "gradient_bucket_mib": 0.0},
+}
+TWICE = {"updates_per_iteration": 2}
+FEW = [  # what each layout adds; the others are nightly
+    ("PP2", "fp32", "a backward dropped"),
+    ("PP2", "bf16", "a backward run twice"),
+    ("DP2", "bf16", RATIOS[1]),
+    ("DP2", "bf16", REPLICAS),
+    ("DP2, not sharded", "fp32", "advantages negated on one replica"),
+    ("DP2, reduced at the end", "fp32", REPLICAS),
+]
+ALL = [
+    (layout, dtype, fault)
+    for layout, trainer in LAYOUTS.items()
+    for dtype in ("fp32", "bf16")
+    for fault in faults_of(2, trainer["devices"] // trainer.get("pipeline_parallel", 1))
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "qwen2", tied=True)
+
+
+def job(layout: str, dtype: str, model: Path, directory: Path, **options: Any) -> Job:
+    config = make_config(
+        model,
+        directory,
+        trainer=LAYOUTS[layout],
+        schedule={**TWICE, "prompts_per_iteration": 8},
+        microbatch={"responses": 2},
+        optimizer={"warmup_iterations": 0, "learning_rate": 1e-3},
+    )
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    return Job(config, directory, last=2, options=options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "fault"),
+    [pytest.param(*case, marks=[] if case in FEW else [pytest.mark.nightly]) for case in ALL],
+)
+def test_a_gradient_that_is_another_sum_ends_the_run(
+    layout: str, dtype: str, fault: str, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError) as ended:
+        run_job(job(layout, dtype, model, tmp_path, fault=fault), 60)
+    assert re.search(f"InvariantViolation: I7 gradient: .*{FAULTS[fault]}", str(ended.value)), str(ended.value)[-3000:]
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.nightly) for name in LAYOUTS])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_without_a_fault_the_same_run_ends_well(layout: str, dtype: str, model: Path, tmp_path: Path) -> None:
+    reports = run_job(job(layout, dtype, model, tmp_path), 120)
+    assert len(reports) == 2 and reports[1]["kl"] > 0 and reports[0]["grad_norm"] > 0
