@@ -39,8 +39,8 @@ PIPELINE_DEPTH = 4  # groups in a worker at once, so that it never waits for the
 ATTEMPTS = 3  # workers that may die of one group
 FAILED_STARTS = 3  # in a row, then the pool gives up
 _NO_VERDICT_AT_ALL = 0.5  # of a judge's 0 to 1
-_RIGHT_FROM = {"judge": 0.5, "code": 1.0}  # what counts as right; of other functions, what is above 0
-_LEAST_ABOVE_0 = np.nextafter(np.float32(0), np.float32(1))
+_RIGHT_FROM = {"code": 1.0}  # what counts as right
+_RIGHT_FROM_HALF = 0.5  # of a judge and of graded functions: 0.128 is no right answer
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class RewardPool:
         return RewardResult(
             total=self._weights @ rewards,
             functions={spec.label: row for spec, row in zip(self.specs, rewards, strict=True)},
-            correct=rewards[self._judge] >= _RIGHT_FROM.get(self.specs[self._judge].name, _LEAST_ABOVE_0),
+            correct=rewards[self._judge] >= _RIGHT_FROM.get(self.specs[self._judge].name, _RIGHT_FROM_HALF),
             errors=tuple(reason for _, reason in reasons),
             no_verdict=no_verdict,
         )

@@ -35,7 +35,7 @@ class RewardResult:
 
     total: float32 [G], the weighted sum. functions: each function's own rewards, float32 [G], unweighted, by name
     (a repeated name gets #2). correct: bool [G], the verdict of the first function that is not in SHAPING: its reward
-    is positive, a judge's at least half, all tests of a program pass. errors: what went wrong, one line each; a function that
+    is at least half, all tests of a program pass. errors: what went wrong, one line each; a function that
     failed gave zeros. no_verdict: by function, responses on which a judge or a sandbox gave none; they have the mean of the others.
     """
 

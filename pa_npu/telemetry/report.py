@@ -28,6 +28,8 @@ PEAKS = {
     "memory_launcher_bytes": "launcher and rollout buffer",
     "memory_keepers_bytes": "keepers",
 }
+LEARNED = {"reward_mean": "reward", "accuracy": "accuracy"}
+"""Numbers of a record whose mean over the last quarter of the iterations says what the run has come to."""
 _MIB = 2**20
 
 
@@ -35,8 +37,8 @@ _MIB = 2**20
 class RunReport:
     """Throughput of one run. `device` is the configured kind (npu, cuda, cpu), None if the run has no config.yaml.
 
-    memory: by names of PEAKS, the mean over iterations of what each needed at most, in bytes. engines: on what those run of which
-    the configuration says it (rollout.engine_settings), in words.
+    learned: by names of LEARNED. memory: by names of PEAKS, the mean over iterations of what each needed at most, in bytes.
+    engines: on what those run of which the configuration says it (rollout.engine_settings), in words.
     """
 
     directory: Path
@@ -44,6 +46,7 @@ class RunReport:
     device: str | None
     result: RunThroughput
     memory: Mapping[str, float]
+    learned: Mapping[str, float]
     engines: str = ""
 
 
@@ -64,7 +67,9 @@ def load_report(run_dir: Path | str, warmup_iterations: int | None = None) -> Ru
         raise DataError(f"{run_dir}: {error}") from error
     peaks = memory_peaks(records[warmup_iterations:])
     device = config.get("run", {}).get("device")
-    return RunReport(run_dir, run_dir.name or str(run_dir), device, result, peaks, named_devices(config))
+    return RunReport(
+        run_dir, run_dir.name or str(run_dir), device, result, peaks, learned(records), named_devices(config)
+    )
 
 
 def named_devices(config: Mapping[str, Any]) -> str:
@@ -77,6 +82,13 @@ def named_devices(config: Mapping[str, Any]) -> str:
         if isinstance(entry, dict) and entry.get("device") and isinstance(entry.get("engines"), list)
     ]
     return ", ".join(said)
+
+
+def learned(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By names of LEARNED, the mean over the last quarter of the iterations."""
+    last = records[-max(1, len(records) // 4) :]
+    found = {name: [record[name] for record in last if isinstance(record.get(name), (int, float))] for name in LEARNED}
+    return {name: fmean(values) for name, values in found.items() if values}
 
 
 def memory_peaks(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -102,7 +114,17 @@ def as_json(reports: Sequence[RunReport]) -> dict[str, Any]:
         values = asdict(report.result)
         rates = values.pop("throughput")
         ratio = _ratio(report, reports[0])
-        runs.append({"run": label, "device": report.device, **rates, **values, **report.memory, "ratio": ratio})
+        runs.append(
+            {
+                "run": label,
+                "device": report.device,
+                **rates,
+                **values,
+                **report.learned,
+                **report.memory,
+                "ratio": ratio,
+            }
+        )
     return {"runs": runs, "notes": notes(reports)}
 
 
@@ -121,6 +143,8 @@ def notes(reports: Sequence[RunReport]) -> list[str]:
         f"trainers and engines; a device is {' or '.join(units)}.",
         "Tail waste: share of the engines' places that are idle in a generation because nothing is left to dispatch. Replica "
         "imbalance: work of the busiest replica over the mean, minus 1.",
+        "Reward and accuracy (of trained responses): means over the last quarter of the iterations. Synchronous iterations between "
+        "periodic ones are in no other row than their own.",
         f"Warm-up iterations dropped: {', '.join(dropped)}. Seconds are means per iteration; evaluation and "
         f"checkpoint are part of the iteration.",
         "Memory: what an iteration needed at most, border included, the mean over iterations; of the fullest engine and trainer "
@@ -136,7 +160,7 @@ def table_rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
         (figure.title, [shown(column[name].value, figure.layout) for column in columns])
         for name, figure in columns[0].items()
     ]
-    return [row for row in rows if row[0] not in _MEMORY_TITLES or any(cell != "-" for cell in row[1])]
+    return [row for row in rows if row[0] not in _OPTIONAL or any(cell != "-" for cell in row[1])]
 
 
 @dataclass(frozen=True)
@@ -158,6 +182,7 @@ def figures(report: RunReport, first_tpspd: float, first: str = "the first run")
         "tpspd_computed": Figure("  tokens computed", rates.tpspd_computed, ",.1f"),
         "ratio": Figure(f"ratio to {first}", ratio, ".3f"),
         "iteration_s": Figure("iteration s", result.iteration_s, ".3f"),
+        "synchronous_s": Figure("  synchronous iteration s", result.synchronous_s, ".3f"),
         "generate_s": Figure("  generation Tg s", result.generate_s, ".3f"),
         "train_s": Figure("  training Tt s", result.train_s, ".3f"),
         "publish_s": Figure("  publish s", result.publish_s, ".3f"),
@@ -171,6 +196,9 @@ def figures(report: RunReport, first_tpspd: float, first: str = "the first run")
         "iterations": Figure("iterations", result.iterations, ",.0f"),
         "dropped_iterations": Figure("warm-up iterations dropped", result.dropped_iterations, ",.0f"),
     }
+    found |= {
+        name: Figure(f"{title}, last quarter", report.learned.get(name), ".3f") for name, title in LEARNED.items()
+    }
     memory = {name: Figure(_memory_title(name), _mib(report.memory.get(name)), ",.0f") for name in PEAKS}
     return found | memory
 
@@ -183,7 +211,7 @@ def _memory_title(name: str) -> str:
     return f"memory of an iteration, MiB: {PEAKS[name]}"
 
 
-_MEMORY_TITLES = frozenset(map(_memory_title, PEAKS))
+_OPTIONAL = frozenset({*map(_memory_title, PEAKS), "  synchronous iteration s"})
 
 
 def _mib(value: float | None) -> float | None:

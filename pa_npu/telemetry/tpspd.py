@@ -49,7 +49,8 @@ class Throughput:
 class RunThroughput:
     """Throughput of a run's iterations after the warm-up. Rates come from sums, seconds are means per iteration.
 
-    tail_waste, replica_imbalance: None where records do not have them.
+    tail_waste, replica_imbalance: None where records do not have them. Of a run with iterations of both kinds only the periodic
+    ones count; synchronous_s is the mean of the others, which are there for comparison.
     """
 
     throughput: Throughput
@@ -66,6 +67,8 @@ class RunThroughput:
     engine_idle: float
     tail_waste: float | None
     replica_imbalance: float | None
+    synchronous_iterations: int = 0
+    synchronous_s: float | None = None
 
 
 def throughput(work: Work) -> Throughput:
@@ -93,6 +96,11 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
         raise DataError(
             f"{len(records)} iterations, all within the warm-up of {warmup_iterations}; use a shorter warm-up"
         )
+    apart = [record for record in kept if record.get("periodic") is False]
+    if len(apart) < len(kept):
+        kept = [record for record in kept if record.get("periodic") is not False]
+    else:
+        apart = []  # a synchronous run
     devices = {int(number(record, "devices")) for record in kept}
     if len(devices) > 1:
         raise DataError(f"the number of devices changed during the run: {sorted(devices)}; report its parts separately")
@@ -122,7 +130,7 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
         throughput=throughput(work),
         devices=work.devices,
         iterations=len(kept),
-        dropped_iterations=len(records) - len(kept),
+        dropped_iterations=len(records) - len(kept) - len(apart),
         iteration_s=seconds / len(kept),
         generate_s=mean("generate_s"),
         train_s=mean("train_s"),
@@ -133,6 +141,8 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
         engine_idle=weighted("engine_idle"),
         tail_waste=weighted_if_there("tail_waste"),
         replica_imbalance=weighted_if_there("replica_imbalance"),
+        synchronous_iterations=len(apart),
+        synchronous_s=sum(number(record, "iteration_s") for record in apart) / len(apart) if apart else None,
     )
 
 

@@ -43,6 +43,8 @@ def advise(records: Sequence[Record], config: Mapping[str, Any], evaluations: Se
     """Advice on a run, what costs most first. config: flat keys."""
     warmup = config.get("telemetry.warmup_iterations")
     kept = records[warmup if isinstance(warmup, int) and len(records) > warmup else 0 :]
+    if any(record.get("periodic") for record in kept):  # synchronous ones between them are there for comparison
+        kept = [record for record in kept if record.get("periodic") is not False]
     found = [advice for rule in RULES for advice in rule(kept, config)] if kept else []
     found += _evaluation(evaluations)
     return sorted(found, key=lambda advice: advice.level != "act")

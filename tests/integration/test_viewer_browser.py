@@ -237,14 +237,44 @@ def test_new_iterations_appear_without_a_reload(browser: Browser, tmp_path: Path
     browser.look(1280)
     with served(RunDirectory(run)) as server:
         browser.open(f"{server.url}#overview")
-        assert "iteration 3 of 12" in browser.evaluate("document.querySelector('header').innerText")
+        assert "3 of 12 iterations done: 0 to 2" in browser.evaluate("document.querySelector('header').innerText")
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics(3)) + "\n")
-        browser.wait_for("document.querySelector('header').innerText.includes('iteration 4 of 12')")
+        browser.wait_for("document.querySelector('header').innerText.includes('4 of 12 iterations done')")
         browser.wait_for(
             "document.querySelector('[data-topic=entropy] svg.plot').getAttribute('aria-label').includes('first')"
         )
         assert browser.problems == []
+    browser.wait_for("document.querySelector('header').innerText.includes('no answer from pa-npu view since')")
+    browser.problems.clear()
+
+
+def test_curves_can_be_smoothed_and_drawn_over_time_and_runs_have_their_own_hue(browser: Browser, url: str) -> None:
+    browser.look(1280)
+    browser.open(f"{url}#overview")
+    lines = (
+        "[...document.querySelectorAll('[data-topic=entropy] path.series')].map((node) => node.getAttribute('class'))"
+    )
+    browser.wait_for(f"{lines}.length === 2")
+    assert [name.split()[1] for name in browser.evaluate(lines)] == ["c-blue", "c-orange"]
+    for control, value in (("smoothing", "0.9"), ("x", "time")):
+        browser.evaluate(
+            f"(() => {{ const choice = document.getElementById('{control}'); choice.value = '{value}'; "
+            f"choice.dispatchEvent(new Event('change')); }})()"
+        )
+        browser.wait_for(f"location.hash.includes('{control}={value}')")
+    browser.wait_for(f"{lines}.length === 4")  # each with its raw points behind it
+    assert "hours since the first iteration" in browser.evaluate(
+        "document.querySelector('[data-topic=entropy] svg.plot').textContent"
+    )
+
+
+def test_a_share_is_all_or_nothing_only_where_it_is(browser: Browser, url: str) -> None:
+    browser.open(f"{url}#overview")
+    shares = [0, 0.0004, 0.05, 0.5, 0.995, 0.9999, 1]
+    assert browser.evaluate(f"{shares}.map((share) => format(share, 'share'))") == [
+        *("0 %", "< 0.1 %", "5.0 %", "50 %", "99.5 %", "99.9 %", "100 %"),
+    ]
 
 
 def test_the_checks_of_every_view_find_what_they_look_for(browser: Browser, url: str) -> None:

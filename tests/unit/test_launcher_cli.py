@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pa_npu import __version__
 from pa_npu.launcher.cli import SUBCOMMANDS, main
@@ -88,7 +89,11 @@ def test_plan_is_a_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert main(["plan", *keys]) == 0
     planned = capsys.readouterr().out
     assert main(["run", *keys, "--dry-run"]) == 0
-    assert planned == capsys.readouterr().out and "trainer memory" in planned
+    assert planned == capsys.readouterr().out and "trainer memory" in planned and len(planned.splitlines()) < 60
     assert "without a password" not in planned
     assert main(["plan", *keys, "placement.host=0.0.0.0"]) == 0
     assert "placement.host: 0.0.0.0 opens the run's store, without a password" in capsys.readouterr().out
+    assert main(["plan", *keys, "--full"]) == 0
+    full = capsys.readouterr().out
+    assert full.splitlines()[0] == f"# {planned.splitlines()[0]}"
+    assert yaml.safe_load(full)["rollout"]["responses_per_prompt"] > 0, "a file that --config takes"

@@ -53,6 +53,9 @@ def everything(group):
     assert list(group.responses) == ["#### 4", "#### 5"] and list(group.response_tokens) == [3, 4]
     return [0.5, -0.5]
 
+def graded(group):
+    return [0.128, 0.5][: len(group.responses)]
+
 def two_parameters(group, more):
     return []
 
@@ -116,6 +119,12 @@ async def test_overlong_responses_lose_up_to_one_and_the_verdict_stays_maths() -
     np.testing.assert_allclose(result.functions["overlong"], [0, 0, -0.2, -0.6, -1, -1], rtol=1e-6)
     np.testing.assert_allclose(result.total, [1, 1, 0.8, 0.4, 0, -1], rtol=1e-6, atol=1e-7)
     assert result.correct.tolist() == [True] * 5 + [False]
+
+
+async def test_a_graded_reward_counts_as_right_from_a_half_on() -> None:
+    async with RewardPool(users_config("users_rewards:graded")) as pool:
+        result = await pool.score(group())
+    assert result.total.tolist() == pytest.approx([0.128, 0.5]) and result.correct.tolist() == [False, True]
 
 
 async def test_a_users_function_receives_the_whole_group() -> None:

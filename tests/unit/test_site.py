@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -50,6 +51,15 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert not re.search(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//', page), "the site is readable offline"
+    found = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text(encoding="utf-8"))
+    assert found["config"]["min_search_length"] <= 2 and any("KL" in entry["text"] for entry in found["docs"])
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    docs = ROOT / "docs"
+    left_out = [str(p.relative_to(docs)) for p in docs.rglob("*.md") if f": {p.relative_to(docs)}\n" not in navigation]
+    assert left_out == []
 
 
 def anchors(page: Path) -> set[str]:

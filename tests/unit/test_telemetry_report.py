@@ -11,7 +11,7 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.telemetry.metrics import MetricsWriter
-from pa_npu.telemetry.report import load_report, render_text
+from pa_npu.telemetry.report import load_report, render_text, table_rows
 from pa_npu.telemetry.summary import overlap_line, summarise
 from pa_npu.telemetry.throughput_page import iteration_parts
 
@@ -74,6 +74,18 @@ def test_markdown_and_text_show_the_same_cells_and_say_what_was_dropped(tmp_path
         assert "a device is one CPU core" in line
     (row,) = [line for line in text.splitlines() if "TPSPD " in line and "250.0" in line]
     assert "400.0" in row
+
+
+def test_what_a_run_has_learned_and_its_synchronous_iterations_have_rows_of_their_own(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "turns", 5.0, iterations=8, warmup=0)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for number, record in enumerate(records):
+        record |= {"periodic": bool(number % 2), "reward_mean": number - 6.25, "accuracy": number / 10}
+        record["iteration_s"] = 4.0 if record["periodic"] else 6.0
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    rows = dict(table_rows([load_report(run)]))
+    assert (rows["iteration s"], rows["  synchronous iteration s"]) == (["4.000"], ["6.000"])
+    assert (rows["reward, last quarter"], rows["accuracy, last quarter"]) == (["0.250"], ["0.650"])
 
 
 def test_engines_on_devices_of_another_kind_are_named_below_the_table(tmp_path: Path) -> None:

@@ -81,3 +81,11 @@ def test_a_missing_number_is_named_with_its_iteration() -> None:
 def test_a_changed_number_of_devices_is_refused() -> None:
     with pytest.raises(DataError, match=r"\[3, 4\]"):
         run_throughput([record(0), record(1, devices=4)], 0)
+
+
+def test_synchronous_iterations_between_periodic_ones_are_counted_apart() -> None:
+    turns = [record(number, periodic=bool(number % 2), iteration_s=3.0 if number % 2 else 6.0) for number in range(4)]
+    result = run_throughput(turns, warmup_iterations=0)
+    assert (result.iteration_s, result.iterations) == (3.0, 2)
+    assert (result.synchronous_s, result.synchronous_iterations, result.dropped_iterations) == (6.0, 2, 0)
+    assert run_throughput([turns[0], turns[2]], warmup_iterations=0).iteration_s == 6.0, "a synchronous run"

@@ -33,6 +33,13 @@ def test_a_run_without_trouble_gets_none_and_so_does_an_empty_one() -> None:
     assert advise([], CONFIG) == [] and advise([{"iteration": 0}], {}) == []
 
 
+def test_synchronous_iterations_between_periodic_ones_are_no_reason_for_advice() -> None:
+    turns = [{"periodic": bool(number % 2), "trainer_idle": 0.1 if number % 2 else 0.9} for number in range(12)]
+    records = [metrics(iteration) | CALM | turn for iteration, turn in enumerate(turns)]
+    assert advise(records, CONFIG) == []
+    assert advise([record | {"periodic": False} for record in records], CONFIG), "a synchronous run gets advice"
+
+
 @pytest.mark.parametrize(
     ("numbers", "config", "title", "key"),
     [

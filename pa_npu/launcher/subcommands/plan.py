@@ -12,11 +12,12 @@ from pa_npu.launcher.subcommands import configuration
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "pa-npu plan --config YAML [--config YAML ...] [--device KIND] [--device-memory-gib GIB] [key=value ...]\n"
+        "pa-npu plan --config YAML [--config YAML ...] [--device KIND] [--device-memory-gib GIB] [--full] [key=value ...]\n"
         "       pa-npu plan --from RUN [--devices 8..4096] [--model DIR] [--hardware NAME] [--json] [key=value ...]\n"
         "       pa-npu plan --config YAML --devices 8..4096 [--hardware NAME] [--json] [key=value ...]"
     )
     configuration.add_options(parser)
+    parser.add_argument("--full", action="store_true", help="print the resolved configuration as well")
     parser.add_argument("--device-memory-gib", metavar="GIB", help="memory of a device to plan with")
     cluster = parser.add_argument_group("what a cluster would take (see docs/plan.md)")
     cluster.add_argument("--from", dest="from_run", metavar="RUN", help="predict from the records of this run")
@@ -33,12 +34,14 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
         from pa_npu.launcher import plan_cluster
 
         return plan_cluster.main(options, rest)
-    return show(options, rest)
+    return show(options, rest, full=options.full)
 
 
-def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the resolved tree and what follows from it. What this machine merely lacks becomes a note, so that a
-    cluster's run can be planned."""
+def show(options: argparse.Namespace, rest: Sequence[str], full: bool = False) -> int:
+    """Print what follows from a configuration, and with --full the resolved tree, of which the rest are then comments.
+
+    What this machine merely lacks becomes a note, so that a cluster's run can be planned.
+    """
     from pa_npu.launcher.placement import placement_lines
     from pa_npu.launcher.resume import resolve_resume
     from pa_npu.launcher.run_checks import check_surroundings, resolve_device, settle_places
@@ -51,11 +54,12 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
     findings = check_surroundings(config, platform, forgive=True, device_memory_gib=memory_gib)
     config = settle_places(config, findings)
     placement = placement_lines(findings.placements) if findings.placements else []
-    print(dump_config(config))
-    for line in derived_lines(config, findings.spec, findings.device_bytes, findings.own_memory):
-        print(f"# {line}")
-    for line in (*findings.counts, *placement):
-        print(f"# {line}")
-    for note in findings.notes:
-        print(f"# note: {note}")
+    lines = [
+        *derived_lines(config, findings.spec, findings.device_bytes, findings.own_memory),
+        *findings.counts,
+        *placement,
+    ]
+    lines += [f"note: {note}" for note in findings.notes]
+    print("\n".join(f"# {line}" if full else line for line in lines))
+    print(dump_config(config) if full else "The resolved configuration: the same command with --full.")
     return 0

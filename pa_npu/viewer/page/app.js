@@ -21,7 +21,7 @@ function drawHeader() {
   const { word, iterations, total } = state.run.state, current = place.read().view;
   const focused = document.activeElement?.id;
   fill(document.getElementById("header"),
-    h("div", { class: "title" }, h("h1", {}, shown(state.run.name)), h("span", { class: "chip " + word }, word), h("span", { class: "quiet" }, total ? `iteration ${iterations} of ${total}` : `${iterations} iterations`),
+    h("div", { class: "title" }, h("h1", {}, shown(state.run.name)), state.lost ? h("span", { class: "chip silent", role: "alert" }, `no answer from pa-npu view since ${state.lost}; what is shown is old`) : h("span", { class: "chip " + word }, word), h("span", { class: "quiet" }, `${iterations} ${total ? `of ${total} ` : ""}iterations done${iterations ? `: 0 to ${iterations - 1}` : ""}`),
       state.compare.length > 0 && h("span", { class: "quiet beside" }, "beside ", shown(state.compare.map((run) => run.name).join(", "))), h("span", { class: "spacer" }),
       h("button", { class: "plain", id: "theme", onclick: theme.next, "aria-label": "colours: " + theme.stored(), title: "colours" }, { auto: "◐", light: "○", dark: "●" }[theme.stored()], h("span", { class: "word" }, " ", theme.stored()))),
     h("nav", { role: "tablist", "aria-label": "views" }, VIEWS.map(([name, label], i) => h("button", { role: "tab", id: "tab-" + name, "aria-selected": String(name === current), "aria-controls": "main", tabindex: name === current ? 0 : -1, title: "key " + (i + 1), onclick: () => show(name) }, label))));
@@ -66,13 +66,14 @@ document.addEventListener("keydown", (event) => {
 async function poll() {
   try {
     const run = await load("run?stamp=" + encodeURIComponent(state.run.stamp));
+    if (state.lost) { state.lost = null; drawHeader(); }
     if (run) {
       state.run = run;
       drawHeader();
       const busy = ["samples", "configuration"].includes(place.read().view) || document.querySelector("#main :focus");
       if (!busy) { const top = scrollY; await draw(); scrollTo(0, top); }
     }
-  } catch { /* the server has gone: what is shown stays */ }
+  } catch { if (!state.lost) { state.lost = new Date().toLocaleTimeString(); drawHeader(); } }
   setTimeout(poll, POLL_MS);
 }
 

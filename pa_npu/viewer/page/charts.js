@@ -18,12 +18,12 @@ function logTicks(low, high) {
   return found;
 }
 
-function smooth(values) {
+function smooth(values, weight) {
   let mean = null;
-  return values.map((value) => (value === null ? null : (mean = mean === null ? value : 0.9 * mean + 0.1 * value)));
+  return values.map((value) => (value === null ? null : (mean = mean === null ? value : weight * mean + (1 - weight) * value)));
 }
 
-/* spec: title, unit, kind (of numbers), log, series: [{ name, x, values, other, points, low, high }], limit: { value, name } */
+/* spec: title, unit, kind (of numbers), log, smoothing (0 to 1), xKind, series: [{ name, x, values, color, dash, other, points, low, high }], limit: { value, name } */
 function chart(spec) {
   const legend = h("div", { class: "legend" });
   const svg = h("svg", { class: "plot", tabindex: 0, role: "img", height: 170 });
@@ -34,23 +34,26 @@ function chart(spec) {
   const usable = (value) => value !== null && value !== undefined && Number.isFinite(value) && (!spec.log || value > 0);
   const xs = [...new Set(spec.series.flatMap((series) => series.x.filter((_, i) => usable(series.values[i]))))].sort((a, b) => a - b);
 
+  const colour = (series, number) => COLOURS[(series.color ?? number) % 6], dashes = (series, number) => DASHES[(series.dash ?? series.color ?? number) % 6];
+  const xText = (x) => (spec.xKind ? format(x) : x);
+
   function sample(color, dash, point) {
     return h("svg", { width: 18, height: 8, "aria-hidden": "true" }, point ? h("circle", { cx: 9, cy: 4, r: 3.2, class: "f-" + color })
       : h("line", { x1: 0, x2: 18, y1: 4, y2: 4, class: "series c-" + color, "stroke-dasharray": dash }));
   }
 
   function describe() {
-    const own = spec.series.filter((series) => !series.other).length, crowded = own > 2;
-    const others = crowded ? [...new Set(spec.series.filter((series) => series.other).map((series) => series.run))] : [];
+    const crowded = spec.series.filter((series) => !series.other).length > 2;
+    const others = crowded ? spec.series.filter((series, i, all) => series.other && all.findIndex((one) => one.run === series.run) === i) : [];
     fill(legend, spec.series.map((series, number) => {
       if (series.other && crowded) return null;
       let index = at === null ? -1 : series.x.indexOf(at);
       if (at === null) for (index = series.values.length - 1; index > 0 && !usable(series.values[index]); index--);
       const value = index >= 0 ? format(series.values[index], spec.kind) : "–";
-      return h("span", {}, sample(COLOURS[(series.color ?? number) % 6], series.other ? "1 3" : DASHES[(series.color ?? number) % 6], series.points), series.name, " ", h("b", {}, value));
+      return h("span", {}, sample(colour(series, number), dashes(series, number), series.points), series.name, " ", h("b", {}, value));
     }), spec.limit ? h("span", {}, h("svg", { width: 18, height: 8, "aria-hidden": "true" }, h("line", { x1: 0, x2: 18, y1: 4, y2: 4, class: "limit" })), spec.limit.name, " ", h("b", {}, format(spec.limit.value, spec.kind))) : null,
-    others.map((name) => h("span", {}, sample("grey", "1 3"), "dotted: ", shown(name))),
-    at === null ? null : h("span", {}, "iteration ", h("b", {}, at)));
+    others.map((series) => h("span", {}, sample(colour(series, 0), ""), shown(series.run))),
+    at === null ? null : h("span", {}, spec.xUnit || "iteration", " ", h("b", {}, xText(at))));
   }
 
   function draw() {
@@ -67,11 +70,11 @@ function chart(spec) {
     const pad = (high - low) * 0.04;
     if (!(spec.kind === "share" && high === 1)) high += pad;
     if (low !== 0) low -= pad;
-    const first = xs[0], final = Math.max(xs[xs.length - 1], first + 1);
+    const first = xs[0], final = Math.max(xs[xs.length - 1], first + (spec.xKind ? 1e-9 : 1));
     const px = (x) => left + ((x - first) / (final - first)) * (width - left - right);
     const py = (y) => top + (1 - (scale(y) - low) / (high - low)) * (height - top - bottom);
     const yTicks = spec.log ? logTicks(low, high).map((power) => 10 ** power) : ticks(low, high, 4);
-    const xTicks = ticks(first, final, Math.max(2, Math.floor(width / 80))).filter(Number.isInteger);
+    const xTicks = ticks(first, final, Math.max(2, Math.floor(width / 80))).filter((x) => spec.xKind || Number.isInteger(x));
     const line = (series, values) => {
       let path = "", pen = false;
       series.x.forEach((x, i) => {
@@ -82,17 +85,17 @@ function chart(spec) {
       return path;
     };
     const draws = spec.series.map((series, number) => {
-      const color = COLOURS[(series.color ?? number) % 6], dash = series.other ? "1 3" : DASHES[(series.color ?? number) % 6];
+      const color = colour(series, number), dash = dashes(series, number);
       if (series.points) return series.x.map((x, i) => usable(series.values[i]) && [
         series.low && h("line", { x1: px(x), x2: px(x), y1: py(series.low[i]), y2: py(series.high[i]), class: "c-" + color, "stroke-width": 1.5 }),
         h("circle", { cx: px(x), cy: py(series.values[i]), r: series.other ? 2.5 : 3.6, class: "f-" + color, opacity: series.other ? 0.5 : 1 })]);
-      const many = series.x.length > 80;
-      return [many && h("path", { d: line(series, series.values), class: `series raw c-${color}` }),
-        h("path", { d: line(series, many ? smooth(series.values) : series.values), class: `series c-${color}${series.other ? " other" : ""}`, "stroke-dasharray": dash })];
+      const weight = spec.smoothing ?? (series.x.length > 80 ? 0.9 : 0);
+      return [weight > 0 && h("path", { d: line(series, series.values), class: `series raw c-${color}` }),
+        h("path", { d: line(series, weight > 0 ? smooth(series.values, weight) : series.values), class: `series c-${color}${series.other ? " other" : ""}`, "stroke-dasharray": dash })];
     });
     fill(svg,
       yTicks.map((y) => [h("line", { class: "grid", x1: left, x2: width - right, y1: py(y), y2: py(y) }), h("text", { x: left - 6, y: py(y) + 4, "text-anchor": "end" }, format(y, spec.kind))]),
-      xTicks.map((x) => h("text", { x: px(x), y: height - 14, "text-anchor": "middle" }, x)),
+      xTicks.map((x) => h("text", { x: px(x), y: height - 14, "text-anchor": "middle" }, xText(x))),
       h("text", { x: width - right, y: height - 2, "text-anchor": "end" }, spec.xUnit || "iteration"),
       spec.limit && usable(spec.limit.value) && scale(spec.limit.value) >= low && scale(spec.limit.value) <= high && h("line", { class: "limit", x1: left, x2: width - right, y1: py(spec.limit.value), y2: py(spec.limit.value) }),
       draws,

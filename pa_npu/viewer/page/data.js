@@ -27,7 +27,7 @@ const place = {
   },
 };
 
-const state = { run: null, compare: [] };
+const state = { run: null, compare: [], lost: null };
 
 function column(name, run = state.run) { return run.columns[name] || []; }
 function last(name, run = state.run) {

@@ -64,7 +64,11 @@ const numberFormat = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 }
 
 function format(value, kind = "") {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  if (kind === "share") return (100 * value).toFixed(value !== 0 && Math.abs(value) < 0.1 ? 1 : 0) + " %";
+  if (kind === "share") {
+    const percent = 100 * value, near = Math.abs(percent) % 100 !== 0 && (Math.abs(percent) < 10 || Math.abs(percent) > 90);
+    const text = percent.toFixed(near ? 1 : 0); // only all of it is 100 %, only nothing 0 %
+    return (percent < 100 && text === "100.0" ? "99.9" : percent > 0 && text === "0.0" ? "< 0.1" : text) + " %";
+  }
   if (kind === "seconds") return duration(value);
   if (kind === "count") return Math.round(value).toLocaleString("en");
   const size = Math.abs(value);

@@ -43,7 +43,7 @@ function evaluationView(main) {
     const own = names.filter((name) => name.split("/")[0] === set);
     const series = [state.run, ...state.compare].flatMap((run, number) => own.map((name, color) => {
       const points = evaluationPoints(run, name);
-      return { name: (name.split("/")[1] || "greedy") + (number ? ` (${run.name})` : ""), run: run.name, x: points.map((p) => p.version), values: points.map((p) => p.value), low: points.map((p) => p.low), high: points.map((p) => p.high), points: true, color, other: number > 0 };
+      return { name: (name.split("/")[1] || "greedy") + (number ? ` (${run.name})` : ""), run: run.name, x: points.map((p) => p.version), values: points.map((p) => p.value), low: points.map((p) => p.low), high: points.map((p) => p.high), points: true, color: state.compare.length ? number : color, other: number > 0 };
     })).filter((entry) => entry.x.length);
     return chart({ title: set || "Greedy accuracy on held-out questions", unit: "share, with 95 % interval", kind: "share", xUnit: "weight version", series });
   });

@@ -19,32 +19,47 @@ const CHARTS = [
   { topic: "memory_device", title: "Memory, device", unit: "GiB, most", scale: 1 / 2 ** 30, keys: [["memory_trainer_device_bytes", "trainer"], ["memory_engine_device_bytes", "engine"]] },
 ];
 
+/* What curves are drawn over: x of each iteration of a run, in the address as ?x=. */
+const X_AXES = { "": ["iteration", (run) => column("iteration", run)],
+  time: ["hours since the first iteration", (run) => { const times = column("time", run), began = times.find((time) => time !== null); return times.map((time) => time === null ? null : (time - began) / 3600); }],
+  tokens: ["million tokens trained", (run) => { let sum = 0; const prompt = column("tokens_prompt", run); return column("tokens_response", run).map((value, i) => (sum += ((value || 0) + (prompt[i] || 0)) / 1e6)); }] };
+const SMOOTHING = { "": "as many points need", 0: "off", 0.6: "some", 0.9: "much", 0.97: "most" };
+
+function chartOptions() {
+  const { x = "", smoothing = "" } = place.read();
+  const choice = (name, id, chosen, words) => h("label", {}, name, h("select", { id, onchange: (event) => show("overview", { [id]: event.target.value }) }, Object.entries(words).map(([value, text]) => h("option", { value, selected: value === chosen }, text))));
+  return h("div", { class: "bar" }, choice("over", "x", x, Object.fromEntries(Object.entries(X_AXES).map(([key, [name]]) => [key, name]))), choice("smoothing", "smoothing", smoothing, SMOOTHING));
+}
+
 function chartOf(spec) {
-  const series = [];
-  const addSeries = (run, other) => {
+  const series = [], { x = "", smoothing = "" } = place.read(), [xUnit, xOf] = X_AXES[x] || X_AXES[""];
+  const addSeries = (run, number) => {
+    const other = number > 0, xs = xOf(run), iterations = column("iteration", run);
     let keys = spec.keys;
     if (spec.prefix) {
       const functions = Object.keys(run.columns).filter((name) => name.startsWith(spec.prefix));
       if (functions.length > 1) keys = [...keys, ...functions.map((name) => [name, name.slice(spec.prefix.length)])];
     }
-    keys.forEach(([key, name], color) => {
+    keys.forEach(([key, name], dash) => {
       const values = column(key, run);
       if (!values.some((value) => value !== null) || (spec.nonzero && values.every((value) => !value))) return;
       if (key === "accuracy_dispatched" && values.every((value, i) => Math.abs(value - column("accuracy", run)[i]) < 1e-9)) return;
-      series.push({ name: other ? `${name} (${run.name})` : name, run: run.name, x: column("iteration", run), color, other, values: spec.scale ? values.map((value) => value && value * spec.scale) : values });
+      series.push({ name: other ? `${name} (${run.name})` : name, run: run.name, x: xs, color: state.compare.length ? number : dash, dash, other, values: spec.scale ? values.map((value) => value && value * spec.scale) : values });
     });
     if (spec.evaluations) for (const set of evaluationSets(run).slice(0, 3)) {
-      const points = evaluationPoints(run, set);
-      series.push({ name: other ? `${setName(set)} (${run.name})` : setName(set), x: points.map((p) => p.version), values: points.map((p) => p.value), low: points.map((p) => p.low), high: points.map((p) => p.high), points: true, run: run.name, color: 2 + series.filter((one) => one.points && one.other === other).length, other });
+      const at = (version) => (x ? xs[iterations.indexOf(Math.max(version - 1, iterations[0]))] : version); // version v is what iteration v - 1 has made
+      const points = evaluationPoints(run, set).filter((point) => typeof at(point.version) === "number");
+      series.push({ name: other ? `${setName(set)} (${run.name})` : setName(set), x: points.map((p) => at(p.version)), values: points.map((p) => p.value), low: points.map((p) => p.low), high: points.map((p) => p.high), points: true, run: run.name, color: state.compare.length ? number : 2 + series.filter((one) => one.points).length, other });
     }
   };
-  addSeries(state.run, false);
-  for (const run of state.compare) addSeries(run, true);
+  [state.run, ...state.compare].forEach(addSeries);
   if (!series.length) return null;
   const given = spec.limit && state.run.config[spec.limit[0]];
   const limit = typeof given === "number" && given > 0 ? { value: given, name: spec.limit[1] }
     : spec.lastLimit && last(spec.lastLimit[0]) !== null ? { value: last(spec.lastLimit[0]), name: spec.lastLimit[1] } : null;
-  return chart({ ...spec, series, limit, open: (iteration) => show("samples", { i: iteration }) });
+  const shownX = xOf(state.run);
+  return chart({ ...spec, series, limit, xUnit, xKind: x, smoothing: smoothing === "" ? undefined : Number(smoothing),
+    open: (at) => { const iteration = column("iteration")[shownX.indexOf(at)]; if (iteration !== undefined) show("samples", { i: iteration }); } });
 }
 
 function tiles() {
@@ -84,5 +99,5 @@ function overviewView(main) {
   const more = h("details", {}, h("summary", {}, `${rest.length} further numbers`));
   more.addEventListener("toggle", () => more.open && more.childElementCount === 1 && more.append(
     h("div", { class: "charts" }, rest.map((name) => chartOf({ title: name, topic: name, keys: [[name, name.split(".").pop()]] })))));
-  fill(main, state.run.advice.length ? adviceList() : h("p", { class: "quiet" }, "No advice: the numbers are as they should be."), tiles(), h("div", { class: "charts" }, CHARTS.map(chartOf)), more);
+  fill(main, state.run.advice.length ? adviceList() : h("p", { class: "quiet" }, "No advice: the numbers are as they should be."), tiles(), chartOptions(), h("div", { class: "charts" }, CHARTS.map(chartOf)), more);
 }
