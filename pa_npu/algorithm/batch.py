@@ -13,8 +13,8 @@ ends, so the sum can be accumulated over any cut into microbatches and replicas 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -39,6 +39,9 @@ class TokenBatch:
     ages: torch.Tensor | None = (
         None  # by how many versions a token is older than what it trains; None with max_staleness=0
     )
+    columns: Mapping[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # declared columns by name, [tokens, *shape], their dtype
 
     def response_sum(self, values: torch.Tensor) -> torch.Tensor:
         """[tokens] -> [responses]."""

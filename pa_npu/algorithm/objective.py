@@ -10,7 +10,7 @@ passes backward is counted where its gradient does (invariant I7), so that a bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
@@ -65,6 +65,9 @@ class Columns(Protocol):
 
     @property
     def advantages(self) -> torch.Tensor: ...
+
+    @property
+    def columns(self) -> Mapping[str, torch.Tensor]: ...
 
     @property
     def ages(self) -> torch.Tensor: ...
@@ -162,6 +165,7 @@ class Objective:
             num_responses=len(microbatch.response_lengths),
             group_size=self._config.rollout.responses_per_prompt,
             ages=microbatch.ages if self._config.schedule.max_staleness else None,
+            columns=microbatch.columns,
         )
         self.advantages.append(batch.response_sum(batch.advantages))
         self.sums.moved = torch.maximum(self.sums.moved, (batch.old_logprobs != batch.logprobs.detach()).any().float())

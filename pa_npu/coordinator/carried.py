@@ -23,7 +23,7 @@ from pa_npu.dispatch.token_budget import BudgetedGroups, TokenBudget
 from pa_npu.errors import InvariantViolation, UserError
 from pa_npu.rewards.types import RewardResult
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.types import Group, Sample
+from pa_npu.samples.types import Group
 
 
 class BudgetedUpdates(Updates):
@@ -101,14 +101,7 @@ def restored(group: Group, told: dict[str, Any]) -> ScoredGroup:
     """The scored group that gave `group` and `told`. The prompt's row is not there: its rewards are known."""
     tokens = np.asarray(told["prompt_tokens"], np.int32)
     prompt = Prompt(group.prompt_id, tokens, told["answer"], told["prompt"], {}, told["source"])
-    ends = np.cumsum(group.lengths)[:-1]
-    columns = [np.split(part, ends) for part in (group.tokens, group.trained, group.logprobs, group.versions)]
-    samples = [
-        Sample(tokens, trained, logprobs, versions, bool(finished), text)
-        for tokens, trained, logprobs, versions, finished, text in zip(
-            *columns, group.finished, told["texts"], strict=True
-        )
-    ]
     functions = {name: np.asarray(values, np.float32) for name, values in told["functions"].items()}
     correct = np.asarray(told["correct"], np.bool_)
-    return ScoredGroup(prompt, samples, RewardResult(group.rewards.copy(), functions, correct, tuple(told["errors"])))
+    result = RewardResult(group.rewards.copy(), functions, correct, tuple(told["errors"]))
+    return ScoredGroup(prompt, group.samples(told["texts"]), result)

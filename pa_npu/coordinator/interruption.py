@@ -26,8 +26,9 @@ from pa_npu.coordinator.variants import Variant
 from pa_npu.engines.pool import GroupSession, Lease
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import Generate, Turn
+from pa_npu.samples.columns import Values
 from pa_npu.samples.seeds import turn_seed
-from pa_npu.samples.types import Group, SampleBuilder
+from pa_npu.samples.types import Group, Sample, SampleBuilder
 
 Decode = Callable[[Sequence[int]], str]
 """Tokens to text, special tokens left out."""
@@ -35,21 +36,26 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """A response so far: tokens int32 [R], logprobs float32 [R] and versions int32 [R] of its parts together."""
+    """A response so far: tokens int32 [R], logprobs float32 [R], versions int32 [R] and columns of its parts together."""
 
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
     finished: bool = False
+    columns: Values | None = None  # None before the first part
 
     def then(self, part: Generation) -> Written:
         """part: with the version that the engine says it wrote by."""
         assert part.version is not None, "sessions refuse responses without a version"
+        before = (
+            {column: values[:0] for column, values in part.columns.items()} if self.columns is None else self.columns
+        )
         return Written(
             np.concatenate([self.tokens, part.tokens]),
             np.concatenate([self.logprobs, part.logprobs]),
             np.concatenate([self.versions, np.full(len(part.tokens), part.version, np.int32)]),
             part.finished,
+            {column: np.concatenate([before[column], values]) for column, values in part.columns.items()},
         )
 
 
@@ -101,12 +107,8 @@ class Interruptions(Variant):
 
     def begin_with(self, group: Group) -> None:
         """What an earlier attempt of the run has written of a group."""
-        spans = zip(
-            *(np.split(column[group.trained], np.cumsum(group.trained_lengths)[:-1]) for column in _columns(group)),
-            group.finished.tolist(),
-            strict=True,
-        )
-        self._written.setdefault(group.iteration, {})[group.index] = [Written(*span) for span in spans]
+        samples = group.samples([""] * group.num_samples)
+        self._written.setdefault(group.iteration, {})[group.index] = [_written(sample) for sample in samples]
 
     # producing
 
@@ -193,6 +195,7 @@ class Interruptions(Variant):
             "stop" if response.finished else "length",
             version=int(response.versions[-1]),
             versions=response.versions,
+            columns=response.columns or {},
         )
 
 
@@ -224,15 +227,17 @@ def _open(responses: Sequence[Written], max_tokens: int) -> list[int]:
     ]
 
 
-def _columns(group: Group) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return group.tokens, group.logprobs, group.versions
+def _written(sample: Sample) -> Written:
+    own = sample.trained
+    columns = {column: values[own] for column, values in sample.columns.items()}
+    return Written(sample.tokens[own], sample.logprobs[own], sample.versions[own], sample.finished, columns)
 
 
 def _group(iteration: int, index: int, prompt: npt.NDArray[np.int32], responses: Sequence[Written]) -> Group:
     samples = []
     for response in responses:
         sample = SampleBuilder(prompt)
-        sample.write(response.tokens, response.logprobs, response.versions)
+        sample.write(response.tokens, response.logprobs, response.versions, response.columns)
         samples.append(sample.finish(response.finished, ""))
     nothing = np.zeros(len(samples), np.float32)
     return Group.of_samples(samples, nothing, nothing, run_seed=0, iteration=iteration, index=index, prompt_id=0)

@@ -23,6 +23,7 @@ from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.production import Produced
 from pa_npu.coordinator.updates import Updates
 from pa_npu.errors import DataError
+from pa_npu.samples.columns import NONE, RunColumns
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import from_bytes
 
@@ -44,13 +45,13 @@ def take_up(
     if interruptions is not None:
         for one in found:
             for data in one.groups:
-                interruptions.begin_with(from_bytes(data))
+                interruptions.begin_with(from_bytes(data, buffer.columns))
         return
     whole = [one for one in found if CARRIED_KEY not in one.numbers]
     for produced, state in put_back(whole, buffer, config.mesh):
         ahead.resume(produced, state)
     for one in found[len(whole) :]:
-        updates.carry_on(*carried_of(one))
+        updates.carry_on(*carried_of(one, buffer.columns))
 
 
 def usable_ahead(config: Config) -> list[AheadIteration]:
@@ -76,18 +77,19 @@ def put_back(
     for one in ahead:
         dispatched = []
         for number, data in enumerate(one.groups):
-            group, (replica, slot) = from_bytes(data), mesh.slot_of(number)
+            group, (replica, slot) = from_bytes(data, buffer.columns), mesh.slot_of(number)
             buffer.put(group, replica, slot)
             lengths = tuple(int(length) for length in group.trained_lengths)
             dispatched.append(DispatchedGroup(group.index, replica, lengths))
         yield Produced(one.iteration, one.numbers, one.samples, Dispatched(one.iteration, tuple(dispatched))), one.data
 
 
-def carried_of(one: AheadIteration) -> tuple[list[ScoredGroup], float | None]:
+def carried_of(one: AheadIteration, columns: RunColumns = NONE) -> tuple[list[ScoredGroup], float | None]:
     """The groups that are carried, and TokenBudget.group_tokens. Raises DataError where they cannot be read."""
     try:
         carried = one.numbers[CARRIED_KEY]
-        groups = [restored(from_bytes(data), t) for data, t in zip(one.groups, carried["groups"], strict=True)]
+        told = zip(one.groups, carried["groups"], strict=True)
+        groups = [restored(from_bytes(data, columns), about) for data, about in told]
         return groups, carried["group_tokens"]
     except (LookupError, TypeError, ValueError) as error:
         raise DataError(

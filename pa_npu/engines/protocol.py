@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from pa_npu.errors import PaNpuError
 from pa_npu.platform.memory_peaks import MemoryPeak
+from pa_npu.samples.columns import Values
 from pa_npu.weight_transfer.relay_plan import RelayPlan
 
 
@@ -47,6 +48,7 @@ class Generation:
     text leaves the end token and other special tokens out. finish_reason: stop (by itself) or length (cut).
     version: of the weights that generated it. instance: which start of the engine did. Both are what the engine itself
     says; None where it does not say. versions: int32 [R] where several versions did, one after another (the last is `version`).
+    columns: declared columns that the engine fills, each [R, *shape].
     """
 
     tokens: npt.NDArray[np.int32]
@@ -56,6 +58,7 @@ class Generation:
     version: int | None = None
     instance: str | None = None
     versions: npt.NDArray[np.int32] | None = None
+    columns: Values = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:

@@ -97,8 +97,8 @@ class EnvironmentContext:
 
 
 def write(sample: SampleBuilder, generation: Generation) -> None:
-    """Adds what the policy wrote to a sample."""
-    sample.write(generation.tokens, generation.logprobs, versions_of(generation))
+    """Adds what the policy wrote to a sample, with the columns that the engine filled."""
+    sample.write(generation.tokens, generation.logprobs, versions_of(generation), generation.columns)
 
 
 def versions_of(generation: Generation) -> int | npt.NDArray[np.int32]:

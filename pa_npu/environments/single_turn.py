@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation
-from pa_npu.environments.protocol import EnvironmentContext, Generate, versions_of
-from pa_npu.samples.types import NO_VERSION, Sample, SampleRow, check_one_each
+from pa_npu.environments.protocol import EnvironmentContext, Generate, versions_of, write
+from pa_npu.samples.columns import NO_VERSION
+from pa_npu.samples.types import Sample, SampleBuilder, SampleRow, check_one_each
 
 
 class SingleTurn:
@@ -29,6 +30,8 @@ def samples_of(prompt: npt.NDArray[np.int32], generations: Sequence[Generation])
 
     Every group comes through here: arrays are made for all samples together, in half the time of one by one, and cut apart.
     """
+    if any(generation.columns for generation in generations):
+        return [_sample(prompt, generation) for generation in generations]
     bounds = [0, *accumulate(len(prompt) + len(generation.tokens) for generation in generations)]
     parts = [part for generation in generations for part in (prompt, generation.tokens)]
     tokens = np.concatenate(parts, dtype=np.int32)
@@ -44,3 +47,9 @@ def samples_of(prompt: npt.NDArray[np.int32], generations: Sequence[Generation])
             logprobs[written] = generation.logprobs
     row = SampleRow(tokens, trained, logprobs, versions, bounds[1:])
     return row.cut([generation.finished for generation in generations], [generation.text for generation in generations])
+
+
+def _sample(prompt: npt.NDArray[np.int32], generation: Generation) -> Sample:
+    sample = SampleBuilder(prompt)
+    write(sample, generation)
+    return sample.finish(generation.finished, generation.text)

@@ -198,7 +198,10 @@ class MicrobatchIterator(Iterator[Microbatch]):
 
     def _parse(self, data: bytes, loss: bytes | None) -> Parsed:
         """The group in its bytes and its pieces, which remember their layouts. loss: its second part, where it comes in two."""
-        group = from_bytes(data) if loss is None else from_parts(data, loss)
+        columns = self._buffer.columns
+        group = from_bytes(data, columns) if loss is None else from_parts(data, loss, columns)
+        if loss != b"":
+            group = columns.made(group, "trainers")
         pieces = cut(group, self._responses)
         for piece in pieces:
             num_packed_tokens(piece, self._shared_prompt)

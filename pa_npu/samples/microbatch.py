@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ import torch
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.trie import PackedSequences
 from pa_npu.attention.trie import pack as pack_trie
+from pa_npu.samples.columns import ADVANTAGES, LOGPROBS, Column
 from pa_npu.samples.types import Group
 
 # Behind the prompts, samples share a prefix (as branches of one response do) only from so many tokens on: each segment is a
@@ -30,8 +32,10 @@ class Microbatch:
     """T packed tokens of which N are targets: the trained tokens of its samples.
 
     tokens: int64 [T], padding included. rows: int64 [N], the packed row whose hidden state predicts targets: int64 [N].
-    engine_logprobs, advantages: float32 [N]. ages: float32 [N], by how many versions the weights that sampled a target are behind
-    those that the iteration trains. response_index: int64 [N], the sample's number in this microbatch, from 0.
+    columns: of the targets, [N, *shape] by name: "logprobs" (the engine's), "advantages", and every declared column.
+    packed: declared columns of all tokens, [T, *shape] by name, beside `tokens`; a shared prefix has its first sample's.
+    ages: float32 [N], by how many versions the weights that sampled a target are behind those that the iteration trains.
+    response_index: int64 [N], the sample's number in this microbatch, from 0.
     response_lengths: trained tokens of each sample, its response. num_sample_tokens: all tokens of all samples, shared ones once
     per sample, as TPSPD counts. versions: oldest and newest weight version of a target.
     group_indices: dispatch indices of the groups that the samples come from, each once.
@@ -42,8 +46,8 @@ class Microbatch:
     tokens: torch.Tensor
     rows: torch.Tensor
     targets: torch.Tensor
-    engine_logprobs: torch.Tensor
-    advantages: torch.Tensor
+    columns: dict[str, torch.Tensor]
+    packed: dict[str, torch.Tensor]
     ages: torch.Tensor
     response_index: torch.Tensor
     response_lengths: tuple[int, ...]
@@ -52,6 +56,14 @@ class Microbatch:
     versions: tuple[int, int]
     group_indices: tuple[int, ...]
     sources: tuple[tuple[int, int], ...]
+
+    @property
+    def engine_logprobs(self) -> torch.Tensor:
+        return self.columns["logprobs"]
+
+    @property
+    def advantages(self) -> torch.Tensor:
+        return self.columns["advantages"]
 
     @property
     def num_samples(self) -> int:
@@ -69,8 +81,13 @@ class Microbatch:
 
     def to(self, device: torch.device | str) -> Microbatch:
         """The same with its tensors on device; the layout stays on the host and caches its own per-device indices."""
-        names = ("tokens", "rows", "targets", "engine_logprobs", "advantages", "ages", "response_index")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        moved = {
+            name: getattr(self, name).to(device) for name in ("tokens", "rows", "targets", "ages", "response_index")
+        }
+        columns, packed = (
+            {name: tensor.to(device) for name, tensor in by_name.items()} for by_name in (self.columns, self.packed)
+        )
+        return replace(self, **moved, columns=columns, packed=packed)
 
 
 def cut(group: Group, samples: int) -> list[Group]:
@@ -99,8 +116,17 @@ def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Mic
             [start + _predictors(one, piece) for start, one, piece in zip(starts, packed, pieces, strict=False)]
         ),
         targets=_joined([piece.tokens[own] for piece, own in zip(pieces, trained, strict=True)], np.int64),
-        engine_logprobs=_joined([piece.logprobs[own] for piece, own in zip(pieces, trained, strict=True)], np.float32),
-        advantages=_joined([piece.advantages[own] for piece, own in zip(pieces, trained, strict=True)], np.float32),
+        columns={
+            column.name: torch.from_numpy(
+                np.concatenate([piece.per_token[column][own] for piece, own in zip(pieces, trained, strict=True)])
+            )
+            for column in (LOGPROBS, ADVANTAGES, *pieces[0].columns)
+        },
+        packed={
+            column.name: _of_rows(column, pieces, packed, starts, layout.total)
+            for column in pieces[0].columns
+            if column.tokens == "all"
+        },
         ages=_joined(
             [piece.iteration - piece.versions[own] for piece, own in zip(pieces, trained, strict=True)], np.float32
         ),
@@ -140,6 +166,18 @@ def _predictors(packed: PackedSequences, piece: Group) -> torch.Tensor:
         positions = torch.from_numpy(np.flatnonzero(trained))
         rows.append(packed.layout.path_rows(leaf)[positions - 1])
     return torch.cat(rows)
+
+
+def _of_rows(
+    column: Column, pieces: Sequence[Group], packed: Sequence[PackedSequences], starts: Sequence[int], total: int
+) -> torch.Tensor:
+    """[total, *shape]: the column of every packed token."""
+    values = column.blank(total)
+    for start, one, piece in zip(starts, packed, pieces, strict=False):
+        spans = pairwise(piece.offsets().tolist())
+        for leaf, (first, last) in reversed(list(zip(one.leaves, spans, strict=True))):  # the first sample's stay
+            values[start + one.layout.path_rows(leaf).numpy()] = piece.columns[column][first:last]
+    return torch.from_numpy(values)
 
 
 def _joined_layout(layouts: Sequence[PrefixLayout]) -> PrefixLayout:

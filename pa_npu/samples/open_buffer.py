@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
+from pa_npu.algorithm.advantages import find_group_advantage
+from pa_npu.algorithm.policy_losses import find_policy_loss
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix
+from pa_npu.samples.columns import RunColumns
 from pa_npu.samples.rollout_buffer import Payloads, RolloutBuffer, StoreRolloutBuffer
 from pa_npu.samples.shards import OwnShard, ShardPayloads
 
@@ -24,7 +28,16 @@ def open_buffer(
 ) -> RolloutBuffer:
     """readers, ahead: as StoreRolloutBuffer. fills: whether this is the coordinator, which starts what the backend needs. own: the
     shard that this process hosts."""
-    return StoreRolloutBuffer(channel, _NAME, readers, ahead, payloads(config, channel, fills=fills, own=own))
+    place = payloads(config, channel, fills=fills, own=own)
+    return StoreRolloutBuffer(channel, _NAME, readers, ahead, place, run_columns(config))
+
+
+def run_columns(config: Config) -> RunColumns:
+    """The columns that the run's loss and advantage declare. Raises ConfigError for a declaration that no run can have."""
+    features: list[Any] = [find_policy_loss(config.algorithm.loss)]
+    if config.algorithm.advantage != "batch-std":  # which is of no group
+        features.append(find_group_advantage(config.algorithm.advantage))
+    return RunColumns.of_features(features)
 
 
 def payloads(

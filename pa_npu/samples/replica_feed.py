@@ -177,7 +177,7 @@ class ReplicaFeed:
         before = self._buffer.head_bytes
         if links.reads:
             whole = self._buffer.read_bytes(self._iteration, self._replica, slot)
-            common, loss = split(whole) if links.mesh.pipeline > 1 else (whole, b"")
+            common, loss = split(whole, self._buffer.columns) if links.mesh.pipeline > 1 else (whole, b"")
         try:
             from_head = self._buffer.head_bytes - before
             sizes = torch.tensor(

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import InvariantViolation, PaNpuError
+from pa_npu.samples.columns import NONE, RunColumns
 from pa_npu.samples.types import Group
 from pa_npu.samples.wire import from_bytes, to_bytes
 
@@ -26,14 +27,16 @@ from pa_npu.samples.wire import from_bytes, to_bytes
 class RolloutBuffer(Protocol):
     """What coordinator (put) and trainer ranks (all others) need; another data plane implements these.
 
-    head_bytes: what this has read from the store on the head so far.
+    head_bytes: what this has read from the store on the head so far. columns: those of the run, and which of them are read here.
     """
 
     readers: int
     head_bytes: int
+    columns: RunColumns
 
     def put(self, group: Group, replica: int, slot: int) -> None:
-        """Makes a group available to a replica as its slot-th group of `group.iteration`. Each slot once (I2)."""
+        """Makes a group available to a replica as its slot-th group of `group.iteration`, with the columns that the coordinator
+        makes. Each slot once (I2). Raises GroupFormatError for a column that is missing or unknown."""
 
     def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
         """Waits until the slot is filled, returns the seconds waited; raises DeadlineExceeded after timeout_s."""
@@ -57,16 +60,17 @@ class RolloutBuffer(Protocol):
 class Payloads(Protocol):
     """Where groups lie while the store knows of them. What is put under a key is there for `get` when `put` returns, until `drop`.
 
-    replica: that trains the group. All raise BufferFailed where the place does not answer in time, or has lost the key.
+    replica: that trains the group. columns: as RolloutBuffer.
+    All raise BufferFailed where the place does not answer in time, or has lost the key.
     """
 
-    def put(self, key: str, replica: int, group: Group) -> bytes:
+    def put(self, key: str, replica: int, group: Group, columns: RunColumns) -> bytes:
         """Returns what the store is to say of it."""
 
-    def get(self, key: str, replica: int, said: bytes) -> bytes:
-        """The wire format. said: by the store."""
+    def get(self, key: str, replica: int, said: bytes, columns: RunColumns) -> bytes:
+        """The wire format, without columns that are not read. said: by the store."""
 
-    def drop(self, key: str, replica: int) -> None: ...
+    def drop(self, key: str, replica: int, columns: RunColumns) -> None: ...
 
 
 class BufferFailed(PaNpuError):
@@ -78,11 +82,17 @@ class StoreRolloutBuffer:
 
     run_id separates attempts of one run, so that a restarted trainer never sees what a killed one left behind.
     readers: ranks of a replica, i.e. tensor_parallel x pipeline_parallel (the coordinator's value is not used).
-    ahead: how many newer iterations may have begun when a group is put.
+    ahead: how many newer iterations may have begun when a group is put. columns: as RolloutBuffer.
     """
 
     def __init__(
-        self, channel: StoreChannel, run_id: str, readers: int, ahead: int = 0, payloads: Payloads | None = None
+        self,
+        channel: StoreChannel,
+        run_id: str,
+        readers: int,
+        ahead: int = 0,
+        payloads: Payloads | None = None,
+        columns: RunColumns = NONE,
     ) -> None:
         if readers < 1:
             raise ValueError(f"readers: {readers} must be at least 1, the number of ranks of a replica")
@@ -91,6 +101,7 @@ class StoreRolloutBuffer:
         self._run_id = run_id
         self._ahead = ahead
         self._payloads = payloads
+        self.columns = columns
         self.head_bytes = 0
         self._filled: dict[int, dict[tuple[int, int], int]] = {}  # by iteration
         self._newest = 0
@@ -111,7 +122,9 @@ class StoreRolloutBuffer:
                     else f"group {filled[replica, slot]} of that iteration is already there"
                 )
             )
-        said = to_bytes(group) if self._payloads is None else self._payloads.put(key, replica, group)
+        group = self.columns.made(group, "coordinator")
+        place = self._payloads
+        said = to_bytes(group, self.columns) if place is None else place.put(key, replica, group, self.columns)
         self._channel.put_bytes(key, said)  # from here on it may be read
         filled[replica, slot] = group.index
 
@@ -129,10 +142,10 @@ class StoreRolloutBuffer:
         key = self._key(iteration, replica, slot)
         said = self._channel.get_bytes(key)
         self.head_bytes += len(said)
-        return said if self._payloads is None else self._payloads.get(key, replica, said)
+        return said if self._payloads is None else self._payloads.get(key, replica, said, self.columns)
 
     def read(self, iteration: int, replica: int, slot: int) -> Group:
-        return from_bytes(self.read_bytes(iteration, replica, slot))
+        return from_bytes(self.read_bytes(iteration, replica, slot), self.columns)
 
     def done(self, iteration: int, replica: int, slot: int) -> None:
         key = self._key(iteration, replica, slot)
@@ -140,10 +153,10 @@ class StoreRolloutBuffer:
             self._channel.delete(key)
             self._channel.delete(key + "/done")
             if self._payloads is not None:
-                self._payloads.drop(key, replica)
+                self._payloads.drop(key, replica, self.columns)
 
     def written(self, version: int) -> StoreRolloutBuffer:
-        return StoreRolloutBuffer(self._channel, f"written-{version}", readers=1, payloads=self._payloads)
+        return StoreRolloutBuffer(self._channel, f"written-{version}", 1, payloads=self._payloads, columns=self.columns)
 
     def _key(self, iteration: int, replica: int, slot: int) -> str:
         return f"buffer/{self._run_id}/{iteration}/{replica}/{slot}"

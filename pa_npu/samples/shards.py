@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,10 +23,11 @@ from pa_npu.control.channel import StoreChannel, StoreError, connect
 from pa_npu.control.messages import SHARD, ShardAddress
 from pa_npu.control.store_server import host_store
 from pa_npu.errors import DeadlineExceeded
+from pa_npu.samples.columns import NONE, RunColumns
 from pa_npu.samples.data_module import Cells, StoreShard
 from pa_npu.samples.rollout_buffer import BufferFailed
 from pa_npu.samples.types import Group
-from pa_npu.samples.wire import COLUMNS, columns_of, from_columns
+from pa_npu.samples.wire import from_tensors, tensor_names, tensors_of
 
 T = TypeVar("T")
 
@@ -70,19 +71,21 @@ class ShardPayloads:
             # asked without a thread between: what stops the shard stops this process
             self._clients[own.replica] = _Client(StoreShard(StoreChannel(own.server, "")), _at_once)
 
-    def put(self, key: str, replica: int, group: Group) -> bytes:
-        cells = columns_of(group)
+    def put(self, key: str, replica: int, group: Group, columns: RunColumns = NONE) -> bytes:
+        cells = tensors_of(group, columns)
         self._ask(replica, f"to take {group}", lambda shard: shard.put(key, cells))
         return msgspec.json.encode(_sizes(cells))
 
-    def get(self, key: str, replica: int, said: bytes) -> bytes:
-        cells = self._ask(replica, f"for {key}", lambda shard: shard.get(key, COLUMNS))
-        if msgspec.json.encode(sizes := _sizes(cells)) != said:
-            raise BufferFailed(f"the shard of replica {replica} has {sizes} bytes of {key}, expected {said!r}")
-        return from_columns(cells)
+    def get(self, key: str, replica: int, said: bytes, columns: RunColumns = NONE) -> bytes:
+        cells = self._ask(replica, f"for {key}", lambda shard: shard.get(key, tensor_names(columns)))
+        sizes, put = _sizes(cells), msgspec.json.decode(said)
+        if sizes != (put if columns.reads is None else {name: put.get(name) for name in sizes}):
+            raise BufferFailed(f"the shard of replica {replica} has {sizes} bytes of {key}, expected {put}")
+        return from_tensors(cells)
 
-    def drop(self, key: str, replica: int) -> None:
-        self._ask(replica, f"to drop {key}", lambda shard: shard.drop(key, COLUMNS))
+    def drop(self, key: str, replica: int, columns: RunColumns = NONE) -> None:
+        names = tensor_names(replace(columns, reads=None))
+        self._ask(replica, f"to drop {key}", lambda shard: shard.drop(key, names))
 
     def _ask(self, replica: int, what: str, call: Callable[[StoreShard], T]) -> T:
         client = self._client(replica)
@@ -125,4 +128,4 @@ def _at_once(call: Callable[[], Any]) -> Any:
 
 
 def _sizes(cells: Cells) -> dict[str, int]:
-    return {name: cells[name].nbytes for name in COLUMNS}
+    return {name: cell.nbytes for name, cell in cells.items()}

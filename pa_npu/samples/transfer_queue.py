@@ -1,8 +1,8 @@
 """Payloads in TransferQueue, Ascend's data module for post-training on Ray (arXiv 2507.01663).
 
-A group is a row, its arrays are columns. The package keeps payloads in storage units on the cluster's nodes and their metadata in a
-controller, both Ray actors. Columns have the names and types of `Group`'s arrays, so that whatever else uses the queue can fetch
-those that it needs:
+A group is a row, its arrays and declared columns are columns. The package keeps payloads in storage units on the cluster's nodes
+and their metadata in a controller, both Ray actors. Columns have the names and types of `Group`'s arrays, so that whatever else
+uses the queue can fetch those that it needs:
 
     transfer_queue.kv_batch_get(keys=["buffer/run/ITERATION/REPLICA/SLOT"], partition_id=PARTITION, select_fields="tokens")
 
@@ -22,6 +22,7 @@ import torch
 
 from pa_npu.control.bounded_calls import BoundedCalls, NoAnswer
 from pa_npu.errors import ConfigError
+from pa_npu.samples.columns import LOGPROBS, NONE, RunColumns
 from pa_npu.samples.rollout_buffer import BufferFailed
 from pa_npu.samples.types import IDENTITY, PER_SAMPLE, PER_TOKEN, Group
 from pa_npu.samples.wire import to_bytes
@@ -49,22 +50,26 @@ class TransferQueuePayloads:
         self._calls = BoundedCalls("transfer queue", timeout_s)  # the package's have no deadline
         self._queue: Any = None
 
-    def put(self, key: str, replica: int, group: Group) -> bytes:
-        columns = {name: torch.from_numpy(getattr(group, name)) for name in (*PER_TOKEN, *PER_SAMPLE)}
-        columns[_NUMBERS] = torch.tensor([getattr(group, name) for name in IDENTITY], dtype=torch.int64)
+    def put(self, key: str, replica: int, group: Group, columns: RunColumns = NONE) -> bytes:
+        columns.check((LOGPROBS, *group.columns), group)
+        fields = {name: torch.from_numpy(getattr(group, name)) for name in (*PER_TOKEN, *PER_SAMPLE)}
+        fields |= {column.name: torch.from_numpy(values) for column, values in group.columns.items()}
+        fields[_NUMBERS] = torch.tensor([getattr(group, name) for name in IDENTITY], dtype=torch.int64)
         self._call(
             f"to take {group}",
             lambda queue: queue.kv_put(
-                key=key, partition_id=self._partition, fields=columns, tag={"index": group.index}
+                key=key, partition_id=self._partition, fields=fields, tag={"index": group.index}
             ),
         )
         return b""
 
-    def get(self, key: str, replica: int, said: bytes) -> bytes:
-        columns = self.get_columns(key, _COLUMNS)
-        identity = dict(zip(IDENTITY, columns.pop(_NUMBERS).tolist(), strict=True))
-        arrays: dict[str, Any] = {name: tensor.numpy().copy() for name, tensor in columns.items()}
-        return to_bytes(Group(**identity, **arrays))
+    def get(self, key: str, replica: int, said: bytes, columns: RunColumns = NONE) -> bytes:
+        declared = [column for column in columns.carried if columns.wants(column)]
+        found = self.get_columns(key, (*_COLUMNS, *(column.name for column in declared)))
+        identity = dict(zip(IDENTITY, found.pop(_NUMBERS).tolist(), strict=True))
+        arrays: dict[str, Any] = {name: tensor.numpy().copy() for name, tensor in found.items()}
+        values = {column: arrays.pop(column.name) for column in declared}
+        return to_bytes(Group(**identity, **arrays, columns=values), columns)
 
     def get_columns(self, key: str, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Some columns of a row, and no others travel."""
@@ -74,7 +79,7 @@ class TransferQueuePayloads:
         )
         return {name: found[name][0] for name in names}
 
-    def drop(self, key: str, replica: int) -> None:
+    def drop(self, key: str, replica: int, columns: RunColumns = NONE) -> None:
         self._call(f"to drop {key}", lambda queue: queue.kv_clear(keys=[key], partition_id=self._partition))
 
     def _call(self, what: str, call: Callable[[Any], T]) -> T:

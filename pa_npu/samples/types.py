@@ -5,6 +5,7 @@
     versions   -1 -1 -1  4  4 -1 -1  4      the weight version that generated the token; -1 where none did
 
 A single turn is the case with one prompt and one run of trained tokens. Nothing behind this file assumes it.
+Whatever else a feature needs of every token is a declared column (samples/columns.py).
 """
 
 from __future__ import annotations
@@ -18,37 +19,19 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.errors import PaNpuError
+from pa_npu.samples.columns import ADVANTAGES, FIXED, LOGPROBS, NO_VERSION, VERSIONS, Column, GroupFormatError, Values
 
 T = TypeVar("T")
-
-NO_VERSION = -1
-"""Version of a token that no policy generated."""
 
 IDENTITY = ("run_seed", "iteration", "index", "prompt_id")
 """The whole numbers that say which group this is."""
 
-PER_TOKEN: dict[str, np.dtype[Any]] = {
-    "tokens": np.dtype("<i4"),
-    "trained": np.dtype("?"),
-    "logprobs": np.dtype("<f4"),
-    "versions": np.dtype("<i4"),
-    "advantages": np.dtype("<f4"),
-}
+PER_TOKEN: dict[str, np.dtype[Any]] = {column.name: column.type for column in FIXED}
 PER_SAMPLE: dict[str, np.dtype[Any]] = {
     "lengths": np.dtype("<i4"),
     "rewards": np.dtype("<f4"),
     "finished": np.dtype("?"),
 }
-
-
-_ARRAYS = PER_TOKEN | PER_SAMPLE
-_ELSEWHERE = {"logprobs": 0, "advantages": 0, "versions": NO_VERSION}
-"""What tokens have that are not trained."""
-
-
-class GroupFormatError(PaNpuError):
-    """A group's bytes or arrays break a rule; the message names the field and the values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +42,7 @@ class Sample:
     distribution that a trained token was sampled from. versions: int32, the weight version that sampled it. Both mean
     nothing where trained is False. reward: what the environment gave; None leaves it to the reward functions.
     finished: ended by itself, not cut at a limit. text: what follows the prompt, for reward functions and records.
+    columns: the declared ones, each [T, *shape].
     """
 
     tokens: npt.NDArray[np.int32]
@@ -68,6 +52,7 @@ class Sample:
     finished: bool
     text: str = ""
     reward: float | None = None
+    columns: Values = field(default_factory=dict)
     _place: tuple[SampleRow, int] | None = field(init=False, default=None, repr=False)
 
     @cached_property
@@ -97,13 +82,15 @@ class SampleRow:
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
     ends: Sequence[int]
+    columns: Values = field(default_factory=dict)
 
     def cut(self, finished: Sequence[bool], texts: Sequence[str]) -> list[Sample]:
         """The samples, views."""
         samples = []
         for number, span in enumerate(map(slice, [0, *self.ends], self.ends)):
             arrays = self.tokens[span], self.trained[span], self.logprobs[span], self.versions[span]
-            sample = Sample(*arrays, finished[number], texts[number])
+            columns = {column: values[span] for column, values in self.columns.items()}
+            sample = Sample(*arrays, finished[number], texts[number], columns=columns)
             object.__setattr__(sample, "_place", (self, number))
             samples.append(sample)
         return samples
@@ -122,6 +109,11 @@ class SampleRow:
             np.concatenate([sample.logprobs for sample in samples]),
             np.concatenate([sample.versions for sample in samples]),
             list(accumulate(len(sample.tokens) for sample in samples)),
+            {
+                column: np.concatenate([sample.columns[column] for sample in samples])
+                for column in samples[0].columns
+                if all(column in sample.columns for sample in samples)
+            },
         )
 
 
@@ -132,26 +124,38 @@ def group_lengths(samples: Sequence[Sample]) -> tuple[int, list[int]]:
 
 
 class SampleBuilder:
-    """Puts a sample together turn by turn: what the policy is shown, and what it writes."""
+    """Puts a sample together turn by turn: what the policy is shown, and what it writes.
 
-    def __init__(self, prompt: npt.NDArray[np.int32]) -> None:
-        self._parts = [np.asarray(prompt, np.int32)]
-        self._length = len(prompt)
+    columns, everywhere here: declared columns of the tokens that are given with them, [len(tokens), *shape].
+    """
+
+    def __init__(self, prompt: npt.NDArray[np.int32], columns: Values | None = None) -> None:
+        self._parts: list[npt.NDArray[np.int32]] = []
+        self._length = 0
         self._written: list[tuple[slice, npt.NDArray[np.float32], int | npt.NDArray[np.int32]]] = []
+        self._columns: dict[Column, list[tuple[slice, np.ndarray]]] = {}
         self.num_trained = 0
+        self.show(prompt, columns)
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
         """Everything so far: what the next turn is conditioned on."""
         return np.concatenate(self._parts)
 
-    def show(self, tokens: npt.NDArray[np.int32]) -> None:
+    def show(self, tokens: npt.NDArray[np.int32], columns: Values | None = None) -> None:
         """Tokens of the environment, which are not trained."""
+        start, self._length = self._length, self._length + len(tokens)
         self._parts.append(np.asarray(tokens, np.int32))
-        self._length += len(tokens)
+        for column, values in (columns or {}).items():
+            span = slice(start, self._length), column.checked(values, len(tokens), "column")
+            self._columns.setdefault(column, []).append(span)
 
     def write(
-        self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], version: int | npt.NDArray[np.int32]
+        self,
+        tokens: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+        version: int | npt.NDArray[np.int32],
+        columns: Values | None = None,
     ) -> None:
         """Tokens of the policy, as the engine returned them. logprobs: one each, or [0] where none were asked for.
 
@@ -159,11 +163,12 @@ class SampleBuilder:
         """
         check_one_each(tokens, logprobs)
         start = self._length
-        self.show(tokens)
+        self.show(tokens, columns)
         self._written.append((slice(start, self._length), logprobs, version))
         self.num_trained += len(tokens)
 
     def finish(self, finished: bool, text: str, reward: float | None = None) -> Sample:
+        """The sample. Raises GroupFormatError where a column has values for some of the policy's tokens and not for others."""
         trained = np.zeros(self._length, np.bool_)
         logprobs = np.zeros(self._length, np.float32)
         versions = np.empty(self._length, np.int32)
@@ -173,7 +178,19 @@ class SampleBuilder:
             versions[span] = version
             if len(sampled):
                 logprobs[span] = sampled
-        return Sample(self.tokens, trained, logprobs, versions, finished, text, reward)
+        columns = {column: self._column(column, trained) for column in self._columns}
+        return Sample(self.tokens, trained, logprobs, versions, finished, text, reward, columns)
+
+    def _column(self, column: Column, trained: npt.NDArray[np.bool_]) -> np.ndarray:
+        values, given = column.blank(self._length), np.zeros(self._length, np.bool_)
+        for span, part in self._columns[column]:
+            values[span], given[span] = part, True
+        if missing := int(np.count_nonzero(trained & ~given)):
+            raise GroupFormatError(
+                f"column {column.name}: {missing} of {self.num_trained} tokens of the policy have no value; give one each with "
+                f"every write"
+            )
+        return values
 
 
 def check_one_each(tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> None:
@@ -193,6 +210,7 @@ class Group:
     lengths: int32 [G], tokens of each sample. rewards: float32 [G]. finished: bool [G].
     tokens, trained, logprobs, versions: those of Sample, [sum of lengths]. advantages: float32 [sum of lengths].
     first: the number of the first sample here, in a piece of the group that was dispatched; 0 for the whole.
+    columns: the declared ones, each [sum of lengths, *shape].
     Log-probs and advantages are 0, and versions NO_VERSION, where a token is not trained.
     """
 
@@ -209,6 +227,7 @@ class Group:
     rewards: np.ndarray
     finished: np.ndarray
     first: int = 0
+    columns: Values = field(default_factory=dict)
     _cache: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -217,13 +236,18 @@ class Group:
             if not isinstance(value, (int, np.integer)) or not 0 <= value < 2**63:
                 raise GroupFormatError(f"group {name}: {value!r} must be an integer between 0 and 2**63 - 1")
             object.__setattr__(self, name, int(value))
-        for name, dtype in _ARRAYS.items():
+        for name, dtype in PER_SAMPLE.items():
             array = getattr(self, name)
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
                 found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
                 raise GroupFormatError(f"{self} {name}: must be a {dtype.name} array [n], found {found}")
         self._check_sizes()
         self._check_values()
+
+    @property
+    def per_token(self) -> dict[Column, np.ndarray]:
+        """All its columns, fixed and declared."""
+        return {**{column: getattr(self, column.name) for column in FIXED}, **self.columns}
 
     @classmethod
     def of_samples(
@@ -255,6 +279,7 @@ class Group:
             advantages=of_tokens,
             rewards=np.asarray(rewards, np.float32),
             finished=np.array([sample.finished for sample in samples], np.bool_),
+            columns=row.columns,
         )
 
     @classmethod
@@ -294,54 +319,54 @@ class Group:
             raise GroupFormatError(
                 f"{self} lengths: a sample needs a prompt and a trained token, shortest is {shortest}"
             )
+        for name in PER_SAMPLE:
+            if len(getattr(self, name)) != num_samples:
+                raise GroupFormatError(f"{self} {name}: {len(getattr(self, name))} values for {num_samples} samples")
         total = int(self.offsets()[-1])
-        for names, wanted in ((PER_TOKEN, total), (PER_SAMPLE, num_samples)):
-            for name in names:
-                if len(getattr(self, name)) != wanted:
-                    raise GroupFormatError(
-                        f"{self} {name}: {len(getattr(self, name))} values, but {num_samples} samples of together "
-                        f"{total} tokens need {wanted}"
-                    )
+        for column, values in self.per_token.items():
+            column.checked(values, total, self)
 
     def _check_values(self) -> None:
         if (lowest := np.minimum.reduce(self.tokens)) < 0:
             raise GroupFormatError(f"{self} tokens: token ids must not be negative, lowest is {lowest}")
-        for name in ("logprobs", "rewards"):
-            finite = np.isfinite(getattr(self, name))
-            if not _all(finite):
-                position = int(finite.argmin())
-                raise GroupFormatError(
-                    f"{self} {name}: values must be finite, number {position} is {getattr(self, name)[position]}"
-                )
+        self._check_finite("rewards", self.rewards)
         if _any(self.trained[self.offsets()[:-1]]):
             raise GroupFormatError(f"{self} trained: a sample's first token follows from nothing and cannot be trained")
         if not _all(counts := self.trained_lengths):
             raise GroupFormatError(f"{self} trained: sample {int(counts.argmin())} has no trained token")
         self._check_stretches()
-        # bool > bool: the one without the other
-        if _any((self.logprobs != _ELSEWHERE["logprobs"]) > self.trained):
-            raise self._set_elsewhere("logprobs")
+        for column, values in ((LOGPROBS, self.logprobs), *self.columns.items()):
+            if column.is_float:
+                self._check_finite(column.name, values)
+            if column.tokens == "trained":
+                self._check_elsewhere(column, values, self.trained)
 
     def _check_stretches(self) -> None:
         """Versions and advantages: what holds for a stretch's first token holds for all of it."""
         starts = self._stretches[:-1]
         trained, versions, advantages = self.trained[starts], self.versions[starts], self.advantages[starts]
-        finite = np.isfinite(advantages)
-        if not _all(finite):
-            position = int(finite.argmin())
-            raise GroupFormatError(
-                f"{self} advantages: values must be finite, number {starts[position]} is {advantages[position]}"
-            )
+        self._check_finite("advantages", advantages, starts)
         if _any((versions < 0) & trained):
             raise GroupFormatError(
                 f"{self} versions: a trained token needs a weight version, lowest is {versions[trained].min()}"
             )
-        for name, values in (("advantages", advantages), ("versions", versions)):
-            if _any((values != _ELSEWHERE[name]) > trained):
-                raise self._set_elsewhere(name)
+        self._check_elsewhere(ADVANTAGES, advantages, trained)
+        self._check_elsewhere(VERSIONS, versions, trained)
 
-    def _set_elsewhere(self, name: str) -> GroupFormatError:
-        return GroupFormatError(f"{self} {name}: must be {_ELSEWHERE[name]} for tokens that are not trained")
+    def _check_finite(self, name: str, values: np.ndarray, numbers: np.ndarray | None = None) -> None:
+        """numbers: of the values, where these are not all of them."""
+        finite = np.isfinite(values)
+        if int(np.count_nonzero(finite)) != finite.size:
+            position = int(finite.argmin())
+            number, value = position if numbers is None else numbers[position], values.flat[position]
+            raise GroupFormatError(f"{self} {name}: values must be finite, number {number} is {value}")
+
+    def _check_elsewhere(self, column: Column, values: np.ndarray, trained: np.ndarray) -> None:
+        differs = values != column.elsewhere
+        if column.shape:
+            differs = differs.reshape(len(values), -1).any(axis=1)
+        if _any(differs > trained):  # bool > bool: the one without the other
+            raise GroupFormatError(f"{self} {column.name}: must be {column.elsewhere} for tokens that are not trained")
 
     def __str__(self) -> str:
         return f"group {self.index} of iteration {self.iteration} (prompt {self.prompt_id})"
@@ -356,7 +381,14 @@ class Group:
             first=self.first + first,
             **{name: getattr(self, name)[rows] for name in PER_TOKEN},
             **{name: getattr(self, name)[first:last] for name in PER_SAMPLE},
+            columns={column: values[rows] for column, values in self.columns.items()},
         )
+
+    def samples(self, texts: Sequence[str]) -> list[Sample]:
+        """The samples that `of_samples` was given, views, without rewards. texts: theirs."""
+        ends = self.offsets()[1:].tolist()
+        row = SampleRow(self.tokens, self.trained, self.logprobs, self.versions, ends, self.columns)
+        return row.cut([bool(finished) for finished in self.finished], texts)
 
     @property
     def num_samples(self) -> int:

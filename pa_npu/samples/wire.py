@@ -10,10 +10,12 @@ what stays the same along a run of trained tokens once per run. A run is one sam
     values     float32 [G + R]   each sample's reward, each run's advantage
     tokens     int32             of each sample, those that it does not share
     logprobs   float32           of the trained tokens
+    NAME       its dtype         every declared column: of the trained tokens, or of all (samples/columns.py)
 
-Shared are leading tokens that are not trained. Between pipeline stages a group goes in two parts: numbers, spans and tokens, which
-every stage computes with, and values and logprobs, which only the last one does. The envelope makes every damaged or foreign
-payload a GroupFormatError before anything is parsed; there is no pickle anywhere.
+Shared are leading tokens that are not trained. Between pipeline stages a group goes in two parts: numbers, spans, tokens and the
+columns that every stage computes with, and values and the columns that only the last one does. A reader that names the columns of
+its task gets those and no others. The envelope makes every damaged or foreign payload a GroupFormatError before anything is parsed;
+there is no pickle anywhere.
 """
 
 from __future__ import annotations
@@ -28,34 +30,44 @@ import msgspec
 import numpy as np
 import safetensors
 
-from pa_npu.samples.types import IDENTITY, NO_VERSION, PER_TOKEN, Group, GroupFormatError
+from pa_npu.samples.columns import ADVANTAGES, LOGPROBS, NONE, STORED, VERSIONS, Column, GroupFormatError, RunColumns
+from pa_npu.samples.types import IDENTITY, Group
 
 FORMAT_VERSION = 3
 _MAGIC = b"PAGR"
 _ENVELOPE = struct.Struct("<4sHHII")
-# Each tensor's type in safetensors and in numpy, and its number of dimensions.
-_TENSORS: dict[str, tuple[str, str, int]] = {
+# The tensors that every group has: type in safetensors and in numpy, and number of dimensions.
+_FRAME: dict[str, tuple[str, str, int]] = {
     "numbers": ("I64", "<i8", 1),
     "spans": ("I32", "<i4", 2),
     "values": ("F32", "<f4", 1),
     "tokens": ("I32", "<i4", 1),
-    "logprobs": ("F32", "<f4", 1),
 }
-COLUMNS = tuple(_TENSORS)
+_STORED = {np.dtype(name): stored for name, stored in STORED.items()}
 _SPAN_NUMBERS = 3
 _WHOLE, _COMMON, _LOSS = range(3)
-_PARTS = {_WHOLE: tuple(_TENSORS), _COMMON: ("numbers", "spans", "tokens"), _LOSS: ("values", "logprobs")}
+_PARTS = {_WHOLE: tuple(_FRAME), _COMMON: ("numbers", "spans", "tokens"), _LOSS: ("values",)}
+Tensors = dict[str, np.ndarray]
 # A group of more tokens than this is damage, not data.
 _MOST_TOKENS = 2**31 - 1
 
 
-def to_bytes(group: Group) -> bytes:
-    """The wire format. `from_bytes` gives back an equal group, bit for bit."""
-    return from_columns(columns_of(group))
+def to_bytes(group: Group, columns: RunColumns = NONE) -> bytes:
+    """The wire format. `from_bytes` gives back an equal group, bit for bit.
+
+    Raises GroupFormatError where the group lacks a declared column, or has another.
+    """
+    return from_tensors(tensors_of(group, columns))
 
 
-def columns_of(group: Group) -> dict[str, np.ndarray]:
-    """What the wire format consists of, by COLUMNS, for where these lie one by one."""
+def tensor_names(columns: RunColumns) -> tuple[str, ...]:
+    """Tensors of the wire format that a task reads."""
+    return (*_FRAME, *(column.name for column in (LOGPROBS, *columns.carried) if columns.wants(column)))
+
+
+def tensors_of(group: Group, columns: RunColumns) -> Tensors:
+    """What the wire format consists of, by name, for where tensors lie one by one. Raises GroupFormatError as `to_bytes`."""
+    columns.check((LOGPROBS, *group.columns), group)
     starts, ends = group.runs
     spans = np.empty((group.num_samples + len(starts), _SPAN_NUMBERS), "<i4")
     samples, runs = spans[: group.num_samples], spans[group.num_samples :]
@@ -68,20 +80,25 @@ def columns_of(group: Group) -> dict[str, np.ndarray]:
         "values": np.concatenate([group.rewards, group.advantages[starts]]),
         "tokens": np.concatenate([group.tokens[start + shared : end] for (start, end), shared in own]),
         "logprobs": group.logprobs[group.trained],
+        **{
+            column.name: values[group.trained] if column.tokens == "trained" else np.ascontiguousarray(values)
+            for column in columns.carried
+            if (values := group.columns.get(column)) is not None
+        },
     }
 
 
-def from_columns(columns: Mapping[str, np.ndarray]) -> bytes:
-    """The wire format of `columns_of`."""
-    return _enveloped(_WHOLE, dict(columns))
+def from_tensors(tensors: Mapping[str, np.ndarray]) -> bytes:
+    """The wire format of `tensors_of`."""
+    return _enveloped(_WHOLE, tensors)
 
 
-def _enveloped(part: int, tensors: dict[str, np.ndarray]) -> bytes:
+def _enveloped(part: int, tensors: Mapping[str, np.ndarray]) -> bytes:
     """The safetensors file is written here, and copied once: safetensors' own `save` takes twice as long, and copies it twice."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _TENSORS[name][0], "shape": tensor.shape, "data_offsets": (start, end)}
+        header[name] = {"dtype": _STORED[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
     head = msgspec.json.encode(header)
     pieces: list[bytes | memoryview] = [struct.pack("<Q", len(head)), head, *(t.data for t in tensors.values())]
     checksum = 0
@@ -90,41 +107,43 @@ def _enveloped(part: int, tensors: dict[str, np.ndarray]) -> bytes:
     return b"".join([_ENVELOPE.pack(_MAGIC, FORMAT_VERSION, part, checksum, 0), *pieces])
 
 
-def split(data: bytes) -> tuple[bytes, bytes]:
-    """A group's bytes as the part that every pipeline stage computes with, and the part that only the loss needs.
+def split(data: bytes, columns: RunColumns = NONE) -> tuple[bytes, bytes]:
+    """A group's bytes as the part that every pipeline stage computes with, and the part that only the last one does.
 
-    Raises GroupFormatError.
+    Columns that the task does not read are left out. Raises GroupFormatError.
     """
-    arrays = _read(data, _WHOLE)
-    common, loss = ({name: arrays[name] for name in _PARTS[part]} for part in (_COMMON, _LOSS))
+    tensors, of_tokens = _read(data, _WHOLE, columns)
+    common, loss = ({name: tensors[name] for name in _PARTS[part]} for part in (_COMMON, _LOSS))
+    for column, values in of_tokens.items():
+        (common if column.every_stage else loss)[column.name] = values
     return _enveloped(_COMMON, common), _enveloped(_LOSS, loss)
 
 
-def from_parts(common: bytes, loss: bytes) -> Group:
-    """The group of `split`; with b"" for `loss` its log-probs, advantages and rewards are 0.
+def from_parts(common: bytes, loss: bytes, columns: RunColumns = NONE) -> Group:
+    """The group of `split`; with b"" for `loss` its log-probs, advantages and rewards are 0, and columns of the last stage missing.
 
     Raises GroupFormatError.
     """
-    arrays = _read(common, _COMMON)
+    tensors, of_tokens = _read(common, _COMMON, columns)
     if loss:
-        return _group(arrays | _read(loss, _LOSS))
-    spans, num_samples = arrays["spans"], int(arrays["numbers"][-1])
-    num_trained = int(spans[max(0, num_samples) :, 1].sum(dtype=np.int64))
-    if not 0 <= num_trained <= _MOST_TOKENS:
-        raise GroupFormatError(f"group bytes: {num_trained} trained tokens, expected 0 to {_MOST_TOKENS}")
-    return _group(arrays | {"values": np.zeros(len(spans), "<f4"), "logprobs": np.zeros(num_trained, "<f4")})
+        values, of_last = _read(loss, _LOSS, columns)
+        tensors, of_tokens = tensors | values, of_tokens | of_last
+    return _group(tensors, of_tokens, columns, every_stage=not loss)
 
 
-def from_bytes(data: bytes | bytearray | memoryview) -> Group:
+def from_bytes(data: bytes | bytearray | memoryview, columns: RunColumns = NONE) -> Group:
     """Parses and validates; the arrays are writable and do not alias `data`.
 
-    Raises GroupFormatError, and nothing else, for any bytes that `to_bytes` of this format version did not write.
+    Raises GroupFormatError, and nothing else, for any bytes that `to_bytes` of this format version did not write. columns: what the
+    run declares; those that the task does not read are left out.
     """
-    return _group(_read(data, _WHOLE))
+    return _group(*_read(data, _WHOLE, columns), columns)
 
 
-def _read(data: bytes | bytearray | memoryview, part: int) -> dict[str, np.ndarray]:
-    """The arrays of one part."""
+def _read(
+    data: bytes | bytearray | memoryview, part: int, columns: RunColumns
+) -> tuple[Tensors, dict[Column, np.ndarray]]:
+    """The arrays of one part: the frame's, and the columns that the task reads."""
     view = memoryview(data)
     if len(view) < _ENVELOPE.size:
         raise GroupFormatError(f"group bytes: {len(view)} bytes are shorter than the envelope of {_ENVELOPE.size}")
@@ -145,7 +164,9 @@ def _read(data: bytes | bytearray | memoryview, part: int) -> dict[str, np.ndarr
         tensors = dict(safetensors.deserialize(payload))
     except safetensors.SafetensorError as error:
         raise GroupFormatError(f"group bytes: payload is not safetensors ({error})") from error
-    return _arrays(tensors, part)
+    frame = {name: tensors.pop(name) for name in _PARTS[part] if name in tensors}
+    named = [(columns.named(name, "group bytes"), tensor) for name, tensor in tensors.items()]
+    return _arrays(frame, part), {column: _array(column, one) for column, one in named if columns.wants(column)}
 
 
 def _shared(group: Group) -> list[int]:
@@ -166,13 +187,21 @@ def _common(one: bytes, other: bytes) -> int:
     return int(differs.argmax()) if differs.any() else most
 
 
-def _arrays(tensors: dict[str, Any], part: int) -> dict[str, np.ndarray]:
+def _array(column: Column, tensor: dict[str, Any]) -> np.ndarray:
+    shape = tensor["shape"]
+    if tensor["dtype"] != STORED[column.dtype] or not shape or tuple(shape[1:]) != column.shape:
+        wanted = f"{STORED[column.dtype]} [{', '.join(['n', *map(str, column.shape)])}]"
+        raise GroupFormatError(f"group bytes: {column.name} is {tensor['dtype']} {shape}, expected {wanted}")
+    return np.frombuffer(tensor["data"], column.type).reshape(shape)
+
+
+def _arrays(tensors: dict[str, Any], part: int) -> Tensors:
     """The tensors as arrays of the types and dimensions that they must have."""
-    if tensors.keys() != set(_PARTS[part]):
+    if len(tensors) != len(_PARTS[part]):
         raise GroupFormatError(f"group bytes: tensors {sorted(tensors)}, expected {sorted(_PARTS[part])}")
     arrays = {}
     for name, tensor in tensors.items():
-        stored, dtype, dimensions = _TENSORS[name]
+        stored, dtype, dimensions = _FRAME[name]
         shape = tensor["shape"]
         if tensor["dtype"] != stored or len(shape) != dimensions or shape[1:] not in ([], [_SPAN_NUMBERS]):
             wanted = f"[n, {_SPAN_NUMBERS}]" if dimensions == 2 else "[n]"
@@ -185,37 +214,56 @@ def _arrays(tensors: dict[str, Any], part: int) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _group(arrays: dict[str, np.ndarray]) -> Group:
-    """Undoes what `to_bytes` left out."""
+def _group(
+    arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: RunColumns, every_stage: bool = False
+) -> Group:
+    """Undoes what `to_bytes` left out. every_stage: what only the last stage computes with is not there."""
     *identity, num_samples = arrays["numbers"].tolist()
-    spans, values = arrays["spans"], arrays["values"]
+    spans = arrays["spans"]
+    values = np.zeros(len(spans), "<f4") if every_stage else arrays["values"]
     if not 0 < num_samples <= len(spans) or len(values) != len(spans):
         raise GroupFormatError(f"group bytes: {len(spans)} spans and {len(values)} values for {num_samples} samples")
     lengths, finished = spans[:num_samples, 0].copy(), spans[:num_samples, 2]
     if ((finished != 0) & (finished != 1)).any():
         raise GroupFormatError(f"group bytes: finished must be 0 or 1, found {finished.tolist()[:8]}")
     tokens = _all_tokens(lengths.tolist(), spans[:num_samples, 1].tolist(), arrays["tokens"])
-    rows, run_lengths = _trained_rows(spans[num_samples:], len(tokens), len(arrays["logprobs"]))
+    rows, run_lengths = _trained_rows(spans[num_samples:], len(tokens))
     trained = np.zeros(len(tokens), np.bool_)
     trained[rows] = True
-    columns = {
-        "logprobs": (0, arrays["logprobs"]),
-        "versions": (NO_VERSION, np.repeat(spans[num_samples:, 2], run_lengths)),
-        "advantages": (0, np.repeat(values[num_samples:], run_lengths)),
+    sampled: dict[Column, Any] = {
+        LOGPROBS: np.float32(0),
+        **of_tokens,
+        VERSIONS: np.repeat(spans[num_samples:, 2], run_lengths),
+        ADVANTAGES: np.repeat(values[num_samples:], run_lengths),
     }
-    of_tokens: dict[str, Any] = {}
-    for name, (elsewhere, sampled) in columns.items():
-        of_tokens[name] = np.full(len(tokens), elsewhere, PER_TOKEN[name])
-        of_tokens[name][rows] = sampled
-    return Group(
+    full = {column: _full(column, found, len(tokens), rows) for column, found in sampled.items()}
+    fixed: dict[str, Any] = {column.name: full.pop(column) for column in (LOGPROBS, VERSIONS, ADVANTAGES)}
+    group = Group(
         **dict(zip(IDENTITY, identity, strict=True)),
         lengths=lengths,
         tokens=tokens,
         trained=trained,
-        **of_tokens,
+        **fixed,
         rewards=values[:num_samples].copy(),
         finished=finished.astype(np.bool_),
+        columns=full,
     )
+    columns.check(of_tokens, group, every_stage)
+    return group
+
+
+def _full(column: Column, values: np.ndarray, num_tokens: int, rows: np.ndarray) -> np.ndarray:
+    """[num_tokens, *shape]. values: of the trained tokens, which are at `rows`, one for all of them, or of all tokens."""
+    wanted = len(rows) if column.tokens == "trained" else num_tokens
+    if values.ndim and len(values) != wanted:
+        raise GroupFormatError(
+            f"group bytes: {column.name} has {len(values)} values for {wanted} {column.tokens} tokens"
+        )
+    if column.tokens == "all":
+        return values.copy()
+    full = column.blank(num_tokens)
+    full[rows] = values
+    return full
 
 
 def _all_tokens(lengths: list[int], shared: list[int], own: np.ndarray) -> np.ndarray:
@@ -243,7 +291,7 @@ def _all_tokens(lengths: list[int], shared: list[int], own: np.ndarray) -> np.nd
     return tokens
 
 
-def _trained_rows(runs: np.ndarray, num_tokens: int, num_logprobs: int) -> tuple[np.ndarray, np.ndarray]:
+def _trained_rows(runs: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """(int64 [N] where the runs' tokens are in the group, int64 [R] their numbers)."""
     starts, lengths = runs[:, 0].astype(np.int64), runs[:, 1].astype(np.int64)
     ends = starts + lengths
@@ -252,6 +300,4 @@ def _trained_rows(runs: np.ndarray, num_tokens: int, num_logprobs: int) -> tuple
             f"group bytes: runs {runs[:8, :2].tolist()} of trained tokens must follow one another within {num_tokens} tokens"
         )
     taken = np.cumsum(lengths)
-    if taken[-1] != num_logprobs:
-        raise GroupFormatError(f"group bytes: logprobs has {num_logprobs} values for {taken[-1]} trained tokens")
-    return np.arange(num_logprobs) + np.repeat(starts - taken + lengths, lengths), lengths
+    return np.arange(taken[-1]) + np.repeat(starts - taken + lengths, lengths), lengths

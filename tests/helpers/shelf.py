@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pa_npu.control.freshness import Freshness
+from pa_npu.samples.columns import NONE
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.types import Group
 from pa_npu.samples.wire import to_bytes
@@ -11,7 +12,7 @@ from pa_npu.samples.wire import to_bytes
 class Shelf:
     """A rollout buffer that holds one iteration's groups."""
 
-    readers, head_bytes = 1, 0
+    readers, head_bytes, columns = 1, 0, NONE
 
     def __init__(self, groups: list[Group]) -> None:
         self._groups = groups

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
+from pa_npu.samples.columns import NONE, GroupFormatError
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.types import Group, GroupFormatError
+from pa_npu.samples.types import Group
 from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.telemetry.timeline import Timeline
 
@@ -45,7 +46,7 @@ class MemoryBuffer:
     """A RolloutBuffer in memory; a slot that is missing is a deadline that has passed. early: slots that are there before they are
     waited for."""
 
-    readers, head_bytes = 1, 0
+    readers, head_bytes, columns = 1, 0, NONE
 
     def __init__(self, groups: list[Group], replica: int = 0, early: tuple[int, ...] = ()) -> None:
         self.early = early
@@ -113,7 +114,7 @@ def test_the_next_group_is_parsed_by_a_thread_while_a_microbatch_trains_and_ever
     threads: list[str] = []
     monkeypatch.setattr(
         "pa_npu.samples.iterator.from_bytes",
-        lambda data: threads.append(threading.current_thread().name) or from_bytes(data),
+        lambda data, columns: threads.append(threading.current_thread().name) or from_bytes(data, columns),
     )
     crossed: list[int] = []
 

@@ -15,6 +15,7 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
 from pa_npu.planning.amounts import work
 from pa_npu.planning.plan_text import derived_lines
+from pa_npu.samples.columns import NONE
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.rollout_buffer import RolloutBuffer
@@ -46,7 +47,7 @@ def make_group(index: int, lengths: list[int]) -> Group:
 class ScriptedBuffer:
     """A RolloutBuffer that holds everything and says of a slot whether it is ready as `ready` decides."""
 
-    readers, head_bytes = 1, 0
+    readers, head_bytes, columns = 1, 0, NONE
 
     def __init__(self, groups: list[Group], ready: Callable[[int], bool]) -> None:
         self._groups = groups

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from pa_npu.samples.types import IDENTITY, PER_SAMPLE, PER_TOKEN, Group, GroupFormatError, SampleBuilder
+from pa_npu.samples.columns import GroupFormatError
+from pa_npu.samples.types import IDENTITY, PER_SAMPLE, PER_TOKEN, Group, SampleBuilder
 from pa_npu.samples.wire import FORMAT_VERSION, from_bytes, from_parts, split, to_bytes
 
 ENVELOPE_BYTES = 16
@@ -126,8 +127,13 @@ TENSOR_CHANGES: list[tuple[str, Any, str]] = [
     ("numbers", np.array([0, 0, 0, 0, 0]), "for 0 samples"),
     ("numbers", np.array([0, 0, 0, 0, 10]), "8 spans and 8 values for 10 samples"),
     ("numbers", np.array([0, 0, 0, 0, 8]), "finished must be 0 or 1"),
-    ("tokens", None, "expected ['logprobs', 'numbers', 'spans', 'tokens', 'values']"),
-    ("surplus", np.zeros(1, dtype=np.float32), "surplus"),
+    ("tokens", None, "expected ['numbers', 'spans', 'tokens', 'values']"),
+    (
+        "logprobs",
+        None,
+        "group 2 of iteration 5 (prompt 11): column logprobs, which the loss reads, is missing; the engine",
+    ),
+    ("surplus", np.zeros(1, dtype=np.float32), "column surplus is unknown, no feature of this run reads it"),
     ("spans", np.zeros((8, 2), dtype=np.int32), "expected I32 [n, 3]"),
     ("spans", np.zeros(24, dtype=np.int32), "expected I32 [n, 3]"),
     ("spans", spans(0, 0, 2**31 - 1), "tokens, but samples of"),
@@ -165,7 +171,7 @@ def changed(name: str, position: int, value: float) -> dict[str, Any]:
 # make_group() has prompts of 3; tokens of its samples: p p p a a | p p p a e a a a | p p p a
 INVALID: list[tuple[dict[str, Any], str]] = [
     (changed("tokens", 1, -2), "tokens: token ids must not be negative, lowest is -2"),
-    ({"tokens": np.zeros(8, np.int32)}, "tokens: 8 values, but 3 samples of together 17 tokens need 17"),
+    ({"tokens": np.zeros(8, np.int32)}, "tokens: 8 values for 17 tokens; give one each"),
     ({"lengths": np.array([1, 12, 4], np.int32)}, "a sample needs a prompt and a trained token, shortest is 1"),
     ({"lengths": np.zeros(0, np.int32)}, "at least one sample"),
     (changed("logprobs", 3, np.nan), "logprobs: values must be finite, number 3 is nan"),

@@ -22,6 +22,7 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.token_budget import BudgetedGroups, TokenBudget
 from pa_npu.errors import DataError, DeadlineExceeded
 from pa_npu.rewards.types import RewardResult
+from pa_npu.samples.columns import NONE
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.types import Group, Sample, SampleBuilder
 from pa_npu.samples.wire import to_bytes
@@ -189,7 +190,7 @@ def test_what_is_carried_comes_back_from_a_checkpoint_as_it_was() -> None:
 class Filling:
     """A buffer whose slots are filled one look after another."""
 
-    readers, head_bytes = 1, 0
+    readers, head_bytes, columns = 1, 0, NONE
 
     def __init__(self, groups: list[Group]) -> None:
         self._groups, self.looks = groups, 0
