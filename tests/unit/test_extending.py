@@ -57,7 +57,7 @@ def test_every_seat_has_its_recipe() -> None:
 
 
 def test_the_files_that_a_prompt_passes_exist_and_are_at_most_thirty() -> None:
-    way = ARCHITECTURE.partition("## A prompt's way")[2].partition("## Adding to it")[0]
+    way = ARCHITECTURE.partition("## A prompt's way")[2].partition("\n## ")[0]
     found: list[str] = []
     for row in re.findall(r"^\|[^|]*\|([^|]*)\|", way, re.MULTILINE):
         folder = ""
