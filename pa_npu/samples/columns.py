@@ -74,17 +74,6 @@ class Column:
     def is_float(self) -> bool:
         return self.type.kind == "f"
 
-    def checked(self, values: Any, num_tokens: int, what: object) -> np.ndarray:
-        """The values, where they are an array [num_tokens, *shape] of the type. Raises GroupFormatError."""
-        fits = isinstance(values, np.ndarray) and values.dtype == self.type and values.ndim == 1 + len(self.shape)
-        if not fits or values.shape[1:] != self.shape:
-            found = f"{values.dtype} {list(values.shape)}" if isinstance(values, np.ndarray) else type(values).__name__
-            wanted = ", ".join(["n", *map(str, self.shape)])
-            raise GroupFormatError(f"{what} {self.name}: must be a {self.dtype} array [{wanted}], found {found}")
-        if len(values) != num_tokens:
-            raise GroupFormatError(f"{what} {self.name}: {len(values)} values for {num_tokens} tokens; give one each")
-        return values
-
     def blank(self, num_tokens: int) -> np.ndarray:
         return np.full((num_tokens, *self.shape), self.elsewhere, self.type)
 
@@ -150,7 +139,7 @@ class RunColumns:
     def wants(self, column: Column) -> bool:
         return self.reads is None or column.name in self.reads
 
-    def named(self, name: str, what: object) -> Column:
+    def named(self, name: str, what: str) -> Column:
         """The declared column of a name that arrives. Raises GroupFormatError for an unknown one."""
         for column in (LOGPROBS, *self.carried):
             if column.name == name:
@@ -161,7 +150,7 @@ class RunColumns:
             f"that reads it declare it"
         )
 
-    def check(self, found: Collection[Column], what: object, every_stage: bool = False) -> None:
+    def check(self, found: Collection[Column], what: str, every_stage: bool = False) -> None:
         """Raises GroupFormatError for an unknown column, and for one that should travel and does not.
 
         found: LOGPROBS among them. every_stage: whether only columns of every stage must be there.
@@ -176,18 +165,9 @@ class RunColumns:
                     f"{_FILLERS[column.filled_by]}"
                 )
 
-    def made(self, group: Group, by: Filler) -> Group:
-        """The group with the columns that this process makes, advantages among them where a feature declares these with `make`.
-
-        Raises GroupFormatError where a `make` gives something else than its column.
-        """
-        makers = [column for column in self.declared if column.make and column.filled_by == by and self.wants(column)]
-        if not makers:
-            return group
-        values = {column: column.make(group) for column in makers if column.make}
-        advantages = next((found for one, found in values.items() if one.name == ADVANTAGES.name), group.advantages)
-        declared = {column: found for column, found in values.items() if column.name != ADVANTAGES.name}
-        return replace(group, advantages=advantages, columns={**group.columns, **declared})
+    def makers(self, by: Filler) -> Mapping[Column, Callable[[Group], np.ndarray]]:
+        """What this process makes of whole groups, ADVANTAGES among them where a feature declares these with `make`."""
+        return {one: one.make for one in self.declared if one.make and one.filled_by == by and self.wants(one)}
 
 
 NONE = RunColumns()

@@ -201,7 +201,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         columns = self._buffer.columns
         group = from_bytes(data, columns) if loss is None else from_parts(data, loss, columns)
         if loss != b"":
-            group = columns.made(group, "trainers")
+            group = group.made(columns.makers("trainers"))
         pieces = cut(group, self._responses)
         for piece in pieces:
             num_packed_tokens(piece, self._shared_prompt)

@@ -122,7 +122,7 @@ class StoreRolloutBuffer:
                     else f"group {filled[replica, slot]} of that iteration is already there"
                 )
             )
-        group = self.columns.made(group, "coordinator")
+        group = group.made(self.columns.makers("coordinator"))
         place = self._payloads
         said = to_bytes(group, self.columns) if place is None else place.put(key, replica, group, self.columns)
         self._channel.put_bytes(key, said)  # from here on it may be read

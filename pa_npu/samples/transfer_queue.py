@@ -51,7 +51,7 @@ class TransferQueuePayloads:
         self._queue: Any = None
 
     def put(self, key: str, replica: int, group: Group, columns: RunColumns = NONE) -> bytes:
-        columns.check((LOGPROBS, *group.columns), group)
+        columns.check((LOGPROBS, *group.columns), str(group))
         fields = {name: torch.from_numpy(getattr(group, name)) for name in (*PER_TOKEN, *PER_SAMPLE)}
         fields |= {column.name: torch.from_numpy(values) for column, values in group.columns.items()}
         fields[_NUMBERS] = torch.tensor([getattr(group, name) for name in IDENTITY], dtype=torch.int64)

@@ -10,7 +10,7 @@ Whatever else a feature needs of every token is a declared column (samples/colum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -147,7 +147,7 @@ class SampleBuilder:
         start, self._length = self._length, self._length + len(tokens)
         self._parts.append(np.asarray(tokens, np.int32))
         for column, values in (columns or {}).items():
-            span = slice(start, self._length), column.checked(values, len(tokens), "column")
+            span = slice(start, self._length), checked(column, values, len(tokens), "column")
             self._columns.setdefault(column, []).append(span)
 
     def write(
@@ -191,6 +191,18 @@ class SampleBuilder:
                 f"every write"
             )
         return values
+
+
+def checked(column: Column, values: Any, num_tokens: int, what: object) -> np.ndarray:
+    """The values, where they are an array [num_tokens, *shape] of the type. Raises GroupFormatError."""
+    fits = isinstance(values, np.ndarray) and values.dtype == column.type and values.ndim == 1 + len(column.shape)
+    if not fits or values.shape[1:] != column.shape:
+        found = f"{values.dtype} {list(values.shape)}" if isinstance(values, np.ndarray) else type(values).__name__
+        wanted = ", ".join(["n", *map(str, column.shape)])
+        raise GroupFormatError(f"{what} {column.name}: must be a {column.dtype} array [{wanted}], found {found}")
+    if len(values) != num_tokens:
+        raise GroupFormatError(f"{what} {column.name}: {len(values)} values for {num_tokens} tokens; give one each")
+    return values
 
 
 def check_one_each(tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> None:
@@ -324,7 +336,7 @@ class Group:
                 raise GroupFormatError(f"{self} {name}: {len(getattr(self, name))} values for {num_samples} samples")
         total = int(self.offsets()[-1])
         for column, values in self.per_token.items():
-            column.checked(values, total, self)
+            checked(column, values, total, self)
 
     def _check_values(self) -> None:
         if (lowest := np.minimum.reduce(self.tokens)) < 0:
@@ -383,6 +395,15 @@ class Group:
             **{name: getattr(self, name)[first:last] for name in PER_SAMPLE},
             columns={column: values[rows] for column, values in self.columns.items()},
         )
+
+    def made(self, makers: Mapping[Column, Callable[[Group], np.ndarray]]) -> Group:
+        """The group with the columns that `makers` make of it (RunColumns.makers). Raises GroupFormatError for something else."""
+        if not makers:
+            return self
+        values = {column: make(self) for column, make in makers.items()}
+        advantages = next((found for one, found in values.items() if one.name == ADVANTAGES.name), self.advantages)
+        declared = {column: found for column, found in values.items() if column.name != ADVANTAGES.name}
+        return replace(self, advantages=advantages, columns={**self.columns, **declared})
 
     def samples(self, texts: Sequence[str]) -> list[Sample]:
         """The samples that `of_samples` was given, views, without rewards. texts: theirs."""

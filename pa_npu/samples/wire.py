@@ -67,7 +67,7 @@ def tensor_names(columns: RunColumns) -> tuple[str, ...]:
 
 def tensors_of(group: Group, columns: RunColumns) -> Tensors:
     """What the wire format consists of, by name, for where tensors lie one by one. Raises GroupFormatError as `to_bytes`."""
-    columns.check((LOGPROBS, *group.columns), group)
+    columns.check((LOGPROBS, *group.columns), str(group))
     starts, ends = group.runs
     spans = np.empty((group.num_samples + len(starts), _SPAN_NUMBERS), "<i4")
     samples, runs = spans[: group.num_samples], spans[group.num_samples :]
@@ -248,7 +248,7 @@ def _group(
         finished=finished.astype(np.bool_),
         columns=full,
     )
-    columns.check(of_tokens, group, every_stage)
+    columns.check(tuple(of_tokens), str(group), every_stage)
     return group
 
 
