@@ -81,7 +81,7 @@ def _on_one_rank(name: str, learner: Learner) -> None:
 
         def negated(*args: Any) -> Any:
             microbatch = pack(*args)
-            return replace(microbatch, advantages=-microbatch.advantages)
+            return replace(microbatch, columns={**microbatch.columns, "advantages": -microbatch.advantages})
 
         iterator.pack = negated
 
