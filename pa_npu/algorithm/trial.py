@@ -5,6 +5,7 @@ python -m pa_npu.algorithm.trial      AlgorithmConfig as JSON on stdin; see pa_n
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +59,11 @@ def try_loss(config: AlgorithmConfig) -> None:
     where = f"algorithm.loss: {config.loss} ({source_of(loss)})"
     batch = _made_up_batch()
     num_tokens = batch.logprobs.numel()
+    columns = {
+        one.name: torch.ones(num_tokens, *one.shape).to(getattr(torch, one.dtype))
+        for one in getattr(loss, "columns", ())
+    }
+    batch = replace(batch, columns=columns)
     try:
         terms = loss(batch, config)
     except Exception as error:  # a user's function may raise anything

@@ -9,23 +9,32 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from pa_npu import platform as platforms
 from pa_npu.algorithm.advantages import group_advantages
-from pa_npu.algorithm.trial import check_algorithm
+from pa_npu.algorithm.policy_losses import find_policy_loss
+from pa_npu.algorithm.trial import _made_up_batch, check_algorithm
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel
 from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.registry import make_environment
 from pa_npu.families import registry as families
 from pa_npu.families.spec import ModelSpec
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.process import check_reward_functions, sample_group
+from pa_npu.samples.microbatch import build_microbatches
+from pa_npu.samples.open_buffer import run_columns
+from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.types import Group, SampleBuilder
 from tests.unit.test_environments import PROMPT, TOKENIZER, Scripted, episode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +60,15 @@ def config(**sections: Any) -> Config:
 
 def test_every_seat_has_its_recipe() -> None:
     assert sorted(RECIPES) == [
-        *("my_advantage.py", "my_backend.py", "my_engine.py", "my_environment.py", "my_loss.py", "my_reward.py"),
+        *(
+            "my_advantage.py",
+            "my_backend.py",
+            "my_column.py",
+            "my_engine.py",
+            "my_environment.py",
+            "my_loss.py",
+            "my_reward.py",
+        ),
         *("toy_platform.py", "yi.py"),
     ]
 
@@ -72,6 +89,24 @@ def test_a_loss_and_an_advantage() -> None:
     own = config(algorithm={"loss": "my_loss:soft_clip", "advantage": "my_advantage:best_of"})
     check_algorithm(own.algorithm)
     assert group_advantages(np.array([0, 1, 1], np.float32), "my_advantage:best_of").tolist() == [-0.5, 0.5, 0.5]
+
+
+def test_a_column() -> None:
+    own = config(algorithm={"loss": "my_column:weighted"})
+    check_algorithm(own.algorithm)
+    (column,) = run_columns(own).declared
+    sample = SampleBuilder(np.arange(2, dtype=np.int32))
+    values = np.arange(18, dtype=np.float32).reshape(3, 3, 2)
+    sample.write(np.arange(3, dtype=np.int32), -np.ones(3, np.float32), 0, {column: values})
+    samples, zeros = [sample.finish(True, "")], np.zeros(1, np.float32)
+    group = Group.of_samples(samples, zeros, zeros + 1, run_seed=0, iteration=0, index=0, prompt_id=0)
+    buffer = StoreRolloutBuffer(StoreChannel(dist.HashStore()), "run", 1, columns=run_columns(own))
+    buffer.put(group, 0, 0)
+    (microbatch,) = build_microbatches(buffer.read(0, 0, 0), 1, True, 1)
+    batch = replace(_made_up_batch(), **{"columns": microbatch.columns, "advantages": microbatch.advantages})
+    batch = replace(batch, logprobs=torch.full((3,), -1.0))
+    terms = find_policy_loss(own.algorithm.loss)(batch, own.algorithm)
+    assert terms.loss.tolist() == values.mean((1, 2)).tolist(), "-A log pi with A = 1, each times its own weight"
 
 
 async def test_a_reward() -> None:
