@@ -15,6 +15,7 @@ import torch
 
 from pa_npu.algorithm import objective as objectives
 from pa_npu.samples import iterator
+from pa_npu.samples.microbatch import Microbatch
 from pa_npu.trainer.learner import Learner
 
 IN_BUFFER = "advantages of one group in the buffer negated"
@@ -78,12 +79,11 @@ def _on_one_rank(name: str, learner: Learner) -> None:
         _instead_of_loss(lambda loss, microbatch, outputs: loss(microbatch, outputs) / 2)
     elif name == "advantages negated on one replica":
         pack = iterator.pack
+        iterator.pack = lambda *args: negated(pack(*args))
 
-        def negated(*args: Any) -> Any:
-            microbatch = pack(*args)
-            return replace(microbatch, columns={**microbatch.columns, "advantages": -microbatch.advantages})
 
-        iterator.pack = negated
+def negated(microbatch: Microbatch) -> Microbatch:
+    return replace(microbatch, columns={**microbatch.columns, "advantages": -microbatch.advantages})
 
 
 def _at_second_backward(instead: Callable[[Callable[..., None]], None]) -> None:

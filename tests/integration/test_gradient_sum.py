@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.helpers.gradient_faults import FAULTS, RATIOS, REPLICAS, faults_of
 from tests.helpers.models import make_model
@@ -22,6 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2": {"devices": 2},
     "DP2, not sharded": {"devices": 2, "distributed_optimizer": False},
     "DP2, reduced at the end": {"devices": 2, "gradient_bucket_mib": 0.0},
+    "toy, DP2": {"devices": 2, "backend": "tests.helpers.toy_backend:BACKEND"},
 }
 TWICE = {"updates_per_iteration": 2}
 FEW = [  # what each layout adds; the others are nightly
@@ -31,6 +34,7 @@ FEW = [  # what each layout adds; the others are nightly
     ("DP2", "bf16", REPLICAS),
     ("DP2, not sharded", "fp32", "advantages negated on one replica"),
     ("DP2, reduced at the end", "fp32", REPLICAS),
+    ("toy, DP2", "fp32", REPLICAS),
 ]
 ALL = [
     (layout, dtype, fault)
@@ -75,3 +79,21 @@ def test_a_gradient_that_is_another_sum_ends_the_run(
 def test_without_a_fault_the_same_run_ends_well(layout: str, dtype: str, model: Path, tmp_path: Path) -> None:
     reports = run_job(job(layout, dtype, model, tmp_path), 120)
     assert len(reports) == 2 and reports[1]["kl"] > 0 and reports[0]["grad_norm"] > 0
+
+
+def test_a_toy_backend_gives_the_update_of_megatron(model: Path, tmp_path: Path) -> None:
+    """Over two replicas and two updates an iteration, chosen by its name alone."""
+    found = {}
+    for layout in ("DP2", "toy, DP2"):
+        made = job(layout, "fp32", model, tmp_path / layout)
+        made.export = str(tmp_path / layout / "hf")
+        reports = run_job(made, 120)
+        found[layout] = reports, load_file(tmp_path / layout / "hf" / "model.safetensors")
+    (expected, weights), (reports, ours) = found.values()
+    for ours_of, wanted in zip(reports, expected, strict=True):
+        for name in ("loss", "grad_norm", "kl", "entropy", "clip_ratio", "tokens_response", "microbatches"):
+            assert ours_of[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-6), name
+    for name, tensor in ours.items():
+        torch.testing.assert_close(
+            tensor, weights[name], rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )

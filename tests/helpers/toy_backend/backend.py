@@ -1,0 +1,202 @@
+"""ToyBackend: a transformers model, torch's AdamW on fp32 masters, and one sum over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
+from pa_npu.algorithm.update_sums import ReducedGradient
+from pa_npu.backends.protocol import MicrobatchSource, Step
+from pa_npu.backends.reductions import GroupReductions
+from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
+from pa_npu.config.mesh import Mesh, Place
+from pa_npu.config.schema import Config
+from pa_npu.platform.base import Platform
+from pa_npu.samples.microbatch import Microbatch
+from pa_npu.weight_transfer.digest import digest_of
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_FILE = "toy.pt"
+
+
+def sum_over_replicas(gradient: torch.Tensor) -> None:
+    dist.all_reduce(gradient)
+
+
+class ToyBackend:
+    tensor_group = replica_links = None
+    software = f"torch {torch.__version__}"
+
+    def __init__(self, config: Config, platform: Platform, store: dist.Store, rank: int, local_rank: int) -> None:
+        world = config.trainer.devices
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        self._config, self._platform = config, platform
+        self.place: Place = Mesh(data=world).place(rank)
+        self.device = platform.device(local_rank)
+        self.reductions = GroupReductions(dist.group.WORLD)
+        names = ("policy", *config.frozen_models, *(("published",) if config.keeps_published else ()))
+        self._models = {name: self._load(name) for name in names}
+        self._weights: dict[str, PolicyState] = {}
+        self._parameters = list(self._models["policy"].parameters())
+        self._masters = [parameter.detach().float().clone() for parameter in self._parameters]
+        self._gradient = torch.zeros(sum(master.numel() for master in self._masters), device=self.device)
+        parts = self._gradient.split([master.numel() for master in self._masters])
+        for master, part in zip(self._masters, parts, strict=True):
+            master.grad = part.view_as(master)
+        options = config.optimizer
+        groups = [
+            {"params": [m for m in self._masters if m.ndim > 1], "weight_decay": options.weight_decay},
+            {"params": [m for m in self._masters if m.ndim <= 1], "weight_decay": 0.0},
+        ]
+        self._optimizer = torch.optim.AdamW(
+            groups, lr=options.learning_rate, betas=(options.beta1, options.beta2), eps=options.epsilon
+        )
+
+    def _load(self, name: str) -> Any:
+        dtype = self._config.model.dtype if name in ("policy", "published") else self._config.frozen_dtype
+        model = AutoModelForCausalLM.from_pretrained(
+            self._config.model.path, dtype=_DTYPES[dtype], attn_implementation="eager"
+        ).to(self.device)
+        return model.eval().requires_grad_(name == "policy")
+
+    def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> None:
+        return None
+
+    def name_policy(self, weights: PolicyState) -> None:
+        self._weights["policy"] = weights
+
+    @torch.no_grad()
+    def copy_policy(self, name: str) -> None:
+        for target, source in zip(self._models[name].parameters(), self._parameters, strict=True):
+            target.copy_(source)
+        if "policy" in self._weights:
+            self._weights[name] = self._weights["policy"]
+
+    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> ReducedGradient | None:
+        self._gradient.zero_()
+        for microbatch in microbatches:
+            objective.loss(microbatch, self._outputs(microbatch, objective.entropy_gradient)).backward()
+            for parameter, master in zip(self._parameters, self._masters, strict=True):
+                if parameter.grad is not None and master.grad is not None:
+                    master.grad += parameter.grad
+                parameter.grad = None
+        replicas = self.place.mesh.data
+        if replicas == 1:
+            return None
+        own, squares = self._gradient.sum()[None], self._gradient.square().sum()[None]
+        sum_over_replicas(self._gradient)
+        return ReducedGradient(own, squares, self._gradient.chunk(replicas)[self.place.replica].sum()[None])
+
+    def gradient_size(self) -> torch.Tensor:
+        return self._gradient.norm()
+
+    def scale_gradients(self, factor: float) -> None:
+        self._gradient *= factor
+
+    def step(self) -> Step:
+        norm, limit = float(self._gradient.norm()), self._config.optimizer.clip_grad
+        if limit and norm > limit:
+            self._gradient *= limit / (norm + 1e-6)
+        self._optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(self._parameters, self._masters, strict=True):
+                parameter.copy_(master)
+        return Step(norm, self._config.optimizer.learning_rate)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
+        for microbatch in microbatches:
+            here = microbatch.to(self.device)
+            take(here, self._outputs(here, False))
+
+    def _outputs(self, microbatch: Microbatch, entropy_gradient: bool) -> Outputs:
+        logprobs, entropy = self._logprobs("policy", microbatch)
+        with torch.no_grad():
+            frozen = {name: self._logprobs(name, microbatch)[0] for name in self._config.frozen_models}
+        return Outputs(logprobs, entropy if entropy_gradient else entropy.detach(), frozen)
+
+    def _logprobs(self, name: str, microbatch: Microbatch) -> tuple[Logprobs, torch.Tensor]:
+        model, layout = self._models[name], microbatch.layout
+        hidden = torch.full((layout.total, layout.total), torch.finfo(model.dtype).min, dtype=model.dtype)
+        mask = hidden.masked_fill(layout.dense_mask().cpu(), 0.0).to(self.device)
+        logits = model(
+            input_ids=microbatch.tokens[None],
+            position_ids=layout.position_ids(self.device)[None],
+            attention_mask=mask[None, None],
+            use_cache=False,
+        ).logits[0]
+        table = (logits[microbatch.rows].float() / self._config.rollout.temperature).log_softmax(-1)
+        values = table.gather(-1, microbatch.targets[:, None])[:, 0]
+        return Logprobs(values, self._weights.get(name)), -(table.exp() * table).sum(-1)
+
+    def digest(self, name: str = "policy") -> str:
+        return digest_of(self._models[name].parameters())
+
+    def plan_save(self, directory: Path, reference_version: int) -> PlannedFile:
+        state = {"masters": self._masters, "optimizer": self._optimizer.state_dict()}
+        if reference_version:
+            state["reference"] = list(self._models["reference"].parameters())
+        has_reference = "reference" in self._models
+        return PlannedFile(
+            state if self.place.rank == 0 else None,
+            directory / _FILE,
+            {
+                "updates": 0,
+                "layout": {"devices": self.place.mesh.size},
+                "reference": {"version": reference_version, "saved": reference_version > 0} if has_reference else None,
+            },
+        )
+
+    @torch.no_grad()
+    def load(self, directory: Path) -> CheckpointMeta:
+        state = torch.load(directory / _FILE, weights_only=True)
+        _copy(self._masters, state["masters"])
+        _copy(self._parameters, self._masters)
+        self._optimizer.load_state_dict(state["optimizer"])
+        if "reference" in state:
+            _copy(self._models["reference"].parameters(), state["reference"])
+        return read_meta(directory)
+
+    def export(self, directory: Path) -> None:
+        if self.place.rank == 0:
+            self._models["policy"].save_pretrained(directory)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class PlannedFile:
+    """PlannedSave of one file, by rank 0."""
+
+    def __init__(self, state: dict[str, Any] | None, file: Path, description: dict[str, Any]) -> None:
+        self.description = description
+        self._state, self._file = state, file
+
+    def write(self) -> None:
+        if self._state is not None:
+            torch.save(self._state, self._file)
+
+    def release(self) -> None:
+        self._state = None
+
+    def complete(self) -> None: ...
+
+
+def _copy(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+@torch.no_grad()
+def export_checkpoint(checkpoint: Path, output: Path, model: str | None) -> None:
+    config = read_meta(checkpoint).config
+    made = AutoModelForCausalLM.from_pretrained(model or config["model"]["path"])
+    _copy(made.parameters(), torch.load(checkpoint / _FILE, weights_only=True)["masters"])
+    made.save_pretrained(output)
