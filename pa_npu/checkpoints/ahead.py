@@ -38,10 +38,10 @@ class AheadIteration:
     groups: Sequence[bytes]
 
 
-def write_ahead(directory: Path, iterations: Sequence[AheadIteration]) -> None:
-    """Nothing where there are none. Raises OSError."""
+def write_ahead(directory: Path, iterations: Sequence[AheadIteration]) -> list[str]:
+    """Returns the names of the files that it writes: none where there is nothing to write. Raises OSError."""
     if not iterations:
-        return
+        return []
     header = [
         {"iteration": ahead.iteration, "numbers": ahead.numbers, "samples": ahead.samples, "data": ahead.data}
         for ahead in iterations
@@ -52,6 +52,7 @@ def write_ahead(directory: Path, iterations: Sequence[AheadIteration]) -> None:
         for number, group in enumerate(ahead.groups)
     }
     save_file(tensors, directory / AHEAD_FILE, metadata={_HEADER: json.dumps(header)})
+    return [AHEAD_FILE]
 
 
 def read_ahead(directory: Path) -> list[AheadIteration]:

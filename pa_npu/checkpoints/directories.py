@@ -1,6 +1,6 @@
 """Checkpoint directories on disk: their names and meta data, which are complete, which is the newest, which are deleted.
 
-    RUN/checkpoints/iteration_000004/                 complete: META_FILE is there and names every file with its size
+    RUN/checkpoints/iteration_000004/                 complete: META_FILE is there and names every file, size and digest
     RUN/checkpoints/.iteration_000006.incomplete/     being written; takes its name when complete, else removed by the next run
     RUN/checkpoints/.iteration_000004.replaced/       the earlier one of a version that is saved again, until that is in place
     RUN/checkpoints/.iteration_000002.deleted/        on its way out
@@ -12,6 +12,7 @@ neither torch nor Megatron. Only trainer rank 0 writes, or the launcher while no
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ META_FILE = "pa_npu.json"
 _PREFIX = "iteration_"
 _INCOMPLETE, _REPLACED, _DELETED = ".incomplete", ".replaced", ".deleted"
 
+_SEAL = "digest"  # of the other values of META_FILE
 _LARGEST_META_BYTES = 64 << 20  # a line per file, of thousands of ranks
 
 
@@ -38,7 +40,8 @@ class CheckpointMeta:
     data: TrainingStream.state() before that iteration. seed: run.seed. config, config_digest: the run's resolved tree.
     layout: trainer ranks and their TP and PP sizes. model: path and fingerprint of the HF model the run began with.
     reference: of which version the reference is (0: the HF model), and whether it is in the checkpoint; null without one.
-    files: every other file of the directory with its size in bytes.
+    files: every other file of the directory with its size in bytes. digests: of these files, by checkpoints.digests; none in those
+    of releases before it. In the file the whole has a digest too.
     """
 
     version: int
@@ -51,9 +54,11 @@ class CheckpointMeta:
     config: dict[str, Any]
     config_digest: str
     files: dict[str, int]
+    digests: dict[str, str]
 
     def dump(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        values = asdict(self)
+        return json.dumps({**values, _SEAL: _seal(values)}, indent=1)
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -81,8 +86,8 @@ def read_meta(directory: Path) -> CheckpointMeta:
     if isinstance(meta, CheckpointMeta):
         return meta
     raise UserError(
-        f"checkpoint.load: {directory} is not a complete checkpoint: {meta}; give another iteration_NNNNNN directory, or "
-        f"checkpoint.resume=auto to continue from the newest complete one"
+        f"checkpoint.load: {directory} is not a complete checkpoint: {meta}; give another iteration_NNNNNN directory "
+        f"({next_older(directory)}), or checkpoint.resume=auto to continue from the newest complete one"
     )
 
 
@@ -105,6 +110,13 @@ def newest(parent: Path, say: Callable[[str], None]) -> Path | None:
             return path
         say(f"checkpoint {path} is skipped: {reason}")
     return None
+
+
+def next_older(directory: Path) -> str:
+    """The next older complete checkpoint beside `directory`, in words."""
+    version = version_of(directory)
+    older = [path for path in complete(directory.parent) if version is not None and (version_of(path) or 0) < version]
+    return f"the next older one is {older[-1]}" if older else "there is no older one beside it"
 
 
 def incomplete(parent: Path, version: int) -> Path:
@@ -201,10 +213,18 @@ def _read(directory: Path) -> CheckpointMeta | str:
         return f"{META_FILE} is damaged ({error})"
     if not isinstance(values, dict):
         return f"{META_FILE} is damaged (not an object)"
+    seal = values.pop(_SEAL, None)
+    is_older = seal is None and "digests" not in values
+    is_whole = is_older or seal == _seal(values)
+    values.setdefault("digests", {})
     for field in fields(CheckpointMeta):
         if not isinstance(values.get(field.name, ...), _TYPES.get(field.name, dict)):
             return f"{META_FILE} is damaged or of another release (no valid {field.name!r})"
     meta = CheckpointMeta(**{field.name: values[field.name] for field in fields(CheckpointMeta)})
+    if not is_whole:
+        return f"{META_FILE} is damaged (its own digest is that of other values)"
+    if not is_older and (unknown := sorted(meta.files.keys() ^ meta.digests.keys())):
+        return f"{META_FILE} is damaged (no file and digest of {unknown[0]!r:.60})"
     for name, size in meta.files.items():
         path = directory / name
         if not isinstance(size, int) or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
@@ -218,6 +238,10 @@ def _read(directory: Path) -> CheckpointMeta | str:
         if found != size:
             return f"{name} has {found} bytes instead of {size}"
     return meta
+
+
+def _seal(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _named(parent: Path) -> list[Path]:

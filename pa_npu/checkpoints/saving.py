@@ -19,20 +19,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from pa_npu.checkpoints import digests
 from pa_npu.checkpoints import directories as store
 from pa_npu.checkpoints.ahead import AheadIteration, write_ahead
 from pa_npu.checkpoints.provenance import config_digest, config_tree, model_fingerprint
 from pa_npu.checkpoints.writer import Forked, InPlace, WriteFailed, Writer, root_cause
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import CheckpointReport
-from pa_npu.errors import CheckpointError, DataError
+from pa_npu.errors import CheckpointError, DataError, UserError
 from pa_npu.telemetry.metrics import read_evaluations
 from pa_npu.telemetry.timeline import Timeline, now
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +51,8 @@ class PlannedSave(Protocol):
     description: dict[str, Any]
     """The backend's fields of CheckpointMeta."""
 
-    def write(self) -> None:
-        """Write this rank's files, alone, possibly in a forked process."""
+    def write(self) -> Sequence[str]:
+        """Write this rank's files, alone, possibly in a forked process; returns their names."""
 
     def release(self) -> None:
         """Drop the data, which a forked process has."""
@@ -104,11 +107,15 @@ class Checkpointing:
         self.saved: int | None = None
 
     def load(self) -> int:
-        """Restore checkpoint.load, if any; returns the version to go on with."""
+        """Restore checkpoint.load, if any; returns the version to go on with.
+
+        Raises UserError on all ranks when its files are not what was written, as any rank finds.
+        """
         if not self._config.checkpoint.load:
             return 0
         directory = Path(self._config.checkpoint.load)
-        version = self._backend.load(directory)
+        _all_or_none(lambda: digests.check_files(directory, dist.get_rank(), dist.get_world_size()))
+        version = _all_or_none(lambda: self._backend.load(directory))
         if directory.resolve().parent == self._parent.resolve():
             self.saved = version
         return version
@@ -156,8 +163,7 @@ class Checkpointing:
         writer: Writer | None = None
 
         def write() -> None:
-            write_ahead(directory, ahead)
-            plan.write()
+            digests.note(directory, dist.get_rank(), [*write_ahead(directory, ahead), *plan.write()])
 
         def start() -> None:
             nonlocal writer
@@ -205,6 +211,7 @@ class Checkpointing:
         if dist.get_rank() != 0:
             return
         config = self._config
+        found = digests.collect(saving.directory, dist.get_world_size())
         meta = store.CheckpointMeta(
             version=saving.version,
             data=saving.data,
@@ -213,6 +220,7 @@ class Checkpointing:
             config=config_tree(config),
             config_digest=config_digest(config),
             files=store.list_files(saving.directory),
+            digests=found,
             **saving.plan.description,
         )
         final = store.commit(saving.directory, meta)
@@ -259,6 +267,18 @@ def _is_full(directory: Path) -> bool:
         return shutil.disk_usage(directory).free < _FULL_BYTES
     except OSError:
         return False
+
+
+def _all_or_none(action: Callable[[], T]) -> T:
+    """Run on all ranks, of which none goes on where one has met a UserError."""
+    values, mine = [], ""
+    try:
+        values.append(action())
+    except UserError as error:
+        mine = str(error)
+    if failed := [word for word in _gather(mine) if word]:
+        raise DataError(mine or failed[0])
+    return values[0]
 
 
 def _together(action: Callable[[], None]) -> dict[int, str]:

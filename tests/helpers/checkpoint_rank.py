@@ -1,4 +1,4 @@
-"""One trainer rank that saves, loads and fails: `resume` and `faults`, for tests/integration/test_checkpoints_trainer.py.
+"""One trainer rank that saves, loads and fails: `resume`, `faults` and `damage`, for tests/integration/test_checkpoints_trainer.py.
 
 python -m tests.helpers.checkpoint_rank JOB.json      started by trainer_rank.run_job, like that module
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 from functools import partial
@@ -38,7 +39,9 @@ def main(job_file: str) -> None:
     rank = int(os.environ["RANK"])
     platform.set_deterministic(True)
     initialise_parallel(config, platform, dist.PrefixStore("trainer", store), rank, config.trainer.devices, 0)
-    reports = {"resume": resume, "faults": faults}[job["scenario"]](job, config, platform, store, rank)
+    reports = {"resume": resume, "faults": faults, "damage": damage}[job["scenario"]](
+        job, config, platform, store, rank
+    )
     if rank == 0:
         Path(job["out"]).write_text(json.dumps(reports))
     shutdown_parallel()
@@ -131,6 +134,44 @@ def faults(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore
         os.kill(writer.pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
     run.checkpoints.finish(8)
+    return reports
+
+
+def damage(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int) -> list[dict[str, Any]]:
+    """Save versions 1 and 2; what every rank says to version 2 after each kind of damage, and after none."""
+    from pa_npu.errors import UserError
+    from tests.helpers import checkpoint_damage as kinds
+
+    run = Attempt(config, platform, store, rank, "run")
+    for version in (1, 2):
+        run.train(version - 1)
+        run.checkpoints.finish(version)
+    reports = []
+    for signed, name in (
+        (False, "flip_a_bit"),
+        (True, "take_the_shard_of_another_version"),
+        (True, "forge_the_index"),
+        (False, ""),
+    ):
+        parent = Path(config.run.dir) / (name or "whole")
+        load = parent / "iteration_000002"
+        if rank == 0:
+            shutil.copytree(Path(config.run.dir) / "checkpoints", parent)
+            if name:
+                getattr(kinds, name)(load, *([] if name == "forge_the_index" else ["__1_0.distcp"]))
+            if signed:
+                kinds.sign_anew(load)
+        dist.barrier()
+        checkpoint = config.checkpoint.model_copy(update={"load": str(load)})
+        run.checkpoints._config = config.model_copy(update={"checkpoint": checkpoint})
+        said = ""
+        try:
+            assert run.checkpoints.load() == 2
+        except UserError as error:
+            said = str(error)
+        everyone: list[Any] = [None] * config.trainer.devices
+        dist.all_gather_object(everyone, said)
+        reports.append({"said": everyone, "made": (parent / "made").exists()})
     return reports
 
 

@@ -143,3 +143,22 @@ def test_one_rank_that_fails_costs_all_the_checkpoint_and_a_killed_one_leaves_th
     assert sorted(path.name for path in checkpoints.iterdir()) == ["iteration_000002", "iteration_000006"]
     survivor = Single(model, tmp_path / "next", checkpoint={"load": str(checkpoints / "iteration_000006")})
     assert survivor.checkpoints.load() == 6
+
+
+@pytest.mark.parametrize("layout", ["TP2+SP", "DP2"])
+def test_all_ranks_refuse_what_one_finds_damaged_and_none_hangs(layout: str, model: Path, tmp_path: Path) -> None:
+    """The second rank's shard, with the distributed optimizer in bf16; the last attempt loads the whole checkpoint as a control."""
+    config = make_config(model, tmp_path, trainer=LAYOUTS[layout])
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bf16"})})
+    job = Job(config, tmp_path, module="tests.helpers.checkpoint_rank", options={"scenario": "damage"})
+    reports: list[dict[str, Any]] = [*run_job(job)]
+    flipped, mixed, forged, whole = reports
+    for report, line in (
+        (flipped, "__1_0.distcp is not what was written"),
+        (mixed, "a file is of a checkpoint after 1 updates instead of 2"),
+        (forged, ".mkdir, which no checkpoint contains"),
+    ):
+        assert all(line in said for said in report["said"]), report
+        assert not report["made"]
+    assert "the next older one is " in flipped["said"][0]
+    assert whole["said"] == ["", ""]

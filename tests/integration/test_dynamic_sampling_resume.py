@@ -95,6 +95,7 @@ def write_checkpoint(parent: Path, data: dict[str, Any]) -> Path:
         config={},
         config_digest="",
         files={},
+        digests={},
     )
     (directory / META_FILE).write_text(meta.dump())
     return directory

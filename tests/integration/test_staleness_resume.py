@@ -110,6 +110,7 @@ def save_checkpoint(parent: Path, run: Run) -> None:
         config=config_tree(run.config),
         config_digest="",
         files={},
+        digests={},
     )
     (directory / META_FILE).write_text(meta.dump())
 

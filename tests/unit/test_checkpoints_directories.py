@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given
 
 from pa_npu.checkpoints import directories as store
+from pa_npu.checkpoints.digests import digest_of
 from pa_npu.errors import UserError
 from tests.helpers.mutations import json_near
 
@@ -29,6 +30,7 @@ def make_meta(version: int, directory: Path) -> store.CheckpointMeta:
         config={"run": {"seed": 1}},
         config_digest="digest",
         files=store.list_files(directory),
+        digests={name: digest_of(directory / name) for name in store.list_files(directory)},
     )
 
 

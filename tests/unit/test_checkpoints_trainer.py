@@ -97,9 +97,9 @@ def held(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
     """Every write begins with `before`, in the process that writes."""
     write = PlannedShards.write
 
-    def later(self: PlannedShards) -> None:
+    def later(self: PlannedShards) -> list[str]:
         before()
-        write(self)
+        return write(self)
 
     monkeypatch.setattr(PlannedShards, "write", later)
 

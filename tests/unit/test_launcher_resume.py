@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pa_npu.checkpoints import directories as store
+from pa_npu.checkpoints.digests import digest_of
 from pa_npu.checkpoints.provenance import (
     CHANGES,
     REFUSED,
@@ -64,6 +65,7 @@ def write(config: Config, version: int, parent: Path | None = None) -> Path:
         config=config_tree(config),
         config_digest=config_digest(config),
         files=store.list_files(directory),
+        digests={name: digest_of(directory / name) for name in store.list_files(directory)},
     )
     return store.commit(directory, meta)
 

@@ -179,9 +179,11 @@ class PlannedFile:
         self.description = description
         self._state, self._file = state, file
 
-    def write(self) -> None:
-        if self._state is not None:
-            torch.save(self._state, self._file)
+    def write(self) -> list[str]:
+        if self._state is None:
+            return []
+        torch.save(self._state, self._file)
+        return [self._file.name]
 
     def release(self) -> None:
         self._state = None

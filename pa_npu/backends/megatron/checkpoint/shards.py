@@ -55,8 +55,8 @@ class PlannedShards:
         self._buckets = FileSystemWriterAsync.preload_tensors(writer.write_buckets or [], True)
         writer.write_buckets = None
 
-    def write(self) -> None:
-        """Write and sync this rank's files. Raises OSError, or what torch's writer makes of one."""
+    def write(self) -> list[str]:
+        """Write and sync this rank's files; returns their names. Raises OSError, or what torch's writer makes of one."""
         if self._common.failure is not None:
             raise self._common.failure
         written: list[WriteResult] = []
@@ -71,6 +71,7 @@ class PlannedShards:
                 raise result
             written += result
         _list_of(self._directory, dist.get_rank()).write_text(json.dumps([_describe(result) for result in written]))
+        return sorted({result.storage_data.relative_path for result in written})
 
     def release(self) -> None:
         """Drop the data: a forked process has it."""

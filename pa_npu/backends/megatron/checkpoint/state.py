@@ -14,8 +14,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from pa_npu.backends.megatron.checkpoint.known_classes import known_classes_only
 from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
 from pa_npu.backends.megatron.stage import TriModel
+from pa_npu.checkpoints.digests import damaged
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.schema import Config
 from pa_npu.platform.base import Platform
@@ -23,6 +25,7 @@ from pa_npu.platform.base import Platform
 logger = logging.getLogger(__name__)
 
 _REFERENCE = "reference."
+_STAMP = "updates"
 # What of a parameter group is state; everything else is the configuration's. Megatron saves rank 0's groups for all ranks,
 # although their order follows a stage's parameters: norms would be decayed on a stage that begins with one.
 _GROUP_STATE = ("params", "step")
@@ -48,24 +51,28 @@ class CheckpointContents:
             "reference": {"version": reference_version, "saved": save_reference} if has_reference else None,
         }
         state = self._sharded(is_loading=False, with_rng=True, with_reference=save_reference)
+        state[_STAMP] = [_stamp(dist.get_rank(), dist.get_world_size(), int(self._scheduler.num_steps))]
         return PlannedShards(state, directory, description)
 
     def load(self, directory: Path) -> CheckpointMeta:
         """Restore everything from `directory`, whatever the parallel sizes it was written at.
 
-        RNG states are those of ranks, so they are restored only at the same sizes. Raises UserError when it is not complete.
+        RNG states are those of ranks, so they are restored only at the same sizes. Raises UserError when it is not complete,
+        DataError when its files are of different versions or name what no checkpoint contains.
         """
         meta = read_meta(directory)
         same_layout = meta.layout == layout(self._config)
         with_reference = self._has_other_reference(meta)
         own = [{key: group[key] for key in group if key not in _GROUP_STATE} for group in self._groups()]
         state = self._sharded(is_loading=True, with_rng=same_layout, with_reference=with_reference)
-        loaded = dist_checkpointing.load(state, str(directory))
+        loaded = _read(state, directory, meta)
         load_policy(self._stage, loaded["model"])
         if with_reference:
             self._stage.frozen["reference"].load_state_dict(_without_prefix(loaded["reference"]))
         with torch.no_grad():
+            model = {name: parameter.clone() for name, parameter in self._stage.policy.named_parameters()}
             self._optimizer.load_state_dict(loaded["optimizer"])
+            self._check_masters(model, directory)
         for group, values in zip(self._groups(), own, strict=True):
             group.update(values)
         self._scheduler.num_steps = 0
@@ -75,6 +82,17 @@ class CheckpointContents:
         else:
             logger.info("checkpoint %s was written with %s: RNG states are not restored", directory, meta.layout)
         return meta
+
+    def _check_masters(self, model: dict[str, torch.Tensor], directory: Path) -> None:
+        """Raises DataError where the weights that the optimizer steps, in the model's type, are not the model's."""
+        for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            if hasattr(
+                part, "_copy_main_params_to_model_params"
+            ):  # in fp32 both are one memory, which the optimizer loaded last
+                part._copy_main_params_to_model_params()
+        for name, parameter in self._stage.policy.named_parameters():
+            if not torch.equal(parameter, model[name]):
+                raise damaged(directory, f"the optimizer's weights of {name} are not those of the model")
 
     def _groups(self) -> list[dict[str, Any]]:
         return list(self._optimizer.param_groups)
@@ -97,9 +115,26 @@ class CheckpointContents:
 
 
 def load_policy_only(stage: TriModel, directory: Path) -> None:
-    """The policy's weights alone, as an export needs them."""
-    loaded = dist_checkpointing.load({"model": stage.sharded_state_dict()}, str(directory))
+    """The policy's weights alone, as an export needs them. Raises as CheckpointContents.load does."""
+    loaded = _read({"model": stage.sharded_state_dict()}, directory, read_meta(directory))
     load_policy(stage, loaded["model"])
+
+
+def _read(state: dict[str, Any], directory: Path, meta: CheckpointMeta) -> dict[str, Any]:
+    """What Megatron reads for `state`, where every rank that wrote a part of it says that it is of the same update. Collective."""
+    writers = meta.layout["devices"] if meta.digests else 0  # both came with one release
+    stamps = [_stamp(rank, writers) for rank in range(dist.get_rank(), writers, dist.get_world_size())]
+    with known_classes_only(str(directory)):
+        loaded: dict[str, Any] = dist_checkpointing.load({**state, _STAMP: stamps}, str(directory))
+    for updates in loaded.get(_STAMP, []):  # Megatron drops an empty list
+        if updates != meta.updates:
+            raise damaged(directory, f"a file is of a checkpoint after {updates} updates instead of {meta.updates}")
+    return loaded
+
+
+def _stamp(rank: int, ranks: int, updates: int | None = None) -> ShardedObject:
+    """The number of updates that a writing rank's part of the state has seen; it stands among its tensors."""
+    return ShardedObject(_STAMP, updates, (ranks,), (rank,))
 
 
 def load_policy(stage: TriModel, state: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from pa_npu import platform as platforms
 from pa_npu.backends.megatron.patches import prepare
+from pa_npu.checkpoints.digests import check_files
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.checkpoints.provenance import model_fingerprint
 from pa_npu.config.schema import Config
@@ -22,7 +23,7 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None) 
 
     model: the HF model that the run began with, for config.json and the tokenizer, where it has moved since.
     Needs the model's size in host memory. Raises UserError when the checkpoint is not complete, is of another model, or
-    `output` is not empty; ExportError when it cannot be written.
+    `output` is not empty, DataError where a file of it is not what was written; ExportError when it cannot be written.
     """
     meta = read_meta(checkpoint)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -33,6 +34,7 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None) 
         raise DataError(
             f"--model: {config.model.path} is not the model that {checkpoint} began with ({meta.model['path']}); name that one"
         )
+    check_files(checkpoint)
     platform = platforms.get("cpu")
     prepare(platform.name)
     # everything below imports megatron, which only works in a prepared process
