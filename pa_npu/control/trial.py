@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
-import pa_npu
 from pa_npu.control.child_process import private_pipes
+from pa_npu.control.worker_process import run_worker
 from pa_npu.errors import ConfigError, PaNpuError
 
 
@@ -26,23 +23,14 @@ def ask(module: str, request: bytes, limit_s: float, what: str, too_slow: str) -
     what: names key and code; too_slow: rule and remedy where the limit is reached. Raises ConfigError, beginning with `what`,
     where the process does not answer.
     """
-    root = str(Path(pa_npu.__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
+    output, code = run_worker([module], request, limit_s)
+    if code is None:
+        raise ConfigError(f"{what}: {too_slow}")
     try:
-        finished = subprocess.run(
-            [sys.executable, "-m", module],
-            input=request,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            timeout=limit_s,
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"{what}: {too_slow}") from None
-    try:
-        problem: str | None = json.loads(finished.stdout)["problem"]
+        problem: str | None = json.loads(output)["problem"]
     except (ValueError, LookupError, TypeError):
         raise ConfigError(
-            f"{what}: the process that tried it ended with {finished.returncode}; correct what its output says"
+            f"{what}: the process that tried it ended with {code}; correct what its output says"
         ) from None
     return problem
 

@@ -3,34 +3,26 @@
     stdout  {"ready": true} or {"unusable": reason}      first line
     stdin   {"call": text}        stdout  {"answer": text}, in order
 
-What the function prints goes to standard error. The process ends with its input, and the kernel kills it when its parent dies.
+What the function prints goes to standard error. The process ends with its input, and its keeper kills it when its parent dies.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from typing import Any
 
 from pa_npu.config.user_code import import_function
-from pa_npu.control.child_process import end_with, private_pipes
+from pa_npu.control.child_process import private_pipes
 from pa_npu.errors import ConfigError
 
 _LONGEST_REASON = 200  # characters
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", help="module:function")
-    parser.add_argument(
-        "--parent", type=int, required=True, help="process id of the parent, without which this one ends"
-    )
-    arguments = parser.parse_args()
-    end_with(arguments.parent)
     calls, answers = private_pipes()
     try:
-        function = import_function("tool", arguments.name)
+        function = import_function("tool", sys.argv[1])
     except ConfigError as error:
         _write(answers, {"unusable": str(error).removeprefix("tool: ")})
         return 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SESSION = "PA_NPU_SESSION"
-"""Set by the keeper (launcher/process/keeper.py) to the id of the command that it started, which leads a session."""
+"""Set by the keeper (control/keeper.py) to the id of the command that it started, which leads a session."""
 
 _LOOK_EVERY_S = 0.05
 _KIB = 1024

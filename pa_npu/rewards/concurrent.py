@@ -11,14 +11,13 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import PaNpuError
 from pa_npu.rewards.functions import FunctionSpec
-from pa_npu.rewards.process import WorkerProcess, concurrent_first_line, group_line
+from pa_npu.rewards.process import CONCURRENT_WORKER, concurrent_first_line, group_line, start_again, start_worker
 from pa_npu.rewards.types import RewardInput
 
-MODULE = "pa_npu.rewards.concurrent_worker"
 ATTEMPTS = 3  # processes that may die of one group
-FAILED_STARTS = 3  # in a row
 _SILENCE_S = 30.0  # a loop that turns says so every second; and a machine may be busy
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class ConcurrentRewards:
         self._last_identity = 0
 
     async def start(self) -> None:
-        self._process = await WorkerProcess.start(self._first_line, MODULE)
+        self._process = await start_worker(self._first_line, CONCURRENT_WORKER)
         self._server = asyncio.create_task(self._serve(), name="concurrent rewards")
 
     async def close(self) -> None:
@@ -81,7 +80,7 @@ class ConcurrentRewards:
                 cause = reason or await dead.reap()
                 await dead.reap()
                 self._bury(cause)
-                self._process = await self._restart()
+                self._process = await start_again("reward functions that wait", self._first_line, CONCURRENT_WORKER)
                 for waiting in list(self._waiting.values()):
                     self._process.write(waiting.line)
         except Exception as error:
@@ -107,15 +106,6 @@ class ConcurrentRewards:
             waiting.deaths += 1
             if waiting.deaths >= ATTEMPTS and not waiting.future.done():
                 waiting.future.set_result({"failure": f"its process died {ATTEMPTS} times (last: {cause})"})
-
-    async def _restart(self) -> WorkerProcess:
-        for attempt in range(1, FAILED_STARTS + 1):
-            try:
-                return await WorkerProcess.start(self._first_line, MODULE)
-            except (PaNpuError, OSError) as error:
-                log.warning("reward functions that wait: start %d of %d failed: %s", attempt, FAILED_STARTS, error)
-                last = error
-        raise last
 
     def _give_up(self, error: PaNpuError) -> None:
         self._broken = self._broken or error

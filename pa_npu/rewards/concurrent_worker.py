@@ -8,12 +8,11 @@
 
 It runs the judge, the sandbox, and users' `async def`; null is a response without a verdict. trial: one group before a run, for
 which the sandbox is tried too. A user's function has timeout_s for a group; the others have limits of their own. The process ends
-with its input, and the kernel kills it when its parent dies.
+with its input, and its keeper kills it when its parent dies.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -21,7 +20,7 @@ import threading
 from typing import Any
 
 from pa_npu.config.user_code import describe
-from pa_npu.control.child_process import end_with, private_pipes
+from pa_npu.control.child_process import private_pipes
 from pa_npu.errors import PaNpuError, UserError
 from pa_npu.rewards.functions import (
     CONCURRENT,
@@ -38,11 +37,6 @@ _GROUPS_AT_ONCE = 64  # of a user's function; the time of one begins when it is 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--parent", type=int, required=True, help="process id of the parent, without which this one ends"
-    )
-    end_with(parser.parse_args().parent)
     requests, replies = private_pipes()
     return asyncio.run(_Worker(replies).run(requests))
 

@@ -26,18 +26,18 @@ import numpy as np
 
 from pa_npu.config.sections import RewardConfig
 from pa_npu.control.tasks import gather
+from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
 from pa_npu.rewards.concurrent import ConcurrentRewards
 from pa_npu.rewards.failures import FailingShare
 from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, function_specs
-from pa_npu.rewards.process import WorkerProcess, check_reward_functions, first_line, group_line
+from pa_npu.rewards.process import check_reward_functions, first_line, group_line, start_again, start_worker
 from pa_npu.rewards.types import SHAPING, RewardInput, RewardResult
 
 __all__ = ["RewardInput", "RewardPool", "RewardResult", "check_reward_functions"]
 
 PIPELINE_DEPTH = 4  # groups in a worker at once, so that it never waits for the event loop
 ATTEMPTS = 3  # workers that may die of one group
-FAILED_STARTS = 3  # in a row, then the pool gives up
 _NO_VERDICT_AT_ALL = 0.5  # of a judge's 0 to 1
 _RIGHT_FROM = {"code": 1.0}  # what counts as right
 _RIGHT_FROM_HALF = 0.5  # of a judge and of graded functions: 0.128 is no right answer
@@ -251,7 +251,7 @@ class _Worker:
         return list(self._process.ready["concurrent"]) if self._process is not None else []
 
     async def start(self) -> None:
-        self._process = await WorkerProcess.start(first_line(self._pool.specs))
+        self._process = await start_worker(first_line(self._pool.specs))
         self._server = asyncio.create_task(self._serve(), name=f"reward worker {self._index}")
 
     async def close(self) -> None:
@@ -281,7 +281,7 @@ class _Worker:
                 await self._read_replies(self._process)
                 dead, self._process = self._process, None
                 self._bury(await dead.reap())
-                self._process = await self._restart()
+                self._process = await start_again(f"reward worker {self._index}", first_line(self._pool.specs))
                 self._pool.dispatch()
         except Exception as error:
             self._pool.give_up(PaNpuError(f"reward worker {self._index} cannot go on: {error}"))
@@ -320,15 +320,6 @@ class _Worker:
         for job in jobs:
             job.workers.discard(self._index)
         self._pool.put_back(jobs)
-
-    async def _restart(self) -> WorkerProcess:
-        for attempt in range(1, FAILED_STARTS + 1):
-            try:
-                return await WorkerProcess.start(first_line(self._pool.specs))
-            except (PaNpuError, OSError) as error:
-                log.warning("reward worker %d: start %d of %d failed: %s", self._index, attempt, FAILED_STARTS, error)
-                last = error
-        raise last
 
     def _resolve(self, job: _Job, reply: dict[str, Any]) -> None:
         job.workers.discard(self._index)

@@ -8,17 +8,16 @@
 Functions that wait, `async def`, are named as concurrent and left to concurrent_worker.py.
 
 The functions run in the main thread, where math-verify's signals work. They see /dev/null as standard input, and what
-they print goes to standard error. The worker ends with its input, and the kernel kills it when its parent dies.
+they print goes to standard error. The worker ends with its input, and its keeper kills it when its parent dies.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from typing import Any
 
-from pa_npu.control.child_process import end_with, private_pipes
+from pa_npu.control.child_process import private_pipes
 from pa_npu.errors import UserError
 from pa_npu.rewards.answers import preload
 from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, build_function, call_function, is_concurrent
@@ -26,11 +25,6 @@ from pa_npu.rewards.types import RewardInput
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--parent", type=int, required=True, help="process id of the parent, without which this one ends"
-    )
-    end_with(parser.parse_args().parent)
     requests, replies = private_pipes()
 
     specs = [FunctionSpec(**spec) for spec in json.loads(requests.readline())["functions"]]

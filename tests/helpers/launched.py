@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pa_npu.launcher.process.keeper import descendants
+from pa_npu.control.keeper import descendants
 from tools import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]

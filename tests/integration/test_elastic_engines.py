@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pa_npu.launcher.process.keeper import descendants
+from pa_npu.control.keeper import descendants
 from tests.helpers.coordinator_run import GROUPS, ROOT, WAIT_S, Run
 from tests.helpers.launched import command_line, running
 from tests.helpers.stand_in_engine import API_KEY, stand_in_engines

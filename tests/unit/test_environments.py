@@ -208,7 +208,7 @@ async def test_a_tool_of_ones_own_has_a_time_limit_and_may_fail(
     assert "=error: ZeroDivisionError: division by zero\n" in texts[1]
     assert "=error: no answer within 2 s\n" in texts[2]
     assert "=error: the tool ended" in texts[3]
-    await environment._tool._end()  # type: ignore[attr-defined]
+    await environment._tool._worker.reap()  # type: ignore[attr-defined]
     missing = ToolEnvironment(context(options={"tool": "own_tool:missing"}))
     with pytest.raises(PaNpuError, match=r"tool own_tool:missing: .*cannot be imported.*correct the function"):
         await episode(missing, Scripted(scripts), 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pa_npu.launcher.process import keeper
+from pa_npu.control import keeper
 from pa_npu.launcher.process.log_tail import MarkedLines
 from pa_npu.launcher.process.process_tree import Process, ProcessTree
 

@@ -17,11 +17,11 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import DataConfig, ModelConfig, RewardConfig, RewardFunction
+from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
 from pa_npu.rewards import failures
-from pa_npu.rewards import pool as pool_module
+from pa_npu.rewards import process as process_module
 from pa_npu.rewards.pool import RewardInput, RewardPool, check_reward_functions
-from pa_npu.rewards.process import WorkerProcess
 
 USERS_MODULE = '''
 import json, os, subprocess, sys, time
@@ -30,7 +30,7 @@ def by_row(group):
     """What the row asks for, so that a test can misbehave group by group."""
     row = group.row
     if "pid_file" in row:
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         with open(row["pid_file"], "w") as file:
             file.write(f"{os.getpid()} {child.pid}")
     if "wait_for" in row:
@@ -327,6 +327,18 @@ async def test_a_cancelled_caller_does_not_disturb_the_pool(tmp_path: Path) -> N
         assert (await pool.score(group())).total.tolist() == [2, 3]
 
 
+async def test_what_a_function_has_started_ends_with_its_worker_however_that_ends(tmp_path: Path) -> None:
+    """The child has a session of its own, so that no process group holds both; and the worker's keeper may be stopped."""
+    async with RewardPool(users_config(timeout_s=60)) as pool:
+        await pool.score(group(pid_file=str(tmp_path / "ended"), exit=9))
+        await until_gone(int((tmp_path / "ended").read_text().split()[1]))
+        await pool.score(group(pid_file=str(tmp_path / "closed")))
+        worker, child = map(int, (tmp_path / "closed").read_text().split())
+        os.kill(int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGSTOP)
+    await until_gone(worker)
+    await until_gone(child)
+
+
 async def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
     program = f"""
@@ -346,16 +358,14 @@ asyncio.run(main())
     assert running(worker)
     parent.kill()
     await parent.wait()
-    try:
-        await until_gone(worker)
-    finally:
-        os.kill(child, 9)
+    await until_gone(worker)
+    await until_gone(child)
 
 
 async def test_a_pool_whose_workers_cannot_start_any_more_fails_instead_of_hanging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pool_module, "FAILED_STARTS", 1)
+    monkeypatch.setattr(process_module, "FAILED_STARTS", 1)
     async with RewardPool(users_config()) as pool:
         (tmp_path / "users_rewards.py").write_text("raise ImportError('the disk is gone')")
         died, waited = await asyncio.gather(
@@ -420,7 +430,7 @@ async def test_a_worker_that_is_killed_while_it_loads_is_started_again_twice(
         async with RewardPool(users_config("killed_rewards:f")) as pool:
             assert (await pool.score(group())).total.tolist() == [1.0] * len(group().responses)
     assert len(starts.read_text()) == 3
-    assert caplog.text.count("was killed while it loaded its functions (SIGKILL); started again") == 2
+    assert caplog.text.count("was killed while it began (SIGKILL); started again") == 2
 
 
 async def test_entering_a_pool_with_an_unusable_function_says_the_same() -> None:

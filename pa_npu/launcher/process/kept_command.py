@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from pa_npu.launcher.process import keeper
+from pa_npu.control import keeper
 
 _LOOK_EVERY_S = 1.0
 # What a keeper may take from its command's end to its own: 5 s to kill what the command left behind, and as much again.

@@ -1,6 +1,6 @@
 """The processes of a run: started with a log file each, polled, and stopped together, with nothing left behind.
 
-Every command runs under a keeper (`pa_npu.launcher.process.keeper`), which ends all its descendants whatever happens to the
+Every command runs under a keeper (`pa_npu.control.keeper`), which ends all its descendants whatever happens to the
 command, to the keeper or to this process.
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from pa_npu.control import keeper
 from pa_npu.errors import PaNpuError, printable
-from pa_npu.launcher.process import keeper
 from pa_npu.launcher.process.commands import Command, Startable
 from pa_npu.launcher.process.kept_command import KeptCommand
 from pa_npu.launcher.process.log_tail import last_lines

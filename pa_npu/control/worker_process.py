@@ -1,0 +1,161 @@
+"""A process that runs users' code, as its parent sees it: JSON lines both ways, and an end that takes along all that it started.
+
+    parent ──lifeline, requests──> keeper ──fork──> python -m MODULE ──fork──> whatever users' code starts
+      ^──────────────── replies ───────────────────────────┘
+
+Its keeper (keeper.py) kills all of it when the process ends, when this one does, and on `kill`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pa_npu
+from pa_npu.control import keeper
+from pa_npu.errors import DeadlineExceeded
+
+REAP_TIMEOUT_S = 5.0  # a killed process is gone within milliseconds
+REPLY_LIMIT_BYTES = 64 << 20
+KILLED_STARTS = 3  # in a row, before what is loaded is taken to be the cause
+
+log = logging.getLogger(__name__)
+
+
+class WorkerProcess:
+    """A running process. ready: its first reply, empty where it ended before one."""
+
+    def __init__(self, process: asyncio.subprocess.Process, lifeline: int) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self.ready: dict[str, Any] = {}
+        self._process = process
+        self._lifeline: int | None = lifeline
+        self._stdin = process.stdin
+        self._stdout = process.stdout
+
+    @classmethod
+    async def start(cls, arguments: Sequence[str], first_line: bytes, startup_s: float) -> WorkerProcess:
+        """Return it with its first reply. One that is killed while it loads is started again.
+
+        Args:
+            arguments: a module of this package and what it is given.
+            first_line: what it reads first.
+            startup_s: until its first reply; raises DeadlineExceeded after that.
+        """
+        for number in range(1, KILLED_STARTS + 1):
+            worker = await cls._begin(arguments)
+            try:
+                worker.write(first_line)
+                reply = await asyncio.wait_for(worker._stdout.readline(), startup_s)
+                if number == KILLED_STARTS or reply or not await worker._was_killed():
+                    worker.ready = json.loads(reply) if reply else {}
+                    return worker
+            except asyncio.TimeoutError:
+                await worker.reap()
+                raise DeadlineExceeded(f"{arguments[0]} has not answered within {startup_s:.0f} s") from None
+            except BaseException:
+                await worker.reap()
+                raise
+            log.warning("%s was killed while it began (%s); started again", arguments[0], await worker.reap())
+        raise AssertionError("unreachable: the last start returns or raises")
+
+    @classmethod
+    async def _begin(cls, arguments: Sequence[str]) -> WorkerProcess:
+        theirs, lifeline = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *_kept(arguments, theirs),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                limit=REPLY_LIMIT_BYTES,
+                env=_environment(),
+                pass_fds=(theirs,),
+                start_new_session=True,  # a Ctrl-C in the terminal is for the parent
+            )
+        except BaseException:
+            os.close(lifeline)
+            raise
+        finally:
+            os.close(theirs)
+        return cls(process, lifeline)
+
+    async def _was_killed(self) -> bool:
+        """Whether a signal ended the process, which has closed its output."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            return await asyncio.wait_for(self._process.wait(), REAP_TIMEOUT_S) < 0
+        return False
+
+    def write(self, line: bytes) -> None:
+        self._stdin.write(line)
+
+    async def read(self) -> dict[str, Any] | None:
+        """Return the next reply; None when there will be no more, because the process died or its output makes no sense."""
+        try:
+            line = await self._stdout.readline()
+            return json.loads(line) if line else None
+        except ValueError as error:
+            log.warning("the output of a worker process cannot be read (%s); it is replaced", error)
+            return None
+
+    def kill(self) -> None:
+        """Kill the process and all that it started."""
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            os.close(lifeline)
+            if self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    # its keeper may have been stopped. Not by send_signal, which takes the exit code from the event loop
+                    os.kill(self._process.pid, signal.SIGCONT)
+
+    async def reap(self) -> str:
+        """Kill, wait for the end, and say how the process ended."""
+        self.kill()
+        self._stdin.close()
+        try:
+            returncode = await asyncio.wait_for(self._process.wait(), REAP_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            return f"process {self._process.pid} did not end within {REAP_TIMEOUT_S:.0f} s of being killed"
+        return f"exit code {returncode}" if returncode >= 0 else signal.Signals(-returncode).name
+
+
+def run_worker(arguments: Sequence[str], requests: bytes, limit_s: float) -> tuple[bytes, int | None]:
+    """Return what a process wrote that was given these requests at once, and its exit code; None where the limit was reached."""
+    theirs, lifeline = os.pipe()
+    with subprocess.Popen(
+        _kept(arguments, theirs),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=_environment(),
+        pass_fds=(theirs,),
+    ) as process:
+        os.close(theirs)
+        try:
+            return process.communicate(requests, limit_s)[0], process.returncode
+        except subprocess.TimeoutExpired:
+            os.close(lifeline)
+            lifeline = -1
+            return process.communicate()[0], None
+        finally:
+            if lifeline >= 0:
+                os.close(lifeline)
+
+
+def _kept(arguments: Sequence[str], lifeline: int) -> list[str]:
+    kept = [sys.executable, "-I", "-S", keeper.__file__, str(lifeline), "0", "", "--"]
+    return [*kept, sys.executable, "-m", *arguments]
+
+
+def _environment() -> dict[str, str]:
+    """Return ours, with this package importable wherever the working directory is."""
+    package_root = str(Path(pa_npu.__file__).resolve().parents[1])
+    search_path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), package_root)))
+    return {**os.environ, "PYTHONPATH": search_path}
