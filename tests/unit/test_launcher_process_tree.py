@@ -229,7 +229,7 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path, number: signal.Signals
         time.sleep(60)
     """
     launcher = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
-    wait_until(lambda: len(list((tmp_path / "pids").iterdir())) == 3, "three members")
+    wait_until(lambda: len(list((tmp_path / "pids").iterdir())) == 3, "three members", timeout_s=60.0)
     pids = [int(file.name) for file in (tmp_path / "pids").iterdir()]
     assert len(alive(pids)) == 3
     (keeper_pid,) = set(keeper.descendants(launcher.pid)) - set(pids)
