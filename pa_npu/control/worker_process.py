@@ -16,7 +16,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,19 @@ class WorkerProcess:
         self._stdout = process.stdout
 
     @classmethod
-    async def start(cls, arguments: Sequence[str], first_line: bytes, startup_s: float) -> WorkerProcess:
+    async def start(cls, arguments: Sequence[str], first: Mapping[str, Any] | None, startup_s: float) -> WorkerProcess:
         """Return it with its first reply. One that is killed while it loads is started again.
 
         Args:
             arguments: a module of this package and what it is given.
-            first_line: what it reads first.
+            first: what it reads first, as a line of JSON; None where that is nothing.
             startup_s: until its first reply; raises DeadlineExceeded after that.
         """
         for number in range(1, KILLED_STARTS + 1):
             worker = await cls._begin(arguments)
             try:
-                worker.write(first_line)
+                if first is not None:
+                    worker.write(json_line(first))
                 reply = await asyncio.wait_for(worker._stdout.readline(), startup_s)
                 if number == KILLED_STARTS or reply or not await worker._was_killed():
                     worker.ready = json.loads(reply) if reply else {}
@@ -147,6 +148,10 @@ def run_worker(arguments: Sequence[str], requests: bytes, limit_s: float) -> tup
         finally:
             if lifeline >= 0:
                 os.close(lifeline)
+
+
+def json_line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def _kept(arguments: Sequence[str], lifeline: int) -> list[str]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable
 
-from pa_npu.control.worker_process import WorkerProcess
+from pa_npu.control.worker_process import WorkerProcess, json_line
 from pa_npu.environments.calculator import calculate
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.errors import ConfigError, DeadlineExceeded, PaNpuError
@@ -49,7 +48,7 @@ class ToolProcess:
     async def __call__(self, call: str) -> str:
         async with self._turn:
             worker = self._worker or await self._start()
-            worker.write(json.dumps({"call": call}).encode() + b"\n")
+            worker.write(json_line({"call": call}))
             try:
                 reply = await asyncio.wait_for(worker.read(), self._timeout_s)
                 if reply is not None:
@@ -64,7 +63,7 @@ class ToolProcess:
 
     async def _start(self) -> WorkerProcess:
         try:
-            worker = await WorkerProcess.start([_MODULE, self._name], b"", _STARTUP_TIMEOUT_S)
+            worker = await WorkerProcess.start([_MODULE, self._name], None, _STARTUP_TIMEOUT_S)
         except DeadlineExceeded as late:
             raise PaNpuError(f"environment.options: tool {self._name}: {late}; correct the function") from None
         problem = worker.ready.get("unusable") if worker.ready else "its process ended while importing it, see the log"

@@ -14,8 +14,8 @@ from typing import Any
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import PaNpuError
 from pa_npu.rewards.functions import FunctionSpec
-from pa_npu.rewards.process import CONCURRENT_WORKER, concurrent_first_line, group_line, start_again, start_worker
-from pa_npu.rewards.types import RewardInput
+from pa_npu.rewards.process import CONCURRENT_WORKER, first_of_concurrent, start_again, start_worker
+from pa_npu.rewards.types import RewardInput, group_line
 
 ATTEMPTS = 3  # processes that may die of one group
 _SILENCE_S = 30.0  # a loop that turns says so every second; and a machine may be busy
@@ -35,7 +35,7 @@ class ConcurrentRewards:
 
     def __init__(self, specs: tuple[FunctionSpec, ...], timeout_s: float) -> None:
         self._specs = specs
-        self._first_line = concurrent_first_line(specs, timeout_s, trial=False)
+        self._first = first_of_concurrent(specs, timeout_s, trial=False)
         self._silence_s = timeout_s + _SILENCE_S
         self._waiting: dict[int, _Waiting] = {}
         self._process: WorkerProcess | None = None
@@ -44,7 +44,7 @@ class ConcurrentRewards:
         self._last_identity = 0
 
     async def start(self) -> None:
-        self._process = await start_worker(self._first_line, CONCURRENT_WORKER)
+        self._process = await start_worker(self._first, CONCURRENT_WORKER)
         self._server = asyncio.create_task(self._serve(), name="concurrent rewards")
 
     async def close(self) -> None:
@@ -80,7 +80,7 @@ class ConcurrentRewards:
                 cause = reason or await dead.reap()
                 await dead.reap()
                 self._bury(cause)
-                self._process = await start_again("reward functions that wait", self._first_line, CONCURRENT_WORKER)
+                self._process = await start_again("reward functions that wait", self._first, CONCURRENT_WORKER)
                 for waiting in list(self._waiting.values()):
                     self._process.write(waiting.line)
         except Exception as error:

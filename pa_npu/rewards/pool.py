@@ -31,8 +31,8 @@ from pa_npu.errors import DataError, PaNpuError
 from pa_npu.rewards.concurrent import ConcurrentRewards
 from pa_npu.rewards.failures import FailingShare
 from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, function_specs
-from pa_npu.rewards.process import check_reward_functions, first_line, group_line, start_again, start_worker
-from pa_npu.rewards.types import SHAPING, RewardInput, RewardResult
+from pa_npu.rewards.process import check_reward_functions, first_of_computing, start_again, start_worker
+from pa_npu.rewards.types import SHAPING, RewardInput, RewardResult, group_line
 
 __all__ = ["RewardInput", "RewardPool", "RewardResult", "check_reward_functions"]
 
@@ -251,7 +251,7 @@ class _Worker:
         return list(self._process.ready["concurrent"]) if self._process is not None else []
 
     async def start(self) -> None:
-        self._process = await start_worker(first_line(self._pool.specs))
+        self._process = await start_worker(first_of_computing(self._pool.specs))
         self._server = asyncio.create_task(self._serve(), name=f"reward worker {self._index}")
 
     async def close(self) -> None:
@@ -281,7 +281,7 @@ class _Worker:
                 await self._read_replies(self._process)
                 dead, self._process = self._process, None
                 self._bury(await dead.reap())
-                self._process = await start_again(f"reward worker {self._index}", first_line(self._pool.specs))
+                self._process = await start_again(f"reward worker {self._index}", first_of_computing(self._pool.specs))
                 self._pool.dispatch()
         except Exception as error:
             self._pool.give_up(PaNpuError(f"reward worker {self._index} cannot go on: {error}"))

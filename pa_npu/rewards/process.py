@@ -10,10 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from pa_npu.config.schema import Config
-from pa_npu.control.worker_process import WorkerProcess, run_worker
+from pa_npu.control.worker_process import WorkerProcess, json_line, run_worker
 from pa_npu.errors import ConfigError, DataError, DeadlineExceeded, PaNpuError
 from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, build_function, function_specs
-from pa_npu.rewards.types import RewardInput
+from pa_npu.rewards.types import RewardInput, group_line
 
 STARTUP_TIMEOUT_S = 120.0  # importing math-verify and a user's module on a busy machine
 FAILED_STARTS = 3  # in a row, then the pool gives up
@@ -22,7 +22,7 @@ WORKER, CONCURRENT_WORKER = "pa_npu.rewards.worker", "pa_npu.rewards.concurrent_
 log = logging.getLogger(__name__)
 
 
-async def start_worker(first: bytes, module: str = WORKER) -> WorkerProcess:
+async def start_worker(first: Mapping[str, Any], module: str = WORKER) -> WorkerProcess:
     """Return a process of the module whose functions are loaded. first: what it reads first.
 
     Raises DataError where a function cannot be used, DeadlineExceeded where loading takes too long.
@@ -41,7 +41,7 @@ async def start_worker(first: bytes, module: str = WORKER) -> WorkerProcess:
     return worker
 
 
-async def start_again(what: str, first: bytes, module: str = WORKER) -> WorkerProcess:
+async def start_again(what: str, first: Mapping[str, Any], module: str = WORKER) -> WorkerProcess:
     """Return a process in the place of one that died. Raises what the last of FAILED_STARTS attempts raised."""
     for attempt in range(1, FAILED_STARTS + 1):
         try:
@@ -70,14 +70,14 @@ def check_reward_functions(config: Config, sample: RewardInput | None = None, as
         )
     concurrent: list[str] = []
     if own:
-        concurrent = _try(config, WORKER, first_line(own), own, sample)["concurrent"]
+        concurrent = _try(config, WORKER, first_of_computing(own), own, sample)["concurrent"]
     waiting = tuple(
         spec
         for spec in specs
         if spec.label in concurrent or spec.name == "code" or (spec.name == "judge" and ask_judge and sample)
     )
     if waiting:
-        line = concurrent_first_line(waiting, config.reward.timeout_s, trial=True)
+        line = first_of_concurrent(waiting, config.reward.timeout_s, trial=True)
         ready = _try(config, CONCURRENT_WORKER, line, waiting, sample)
         if ready["isolation"]:
             return [f"reward.code: programs of responses run at isolation {ready['isolation']}"]
@@ -85,11 +85,11 @@ def check_reward_functions(config: Config, sample: RewardInput | None = None, as
 
 
 def _try(
-    config: Config, module: str, first: bytes, specs: tuple[FunctionSpec, ...], sample: RewardInput | None
+    config: Config, module: str, first: Mapping[str, Any], specs: tuple[FunctionSpec, ...], sample: RewardInput | None
 ) -> dict[str, Any]:
     """One start of a worker's process, with one group where there is one. Returns its first reply."""
     names = ", ".join(spec.name for spec in specs)
-    lines = [first] + ([group_line(0, sample)] if sample else [])
+    lines = [json_line(first)] + ([group_line(0, sample)] if sample else [])
     limit_s = STARTUP_TIMEOUT_S + config.reward.timeout_s
     if any(spec.name == "judge" for spec in specs):
         limit_s += config.reward.judge.attempts * config.reward.judge.timeout_s
@@ -121,27 +121,14 @@ def sample_group(prompt: str, answer: str, row: Mapping[str, Any], size: int) ->
     return RewardInput(prompt, answer, responses, [8] * size, row)
 
 
-def group_line(identity: int, group: RewardInput) -> bytes:
-    """A group as a worker reads it."""
-    fields = {
-        "prompt": group.prompt,
-        "answer": group.answer,
-        "responses": list(group.responses),
-        "response_tokens": [int(length) for length in group.response_tokens],
-        "row": dict(group.row),
-    }
-    return json.dumps({"id": identity, "group": fields}, default=str).encode() + b"\n"
-
-
-def first_line(specs: tuple[FunctionSpec, ...]) -> bytes:
+def first_of_computing(specs: tuple[FunctionSpec, ...]) -> dict[str, Any]:
     """What pa_npu.rewards.worker reads first."""
-    return json.dumps({"functions": [asdict(spec) for spec in specs]}).encode() + b"\n"
+    return {"functions": [asdict(spec) for spec in specs]}
 
 
-def concurrent_first_line(specs: tuple[FunctionSpec, ...], timeout_s: float, *, trial: bool) -> bytes:
+def first_of_concurrent(specs: tuple[FunctionSpec, ...], timeout_s: float, *, trial: bool) -> dict[str, Any]:
     """What pa_npu.rewards.concurrent_worker reads first."""
-    fields = {"functions": [asdict(spec) for spec in specs], "timeout_s": timeout_s, "trial": trial}
-    return json.dumps(fields).encode() + b"\n"
+    return {"functions": [asdict(spec) for spec in specs], "timeout_s": timeout_s, "trial": trial}
 
 
 def _check_ready(reply: dict[str, Any]) -> dict[str, Any]:

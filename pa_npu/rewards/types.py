@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -56,3 +57,15 @@ class RewardResult:
         """Whether the rewards for content (not for form, such as length) differ within the group."""
         judged = self.judged
         return bool((judged != judged[0]).any())
+
+
+def group_line(identity: int, group: RewardInput) -> bytes:
+    """A group as a worker reads it."""
+    fields = {
+        "prompt": group.prompt,
+        "answer": group.answer,
+        "responses": list(group.responses),
+        "response_tokens": [int(length) for length in group.response_tokens],
+        "row": dict(group.row),
+    }
+    return json.dumps({"id": identity, "group": fields}, default=str).encode() + b"\n"

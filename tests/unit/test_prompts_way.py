@@ -74,7 +74,6 @@ HANDS_ON = {
     "engines/answers.py": "the checks that codecs of all engines share",
     "environments/protocol.py": "adds a generation to a sample",
     "control/worker_process.py": "the pipe to a worker",
-    "rewards/process.py": "a group as a line of that pipe",
     "control/channel.py": "bytes into the store",
     "backends/megatron/rotary.py": "cos and sin of positions",
     "platform/ops.py": "norm and rotation on this platform",
