@@ -165,7 +165,9 @@ def _read(
     except safetensors.SafetensorError as error:
         raise GroupFormatError(f"group bytes: payload is not safetensors ({error})") from error
     frame = {name: tensors.pop(name) for name in _PARTS[part] if name in tensors}
-    named = [(columns.named(name, "group bytes"), tensor) for name, tensor in tensors.items()]
+    found = {columns.named(name, "group bytes"): tensor for name, tensor in tensors.items()}
+    # in the order of their declaration: safetensors gives them in none
+    named = [(column, found[column]) for column in (LOGPROBS, *columns.carried) if column in found]
     return _arrays(frame, part), {column: _array(column, one) for column, one in named if columns.wants(column)}
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from pa_npu.config.mesh import Mesh
 from pa_npu.control.channel import CHUNK_BYTES, StoreChannel, connect
 from pa_npu.errors import DeadlineExceeded
+from pa_npu.samples.columns import Column, RunColumns
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.replica_feed import GroupsNotPassed, ReplicaLinks
@@ -38,7 +39,20 @@ GROUPS, RESPONSES, MICROBATCH_RESPONSES, PAD = 3, 4, 2, 4
 COLLECTIVE_TIMEOUT_S, PRODUCER_DELAY_S, MISSING_TIMEOUT_S = 4.0, 5.0, 0.5
 
 
+MADE_UP = Column("made_up", "uint16", (3, 2), "environment", "a loss")
+ROUTES = Column("routes", "uint8", (2,), "engine", "every stage", tokens="all", every_stage=True)
+COLUMNS = RunColumns((MADE_UP, ROUTES))
+
+
 def make_group(index: int) -> Group:
+    """Its columns are told by its tokens."""
+    group = bare_group(index)
+    made_up = (group.tokens * group.trained)[:, None, None] + np.arange(6).reshape(3, 2) * group.trained[:, None, None]
+    routes = group.tokens[:, None] + np.arange(2)
+    return replace(group, columns={MADE_UP: made_up.astype(np.uint16), ROUTES: routes.astype(np.uint8)})
+
+
+def bare_group(index: int) -> Group:
     random = np.random.default_rng(index)
     # The last group is larger than one chunk of the store.
     lengths = random.integers(1, 200_000 if index == GROUPS - 1 else 50, RESPONSES, dtype=np.int32)
@@ -59,7 +73,7 @@ def make_group(index: int) -> Group:
     )
 
 
-COMMON, LOSS = ("tokens", "rows", "targets", "ages", "response_index"), ("engine_logprobs", "advantages")
+COMMON, LOSS = ("tokens", "rows", "targets", "ages", "response_index"), ("columns",)
 
 
 def digest(microbatches: Iterable[Microbatch], names: tuple[str, ...]) -> list[str]:
@@ -67,9 +81,17 @@ def digest(microbatches: Iterable[Microbatch], names: tuple[str, ...]) -> list[s
     for microbatch in microbatches:
         sha = hashlib.sha256(repr((microbatch.group_indices, microbatch.sources, microbatch.layout.lengths)).encode())
         for name in names:
-            sha.update(getattr(microbatch, name).numpy().tobytes())
+            value = microbatch.columns if name == "columns" else {name: getattr(microbatch, name)}
+            for tensor in (microbatch.packed | value).values():
+                sha.update(tensor.numpy().tobytes())
         digests.append(sha.hexdigest())
     return digests
+
+
+def made_up_in_order(microbatch: Microbatch) -> bool:
+    """Whether each target has the values that its token tells."""
+    wanted = microbatch.targets[:, None, None].numpy() + np.arange(6).reshape(3, 2)
+    return bool((microbatch.columns["made_up"].numpy() == wanted).all())
 
 
 class WatchedBuffer(StoreRolloutBuffer):
@@ -101,9 +123,11 @@ def rank_main(rank: int, port: int) -> None:
         Mesh(TENSOR_PARALLEL, PIPELINE_PARALLEL),
     )
     channel = StoreChannel(connect("127.0.0.1", port, 30.0))
-    buffer = WatchedBuffer(channel, "run", readers=RANKS)
+    buffer = WatchedBuffer(channel, "run", readers=RANKS, columns=COLUMNS)
     own = host_shard(channel, 0, "127.0.0.1") if rank == 0 else None
-    in_shards = StoreRolloutBuffer(channel, "shards", RANKS, payloads=ShardPayloads(channel, 30.0, own))
+    in_shards = StoreRolloutBuffer(
+        channel, "shards", RANKS, payloads=ShardPayloads(channel, 30.0, own), columns=COLUMNS
+    )
 
     def iterator(iteration: int, timeout_s: float, source: StoreRolloutBuffer = buffer) -> MicrobatchIterator:
         return MicrobatchIterator(
@@ -130,6 +154,7 @@ def rank_main(rank: int, port: int) -> None:
     result: dict[str, Any] = {
         "common": digest(taken, COMMON),
         "loss": digest(taken, LOSS),
+        "in_order": [made_up_in_order(microbatch) for microbatch in taken if "made_up" in microbatch.columns],
         "has_loss": bool(sum(microbatch.advantages.abs().sum() for microbatch in taken)),
         "waited_s": microbatches.waited_s,
         "traffic": asdict(microbatches.traffic),
@@ -158,11 +183,11 @@ def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_what_it_com
     """From a producer that is late. Then a group that never comes, and a reader that ends while it reads."""
     with rank_processes(__file__, RANKS, timeout_s=120) as ranks:
         ranks.wait_until_all_have_added("ready")
-        buffer = StoreRolloutBuffer(ranks.channel, "run", readers=RANKS, ahead=2)
+        buffer = StoreRolloutBuffer(ranks.channel, "run", readers=RANKS, ahead=2, columns=COLUMNS)
         groups = [make_group(index) for index in range(GROUPS)]
-        sizes = [len(to_bytes(group)) for group in groups]
+        sizes = [len(to_bytes(group, COLUMNS)) for group in groups]
         sharded = StoreRolloutBuffer(
-            ranks.channel, "shards", readers=RANKS, payloads=ShardPayloads(ranks.channel, 30.0)
+            ranks.channel, "shards", readers=RANKS, payloads=ShardPayloads(ranks.channel, 30.0), columns=COLUMNS
         )
         for slot, group in enumerate(groups):
             sharded.put(group, 0, slot)
@@ -176,13 +201,16 @@ def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_what_it_com
             buffer.put(groups[slot], 0, slot)
         results = ranks.results()
     expected = [m for group in groups for m in build_microbatches(group, MICROBATCH_RESPONSES, True, PAD)]
-    parts = [split(to_bytes(group)) for group in groups]
+    parts = [split(to_bytes(group, COLUMNS), COLUMNS) for group in groups]
     sent = sum((32 + len(common)) * (RANKS - 1) + len(loss) * TENSOR_PARALLEL for common, loss in parts)
     for rank, result in enumerate(results):
         assert result["common"] == digest(expected, COMMON), f"rank {rank} trained something else"
         last_stage = rank >= TENSOR_PARALLEL
         if last_stage:
             assert result["loss"] == digest(expected, LOSS), f"rank {rank} has another loss"
+            assert result["in_order"] == [True] * len(expected), f"rank {rank}: made-up values of other targets"
+        elif rank:
+            assert not result["in_order"], f"rank {rank} got a column that its stage does not read"
         assert result["has_loss"] == (last_stage or rank == 0), (
             "only the reader and the last stage need the loss's columns"
         )
