@@ -1,50 +1,62 @@
-"""How far engine and trainer log-probs may differ: invariant I5 as a statistical test against the run's own noise.
+"""How far engine and trainer log-probs may differ: invariant I5 as statistical tests against the trainer's own rounding.
 
-Both compute the same log-probs of the same tokens by other kernels, so they differ by rounding: in fp32 by about 1e-7 per token,
-in bf16 by about 0.01, with single tokens ten times further off. What is wrong (a publish that was skipped, other weights, another
-temperature) differs by more than that *on average*, long before any single token stands out. With d = trainer - engine log-prob
-of a sampled token, two means over tokens are judged:
+Both compute the same log-probs of the same tokens by other kernels, so they differ by rounding. How much rounding can do is
+measured without an engine: the trainer's log-probs in its own type against its log-probs in a wider one (bf16 against fp32, fp32
+against fp64), same weights, same tokens. No fault of an engine moves this yardstick. Two honest sets of kernels differ by 1.0 to
+1.5 of it (docs/results/agreement.md); publish.noise_margin says by how many at most.
 
-    mean |d|            moves linearly with a fault
-    K3 = e^d - 1 - d    moves with the fault's square, so that few tokens that are far off show; it estimates
-                        KL(engine || trainer): the ratio trainer / engine under tokens that the engine drew
+With t the trainer's and e the engine's log-prob of a sampled token and d = t - e, four numbers of an iteration are judged:
 
-Noise. The first iteration's tokens, all generated and trained with one version, give both means and how they vary from response
-to response (tokens of a response are not independent, responses nearly are): c^2, the relative variance of one response's part.
+    mean |d|      moves linearly with a fault, and shows it where it is larger than the rounding
+    K3 = e^d-1-d  moves with the fault's square, so that few tokens that are far off show; it estimates KL(engine || trainer)
+    slope         of d against t within responses: rounding has no sign and averages out of it, while another temperature T is a
+                  slope of about 1 - 1/T, and so is a factor on all weights, long before mean |d| shows them
+    strays        tokens more than STRAY nats off, in each response: many where the log-probs are those of other tokens
 
-Limit. The mean over R responses of L tokens is one of positive, skewed, independent terms. It is taken as log-normal with the
-right mean and variance (Fenton-Wilkinson), whose tail is heavier than the normal's and the gamma's. At unchanged noise, learned
-from R0 responses of L0 tokens, the ratio of the two means has the relative variance
+Limits of mean |d| and K3. The mean over R responses is one of positive, skewed, independent terms. It is taken as log-normal with
+the right mean and variance (Fenton-Wilkinson), whose tail is heavier than the normal's and the gamma's. With the yardstick from R0
+responses of L0 tokens, the ratio of the two means has the relative variance
 
-    v = c^2 (max(1, L0 / L) / R + 1 / R0)
+    v = c^2 (max(1, L0 / L) / R + 1 / R0)        c^2: that of one response's part, which the yardstick shows
 
 and with s^2 = log(1 + v) it exceeds exp(z s - s^2 / 2) with the chance of a normal above z. z is chosen for false_stop_rate per
-iteration, divided by the means that an iteration has: |d| and K3 of the trained tokens, |d| of the probe (of every replica, where
-it is the replica's first microbatch). K3 leaves out the
-response that differs most: a fault is in all of them, and one token that is far off is none. On top comes the margin, for the
-noise's own change over a run (lengths, entropy and weights change), on |d|, and its square on K3.
-tests/unit/test_algorithm_agreement.py measures both sides: false stops on skewed, heavy-tailed noise, and the faults it finds.
+iteration, divided by the tests that an iteration has. K3 leaves out the response that differs most: a fault is in all of them.
+
+Limit of the slope. Its standard error follows from how it varies between responses, and has Student's tails. Allowed is what the
+slope that is judged can be by chance and, beside it, the margin times the yardstick's own slope with its standard error.
+
+Of tokens whose policy has moved on, the slope is judged by that of other tokens as old, which agreed when they were new.
+
+Strays need no yardstick. Of tokens that are `age` versions older than the policy at most STRAY_SHARE (1 + age) may be strays; a
+response breaks the rule where chance (Chernoff's bound of the binomial) would not give as many at the stated rate, and only if
+its log-probs fit their own tokens hardly better than their neighbours, which the drift of a policy does not bring about.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from statistics import NormalDist
-from typing import Literal
 
 import torch
 
-Dtype = Literal["fp32", "bf16"]
-
-# Of the trained tokens. A probe is one more each.
-MEANS_OF_TRAINED = 2
-# Relative variance between responses is taken for at least that of exponential noise: few responses may look alike by chance.
-_LEAST_RELATIVE_VARIANCE = 1.0
+# Of the trained tokens: mean |d|, K3, slope, strays; of a probe, which is too small for K3, three.
+TESTS_OF_TRAINED, TESTS_OF_PROBE = 4, 3
+# Nats: a ratio of 1.65, far beyond the clip range of any loss.
+STRAY = 0.5
+STRAY_SHARE = 0.05
+# A policy may sharpen by so much per version, as a lower temperature does, beside what a probe of few tokens shows of it.
+SHARPENING = 0.02
+# Strays count where at least as many tokens are far from their own log-prob as this share of those that are far from a neighbour's.
+_FITS_OTHERS = 0.7
+# Few responses may look alike by chance: their variance is averaged with that of exponential noise, which counts as so many.
+_PRIOR_RESPONSES, _PRIOR_VARIANCE = 2.0, 1.0
 # A sample of a skewed quantity mostly lacks the rare large values that make its variance: K3, a square, is skewed itself.
 _K3_VARIANCE_FACTOR = 4.0
 # exp(d) - 1 - d by its series below this, where the difference of nearly equal numbers is only rounding.
 _SERIES_BELOW = 0.02
+# Log-probs are fp32 numbers around 1 on both sides, whatever the models' type.
+_LEAST_ROUNDING = 2.0**-24
 
 
 def k3_of(difference: torch.Tensor) -> torch.Tensor:
@@ -55,8 +67,13 @@ def k3_of(difference: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DifferenceSums:
-    """Sums over responses with n tokens, a = sum |d| and k = sum K3 over a response's tokens; k_largest: the largest k.
+    """Sums over responses, of which each has n tokens and, summed over them:
 
+        a  |d|      k  K3      p  (d - mean)(t - mean)      q  (t - mean)^2
+        own         strays                     others   tokens more than STRAY from a neighbour's log-prob
+        expected    strays that its tokens' ages allow
+
+    The last two are maxima over responses: of k, and of the evidence, in nats, that a response has more strays than allowed.
     Adds up over microbatches, replicas and updates.
     """
 
@@ -69,11 +86,20 @@ class DifferenceSums:
     k: float = 0.0
     kk: float = 0.0
     kn: float = 0.0
+    p: float = 0.0
+    pp: float = 0.0
+    q: float = 0.0
+    qq: float = 0.0
+    pq: float = 0.0
+    own: float = 0.0
+    others: float = 0.0
+    expected: float = 0.0
     k_largest: float = 0.0
+    strays: float = 0.0
 
     def __add__(self, other: DifferenceSums) -> DifferenceSums:
-        added = [mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)]
-        return DifferenceSums(*[*added[:-1], max(self.k_largest, other.k_largest)])
+        pairs = list(zip(astuple(self), astuple(other), strict=True))
+        return DifferenceSums(*[x + y for x, y in pairs[:NUM_SUMS]], *[max(pair) for pair in pairs[NUM_SUMS:]])
 
     @property
     def absolute_mean(self) -> float:
@@ -90,102 +116,165 @@ class DifferenceSums:
         """Mean K3 without the response whose K3 is largest, as if that had no difference at all."""
         return (self.k - self.k_largest) / max(1.0, self.n)
 
+    @property
+    def slope(self) -> float:
+        """Of d against t, within responses."""
+        return self.p / self.q if self.q else 0.0
 
-def difference_sums(difference: torch.Tensor, response_index: torch.Tensor, num_responses: int) -> torch.Tensor:
-    """The fields of DifferenceSums for one microbatch in their order, [10] fp32; the last is a maximum, no sum.
+    @property
+    def slope_deviation(self) -> float:
+        """Standard error of the slope, from how it varies between responses."""
+        if self.responses < _FEWEST_FOR_SLOPE or not self.q:
+            return math.inf
+        residual = max(0.0, self.pp - 2 * self.slope * self.pq + self.slope**2 * self.qq)
+        return math.sqrt(residual * self.responses / (self.responses - 1)) / self.q
 
-    difference: trainer - engine log-prob, [tokens] fp32. response_index: int64 [tokens].
+    def slope_error(self, z: float) -> float:
+        """How far the slope may be from its mean over many samples, with the chance of a normal beyond z."""
+        return self.slope_deviation and self.slope_deviation * _student(z, max(2.0, self.responses - 1))
+
+
+NUM_MAXIMA = 2
+NUM_SUMS = len(fields(DifferenceSums)) - NUM_MAXIMA
+_FEWEST_FOR_SLOPE = 4
+
+
+def difference_sums(
+    logprobs: torch.Tensor,
+    engine_logprobs: torch.Tensor,
+    response_index: torch.Tensor,
+    num_responses: int,
+    ages: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The fields of DifferenceSums for one microbatch in their order, fp32; the last two are maxima, no sums.
+
+    logprobs, engine_logprobs: [tokens] fp32, ordered by response. response_index: int64 [tokens]. ages: [tokens], 0 where None.
     """
-    zeros = torch.zeros(num_responses, dtype=torch.float32, device=difference.device)
-    n, a, k = (
-        zeros.index_add(0, response_index, values.float())
-        for values in (torch.ones_like(difference), difference.abs(), k3_of(difference))
-    )
-    responses = (n > 0).float()
-    sums = [part.sum() for part in (responses, n, n * n, a, a * a, a * n, k, k * k, k * n)]
-    return torch.stack([*sums, k.max()])
+    difference = logprobs - engine_logprobs
+
+    def summed(values: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros(num_responses, dtype=torch.float32, device=values.device)
+        return zeros.index_add(0, response_index, values.float())
+
+    n = summed(torch.ones_like(difference))
+    count = n.clamp(min=1.0)
+    centred = [value - (summed(value) / count)[response_index] for value in (difference, logprobs)]
+    a, k = summed(difference.abs()), summed(k3_of(difference))
+    p, q = summed(centred[0] * centred[1]), summed(centred[1].square())
+    own, expected = (difference.abs() > STRAY).float(), torch.full_like(difference, STRAY_SHARE)
+    if ages is not None:
+        expected = (expected * (1 + ages)).clamp(max=0.5)
+    others = torch.zeros_like(own)
+    together = response_index[1:] == response_index[:-1]
+    others[:-1] += 0.5 * (together & ((logprobs[:-1] - engine_logprobs[1:]).abs() > STRAY))
+    others[1:] += 0.5 * (together & ((logprobs[1:] - engine_logprobs[:-1]).abs() > STRAY))
+    counts = [summed(value) for value in (own, others, expected)]
+    columns = [(n > 0).float(), n, n * n, a, a * a, a * n, k, k * k, k * n, p, p * p, q, q * q, p * q, *counts]
+    return torch.stack([*(column.sum() for column in columns), k.max(), stray_evidence(n, *counts).max()])
 
 
-@dataclass(frozen=True)
-class Noise:
-    """What rounding alone does: both means and the relative variances of a response's part, learned from one iteration."""
-
-    version: int
-    responses: int
-    tokens_per_response: float
-    absolute: float
-    absolute_variance: float
-    k3: float
-    k3_variance: float
+def stray_evidence(n: torch.Tensor, own: torch.Tensor, others: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Nats by which chance is against as many strays: -log of Chernoff's bound; 0 where they are allowed. Of any shape."""
+    found, allowed = own / n.clamp(min=1.0), expected / n.clamp(min=1.0)
+    divergence = torch.xlogy(found, found / allowed) + torch.xlogy(1 - found, (1 - found) / (1 - allowed))
+    counts = (found > allowed) & (own >= _FITS_OTHERS * others)
+    return torch.where(counts, n * divergence, torch.zeros_like(n))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Beyond these engine and trainer do not agree. k3 is for the trained tokens only: a probe has a few responses."""
+    """Beyond these engine and trainer do not agree; infinite where something is not judged. strays: nats of evidence."""
 
-    absolute: float
-    k3: float
+    absolute: float = math.inf
+    k3: float = math.inf
+    slope: float = math.inf
+    strays: float = math.inf
 
     def broken(self, sums: DifferenceSums) -> str | None:
-        """Which mean is beyond its limit, as a phrase; also one that is not a number."""
+        """What is beyond its limit, as a phrase; also what is not a number."""
         for name, value, limit in (
             ("mean |difference|", sums.absolute_mean, self.absolute),
             ("K3", sums.k3_trimmed, self.k3),
+            ("|slope| against the log-prob (another temperature, or scaled weights)", abs(sums.slope), self.slope),
         ):
             if not value <= limit:
                 return f"{name} = {value:.3g}, more than {limit:.3g}"
+        if max(sums.strays, _pooled_evidence(sums)) > self.strays:
+            return (
+                f"{sums.own:.0f} tokens more than {STRAY:g} nats off, {sums.expected:.0f} allowed, in all or in one response more "
+                f"than chance gives: as log-probs have that belong to other tokens (shifted, swapped or not set)"
+            )
         return None
 
 
-def learn_noise(version: int, sums: DifferenceSums, dtype: Dtype) -> Noise:
-    """From the tokens of the first iteration. The noise is never taken for less than the type's rounding can be."""
-    lowest = _least(dtype)
-    return Noise(
-        version=version,
-        responses=int(sums.responses),
-        tokens_per_response=sums.n / max(1.0, sums.responses),
-        absolute=max(sums.absolute_mean, lowest.absolute),
-        absolute_variance=_relative_variance(sums, sums.a, sums.aa, sums.an),
-        k3=max(sums.k3_mean, lowest.k3),
-        k3_variance=_K3_VARIANCE_FACTOR * _relative_variance(sums, sums.k, sums.kk, sums.kn),
-    )
-
-
-def limits(noise: Noise, sums: DifferenceSums, margin: float, false_stop_rate: float, probes: int = 1) -> Limits:
+def limits(
+    yardstick: DifferenceSums, sums: DifferenceSums, margin: float, false_stop_rate: float, probes: int = 1
+) -> Limits:
     """The limits for as many responses and tokens as `sums` has (see the module's docstring). probes: of an iteration."""
-    z = NormalDist().inv_cdf(1.0 - false_stop_rate / (MEANS_OF_TRAINED + probes))
-    shorter = max(1.0, noise.tokens_per_response / max(1.0, sums.n / max(1.0, sums.responses)))
-    share = shorter / max(1.0, sums.responses) + 1.0 / max(1, noise.responses)
+    z = _z(false_stop_rate, probes)
+    shorter = max(1.0, _length(yardstick) / _length(sums))
+    share = shorter / max(1.0, sums.responses) + 1.0 / max(1.0, yardstick.responses)
 
     def quantile(relative_variance: float) -> float:
         squared = math.log1p(relative_variance * share)
         return math.exp(z * math.sqrt(squared) - 0.5 * squared)
 
+    y = yardstick
+    absolute = max(y.absolute_mean, _LEAST_ROUNDING) * quantile(_relative_variance(y, y.a, y.aa, y.an))
+    k3 = max(y.k3_mean, 0.5 * _LEAST_ROUNDING**2) * quantile(
+        _K3_VARIANCE_FACTOR * _relative_variance(y, y.k, y.kk, y.kn)
+    )
     return Limits(
-        margin * noise.absolute * quantile(noise.absolute_variance),
-        margin**2 * noise.k3 * quantile(noise.k3_variance),
+        margin * absolute,
+        margin**2 * k3,
+        margin * (abs(y.slope) + y.slope_deviation) + sums.slope_error(z),
+        _evidence(sums, false_stop_rate, probes),
     )
 
 
-def plausible(dtype: Dtype) -> Limits:
-    """What noise can be at most: where the first iteration is beyond it, engine and trainer were never the same model.
+def aged_limits(
+    reference: DifferenceSums | None, sums: DifferenceSums, margin: float, false_stop_rate: float, probes: int = 1
+) -> Limits:
+    """For tokens whose policy has moved on since: strays, and the slope against that of `reference`.
 
-    fp32 without reduced-precision products is at 1e-7 to 1e-5. bf16: published runs of dense models have means of 0.01 to 0.02
-    and K3 of 1e-4 to 1e-3; a temperature that is 30% off gives 0.1 and 0.03.
+    reference: tokens at least as old that agreed when they were new, as the policy sees them now; None where there are none.
     """
-    return Limits(1e-3, 1e-5) if dtype == "fp32" else Limits(0.05, 5e-3)
+    slope = math.inf
+    if reference is not None:
+        ages = sums.expected / (STRAY_SHARE * max(1.0, sums.n))
+        slope = margin * (abs(reference.slope) + reference.slope_deviation) + SHARPENING * ages
+        slope += sums.slope_error(_z(false_stop_rate, probes))
+    return Limits(slope=slope, strays=_evidence(sums, false_stop_rate, probes))
 
 
-def _least(dtype: Dtype) -> Limits:
-    """A log-prob is a difference of numbers around 1 to 10: half an epsilon of rounding on average, and K3 = d^2 / 2 of that."""
-    half = 0.5 * torch.finfo(torch.float32 if dtype == "fp32" else torch.bfloat16).eps
-    return Limits(half, 0.5 * half * half)
+def _z(false_stop_rate: float, probes: int) -> float:
+    return NormalDist().inv_cdf(1.0 - false_stop_rate / (TESTS_OF_TRAINED + TESTS_OF_PROBE * probes))
+
+
+def _evidence(sums: DifferenceSums, false_stop_rate: float, probes: int) -> float:
+    tests = (TESTS_OF_TRAINED + TESTS_OF_PROBE * probes) * (1.0 + sums.responses)
+    return math.log(tests / false_stop_rate)
+
+
+def _pooled_evidence(sums: DifferenceSums) -> float:
+    values = (torch.tensor(value, dtype=torch.float64) for value in (sums.n, sums.own, sums.others, sums.expected))
+    return float(stray_evidence(*values))
+
+
+def _length(sums: DifferenceSums) -> float:
+    return max(1.0, sums.n) / max(1.0, sums.responses)
+
+
+def _student(z: float, freedom: float) -> float:
+    """Student's t beyond which lies what of a normal lies beyond z: Gaver and Kafadar, The American Statistician 38, 1984."""
+    g = (freedom - 1.5) / (freedom - 1.0) ** 2
+    return math.sqrt(freedom * math.expm1(z * z * g))
 
 
 def _relative_variance(sums: DifferenceSums, total: float, squares: float, crossed: float) -> float:
-    """Of the part of one response in the mean total / n: var(x - m n) / (m mean n)^2, at least that of exponential noise."""
-    if sums.responses < 2 or total <= 0:
-        return _LEAST_RELATIVE_VARIANCE
-    mean = total / sums.n
-    residual = (squares - 2 * mean * crossed + mean * mean * sums.nn) / (sums.responses - 1)
-    return max(_LEAST_RELATIVE_VARIANCE, residual / (total / sums.responses) ** 2)
+    """Of the part of one response in the mean total / n: var(x - m n) / (m mean n)^2, averaged with the prior's."""
+    found, free = 0.0, max(0.0, sums.responses - 1)
+    if free and total > 0:
+        mean = total / sums.n
+        found = (squares - 2 * mean * crossed + mean * mean * sums.nn) / (total / sums.responses) ** 2
+    return (max(0.0, found) + _PRIOR_RESPONSES * _PRIOR_VARIANCE) / (free + _PRIOR_RESPONSES)

@@ -247,10 +247,12 @@ def _named(weights: PolicyState | str | None) -> str:
     return "what the engines reported" if weights == "engine" else "weights that nobody has named"
 
 
-def measure(microbatch: Columns, logprobs: torch.Tensor) -> Differences:
-    """How far the trainers' log-probs are from the engines' (I5)."""
-    difference = logprobs.detach() - microbatch.engine_logprobs
-    return Differences.of(difference, microbatch.response_index, len(microbatch.response_lengths))
+def measure(microbatch: Columns, logprobs: torch.Tensor, others: torch.Tensor | None = None) -> Differences:
+    """How far the trainers' log-probs are from `others`, where None from the engines' (I5)."""
+    others = microbatch.engine_logprobs if others is None else others
+    return Differences.of(
+        logprobs.detach(), others, microbatch.response_index, len(microbatch.response_lengths), microbatch.ages
+    )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pa_npu.algorithm.agreement import DifferenceSums, difference_sums
+from pa_npu.algorithm.agreement import NUM_MAXIMA, NUM_SUMS, DifferenceSums, difference_sums
 from pa_npu.algorithm.corrections import effective_sample_size
 
 
@@ -64,34 +64,38 @@ class Totals:
         self.num_microbatches += 1
 
 
-# The fields of DifferenceSums but for the last, which is a maximum.
-_SUMS = 9
-
-
 @dataclass(frozen=True)
 class Differences:
-    """From the engines' log-probs, on the device. sums: [9], the fields of DifferenceSums that add up. largest: [2], of |trainer -
-    engine|, and DifferenceSums.k_largest."""
+    """From the engines' log-probs, on the device. sums: [NUM_SUMS], the fields of DifferenceSums that add up. largest: the largest
+    |trainer - engine|, then the fields that are maxima."""
 
     sums: torch.Tensor
     largest: torch.Tensor
 
     @classmethod
-    def of(cls, difference: torch.Tensor, response_index: torch.Tensor, num_responses: int) -> Differences:
-        """difference: trainer - engine log-prob, [tokens] fp32. response_index: int64 [tokens]."""
-        fields = difference_sums(difference, response_index, num_responses)
-        return cls(fields[:_SUMS], torch.stack([difference.abs().max().float(), fields[_SUMS]]))
+    def of(
+        cls,
+        logprobs: torch.Tensor,
+        others: torch.Tensor,
+        response_index: torch.Tensor,
+        num_responses: int,
+        ages: torch.Tensor,
+    ) -> Differences:
+        """See difference_sums."""
+        fields = difference_sums(logprobs.float(), others.float(), response_index, num_responses, ages)
+        largest = (logprobs - others).abs().max().float()
+        return cls(fields[:NUM_SUMS], torch.cat([largest[None], fields[NUM_SUMS:]]))
 
     @classmethod
     def zeros(cls, device: torch.device) -> Differences:
-        return cls(torch.zeros(_SUMS, device=device), torch.zeros(2, device=device))
+        return cls(torch.zeros(NUM_SUMS, device=device), torch.zeros(1 + NUM_MAXIMA, device=device))
 
     def plus(self, other: Differences) -> Differences:
         return Differences(self.sums + other.sums, torch.maximum(self.largest, other.largest))
 
     @staticmethod
     def result(sums: Sequence[float], largest: Sequence[float]) -> ProbeResult:
-        return ProbeResult(largest[0], DifferenceSums(*[*sums, largest[1]]))
+        return ProbeResult(largest[0], DifferenceSums(*sums, *largest[1:]))
 
     def read(self) -> ProbeResult:
         """Waits for the device."""
@@ -186,8 +190,9 @@ class MetricSums:
         largest = reductions.stages(reductions.replicas(largest, largest=True), largest=True)
         values, (*maxima, oldest, factor_error, moved) = vector.tolist(), largest.tolist()
         named = dict(zip(self.names, values[: len(self.names)], strict=True))
+        kinds = 1 + NUM_MAXIMA
         every, first = (
-            Differences.result(values[start : start + _SUMS], maxima[2 * number : 2 * number + 2])
-            for number, start in enumerate(range(len(self.names), len(values), _SUMS))
+            Differences.result(values[start : start + NUM_SUMS], maxima[number * kinds : (number + 1) * kinds])
+            for number, start in enumerate(range(len(self.names), len(values), NUM_SUMS))
         )
         return Statistics(named, every, first, int(oldest), factor_error, bool(moved))

@@ -126,6 +126,15 @@ class TrainBackend(Protocol):
     def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
         """The policy's log-probs, given to `take` where they are computed; changes nothing. Microbatches come from the host."""
 
+    def rounding(
+        self, microbatches: list[Microbatch], take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None]
+    ) -> bool:
+        """Give `take` each microbatch's log-probs twice: as training computes those of the iteration's version, and the policy's in
+        a wider type (bf16 in fp32, fp32 in fp64) from the same weights. One layer's wide copy at a time is enough.
+
+        False on a device without a wider type. Changes nothing. Microbatches come from the host, as many as each replica likes.
+        """
+
     def digest(self, name: str = "policy") -> str:
         """Digest of this rank's weights of the policy, or of a copy (weight_transfer.digest.digest_of). Not collective."""
 

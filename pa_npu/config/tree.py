@@ -31,6 +31,8 @@ from pa_npu.config.sections import (
     TrainerConfig,
 )
 
+# With fewer a probe could show no more than another model altogether.
+PROBE_RESPONSES = 16
 # How much later a backend's own timeout comes than the wait that it stands behind.
 COLLECTIVE_MARGIN_S = 120.0
 
@@ -179,8 +181,8 @@ class ConfigTree(Section):
 
     @property
     def probe_responses(self) -> int:
-        """Responses of a probe, at least: one of each engine, or enough to decide about publishes, whatever engines there are."""
-        return 1 if self.publish.when == "every" else self.rollout.responses_per_prompt
+        """Responses of a probe, at least: one of each engine, and enough to judge and decide by, whatever engines there are."""
+        return PROBE_RESPONSES if self.publish.when == "every" else self.rollout.responses_per_prompt
 
     def always_publishes(self, version: int) -> bool:
         """Whether a version is published whatever the divergence: it is the last, or may be, or is saved, or evaluated."""

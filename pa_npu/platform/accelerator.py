@@ -18,6 +18,7 @@ class AcceleratorPlatform:
     """Device functions through `torch.cuda` or `torch.npu`; a subclass names the kind."""
 
     name: str
+    widest_dtype = torch.float64
     largest_bucket_bytes = LARGEST_BUCKET_BYTES
     _local_index = 0
     _resident_peak = ResidentPeak(own_processes)

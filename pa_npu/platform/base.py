@@ -53,6 +53,10 @@ class Platform(Protocol):
         """Ray's name for one device of this kind, by which a cluster's nodes say what they have."""
 
     @property
+    def widest_dtype(self) -> torch.dtype:
+        """The most exact floating type that models can be computed in."""
+
+    @property
     def ops(self) -> FusedOps:
         """The platform's kernels for what the model computes per token."""
 

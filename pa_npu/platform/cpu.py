@@ -23,6 +23,7 @@ class CpuPlatform:
     visible_devices_env = None
     cluster_resource = "CPU"
     handle_kind = "cpu"
+    widest_dtype = torch.float64
     # beyond 32 MiB glibc takes new pages for every buffer, whose first touch costs as much as the transfer
     largest_bucket_bytes = 16 * 2**20
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch_npu
 
 from pa_npu.errors import ConfigError
@@ -33,6 +34,7 @@ class NpuPlatform(AcceleratorPlatform):
     process_group_backend = "cpu:gloo,npu:hccl"
     visible_devices_env = "ASCEND_RT_VISIBLE_DEVICES"
     cluster_resource = "NPU"
+    widest_dtype = torch.float32  # its matrix products have no fp64
 
     def __init__(self) -> None:
         self.ops = NpuOps()

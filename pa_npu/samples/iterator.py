@@ -114,15 +114,16 @@ class MicrobatchIterator(Iterator[Microbatch]):
                 parse=self._parse,
                 device=self._device,
             )
+        self._ready: deque[Microbatch] = deque()
         self._indices: list[int] = []
-        self._end = groups
+        self._begin, self._end = 0, groups
         self.waited_s = 0.0
         """Seconds this rank has waited for groups so far: the trainer's idle time."""
 
     @property
     def is_last(self) -> bool:
         """Whether the microbatch handed out last is the last one (of an update's share)."""
-        return not self._pending and len(self._indices) == self._end
+        return not self._ready and not self._pending and len(self._indices) == self._end
 
     @property
     def traffic(self) -> Traffic:
@@ -134,9 +135,21 @@ class MicrobatchIterator(Iterator[Microbatch]):
         """Dispatch indices of the groups taken so far, in slot order."""
         return tuple(self._indices)
 
+    def first(self, number: int) -> list[Microbatch]:
+        """The next `number` microbatches (of an update's share, or all that it has), left in their place."""
+        while len(self._ready) < number and (microbatch := self._build()) is not None:
+            self._ready.append(microbatch)
+        return list(self._ready)
+
     def __next__(self) -> Microbatch:
-        if self._peek(wait=True) is None:
+        microbatch = self._ready.popleft() if self._ready else self._build()
+        if microbatch is None:
             raise StopIteration
+        return microbatch
+
+    def _build(self) -> Microbatch | None:
+        if self._peek(wait=True) is None:
+            return None
         pieces = [self._pending.popleft()]
         num_tokens = num_packed_tokens(pieces[0], self._shared_prompt)
         while num_tokens < self._budget:
@@ -157,11 +170,11 @@ class MicrobatchIterator(Iterator[Microbatch]):
         if number < 1 or self._groups % number:
             raise ValueError(f"updates: {number} does not divide {self._groups} groups into equal shares")
         for update in range(1, number + 1):
-            self._end = self._groups * update // number
+            self._begin, self._end = (self._groups * part // number for part in (update - 1, update))
             yield self
 
     def settle(self) -> int:
-        """How many groups there are (of an update's share), for a schedule that has to know before it begins.
+        """How many groups there are (of an update's share), for a schedule that has to know before it takes them.
 
         Waits until that is known. Raises DeadlineExceeded when neither that nor a further group comes within timeout_s.
         """
@@ -172,7 +185,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
             self._size = None
             self.waited_s += now() - start_s
             self._timeline.complete("wait for groups", start_s, now(), lane="wait")
-        return self._end - len(self._indices)
+        return self._end - self._begin
 
     def finish(self) -> None:
         """Asserts that the schedule consumed every microbatch of every slot (I2)."""

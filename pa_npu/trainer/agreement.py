@@ -1,141 +1,137 @@
 """Invariant I5 on a trainer rank: engine and trainer log-probs agree, judged after every publish and after every iteration.
 
-    version 0: probe       -> plausible?      tokens of iteration 0 -> plausible? -> the run's noise, kept in RUN/noise.json
-    version v: first group -> within noise?   tokens of iteration v -> within noise?
+    version v: first group -> within the limits?   tokens of iteration v -> within the limits?
+
+Limits follow from a yardstick that no engine can move: the trainer's own rounding, measured over the first responses of the first
+iteration and of every YARDSTICK_EVERY-th. Nothing is learned from engines: a fault that is there from the start is not taken for
+noise, and a resumed run has nothing to remember.
 
 The probe of version v is the first microbatch that each replica trains: a whole group's responses, compared before anything is
 learned from them, at the cost of one look at the device. Requests of its own it has where no group serves: before the first
-iteration, which may begin with another model altogether, after the last one, and where groups of older versions are trained.
+iteration, which may begin with another model altogether, after the last one, and where groups of older versions are trained. Such a
+probe is its own yardstick.
 
-What is compared with what, and how often it errs, is in algorithm/agreement.py. Numbers of iterations and of probes with requests
-are equal on all ranks, so that all judge alike; of its first microbatch a replica judges alone. A resumed run goes on with the
-noise that the run has learned; without that file it learns it from its first iteration.
+Tokens of which the policy has moved on (schedule.max_staleness, or a later update without an old policy) differ by more than
+rounding. They are judged by what a moving policy does not do (algorithm/agreement.py), beside a probe of an equally old version.
+
+Numbers of iterations and of probes with requests are equal on all ranks, so that all judge alike; of its first microbatch a replica
+judges alone.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable, Sequence
 
-from pa_npu.algorithm.agreement import DifferenceSums, Dtype, Limits, Noise, learn_noise, limits, plausible
+from pa_npu.algorithm.agreement import DifferenceSums, Limits, aged_limits, limits
 from pa_npu.algorithm.update_sums import ProbeResult
-from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport
-from pa_npu.control.typed import read_fields
-from pa_npu.errors import DataError, InvariantViolation
-from pa_npu.telemetry.record_file import attempt
+from pa_npu.errors import InvariantViolation
+from pa_npu.samples.microbatch import Microbatch
+from pa_npu.trainer.learner import Learner
 
 logger = logging.getLogger(__name__)
 
-NOISE_FILE = "noise.json"
-# A probe has a few tokens of a few responses; before the noise is known it can show no more than another model altogether.
-_PROBE_FACTOR = 10.0
+# Iterations. A forward pass in fp32 takes a device about 16 times as long as in bf16: with 1,024 responses an iteration the
+# yardstick costs 0.5% of the trainers' time.
+YARDSTICK_EVERY = 32
+YARDSTICK_RESPONSES = 32
+# Mean |d| and K3, where a device has no type wider than fp32: 7 times what fp32 against fp64 shows on models of 0.5 M parameters.
+_FP32_ROUNDING = DifferenceSums(responses=64, n=64.0, nn=64.0, a=64e-6, aa=64e-12, an=64e-6, k=64e-12, kk=64e-24)
 
 
 class Agreement:
-    """writes: whether this rank keeps the file."""
-
-    def __init__(self, config: Config, *, writes: bool) -> None:
-        self._publish = config.publish
+    def __init__(self, config: Config, learner: Learner) -> None:
+        self._config = config
+        self._margin, self._rate = config.publish.noise_margin, config.publish.false_stop_rate
+        self._learner = learner
         self._probes = config.data_parallel if config.probe_rides else 1
-        # of what computes the log-probs of the version that generated: the old policy, where there is one
-        self._dtype: Dtype = config.frozen_dtype if "old" in config.frozen_models else config.model.dtype
-        self._probe_dtype: Dtype = config.model.dtype
-        self._file = Path(config.run.dir) / NOISE_FILE
-        self._writes = writes
-        self._noise = read_noise(self._file) if self._file.is_file() else None
-        first = read_meta(Path(config.checkpoint.load)).version if config.checkpoint.load else 0
-        if self._noise is not None and self._noise.version >= first:
-            self._noise = None  # an earlier attempt's, of iterations that are trained again
+        self._yardstick: DifferenceSums | None = None
+        self._measured_at = 0
+        responses = config.data_parallel * config.microbatch_responses
+        self._measured = -(-YARDSTICK_RESPONSES // responses)
+        self._aging: deque[tuple[int, Sequence[Microbatch]]] = deque()
 
-    def check_probe(self, version: int, probe: ProbeResult) -> None:
+    def measure(self, iteration: int, first: Callable[[int], list[Microbatch]]) -> None:
+        """Measure the trainer's rounding where that is due. Collective. first: gives the microbatches that are trained first."""
+        due = self._yardstick is None or iteration - self._measured_at >= YARDSTICK_EVERY
+        if self._margin is None or not due:
+            return
+        self._yardstick, self._measured_at = self._rounding(first(self._measured)), iteration
+        logger.info(
+            "rounding of the trainer's log-probs, from %d responses: mean |difference| %.3g, K3 %.3g",
+            self._yardstick.responses,
+            self._yardstick.absolute_mean,
+            self._yardstick.k3_mean,
+        )
+
+    def check_requests(self, version: int, microbatches: list[Microbatch]) -> ProbeResult:
+        """Compare a probe of requests of its own. Collective. Raises InvariantViolation."""
+        probe = self._learner.probe(microbatches)
+        self.check_probe(version, probe, None if self._margin is None else self._rounding(microbatches))
+        if self._config.schedule.max_staleness:
+            self._aging.append((version, microbatches))
+        return probe
+
+    def check_probe(self, version: int, probe: ProbeResult, yardstick: DifferenceSums | None = None) -> None:
         """Raises InvariantViolation where engines that have just loaded `version` compute other log-probs than the trainers.
 
-        probe: of its own requests, or of the first microbatch that came from them.
+        probe: of its own requests, or of the first microbatch that came from them. yardstick: of the probe's own tokens.
         """
-        tolerance = self._publish.probe_tolerance
+        tolerance = self._config.publish.probe_tolerance
         what = f"the probe after publishing version {version}"
         if tolerance is not None and not probe.difference_max <= tolerance:
             raise _disagreement(
                 what, f"difference of {probe.difference_max:.4g}, more than publish.probe_tolerance = {tolerance:g}"
             )
-        # K3 says nothing about a few responses
-        sums, bound = probe.differences, self._limits(probe.differences, self._probe_dtype)
-        if bound is None:
+        yardstick = yardstick or self._yardstick
+        if self._margin is None or yardstick is None:
             return
-        factor = _PROBE_FACTOR if self._noise is None else 1.0
-        self._judge(what, sums, Limits(factor * bound.absolute, float("inf")))
+        bound = limits(yardstick, probe.differences, self._margin, self._rate, self._probes)
+        # K3 says nothing about a few responses
+        self._judge(what, probe.differences, Limits(bound.absolute, slope=bound.slope, strays=bound.strays), yardstick)
 
-    def check_trained(self, version: int, sums: DifferenceSums) -> AgreementReport:
-        """The same for all tokens of iteration `version`, from which the noise is learned where it is not known yet.
+    def check_trained(self, iteration: int, exact: DifferenceSums, aged: DifferenceSums) -> AgreementReport:
+        """The same for all tokens of `iteration`. Collective.
 
-        Sums over no tokens, as for an iteration that older weights sampled, judge nothing: then the probe alone does.
+        exact: of tokens compared under the weights that sampled them. aged: of tokens of which the policy has moved on.
         """
-        if not sums.n:
+        if self._margin is None:
             return AgreementReport()
-        bound = self._limits(sums, self._dtype)
-        if bound is None:
+        if aged.n:
+            bound = aged_limits(self._reference(iteration), aged, self._margin, self._rate, self._probes)
+            self._judge(f"the older tokens of training iteration {iteration}", aged, bound, None)
+        if not exact.n or self._yardstick is None:
             return AgreementReport()
-        self._judge(f"training iteration {version}", sums, bound)
-        if self._noise is None:
-            self._learn(version, sums)
+        bound = limits(self._yardstick, exact, self._margin, self._rate, self._probes)
+        self._judge(f"training iteration {iteration}", exact, bound, self._yardstick)
         return AgreementReport(bound.absolute, bound.k3)
 
-    def _limits(self, sums: DifferenceSums, dtype: Dtype) -> Limits | None:
-        """What is judged by now; None where the run only records."""
-        margin = self._publish.noise_margin
-        if margin is None:
-            return None
-        if self._noise is None:
-            return plausible(dtype)
-        return limits(self._noise, sums, margin, self._publish.false_stop_rate, self._probes)
+    def _rounding(self, microbatches: list[Microbatch]) -> DifferenceSums:
+        return self._learner.rounding(microbatches) or _FP32_ROUNDING
 
-    def _judge(self, what: str, sums: DifferenceSums, bound: Limits) -> None:
+    def _reference(self, iteration: int) -> DifferenceSums | None:
+        """A probe that agreed when it was new, as old as the oldest tokens of `iteration`, under the weights of now."""
+        oldest = iteration - self._config.schedule.max_staleness
+        while len(self._aging) > 1 and self._aging[1][0] <= oldest:
+            self._aging.popleft()
+        if not self._aging or self._aging[0][0] >= iteration:
+            return None
+        return self._learner.probe(list(self._aging[0][1])).differences
+
+    def _judge(self, what: str, sums: DifferenceSums, bound: Limits, yardstick: DifferenceSums | None) -> None:
         reason = bound.broken(sums)
         if reason is None:
             return
-        noise = (
-            "what rounding can be (nothing has been learned yet)"
-            if self._noise is None
-            else f"publish.noise_margin = {self._publish.noise_margin:g} times the noise of iteration {self._noise.version}, mean "
-            f"|difference| = {self._noise.absolute:.3g}"
+        beyond = (
+            ""
+            if yardstick is None
+            else f"; publish.noise_margin = {self._margin:g} times the trainer's own rounding, "
+            f"mean |difference| = {yardstick.absolute_mean:.3g}, is allowed"
         )
-        raise _disagreement(
-            what, f"{reason} over {sums.n:.0f} tokens of {sums.responses:.0f} responses: beyond {noise}"
-        )
-
-    def _learn(self, version: int, sums: DifferenceSums) -> None:
-        self._noise = learn_noise(version, sums, self._dtype)
-        logger.info(
-            "noise between engine and trainer log-probs, from %d responses: mean |difference| %.3g, K3 %.3g",
-            self._noise.responses,
-            self._noise.absolute,
-            self._noise.k3,
-        )
-        if self._writes:
-            # without it a resumed run learns the noise anew
-            attempt(self._file, partial(_write, self._file, self._noise))
-
-
-def _write(file: Path, noise: Noise) -> None:
-    temporary = file.with_name(f"{file.name}.tmp")
-    temporary.write_text(json.dumps(asdict(noise), indent=1), encoding="utf-8")
-    temporary.replace(file)
-
-
-def read_noise(file: Path) -> Noise:
-    """Raises DataError where the file is not what a run writes."""
-    try:
-        noise: Noise = read_fields(Noise, json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"{file}: the run's noise cannot be read ({str(error).partition(chr(10))[0]}); remove the file, and it is learned anew"
-        ) from error
-    return noise
+        raise _disagreement(what, f"{reason}, over {sums.n:.0f} tokens of {sums.responses:.0f} responses{beyond}")
 
 
 def _disagreement(what: str, reason: str) -> InvariantViolation:

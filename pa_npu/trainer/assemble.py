@@ -91,7 +91,7 @@ def assemble_rank(
     if config.telemetry.samples and backend.place.is_last_stage and backend.place.is_tensor_leader:
         kept = TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
         learner.keep_logprobs(kept)
-    agreement = Agreement(config, writes=rank == 0)
+    agreement = Agreement(config, learner)
     border = Border(config, learner, channel, timeline, rank, agreement)
     checks = IterationChecks(config, channel, agreement, backend.place.replica)
     return RankParts(learner, border, rollout_source(config, channel, learner, timeline), checks, publisher, late, kept)

@@ -89,11 +89,12 @@ class Border:
         if published.probe is None:
             return ProbeReport()
         with self._timeline.span("probe", version=version):
-            microbatches = probe_microbatches(published.probe, version, self._config)
+            replica = self._learner.backend.place.replica
+            microbatches = probe_microbatches(published.probe, version, self._config, replica)
             # engines beyond these come and go; what decides about publishes must not depend on them
             first = replace(published.probe, responses=published.probe.responses[: self._config.probe_responses])
-            self._when.published(version, probe_microbatches(first, version, self._config))
-            return self._check_probe(version, microbatches)
+            self._when.published(version, probe_microbatches(first, version, self._config, replica))
+            return probe_report(self._agreement.check_requests(version, microbatches))
 
     def ends_run(self, version: int) -> tuple[bool, float]:
         """Whether `version` is the run's last, and how long the coordinator had to be waited for, in seconds: an evaluation may say
@@ -122,20 +123,16 @@ class Border:
         """What the coordinator has produced before `version` is published, for a checkpoint of it."""
         return self._ahead(version)
 
-    def _check_probe(self, version: int, microbatches: list[Microbatch]) -> ProbeReport:
-        result = self._learner.probe(microbatches)
-        self._agreement.check_probe(version, result)
-        return probe_report(result)
-
 
 def probe_report(result: ProbeResult) -> ProbeReport:
     """result: over all ranks."""
     return ProbeReport(result.difference_max, result.differences.absolute_mean)
 
 
-def probe_microbatches(probe: Probe, version: int, config: Config) -> list[Microbatch]:
-    """One microbatch with the probe's prompt and one response per engine, in the packing that training uses."""
-    responses = probe.responses
+def probe_microbatches(probe: Probe, version: int, config: Config, replica: int) -> list[Microbatch]:
+    """One microbatch with the probe's prompt and the replica's share of its responses, in the packing that training uses."""
+    replicas = min(config.data_parallel, len(probe.responses))
+    responses = probe.responses[replica % replicas :: replicas]
     group = Group.of_responses(
         iteration=version,
         version=version,

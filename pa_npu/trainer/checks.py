@@ -10,6 +10,7 @@ from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import DISPATCHED, UPDATE_SIZE, AgreementReport
+from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.exactly_once import check_dispatched, check_trained
 from pa_npu.trainer.gradient_sum import check_normalisers
@@ -24,6 +25,10 @@ class IterationChecks:
         self._agreement = agreement
         self._replica = replica
 
+    def measure(self, iteration: int, microbatches: MicrobatchIterator) -> None:
+        """Before anything of `iteration` is trained: what rounding can do, where that is to be measured."""
+        self._agreement.measure(iteration, microbatches.first)
+
     def check_first(self, iteration: int, first: ProbeResult) -> None:
         """first: of this replica's first microbatch, where that is the probe of the version. Raises InvariantViolation."""
         self._agreement.check_probe(iteration, first)
@@ -33,9 +38,11 @@ class IterationChecks:
         iteration: int,
         trained: Sequence[TrainedResponse],
         normalisers: Sequence[float],
-        differences: DifferenceSums,
+        exact: DifferenceSums,
+        aged: DifferenceSums,
     ) -> AgreementReport:
-        """trained: by this replica. normalisers: of the iteration's updates. differences: of all replicas' tokens.
+        """trained: by this replica. normalisers: of the iteration's updates. exact, aged: Agreement.check_trained, of all
+        replicas' tokens.
 
         Raises InvariantViolation.
         """
@@ -47,4 +54,4 @@ class IterationChecks:
         check_dispatched(dispatched, iteration, self._config.mesh.data, size)
         check_trained(dispatched, self._replica, trained)
         check_normalisers(dispatched, normalisers, self._config)
-        return self._agreement.check_trained(iteration, differences)
+        return self._agreement.check_trained(iteration, exact, aged)

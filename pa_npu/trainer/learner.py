@@ -34,11 +34,15 @@ from pa_npu.trainer.gradient_sum import GradientSum
 
 @dataclass(frozen=True)
 class Update:
-    """What an optimizer step did, equal on all ranks. differences: of its tokens' log-probs from the engines' (I5); first: of those
-    in every replica's first microbatch. normaliser: what the gradient was divided by."""
+    """What an optimizer step did, equal on all ranks.
+
+    differences: of its tokens' log-probs from the engines' (I5); exact: whether the weights that sampled them computed both; first:
+    differences in every replica's first microbatch. normaliser: what the gradient was divided by.
+    """
 
     report: UpdateReport
     differences: DifferenceSums
+    exact: bool
     first: ProbeResult
     normaliser: float
 
@@ -130,6 +134,17 @@ class Learner:
 
         self.backend.evaluate(microbatches, take)
         return sums.over_ranks(self.backend.reductions).all
+
+    def rounding(self, microbatches: list[Microbatch]) -> DifferenceSums | None:
+        """How far the trainers' log-probs are from those in a wider type, over all ranks; None where the device has none."""
+        sums = MetricSums(self.backend.device)
+
+        def take(microbatch: Columns, narrow: torch.Tensor, wide: torch.Tensor) -> None:
+            sums.add({}, measure(microbatch, narrow, wide), microbatch.ages.max())
+
+        if not self.backend.rounding(microbatches, take):
+            return None
+        return sums.over_ranks(self.backend.reductions).all.differences
 
     def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
         """Send the weights to all engines, if there are any, and freeze them as the old policy where needed.
@@ -234,7 +249,6 @@ class Learner:
             train_s=train_s,
             step_s=step_s,
         )
-        # tokens that older weights sampled differ by the updates since, which is no disagreement
-        one_version = "old" in self._config.frozen_models or self._config.schedule.updates_per_iteration == 1
-        differences = statistics.all.differences if one_version and not statistics.age_max else DifferenceSums()
-        return Update(report, differences, statistics.first, normaliser)
+        moved = self._policy is not None and self._policy.updates > 0
+        exact = not statistics.age_max and ("old" in self._config.frozen_models or not moved)
+        return Update(report, statistics.all.differences, exact, statistics.first, normaliser)

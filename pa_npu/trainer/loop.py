@@ -61,9 +61,10 @@ def train(
             rides = config.probe_rides and probe == ProbeReport()
             judge = partial(checks.check_first, version) if rides else None
             updates = config.schedule.updates_per_iteration
-            consumed = consume(learner, rollouts(version), updates, judge, border.before_step)
+            measure = partial(checks.measure, version)
+            consumed = consume(learner, rollouts(version), updates, measure, judge, border.before_step)
             probe = probe_report(consumed.first) if rides else probe
-        agreement = checks(version, consumed.trained, consumed.normalisers, consumed.differences)
+        agreement = checks(version, consumed.trained, consumed.normalisers, consumed.exact, consumed.aged)
         training = replace(consumed.report, wait_s=consumed.report.wait_s + waited_s)
         report = IterationReport(version, training, probe, agreement)
 
@@ -91,13 +92,14 @@ def leave_behind(config: Config, learner: Learner, checkpoints: Checkpointing, v
 
 @dataclass(frozen=True)
 class Consumed:
-    """An iteration that has been trained. trained: by this replica. differences: of all replicas' tokens from the engines', first:
-    of those in the first microbatches. normalisers: of its updates."""
+    """An iteration that has been trained. trained: by this replica. exact, aged: differences of all replicas' tokens from the
+    engines', of updates with Update.exact and of others. first: of those in the first microbatches. normalisers: of its updates."""
 
     report: UpdateReport
     trained: list[TrainedResponse]
     normalisers: list[float]
-    differences: DifferenceSums
+    exact: DifferenceSums
+    aged: DifferenceSums
     first: ProbeResult
 
 
@@ -105,20 +107,26 @@ def consume(
     learner: Learner,
     microbatches: MicrobatchIterator,
     updates: int,
+    measure: Callable[[MicrobatchIterator], None] = lambda _: None,
     judge_first: Callable[[ProbeResult], None] | None = None,
     before_step: Callable[[], None] = lambda: None,
 ) -> Consumed:
     """Train an iteration's groups in `updates` equal shares, one optimizer step after each.
 
-    judge_first: as Learner.accumulate, for the first share. before_step: called before every step.
+    measure: called before anything is trained. judge_first: as Learner.accumulate, for the first share. before_step: called before
+    every step.
     """
     trained: list[TrainedResponse] = []
     steps: list[Update] = []
     for share in microbatches.updates(updates):
+        if not steps:
+            measure(share)
         trained += learner.accumulate(share, None if steps else judge_first)
         before_step()
         steps.append(learner.step())
     microbatches.finish()
-    differences = sum((step.differences for step in steps), DifferenceSums())
+    exact, aged = (
+        sum((step.differences for step in steps if step.exact is wanted), DifferenceSums()) for wanted in (True, False)
+    )
     report, normalisers = merge_updates([step.report for step in steps]), [step.normaliser for step in steps]
-    return Consumed(report, trained, normalisers, differences, steps[0].first)
+    return Consumed(report, trained, normalisers, exact, aged, steps[0].first)

@@ -76,6 +76,9 @@ NOT_RUN = {
     "pa-npu plan --from runs/grpo_qwen2.5_7b --devices 64 --model models/Qwen2.5-32B --json": _RECORDS,
     "pa-npu plan --config configs/grpo_qwen2.5_7b.yaml --devices 8..512 --hardware a3": "simulates for most of a minute; "
     "tests/unit/test_planning_prediction.py has smaller ones",
+    "python tools/make_tiny_model.py --out .cache/tiny --seed 1": "the quick start's script makes this model",
+    "python tools/bench_agreement.py --model .cache/tiny/model --pool 128 --draws 1500": "minutes; "
+    "tests/unit/test_trainer_agreement.py has the same faults",
     "bash launch/run_grpo_tiny_tools.sh": "test_tool_environment has such a run, smaller",
     "bash launch/run_grpo_7b.sh --device npu [--config OVERLAY.yaml ...] [key=value ...]": "a synopsis",
     "docker build -f docker/cpu.Dockerfile -t pa_npu:cpu . && docker run --rm --shm-size 1g pa_npu:cpu": "needs docker; its "

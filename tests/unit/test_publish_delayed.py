@@ -141,7 +141,7 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
     config = make_config(model, schedule=schedule, publish={"mode": "delayed", "probe_tokens": 0})
     learner, stage = make_learner(config)
     channel = StoreChannel(dist.HashStore(), "pa/0/")  # type: ignore[attr-defined]
-    border = Border(config, learner, channel, Timeline(None, ""), 0, Agreement(config, writes=False))
+    border = Border(config, learner, channel, Timeline(None, ""), 0, Agreement(config, learner))
     policy = dict(stage.policy.named_parameters())
 
     def copied() -> dict[str, torch.Tensor]:
@@ -163,7 +163,7 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
         VERDICT.put(channel, PublishVerdict(True), **place)
     border.cross(3, None, lambda _: CheckpointReport())
     versions = {3: copied()}
-    consume(learner, source(make_groups(3, GROUPS, RESPONSES, seed=5), 3), 1, None, border.before_step)
+    consume(learner, source(make_groups(3, GROUPS, RESPONSES, seed=5), 3), 1, before_step=border.before_step)
     for version in (4, 5):
         versions[version] = copied()
         border.cross(version, None, lambda _: CheckpointReport())
@@ -178,7 +178,7 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
         coordinator = threading.Timer(0.2, swap)
         coordinator.start()
         groups = make_groups(version, GROUPS, RESPONSES, seed=5)
-        consume(learner, source(groups, version), 1, None, border.before_step)
+        consume(learner, source(groups, version), 1, before_step=border.before_step)
         coordinator.join()
         assert equal(held(version), versions[version]), "what engines have is kept, although the policy has moved on"
         assert not late or equal(late, versions[version])

@@ -13,6 +13,7 @@ import torch
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.config.schema import Config
+from pa_npu.config.tree import PROBE_RESPONSES
 from pa_npu.control.freshness import Freshness
 from pa_npu.telemetry.summary import saved_publishes_line
 from pa_npu.trainer.publish_when import PublishWhen
@@ -124,7 +125,7 @@ def test_without_the_key_every_version_is_published_and_nothing_is_measured() ->
     when.published(0, ["probe"])  # type: ignore[list-item]
     report = when.decide(1)
     assert report.publish_kl is None and report.publish_skipped is None
-    assert (config.iterations_ahead, config.probe_responses) == (2, 1)
+    assert (config.iterations_ahead, config.probe_responses) == (2, PROBE_RESPONSES)
 
 
 def test_the_summary_counts_publishes_that_were_saved() -> None:

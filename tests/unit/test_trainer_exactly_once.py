@@ -117,6 +117,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
+NO_BACKEND: Any = None  # agreement measures nothing here
+
+
 @pytest.mark.parametrize("fault", [None, "twice", "left out", "another group's"])
 def test_a_microbatch_trained_twice_or_left_out_inside_a_replica_ends_the_iteration(
     fault: str | None, model: Path, tmp_path: Path
@@ -145,17 +148,17 @@ def test_a_microbatch_trained_twice_or_left_out_inside_a_replica_ends_the_iterat
     channel = StoreChannel(dist.HashStore())
     sent = [DispatchedGroup(g.index, 0, tuple(g.trained_lengths.tolist())) for g in groups]
     DISPATCHED.put(channel, Dispatched(0, tuple(sent)), iteration=0)
-    checks = IterationChecks(config, channel, Agreement(config, writes=False), replica=0)
+    checks = IterationChecks(config, channel, Agreement(config, NO_BACKEND), replica=0)
     if fault is None:
-        checks(0, trained, [update.normaliser], update.differences)
+        checks(0, trained, [update.normaliser], update.differences, DifferenceSums())
         return
     with pytest.raises(InvariantViolation, match="I2 exactly once: iteration 0, replica 0"):
-        checks(0, trained, [update.normaliser], update.differences)
+        checks(0, trained, [update.normaliser], update.differences, DifferenceSums())
 
 
 def test_a_coordinator_that_never_says_what_it_dispatched_ends_the_wait(model: Path, tmp_path: Path) -> None:
     config = model_config(model, run={"dir": str(tmp_path)})
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"wait_timeout_s": 0.01})})
-    checks = IterationChecks(config, StoreChannel(dist.HashStore()), Agreement(config, writes=False), replica=0)
+    checks = IterationChecks(config, StoreChannel(dist.HashStore()), Agreement(config, NO_BACKEND), replica=0)
     with pytest.raises(DeadlineExceeded, match="the coordinator: what iteration 3 consists of"):
-        checks(3, [], [], DifferenceSums())
+        checks(3, [], [], DifferenceSums(), DifferenceSums())

@@ -38,7 +38,7 @@ class OneLayerLearner:
         return []
 
     def step(self) -> Update:
-        return Update(update_report(), DifferenceSums(), ProbeResult(0.0, DifferenceSums()), 1.0)
+        return Update(update_report(), DifferenceSums(), True, ProbeResult(0.0, DifferenceSums()), 1.0)
 
     backend = SimpleNamespace(export=lambda *_: None)
 
@@ -75,11 +75,15 @@ class NoCheckpoints:
 class NoChecks(IterationChecks):
     def __init__(self) -> None: ...
 
+    def measure(self, *_: Any) -> None: ...
+
     def __call__(self, *_: Any) -> AgreementReport:
         return AgreementReport()
 
 
 class NoMicrobatches:
+    first = None
+
     def updates(self, number: int) -> list[Any]:
         return [build_microbatches(make_groups(0, 1, 2, 0)[0], 2, True, 1)]
 

@@ -122,8 +122,9 @@ class MegatronBackend:
         source: MicrobatchSource | HeldMicrobatches = microbatches
         frozen_logprobs: Callable[[Microbatch], dict[str, Logprobs]] | None = None
         if self._stage.frozen and self._config.trainer.frozen_pass == "separate":
-            run = partial(self._frozen_pass, num_microbatches)
-            source = held = HeldMicrobatches(microbatches, self._stage.frozen, run)
+            source = held = HeldMicrobatches(
+                microbatches, self._stage.frozen, partial(self._named_pass, num_microbatches)
+            )
             frozen_logprobs = held.logprobs
 
         def forward(microbatch: Microbatch) -> Any:
@@ -160,6 +161,28 @@ class MegatronBackend:
 
         on_device = [one.to(self._device) for one in microbatches]
         self._run(on_device, len(microbatches), partial(self._forward, entropy_gradient=False), loss)
+
+    def rounding(
+        self, microbatches: list[Microbatch], take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None]
+    ) -> bool:
+        own = self._stage.config.params_dtype
+        wide = self._platform.widest_dtype if own == torch.float32 else torch.float32
+        if wide == own:
+            return False
+        on_device = [one.to(self._device) for one in microbatches]
+        narrow: list[torch.Tensor] = []
+
+        def keep(microbatch: Microbatch, logprobs: torch.Tensor) -> torch.Tensor:
+            narrow.append(logprobs)
+            return logprobs.new_zeros(())
+
+        def compare(microbatch: Microbatch, logprobs: torch.Tensor) -> torch.Tensor:
+            take(microbatch, narrow.pop(0), logprobs)
+            return logprobs.new_zeros(())
+
+        self._pass_alone(len(on_device), "old" if "old" in self._stage.frozen else "policy", on_device, keep)
+        self._pass_alone(len(on_device), "policy", on_device, compare, wide)
+        return True
 
     def digest(self, name: str = "policy") -> str:
         return digest_of(self._stage.model(name).parameters())
@@ -208,19 +231,30 @@ class MegatronBackend:
         frozen = {name: Logprobs(values, weights.get(name)) for name, values in output.frozen.items()}
         return Outputs(Logprobs(output.logprobs, weights.get("policy")), output.entropy, frozen)
 
-    def _frozen_pass(
+    def _named_pass(
         self, num_microbatches: int, name: str, microbatches: Iterable[Microbatch], keep: Callable[..., torch.Tensor]
     ) -> None:
-        temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
-
-        def forward(microbatch: Microbatch) -> torch.Tensor:
-            return self._stage.frozen_pass(name, *_inputs(microbatch), temperature, chunk)
-
         def loss(microbatch: Microbatch, logprobs: Any) -> torch.Tensor:
             return keep(microbatch, Logprobs(logprobs, self._stage.weights.get(name)))
 
+        self._pass_alone(num_microbatches, name, microbatches, loss)
+
+    def _pass_alone(
+        self,
+        num_microbatches: int,
+        name: str,
+        microbatches: Iterable[Microbatch],
+        keep: Loss,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """A forward pass of one model; `keep` gets its log-probs on the last stage. dtype: a wider type to compute in."""
+        temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
+
+        def forward(microbatch: Microbatch) -> torch.Tensor:
+            return self._stage.pass_alone(name, *_inputs(microbatch), temperature, chunk, dtype)
+
         with self._timeline.span(f"{name} pass"):
-            self._run(microbatches, num_microbatches, forward, loss)
+            self._run(microbatches, num_microbatches, forward, keep)
 
     def _finalize_gradients(self, models: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
         """Sum the gradients over replicas, once, after the update's last microbatch."""

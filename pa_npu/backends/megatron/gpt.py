@@ -58,7 +58,7 @@ class GPT(GPTModel):
         picked = hidden.squeeze(1).index_select(0, rows)
         return vocab_parallel_logprobs(
             picked,
-            self.head_weight(),
+            self.head_weight().to(hidden.dtype),  # of a pass in a wider type
             targets,
             vocab_size=self.vocab_size_unpadded,
             temperature=temperature,

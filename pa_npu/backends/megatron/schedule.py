@@ -20,7 +20,7 @@ from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.timeline import Timeline, now
 
 Forward = Callable[[Microbatch], Any]  # ModelOutput on the last stage, hidden states before it
-Loss = Callable[[Microbatch, ModelOutput], torch.Tensor]
+Loss = Callable[[Microbatch, Any], torch.Tensor]  # of what the forward gives on the last stage
 
 
 def run_sequential(

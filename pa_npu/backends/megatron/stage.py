@@ -7,7 +7,7 @@
     stage.copy_policy_to("old")
     ddp = data_parallel(stage, distributed_optimizer=True)
     output = ddp(tokens, layout, rows, targets, temperature, chunk, entropy_grad=False)
-    logprobs = stage.frozen_pass("old", tokens, layout, rows, targets, temperature, chunk)     trainer.frozen_pass=separate
+    logprobs = stage.pass_alone("old", tokens, layout, rows, targets, temperature, chunk)     trainer.frozen_pass=separate
         tokens int64 [1, T], layout PrefixLayout of T tokens, rows int64 [N], targets int64 [N]
         -> ModelOutput on the last stage; before it hidden states [T, 1, width] for Megatron's schedule to send
 
@@ -18,6 +18,7 @@ Megatron's Float16Module is not needed.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ from pa_npu.backends.megatron.gpt import GPT
 from pa_npu.backends.megatron.layers import AttentionContext
 from pa_npu.backends.megatron.rotary import RotaryTable
 from pa_npu.backends.megatron.transformer import transformer_config
+from pa_npu.backends.megatron.widened import widened
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
@@ -171,7 +173,7 @@ class TriModel(MegatronModule):
         return ModelOutput(logprobs, entropy, frozen_logprobs)
 
     @torch.no_grad()
-    def frozen_pass(
+    def pass_alone(
         self,
         name: str,
         tokens: torch.Tensor,
@@ -180,12 +182,19 @@ class TriModel(MegatronModule):
         targets: torch.Tensor,
         temperature: float,
         chunk: int,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """One microbatch through this stage of one frozen model alone: log-probs [N] on the last stage, before it what travels."""
+        """One microbatch through this stage of one model of gpts(): log-probs [N] on the last stage, before it what travels.
+
+        dtype: a wider type to compute in; None: the model's own.
+        """
         self._check(tokens, layout)
-        model, dtype = self.frozen[name], self.frozen[name].config.params_dtype
+        model = self.gpts()[name]
+        own = model.config.params_dtype
+        dtype = dtype or own
         model.set_input_tensor(None if self.input_tensor is None else self.input_tensor.view(dtype))
-        hidden = model(tokens, self._contexts(layout, tokens.device)[dtype])
+        with nullcontext() if dtype == own else widened(model, dtype):
+            hidden = model(tokens, self._context(layout, tokens.device, dtype))
         if not self.post_process:
             return hidden.view(self.config.params_dtype)
         logprobs, _ = model.logprobs(
@@ -203,12 +212,12 @@ class TriModel(MegatronModule):
 
     def _contexts(self, layout: PrefixLayout, device: torch.device) -> dict[torch.dtype, AttentionContext]:
         """One for each type that a model of this stage computes in."""
+        dtypes = {model.config.params_dtype for model in self.gpts().values()}
+        return {dtype: self._context(layout, device, dtype) for dtype in dtypes}
+
+    def _context(self, layout: PrefixLayout, device: torch.device, dtype: torch.dtype) -> AttentionContext:
         num_positions = max(offset + length for offset, length in zip(layout.offsets, layout.lengths, strict=True))
-        positions = layout.position_ids(device)
-        return {
-            dtype: AttentionContext(layout, *self.rotary.rows(positions, num_positions, dtype))
-            for dtype in {model.config.params_dtype for model in self.gpts().values()}
-        }
+        return AttentionContext(layout, *self.rotary.rows(layout.position_ids(device), num_positions, dtype))
 
     def _check(self, tokens: torch.Tensor, layout: PrefixLayout) -> None:
         if tokens.shape != (1, layout.total):

@@ -149,8 +149,8 @@ class PublishConfig(Section):
     probe_tokens: int = Field(
         16,
         ge=0,
-        description="Tokens per engine of the log-prob probe after the first and the last publish; between them an iteration's "
-        "first groups are the probe. 0 turns both off.",
+        description="Tokens of each of the 16 responses that probe log-probs after the first and the last publish; between them an "
+        "iteration's first groups are the probe. 0 turns both off.",
     )
     probe_tolerance: float | None = Field(
         None,
@@ -160,8 +160,9 @@ class PublishConfig(Section):
     noise_margin: float | None = Field(
         4.0,
         ge=1.0,
-        description="Stop where engine and trainer log-probs differ on average by more than so many times the noise of the run's "
-        "first iteration (K3: its square), over a probe or an iteration's tokens (I5); none only records.",
+        description="Stop where engine and trainer log-probs differ on average by more than so many times the trainer's own "
+        "rounding (bf16 against fp32, fp32 against fp64; K3: its square), over a probe or an iteration's tokens (I5); 4 lets an "
+        "engine round three times as much as the trainer. None only records.",
     )
     false_stop_rate: float = Field(
         1e-7,

@@ -1,0 +1,256 @@
+#!/usr/bin/env python
+"""The smallest fault that I5 catches, and how near honest rounding comes to its limits, in fp32 and bf16.
+
+    python tools/make_tiny_model.py --out .cache/tiny --seed 1
+    python tools/bench_agreement.py --model .cache/tiny/model [--pool 256] [--tokens 24] [--draws 5000] [--markdown FILE]
+
+A transformers engine samples a pool of responses with the model as it is, and with each fault at several sizes:
+
+  temperature   the engine samples at 1 + x, the trainer computes at 1
+  weights       all of the engine's weights times 1 + x
+  stale         the engine's weights lack one optimizer step of the learning rate x (a publish that was skipped)
+
+The Megatron trainer computes the log-probs of what was sampled, and its own rounding (the yardstick). Real are the log-probs of
+the pool; an iteration of R responses is R of them drawn with replacement, its yardstick 32 others. Caught means in at least 95
+of 100 such iterations, by the tokens of one iteration at the default keys. False stops: of --draws iterations without a fault, at
+the default margin, and the largest share of a limit that any of them reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from pa_npu import platform as platforms
+from pa_npu.algorithm.agreement import NUM_SUMS, DifferenceSums, difference_sums, limits
+from pa_npu.algorithm.objective import Columns, Objective, Outputs
+from pa_npu.backends.megatron.patches import prepare
+from pa_npu.config.schema import Config
+from pa_npu.families.spec import ModelSpec
+from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.types import Group
+from pa_npu.telemetry.hardware import processor
+from pa_npu.telemetry.timeline import Timeline
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+RESPONSES = (32, 256, 2048)
+YARDSTICK = 32
+GROUP = 8
+STEP = 1e-3  # the learning rate of the measured optimizer step, which "stale" scales
+SIZES = {
+    "temperature": (1e-5, 1e-4, 1e-3, 3e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.3),
+    "weights": (1e-6, 1e-5, 1e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05),
+    "stale": (1e-7, 1e-6, 1e-5, 3e-5, 1e-4, 2e-4, 5e-4, 1e-3),
+}
+
+
+def configuration(model: Path, dtype: str) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(model), "dtype": dtype},
+            "data": {"train": "unused.jsonl"},
+            "rollout": {"responses_per_prompt": GROUP},
+            "optimizer": {"learning_rate": STEP, "warmup_iterations": 0},
+        }
+    )
+
+
+def sampled(
+    weights: dict[str, torch.Tensor], model: Path, dtype: torch.dtype, temperature: float, pool: int, tokens: int
+) -> list[Microbatch]:
+    """`pool` responses with the engine's log-probs, in groups of 8 with one prompt each."""
+    engine = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in engine.named_parameters():
+            parameter.copy_(weights[name])
+        rng = np.random.default_rng(1)
+        prompts = rng.integers(3, engine.config.vocab_size, (pool // GROUP, 6)).repeat(GROUP, axis=0)
+        sequences, generator = torch.from_numpy(prompts), torch.Generator().manual_seed(1)
+        for _ in range(tokens):
+            distribution = (engine(sequences).logits[:, -1].float() / temperature).softmax(-1)
+            sequences = torch.cat([sequences, torch.multinomial(distribution, 1, generator=generator)], dim=1)
+        table = (engine(sequences).logits[:, :-1].float() / temperature).log_softmax(-1)
+        logprobs = table.gather(-1, sequences[:, 1:, None])[:, -tokens:, 0].numpy()
+    found = []
+    for index, start in enumerate(range(0, pool, GROUP)):
+        rows = slice(start, start + GROUP)
+        group = Group.of_responses(
+            iteration=0,
+            version=0,
+            index=index,
+            prompt_id=index,
+            prompt_tokens=prompts[start].astype(np.int32),
+            response_tokens=sequences[rows, -tokens:].reshape(-1).numpy().astype(np.int32),
+            response_lengths=np.full(GROUP, tokens, np.int32),
+            logprobs=logprobs[rows].reshape(-1),
+            rewards=np.zeros(GROUP, np.float32),
+            advantages=rng.standard_normal(GROUP).astype(np.float32),
+            finished=np.zeros(GROUP, np.uint8),
+        )
+        found += build_microbatches(group, GROUP, True, 1)
+    return found
+
+
+class Rows:
+    """[responses, fields of DifferenceSums], one row per response; `draw` makes an iteration of some of them."""
+
+    def __init__(self) -> None:
+        self._rows: list[list[float]] = []
+        self._table = np.zeros((0, 0))
+
+    def take(self, microbatch: Columns, mine: torch.Tensor, others: torch.Tensor) -> None:
+        lengths = list(microbatch.response_lengths)
+        for a, b in zip(mine.split(lengths), others.split(lengths), strict=True):
+            index = torch.zeros(len(a), dtype=torch.int64)
+            self._rows.append(difference_sums(a.float(), b.float(), index, 1).tolist())
+        self._table = np.array(self._rows)
+
+    def draw(self, rng: np.random.Generator, number: int) -> DifferenceSums:
+        chosen = self._table[rng.integers(len(self._table), size=number)]
+        return DifferenceSums(*chosen[:, :NUM_SUMS].sum(0).tolist(), *chosen[:, NUM_SUMS:].max(0).tolist())
+
+
+class Trainer:
+    """One Megatron rank, and the weights that an engine lacks after a skipped publish."""
+
+    def __init__(self, model: Path, dtype: str) -> None:
+        platform = platforms.get("cpu")
+        prepare(platform.name)
+        from pa_npu.backends.megatron.backend import MegatronBackend
+        from pa_npu.backends.megatron.factory import load_stage
+        from pa_npu.backends.megatron.parallel import initialise_parallel
+
+        self.config, spec = configuration(model, dtype), ModelSpec.read(str(model))
+        initialise_parallel(self.config, platform, dist.HashStore(), rank=0, world_size=1)
+        stage = load_stage(self.config, spec, platform)
+        self.backend = MegatronBackend(stage, self.config, spec, platform, torch.device("cpu"), Timeline(None, ""))
+
+    def compared(self, microbatches: list[Microbatch]) -> tuple[Rows, Rows]:
+        """(trainer against engine, the trainer's own rounding), response by response."""
+        against, rounding = Rows(), Rows()
+
+        def take(microbatch: Microbatch, outputs: Outputs) -> None:
+            against.take(microbatch, outputs.policy.values, microbatch.engine_logprobs)
+
+        self.backend.evaluate(microbatches, take)
+        self.backend.rounding(microbatches, rounding.take)
+        return against, rounding
+
+    def step(self, microbatches: list[Microbatch], directory: Path) -> Path:
+        """One update by random advantages; the weights after it as an HF directory."""
+        self.backend.accumulate(_Source(microbatches), Objective(self.config, torch.device("cpu")))  # type: ignore[arg-type]
+        self.backend.scale_gradients(1.0 / sum(sum(one.response_lengths) for one in microbatches))
+        self.backend.step()
+        self.backend.export(directory)
+        return directory
+
+
+class _Source(list[Microbatch]):
+    is_last = False
+
+
+def parameters(model: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {
+        n: p.detach().float() for n, p in AutoModelForCausalLM.from_pretrained(model, dtype=dtype).named_parameters()
+    }
+
+
+def measure(model: Path, dtype: str, pool: int, tokens: int, draws: int) -> tuple[list[str], list[str]]:
+    """Rows of the two tables."""
+    trainer, kind, rng = Trainer(model, dtype), DTYPES[dtype], np.random.default_rng(2)
+    publish, weights = trainer.config.publish, parameters(model, torch.float32)
+    clean = sampled(weights, model, kind, 1.0, pool, tokens)
+    against, rounding = trainer.compared(clean)
+    margin = publish.noise_margin or 4.0
+
+    def share_of_limit(rows: Rows, yardstick: Rows, number: int) -> tuple[bool, float]:
+        sums = rows.draw(rng, number)
+        bound = limits(yardstick.draw(rng, YARDSTICK), sums, margin, publish.false_stop_rate)
+        shares = (
+            sums.absolute_mean / bound.absolute,
+            sums.k3_trimmed / bound.k3,
+            abs(sums.slope) / bound.slope,
+            sums.strays / bound.strays,
+        )
+        return bound.broken(sums) is not None, max(shares)
+
+    noise, own = against.draw(rng, 50_000), rounding.draw(rng, 50_000)
+    chance = []
+    for number in RESPONSES:
+        found = [share_of_limit(against, rounding, number) for _ in range(draws)]
+        stops, most = sum(stopped for stopped, _ in found), max(share for _, share in found)
+        numbers = f"{noise.absolute_mean:.2g} | {own.absolute_mean:.2g} | {noise.absolute_mean / own.absolute_mean:.2f}"
+        chance.append(f"| {dtype} | {number:,} | {numbers} | {stops} of {draws:,} | {most:.2f} |")
+
+    caught: list[str] = []
+    pools: dict[tuple[str, float], tuple[Rows, Rows]] = {}
+    for fault, sizes in SIZES.items():
+        if fault != "stale":  # which is measured after the step, below
+            for x in sizes:
+                scaled = {name: value * (1 + x) for name, value in weights.items()} if fault == "weights" else weights
+                temperature = 1 + x if fault == "temperature" else 1.0
+                pools[fault, x] = trainer.compared(sampled(scaled, model, kind, temperature, pool, tokens))
+    with tempfile.TemporaryDirectory() as directory:
+        after = parameters(trainer.step(clean, Path(directory) / "hf"), torch.float32)
+    for x in SIZES["stale"]:
+        # the trainer has taken the step; an engine that lacks x of STEP of it has all but that
+        behind = {name: value - x / STEP * (value - weights[name]) for name, value in after.items()}
+        pools["stale", x] = trainer.compared(sampled(behind, model, kind, 1.0, pool, tokens))
+    for fault, sizes in SIZES.items():
+        cells = []
+        for number in RESPONSES:
+            hits = (x for x in sizes if _often(share_of_limit, *pools[fault, x], number))
+            smallest = next(hits, None)
+            cells.append(f"more than {sizes[-1]:g}" if smallest is None else f"{smallest:g}")
+        caught.append(f"| {dtype} | {fault} | {' | '.join(cells)} |")
+    trainer.backend.close()
+    return caught, chance
+
+
+def _often(judge: object, rows: Rows, yardstick: Rows, number: int) -> bool:
+    return sum(judge(rows, yardstick, number)[0] for _ in range(100)) >= 95  # type: ignore[operator]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="HF directory")
+    parser.add_argument("--pool", type=int, default=256, help="responses per condition")
+    parser.add_argument("--tokens", type=int, default=24, help="of each response")
+    parser.add_argument("--draws", type=int, default=5000, help="iterations without a fault")
+    parser.add_argument("--markdown", type=Path, help="also write the tables here")
+    options = parser.parse_args(arguments)
+    caught, chance = [], []
+    for dtype in DTYPES:
+        rows = measure(options.model, dtype, options.pool, options.tokens, options.draws)
+        caught += rows[0]
+        chance += rows[1]
+    sizes = " | ".join(f"{number:,} responses" for number in RESPONSES)
+    text = [
+        f"{processor()}, {options.model.name}, responses of {options.tokens} tokens, pool of {options.pool}",
+        "",
+        f"| type | fault, smallest caught | {sizes} |",
+        "|---|---|---:|---:|---:|",
+        *caught,
+        "",
+        "| type | responses | mean \\|d\\| | yardstick | ratio | false stops | largest share of a limit |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+        *chance,
+    ]
+    print("\n".join(text))
+    if options.markdown:
+        options.markdown.write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
