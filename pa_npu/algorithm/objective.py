@@ -127,9 +127,9 @@ class Objective:
         self._judge_first = judge_first
         self._keep = keep
         self._policy_loss = find_policy_loss(config.algorithm.loss)
-        self._freshness = Freshness(config.schedule.max_staleness)
+        self._freshness = Freshness.of(config)
         self.totals = Totals()
-        self.sums = MetricSums(device, metric_names(config.algorithm, stale=config.schedule.max_staleness > 0))
+        self.sums = MetricSums(device, metric_names(config.algorithm, stale=self._freshness.max_staleness > 0))
         self.entered: list[TrainedResponse] = []
         self.trained: list[TrainedResponse] = []
         self.advantages: list[torch.Tensor] = []
@@ -164,7 +164,7 @@ class Objective:
             response_index=microbatch.response_index,
             num_responses=len(microbatch.response_lengths),
             group_size=self._config.rollout.responses_per_prompt,
-            ages=microbatch.ages if self._config.schedule.max_staleness else None,
+            ages=microbatch.ages if self._freshness.max_staleness else None,
             columns=microbatch.columns,
         )
         self.advantages.append(batch.response_sum(batch.advantages))

@@ -125,6 +125,11 @@ class ConfigTree(Section):
         return self.mesh.per_replica(self.schedule.prompts_per_iteration)
 
     @property
+    def trained_groups(self) -> int | None:
+        """Groups that every iteration trains; None where that follows from their tokens, and the coordinator tells it."""
+        return None if self.schedule.tokens_per_update is not None else self.schedule.prompts_per_iteration
+
+    @property
     def probe_rides(self) -> bool:
         """Whether an iteration's first groups are its probe: they are of the version just published, and so is what trains them."""
         return bool(self.publish.probe_tokens) and self.schedule.max_staleness == 0

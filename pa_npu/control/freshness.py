@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
 
 
@@ -29,6 +30,11 @@ class Freshness:
 
     max_staleness: int = 0
     ahead: int | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Freshness:
+        """The freshness that a run keeps."""
+        return cls(config.schedule.max_staleness, config.iterations_ahead)
 
     def holds(self, trained_version: int, token_version: int) -> bool:
         return 0 <= trained_version - token_version <= self.max_staleness

@@ -40,8 +40,8 @@ def make_interruptions(config: Config, tokenizer: Any) -> Interruptions | None:
     return Interruptions(config.tokens_per_version, decode, config.engine_wait_s + config.trainer.wait_timeout_s)
 
 
-def iterations_beside(config: Config) -> int:
+def iterations_beside(config: Config, freshness: Freshness) -> int:
     """How many iterations are produced beside the one that is being produced."""
     if config.interrupts:
-        return config.schedule.max_staleness
+        return freshness.max_staleness
     return int(config.publish.swap == "rolling")

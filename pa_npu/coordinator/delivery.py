@@ -14,10 +14,9 @@ import numpy as np
 
 from pa_npu.algorithm.advantages import batch_advantages, group_advantages
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.episode import ScoredGroup, check_size
 from pa_npu.coordinator.production import Production
 from pa_npu.dispatch.assignment import Assignment
-from pa_npu.environments.protocol import EnvironmentFailed
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.types import Group, group_lengths
 
@@ -41,10 +40,9 @@ class Delivery:
         store_thread: Executor,
         told: Sequence[Callable[[Group, ScoredGroup], None]],
     ) -> None:
+        self._config = config
         self._seed = config.run.seed
         self._kind = config.algorithm.advantage
-        self._size = config.rollout.responses_per_prompt
-        self._needs_size = config.needs_whole_groups
         self._production = production
         self._assignment = assignment
         self._group_work = work
@@ -55,6 +53,7 @@ class Delivery:
 
     async def take(self, number: int, scored: ScoredGroup) -> None:
         """A group that is trained under this number."""
+        check_size(self._config, scored.prompt, scored.samples)
         self._production.add(number, scored)
         await self._deliver(number, scored)
 
@@ -64,7 +63,7 @@ class Delivery:
         return self._assignment.imbalance
 
     async def _deliver(self, number: int, scored: ScoredGroup) -> None:
-        advantages = group_advantages(self._checked(scored).rewards, self._kind)
+        advantages = group_advantages(scored.rewards, self._kind)
         await self._put(number, scored, advantages, self._assignment.assign(number, self._work(scored)))
 
     async def _put(self, number: int, scored: ScoredGroup, advantages: np.ndarray, slot: tuple[int, int]) -> None:
@@ -77,15 +76,6 @@ class Delivery:
     def _work(self, scored: ScoredGroup) -> float:
         return self._group_work(*group_lengths(scored.samples))
 
-    def _checked(self, scored: ScoredGroup) -> ScoredGroup:
-        """The group, if what compares or cuts it can do with its size. Raises EnvironmentFailed."""
-        if self._needs_size is not None and len(scored.samples) != self._size:
-            raise EnvironmentFailed(
-                f"prompt {scored.prompt.prompt_id}: the environment made {len(scored.samples)} samples, but {self._needs_size} "
-                f"needs exactly rollout.responses_per_prompt = {self._size} in a group; make as many, or change that key"
-            )
-        return scored
-
 
 class HeldDelivery(Delivery):
     """One iteration's groups, all at its end; advantages and replicas may be of the whole batch."""
@@ -94,7 +84,7 @@ class HeldDelivery(Delivery):
         self._held.append((number, scored))
 
     async def finish(self, num_groups: int) -> float:
-        rewards = [self._checked(scored).rewards for _, scored in self._held]
+        rewards = [scored.rewards for _, scored in self._held]
         if self._kind == "batch-std":
             advantages = batch_advantages(rewards)
         else:

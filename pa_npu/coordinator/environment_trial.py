@@ -26,7 +26,7 @@ _LOGPROB = -0.5
 
 
 def check_environment(config: Config, prompt: Prompt | None) -> None:
-    """Makes the environment, and lets it make samples of the prompt where there is one. Raises ConfigError in one line."""
+    """Make and open the environment, and let it make samples of the prompt if there is one. Raises ConfigError in one line."""
     name = config.environment.name
     if name in ("single_turn", "clients"):  # no code of a user's; clients come when the run is there
         return
@@ -70,17 +70,19 @@ async def _try(config: Config, given: dict[str, Any] | None) -> None:
     # what the launcher, which only starts this process, need not import
     from transformers import AutoTokenizer
 
-    from pa_npu.coordinator.episode import GroupGenerate, run_episode
-    from pa_npu.environments.registry import make_environment
+    from pa_npu.coordinator.episode import GroupGenerate, check_size, run_episode
+    from pa_npu.environments.registry import make_environment, opened
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    environment = make_environment(config, tokenizer)
-    if given is None:
-        return
-    prompt = Prompt(**{**given, "tokens": np.array(given["tokens"], np.int32)})
-    sampling = Sampling(config.rollout.max_response_tokens, config.rollout.temperature)
-    policy: Any = _MadeUpPolicy(tokenizer, prompt.answer)
-    await run_episode(environment, prompt, config.rollout.responses_per_prompt, GroupGenerate(policy, 0, sampling))
+    async with opened(make_environment(config, tokenizer), _TIME_LIMIT_S) as environment:
+        if given is None:
+            return
+        prompt = Prompt(**{**given, "tokens": np.array(given["tokens"], np.int32)})
+        sampling = Sampling(config.rollout.max_response_tokens, config.rollout.temperature)
+        policy: Any = _MadeUpPolicy(tokenizer, prompt.answer)
+        generate = GroupGenerate(policy, 0, sampling)
+        samples = await run_episode(environment, prompt, config.rollout.responses_per_prompt, generate)
+        check_size(config, prompt, samples)
 
 
 def _attempt(request: bytes) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from pa_npu.config.schema import Config
 from pa_npu.config.user_code import describe
 from pa_npu.control.tasks import gather
 from pa_npu.data.prompts import Prompt
@@ -106,6 +107,16 @@ def _check(environment: Environment, prompt: Prompt, samples: Sequence[Sample]) 
                 f"{what}: sample {number} must have arrays of one length and trained tokens behind an untrained first one; "
                 f"put it together with SampleBuilder"
             )
+
+
+def check_size(config: Config, prompt: Prompt, samples: Sequence[Sample]) -> None:
+    """Raises EnvironmentFailed where what compares or cuts the samples of a prompt needs another number of them."""
+    size, needs = config.rollout.responses_per_prompt, config.needs_whole_groups
+    if needs is not None and len(samples) != size:
+        raise EnvironmentFailed(
+            f"environment.name: {config.environment.name} made {len(samples)} samples of prompt {prompt.prompt_id}, but {needs} "
+            f"needs exactly rollout.responses_per_prompt = {size}; make as many, or change that key"
+        )
 
 
 async def score(rewards: Rewards, prompt: Prompt, samples: list[Sample]) -> ScoredGroup:

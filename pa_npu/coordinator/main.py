@@ -55,7 +55,7 @@ from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
 from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.protocol import Environment
-from pa_npu.environments.registry import make_environment
+from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
@@ -93,7 +93,8 @@ async def run(config: Config) -> None:
     async with AsyncExitStack() as stack:
         tokenizer = load_tokenizer(config)
         train, held_out = load_prompt_sets(config, tokenizer)
-        environment = make_environment(config, tokenizer)
+        limit_s = config.trainer.startup_timeout_s
+        environment = await stack.enter_async_context(opened(make_environment(config, tokenizer), limit_s))
         channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX), key or "")
         pool = await stack.enter_async_context(
@@ -111,8 +112,9 @@ async def run(config: Config) -> None:
         sampling = training_sampling(config, spec)
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
+        freshness = Freshness.of(config)
         interruptions = make_interruptions(config, tokenizer)
-        buffer = open_buffer(config, buffer_channel, ahead=iterations_beside(config), fills=True)
+        buffer = open_buffer(config, buffer_channel, ahead=iterations_beside(config, freshness), fills=True)
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.of(config), work)
         service = None
@@ -135,9 +137,9 @@ async def run(config: Config) -> None:
         publish = CoordinatorPublish(config, fleet, pool, channel, connection, sampling)
         evaluator = None
         if held_out:
-            evaluator = Evaluator(config, held_out, pool, tested_in(config, tokenizer), rewards, sampling)
+            tested = await stack.enter_async_context(opened(tested_in(config, tokenizer), limit_s))
+            evaluator = Evaluator(config, held_out, pool, tested, rewards, sampling)
         evaluations = RunEvaluations(config, channel, evaluator, records, timeline)
-        freshness = Freshness(config.schedule.max_staleness, config.iterations_ahead)
         updates = make_updates(config, freshness, channel, buffer, train)
         parts = (config, channel, producer, timeline, freshness, updates, train, first)
         ahead = IterationsAhead(*parts)
@@ -148,7 +150,7 @@ async def run(config: Config) -> None:
         )
         iteration_end = IterationEnd(config, channel, controller, records)
         coordinator = Coordinator(config, border, ahead, evaluations, iteration_end)
-        take_up(config, ahead, updates, buffer, interruptions)
+        take_up(config, freshness, ahead, updates, buffer, interruptions)
         gc.collect()
         gc.freeze()  # what is here stays to the run's end, and every full collection would look at it again
         await coordinator.run(first)

@@ -15,6 +15,7 @@ from pa_npu.checkpoints.directories import read_meta
 from pa_npu.checkpoints.provenance import Change, change_of, differences
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
+from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.coordinator.carried import restored
 from pa_npu.coordinator.episode import ScoredGroup
@@ -35,13 +36,14 @@ logger = logging.getLogger(__name__)
 
 def take_up(
     config: Config,
+    freshness: Freshness,
     ahead: IterationsAhead,
     updates: Updates,
     buffer: RolloutBuffer,
     interruptions: Interruptions | None,
 ) -> None:
     """What the run had ahead of the checkpoint that it goes on from."""
-    found = usable_ahead(config)
+    found = usable_ahead(config, freshness)
     if interruptions is not None:
         for one in found:
             for data in one.groups:
@@ -54,12 +56,12 @@ def take_up(
         updates.carry_on(*carried_of(one, buffer.columns))
 
 
-def usable_ahead(config: Config) -> list[AheadIteration]:
+def usable_ahead(config: Config, freshness: Freshness) -> list[AheadIteration]:
     """The iterations that checkpoint.load has ahead of its version, by number, where this run may train them.
 
     None where the run's keys are others, so that these groups would not be its own: they are produced anew, from the same prompts.
     """
-    if not config.checkpoint.load or not config.schedule.max_staleness:
+    if not config.checkpoint.load or not freshness.max_staleness:
         return []
     directory = Path(config.checkpoint.load)
     found = read_ahead(directory)

@@ -62,10 +62,18 @@ class Generate(ABC):
 
 
 class Environment(Protocol):
-    """How a prompt becomes samples. A class of your own: environment.name=module:Class, made with an EnvironmentContext."""
+    """How a prompt becomes samples. A class of your own: environment.name=module:Class, made with an EnvironmentContext.
+
+    It may have `async open()` and `async close()`, for what it needs during a run (registry.opened): a server, a pool of processes,
+    a connection to another program that writes the samples. They are called once, before the first rollout and after the last.
+    """
 
     async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
-        """num_samples samples of the prompt, in order.
+        """The samples of a prompt, in order: num_samples attempts at it.
+
+        An attempt may be several samples, such as those of sub-agents or of a context that was compacted, and one that came to
+        nothing may be none; one sample at least is needed. What depends on exactly num_samples of them refuses others in one line
+        (Config.needs_whole_groups).
 
         Runs in the coordinator's event loop beside all other groups: wait with `await`, and give what blocks to a thread or a
         process. What does not follow from its arguments, such as a clock, makes runs that cannot be repeated.

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.config.user_code import describe, find_function
 from pa_npu.environments.clients import FromClients
-from pa_npu.environments.protocol import Environment, EnvironmentContext
+from pa_npu.environments.protocol import Environment, EnvironmentContext, EnvironmentFailed
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.tools import ToolEnvironment
-from pa_npu.errors import ConfigError
+from pa_npu.errors import ConfigError, PaNpuError
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 10.0  # what is left after that ends with the process that opened it
 
 ENVIRONMENTS: dict[str, Callable[[EnvironmentContext], Environment]] = {
     "single_turn": SingleTurn,
@@ -48,3 +55,35 @@ def find_environment(name: str) -> Callable[[EnvironmentContext], Environment]:
         "environment.name", name, ENVIRONMENTS, "module:Class"
     )
     return found
+
+
+@asynccontextmanager
+async def opened(environment: Environment, limit_s: float) -> AsyncIterator[Environment]:
+    """The environment between its `open` and its `close`, where it has them; limit_s: for opening.
+
+    Raises EnvironmentFailed where it cannot be opened. A failure of `close` is logged: the run is over by then.
+    """
+    name = type(environment).__name__
+    try:
+        try:
+            await asyncio.wait_for(_call(environment, "open"), limit_s)
+        except PaNpuError:
+            raise
+        except asyncio.TimeoutError:
+            raise EnvironmentFailed(
+                f"environment {name}: open has not ended within {limit_s:g} s; correct it"
+            ) from None
+        except Exception as error:  # users' code
+            raise EnvironmentFailed(f"environment {name}: open: {describe(error)}; correct the environment") from error
+        yield environment
+    finally:
+        try:
+            await asyncio.wait_for(_call(environment, "close"), _CLOSE_S)
+        except Exception as error:  # users' code
+            logger.warning("environment %s: close: %s", name, describe(error))
+
+
+async def _call(environment: Environment, method: str) -> None:
+    found = getattr(environment, method, None)
+    if found is not None:
+        await found()

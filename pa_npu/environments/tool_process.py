@@ -56,8 +56,7 @@ class ToolProcess:
                 reason = "the tool ended, or wrote what cannot be read"
             except asyncio.TimeoutError:
                 reason = f"no answer within {self._timeout_s:g} s"
-            self._worker = None
-            await worker.reap()
+            await self.close()
             logger.warning("environment.options: tool %s: %s; it is started anew", self._name, reason)
             return f"error: {reason}"
 
@@ -72,3 +71,9 @@ class ToolProcess:
             raise PaNpuError(f"environment.options: tool {self._name}: {problem}; correct the function")
         self._worker = worker
         return worker
+
+    async def close(self) -> None:
+        """End the process; a later call starts another."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.reap()

@@ -21,7 +21,7 @@ import numpy as np
 from pa_npu.control.tasks import gather
 from pa_npu.data.prompts import Prompt
 from pa_npu.environments.protocol import EnvironmentContext, Generate, write
-from pa_npu.environments.tool_process import Tool, make_tool
+from pa_npu.environments.tool_process import Tool, ToolProcess, make_tool
 from pa_npu.errors import ConfigError
 from pa_npu.samples.types import Sample, SampleBuilder
 
@@ -37,6 +37,11 @@ class ToolEnvironment:
         self._open, self._close = _pair(context, "call", ("<<", ">>"))
         self._answer = _pair(context, "answer", ("=", "\n"))
         self._tool: Tool = make_tool(context)
+
+    async def close(self) -> None:
+        """End the tool's process, where it has one."""
+        if isinstance(self._tool, ToolProcess):
+            await self._tool.close()
 
     async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
         return await gather([self._sample(prompt, number, generate) for number in range(num_samples)])

@@ -119,7 +119,7 @@ class CoordinatorPublish:
         self._channel = channel
         self._connection = connection
         self._sampling = sampling
-        self._freshness = Freshness(config.schedule.max_staleness)
+        self._freshness = Freshness.of(config)
         self._workers = config.rollout.tensor_parallel
         self._deadline_s = config.publish.timeout_s
         self._epoch = -1

@@ -34,7 +34,7 @@ class RolloutsAhead:
         if self._config.interrupts and version < end:
             return self._written(version)
         found = [self._iteration(iteration) for iteration in range(version, end)]
-        if schedule.tokens_per_update is not None and version < schedule.iterations:
+        if self._config.trained_groups is None and version < schedule.iterations:
             found.append(self._carried(version))
         return found
 

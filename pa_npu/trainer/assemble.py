@@ -135,9 +135,9 @@ def rollout_source(
         own = host_shard(channel, replica, address)
     buffer = open_buffer(config, channel, readers=config.mesh.replica_size, own=own)
 
-    has_budget = config.schedule.tokens_per_update is not None
+    freshness, is_told = Freshness.of(config), config.trained_groups is None
     # a group is carried for max_staleness updates at most
-    most = config.groups_per_replica * (1 + config.schedule.max_staleness * has_budget)
+    most = config.groups_per_replica * (1 + freshness.max_staleness * is_told)
 
     def size(iteration: int) -> int | None:
         found = UPDATE_SIZE.get_if_there(channel, iteration=iteration)
@@ -159,10 +159,10 @@ def rollout_source(
             device=backend.device,
             links=backend.replica_links,
             timeline=timeline,
-            freshness=Freshness(config.schedule.max_staleness),
+            freshness=freshness,
             advantage=config.algorithm.advantage,
             border=learner.gate.border,
-            size=partial(size, iteration) if has_budget else None,
+            size=partial(size, iteration) if is_told else None,
         )
 
     return microbatches

@@ -49,7 +49,7 @@ class IterationChecks:
         # put when the last group was, so this waits for as long as the store takes
         dispatched = DISPATCHED.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=iteration)
         size = self._config.groups_per_replica
-        if self._config.schedule.tokens_per_update is not None:
+        if self._config.trained_groups is None:
             size = UPDATE_SIZE.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=iteration).groups
         check_dispatched(dispatched, iteration, self._config.mesh.data, size)
         check_trained(dispatched, self._replica, trained)

@@ -29,7 +29,7 @@ class PublishWhen:
     def __init__(self, config: Config, learner: Learner) -> None:
         self._config = config
         self._learner = learner
-        self._freshness = Freshness(config.schedule.max_staleness, config.iterations_ahead)
+        self._freshness = Freshness.of(config)
         self._published: int | None = None  # by this process
         self._probe: Sequence[Microbatch] = ()
 
@@ -47,7 +47,7 @@ class PublishWhen:
     def _skips(self, version: int, kl: float | None) -> bool:
         if self._published is None or kl is None or self._config.always_publishes(version):
             return False
-        if version + self._config.iterations_ahead >= self._config.schedule.iterations:
+        if version + self._freshness.iterations_ahead >= self._config.schedule.iterations:
             return True  # nothing is left to generate
         near = kl < (self._config.publish.divergence or 0.0)
         return near and self._freshness.may_skip(version, self._published)

@@ -86,3 +86,26 @@ def test_whatever_the_schedules_weights_are_those_of_the_synchronous_run(
     different = [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)]
     assert not different, f"tensors that differ: {different}"
     assert len({r["loss"] for r in held}) > 1, "negative control: there is something to learn"
+
+
+def test_sessions_of_three_to_seven_samples_are_trained_and_periodic_equals_synchronous(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Two replicas, whose groups differ in size, in microbatches of up to two samples."""
+    log = tmp_path / "sessions"
+    own = {
+        "environment.name": "tests.helpers.sessions:Sessions",
+        "environment.options": f"{{log: {log}}}",
+        "schedule.iterations": 2,
+        "microbatch.responses": 2,
+    }
+    wanted, _ = run(**own, **{"schedule.stream": "false"})
+    noted = log.read_text().split()
+    weights, records = run(**own)
+    first = noted.index("close") + 1  # before that it was tried
+    assert (noted[0], noted[first], noted[-1]) == ("open", "open", "close")
+    sizes = noted[first + 1 : -1]
+    assert len(sizes) == 2 * GROUPS and {"3", "7"} <= set(sizes) <= set("34567"), sizes
+    assert [record["groups"] for record in records] == [GROUPS] * 2
+    changed = [name for name in wanted if not torch.equal(weights[name], wanted[name])]
+    assert not changed, f"tensors that differ: {changed}"

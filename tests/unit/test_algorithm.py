@@ -36,6 +36,8 @@ def test_group_advantages_are_the_papers_formula() -> None:
 
 def test_equal_rewards_give_zero_advantages() -> None:
     assert (group_advantages(np.full(4, 0.1, np.float32), "group-std") == 0).all()
+    for kind in ("group-std", "centred", "leave-one-out"):
+        assert group_advantages(np.ones(1, np.float32), kind).tolist() == [0.0], "one sample is compared with nobody"
 
 
 def test_batch_advantages_divide_by_the_deviation_of_all_centred_rewards() -> None:

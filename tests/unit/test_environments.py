@@ -18,7 +18,7 @@ from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.environments.calculator import calculate
 from pa_npu.environments.protocol import Environment, EnvironmentContext, EnvironmentFailed, Generate
-from pa_npu.environments.registry import make_environment
+from pa_npu.environments.registry import make_environment, opened
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.tools import ToolEnvironment
 from pa_npu.errors import ConfigError, InvariantViolation, PaNpuError
@@ -208,7 +208,9 @@ async def test_a_tool_of_ones_own_has_a_time_limit_and_may_fail(
     assert "=error: ZeroDivisionError: division by zero\n" in texts[1]
     assert "=error: no answer within 2 s\n" in texts[2]
     assert "=error: the tool ended" in texts[3]
-    await environment._tool._worker.reap()  # type: ignore[attr-defined]
+    process = environment._tool._worker._process  # type: ignore[attr-defined]
+    await environment.close()
+    assert process.returncode is not None, "the tool's process ends with the environment"
     missing = ToolEnvironment(context(options={"tool": "own_tool:missing"}))
     with pytest.raises(PaNpuError, match=r"tool own_tool:missing: .*cannot be imported.*correct the function"):
         await episode(missing, Scripted(scripts), 1)
@@ -296,3 +298,23 @@ def test_the_calculator(expression: str, value: str) -> None:
 @given(st.text(alphabet="0123456789+-*/().,^ e\x00\u0663x", max_size=60))
 def test_the_calculator_answers_whatever_it_is_asked(expression: str) -> None:
     assert "\n" not in calculate(expression)
+
+
+class Slow:
+    async def open(self) -> None:
+        await asyncio.sleep(60)
+
+    async def close(self) -> None:
+        raise OSError("nobody listens")
+
+    async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
+        return []
+
+
+async def test_an_environment_that_does_not_open_is_one_line_and_one_that_does_not_close_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(EnvironmentFailed, match=r"^environment Slow: open has not ended within 0.05 s; correct it$"):
+        async with opened(Slow(), 0.05):
+            raise AssertionError("it is not open")
+    assert "environment Slow: close: OSError: nobody listens" in caplog.text

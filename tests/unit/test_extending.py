@@ -26,7 +26,7 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.engines.registry import engine_kind
-from pa_npu.environments.registry import make_environment
+from pa_npu.environments.registry import make_environment, opened
 from pa_npu.families import registry as families
 from pa_npu.families.spec import ModelSpec
 from pa_npu.rewards.pool import RewardPool
@@ -60,16 +60,8 @@ def config(**sections: Any) -> Config:
 
 def test_every_seat_has_its_recipe() -> None:
     assert sorted(RECIPES) == [
-        *(
-            "my_advantage.py",
-            "my_backend.py",
-            "my_column.py",
-            "my_engine.py",
-            "my_environment.py",
-            "my_loss.py",
-            "my_reward.py",
-        ),
-        *("toy_platform.py", "yi.py"),
+        *("my_advantage.py", "my_backend.py", "my_column.py", "my_engine.py", "my_environment.py", "my_loss.py"),
+        *("my_reward.py", "my_sessions.py", "toy_platform.py", "yi.py"),
     ]
 
 
@@ -124,6 +116,15 @@ async def test_an_environment() -> None:
         spoken = np.flatnonzero(np.diff(sample.trained.astype(int)))
         assert len(spoken) == 3 and sample.prompt_length == len(PROMPT.tokens), "asked, answered, asked, answered"
         assert sample.text == "#### 41#### 42"
+
+
+async def test_an_environment_that_opens_a_process_and_makes_several_samples_of_an_attempt() -> None:
+    own = config(environment={"name": "my_sessions:Sessions"}, rollout={"max_response_tokens": 60})
+    async with opened(make_environment(own, TOKENIZER), 30.0) as environment:
+        samples = await episode(environment, Scripted([["#### 41"]] * 7), 4)
+        process = environment.process  # type: ignore[attr-defined]
+        assert len(samples) == 3 + PROMPT.prompt_id % 5 == 7 and process.returncode is None
+    assert process.returncode is not None
 
 
 def test_an_engine(tmp_path: Path) -> None:

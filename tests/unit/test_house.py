@@ -192,3 +192,66 @@ def test_the_search_finds_what_it_looks_for() -> None:
         check([("a", "b", "a imports b")], {})
     with pytest.raises(AssertionError, match="no exception is needed any more"):
         check([], {("a", "b"): "because"})
+
+
+# What a feature is switched and set by, with the section that it stands in; None: resolved by Config itself.
+FEATURE_KEYS = {
+    **dict.fromkeys(("max_staleness", "tokens_per_update", "dynamic_sampling", "dynamic_sampling_limit"), "schedule"),
+    **dict.fromkeys(("on_publish", "tokens_per_version", "updates_per_iteration", "compare_iterations"), "schedule"),
+    **dict.fromkeys(("engine_settings", "shared_engines", "too_long"), "rollout"),
+    **dict.fromkeys(("mode", "swap", "when", "divergence"), "publish"),
+    **dict.fromkeys(("api_port", "colocate"), "placement"),
+    **dict.fromkeys(("interrupts", "iterations_ahead", "swaps_in_turn", "delays", "keeps_published"), None),
+    **dict.fromkeys(("num_shared_engines", "trained_groups", "needs_whole_groups"), None),
+}
+MOST_READERS = 3
+# The file that is the feature, where it reads its keys itself.
+OWN = {"max_staleness": "control/freshness.py", "iterations_ahead": "control/freshness.py"}
+# Read in more files: how many, and why.
+MANY_READERS = {
+    "updates_per_iteration": (9, "five of them predict or describe a run from its keys"),
+    "num_shared_engines": (7, "six of them place engines or predict a run from its keys"),
+    "colocate": (4, "all of them predict or describe a run from its keys"),
+    "trained_groups": (5, "trainers wait for the number of groups in four places"),
+}
+
+
+def _readers(key: str, section: str | None) -> set[str]:
+    """Files outside config/ that read a key of the configuration, by its section, `config`, or a name for one of these."""
+    wanted = {section or "config"}
+    found: set[str] = set()
+    for file in modules().values():
+        path = file.relative_to(PACKAGE).as_posix()
+        if path.startswith("config/") or path == OWN.get(key):
+            continue
+        tree = ast.parse(file.read_text())
+        aliases = {
+            target.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign)
+            for target, value in _pairs(node)
+            if isinstance(target, ast.Name) and isinstance(value, ast.Attribute) and value.attr.lstrip("_") in wanted
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr == key:
+                base = node.value
+                name = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
+                if name.lstrip("_") in wanted or (isinstance(base, ast.Name) and name in aliases):
+                    found.add(path)
+    return found
+
+
+def _pairs(node: ast.Assign) -> Iterable[tuple[ast.expr, ast.expr]]:
+    target = node.targets[0]
+    if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+        return zip(target.elts, node.value.elts, strict=True)
+    return [(target, node.value)]
+
+
+@pytest.mark.parametrize("key", FEATURE_KEYS)
+def test_a_features_keys_are_read_in_few_files(key: str) -> None:
+    """Elsewhere a feature is a value or an object that was made from its keys."""
+    readers = _readers(key, FEATURE_KEYS[key])
+    most, why = MANY_READERS.get(key, (MOST_READERS, ""))
+    assert len(readers) <= most, f"{key} is read in {sorted(readers)}; pass on what follows from it"
+    assert not why or len(readers) > MOST_READERS, f"{key} is read in {len(readers)} files: take it out of MANY_READERS"

@@ -144,6 +144,14 @@ class TooFew(SingleTurn):
 class Fine(SingleTurn):
     pass
 
+class Fewer(SingleTurn):
+    async def rollout(self, prompt, num_samples, generate):
+        return (await super().rollout(prompt, num_samples, generate))[:3]
+
+class Shut(SingleTurn):
+    async def open(self):
+        raise OSError("no server at port 9")
+
 class Unmade:
     def __init__(self):
         pass
@@ -163,6 +171,10 @@ class Ends(SingleTurn):
         ("Unmade", "cannot be made (TypeError"),
         ("Nowhere", "cannot be imported (AttributeError"),
         ("Fine", None),
+        ("Fewer", None),
+        ("Fewer trainer.devices=2 trainer.pipeline_parallel=2", "2, whose stages agree on the number of microbatches"),
+        ("Fewer algorithm.name=online-dpo", "Fewer made 3 samples of prompt 0, but algorithm.loss=dpo needs exactly"),
+        ("Shut", "environment Shut: open: OSError: no server at port 9"),
     ],
 )
 def test_an_environment_of_ones_own_is_tried_on_a_prompt(
@@ -172,10 +184,11 @@ def test_an_environment_of_ones_own_is_tried_on_a_prompt(
     name: str,
     expected: str | None,
 ) -> None:
+    name, *keys = name.split()
     module = f"my_environments_{name}"
     (tmp_path / f"{module}.py").write_text(ENVIRONMENTS)
     monkeypatch.chdir(tmp_path)
-    config = load_config([], [*base, f"environment.name={module}:{name}"])
+    config = load_config([], [*base, f"environment.name={module}:{name}", *keys])
     prompt = {"prompt_id": 0, "tokens": [1, 2], "answer": "2", "text": "1+1", "row": {}}
     with contextlib.nullcontext() if expected is None else pytest.raises(PaNpuError) as refusal:
         asyncio.run(environment_trial._try(config, prompt))

@@ -7,6 +7,7 @@ a file is on the way where a function of it is given the prompt or what has beco
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import re
@@ -65,6 +66,7 @@ DATA = (
     *(Record, Prompt, Generation, Sample, SampleBuilder, RewardInput, RewardResult, Group, Microbatch, PrefixLayout),
     *(ScoredGroup, Admitted, TokenBatch, torch.Tensor, np.ndarray),
 )
+MOST_LINES = 50  # of Producer.produce
 PRODUCER = "coordinator/producer.py"
 QUESTION = "t3 t4 t5 t6 t7"
 MOST_FILES, MOST_WITH_HANDS, MOST_THAT_CARRY, MOST_RETURNS = 33, 43, 57, 9
@@ -218,6 +220,15 @@ def reward_worker(config: Config) -> None:
     functions = [("math", build_function(spec)) for spec in function_specs(config.reward)]
     _score(functions, RewardInput(QUESTION, "5", [f"{QUESTION} #### 5"], [9], {}))
     assert call_function(functions[0][1], RewardInput(QUESTION, "5", ["#### 5"], [3], {})) == ([1.0], None)
+
+
+def test_producing_reads_on_one_page() -> None:
+    tree = ast.parse((PACKAGE / PRODUCER).read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    produce = next(node for node in functions if node.name == "produce")
+    assert produce.end_lineno is not None and produce.end_lineno - produce.lineno + 1 <= MOST_LINES
+    inner = [node.name for function in functions for node in ast.walk(function) if node in functions]
+    assert sorted(inner) == sorted(node.name for node in functions), "a function within another one"
 
 
 def test_a_prompt_takes_the_way_that_is_documented_and_it_is_short(tmp_path: Path) -> None:

@@ -148,7 +148,10 @@ class TrainerConfig(Section):
 
 class MicrobatchConfig(Section):
     responses: int | None = Field(
-        None, ge=1, description="Responses per microbatch; must divide rollout.responses_per_prompt; none means all."
+        None,
+        ge=1,
+        description="Responses per microbatch, at most; must divide rollout.responses_per_prompt, which "
+        "none means. A group of more or fewer samples is cut into pieces of at most so many.",
     )
     max_tokens: int | None = Field(
         None,
