@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.checkpoints import directories as store
 from pa_npu.config.schema import Config
 from pa_npu.errors import CheckpointError
@@ -26,7 +27,7 @@ from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.reports import numbers
-from tests.helpers.trainer_rank import make_groups
+from tests.helpers.trainer_rank import make_groups, with_advantages
 from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_config, make_learner, source
 
 # these import megatron, which the helper above has prepared
@@ -64,7 +65,10 @@ class Run:
 
     def train(self, version: int) -> dict[str, float]:
         self.learner.publish(version)
+        kind = self.config.algorithm.advantage
         groups = make_groups(version, GROUPS, RESPONSES, self.config.run.seed)
+        # as put_groups gives them to ranks of their own
+        groups = [with_advantages(group, group_advantages(group.rewards, kind)) for group in groups]
         return numbers(consume(self.learner, source(groups, version), 1).report)
 
     def weights(self) -> dict[str, torch.Tensor]:
