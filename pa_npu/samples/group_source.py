@@ -5,6 +5,7 @@ A replica of several ranks has one reader, which passes groups on (samples/repli
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -63,6 +64,12 @@ class Taken:
     waited_s: float | None
 
 
+Lost = Callable[[int], None]
+"""Raises InvariantViolation where a slot is empty although the coordinator has filled it; asked while the slot is waited for."""
+
+LONGEST_WAIT_S = 1.0
+"""A slot is waited for in pieces of this length, between which is asked whether it is lost, or still wanted."""
+
 Parse = Callable[[bytes, bytes | None], Parsed]
 """What is done with a group's bytes beside training. Given the whole, and None, or the two parts of samples.wire.split."""
 
@@ -90,8 +97,11 @@ class GroupSource(Protocol):
 class LoneReader:
     """The only rank of its replica: it reads when it needs a group, and a thread prepares the next one where that is there."""
 
-    def __init__(self, buffer: RolloutBuffer, *, replica: int, iteration: int, timeout_s: float, parse: Parse) -> None:
+    def __init__(
+        self, buffer: RolloutBuffer, *, replica: int, iteration: int, timeout_s: float, parse: Parse, lost: Lost
+    ) -> None:
         self._buffer = buffer
+        self._lost = lost
         self._replica, self._iteration, self._timeout_s = replica, iteration, timeout_s
         self._parse = parse
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="groups ahead")
@@ -105,7 +115,7 @@ class LoneReader:
             return Taken(parsed, None)
         waited_s = 0.0
         if wait:
-            waited_s = self._buffer.wait(self._iteration, self._replica, slot, self._timeout_s)
+            waited_s = self._wait(slot)
         elif not self._buffer.ready(self._iteration, self._replica, slot):
             return None
         return Taken(self._parse(self._read(slot), None), waited_s)
@@ -116,6 +126,21 @@ class LoneReader:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
+
+    def _wait(self, slot: int) -> float:
+        start_s = time.monotonic()
+        while True:
+            passed_s = time.monotonic() - start_s
+            try:
+                piece_s = min(LONGEST_WAIT_S, self._timeout_s - passed_s)
+                return passed_s + self._buffer.wait(self._iteration, self._replica, slot, piece_s)
+            except DeadlineExceeded:
+                self._lost(slot)
+                if time.monotonic() - start_s >= self._timeout_s:
+                    raise DeadlineExceeded(
+                        f"waited for the group of slot {slot}, replica {self._replica}, iteration {self._iteration}, from the "
+                        f"coordinator: deadline of {self._timeout_s:g} s reached"
+                    ) from None
 
     def _read(self, slot: int) -> bytes:
         before = self._buffer.head_bytes

@@ -32,17 +32,13 @@ import torch.distributed as dist
 
 from pa_npu.config.mesh import LONE_RANK, Mesh
 from pa_npu.errors import DeadlineExceeded, PaNpuError
-from pa_npu.samples.group_source import Parse, Parsed, Taken, Traffic
+from pa_npu.samples.group_source import LONGEST_WAIT_S, Lost, Parse, Parsed, Taken, Traffic
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import split
 
 
 class GroupsNotPassed(PaNpuError):
     """A group could not be passed between the ranks of its replica."""
-
-
-# A feed waits for a slot in pieces of this length, between which it looks whether anybody still wants it.
-_LONGEST_WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -87,8 +83,10 @@ class ReplicaFeed:
         groups: int,
         timeout_s: float,
         parse: Parse,
+        lost: Lost,
         device: torch.device,
     ) -> None:
+        self._lost = lost
         self._buffer = buffer
         self._links = links
         self._replica, self._iteration, self._groups, self._timeout_s = replica, iteration, groups, timeout_s
@@ -107,10 +105,8 @@ class ReplicaFeed:
         if not wait and not self._leader_finds(slot):
             return None
         start_s = time.monotonic()
+        self._wait_until_passed(slot)
         with self._changed:
-            if not self._changed.wait_for(lambda: slot in self._arrived, self._timeout_s):
-                self._closed = True
-                raise self._too_late(slot)
             arrived = self._arrived.pop(slot)
             self._next = slot + 1
             self._changed.notify_all()
@@ -119,6 +115,18 @@ class ReplicaFeed:
         parsed, traffic = arrived
         self.traffic = self.traffic.plus(traffic)
         return Taken(parsed, time.monotonic() - start_s)
+
+    def _wait_until_passed(self, slot: int) -> None:
+        deadline_s = time.monotonic() + self._timeout_s
+        while True:
+            left_s = deadline_s - time.monotonic()
+            with self._changed:
+                if self._changed.wait_for(lambda: slot in self._arrived, min(left_s, LONGEST_WAIT_S)):
+                    return
+                if left_s <= 0:
+                    self._closed = True
+                    raise self._too_late(slot)
+            self._lost(slot)
 
     def look_ahead(self, slot: int) -> None:
         """The feed does, always."""
@@ -158,7 +166,7 @@ class ReplicaFeed:
             self._changed.wait_for(lambda: self._closed or slot - self._next <= self._links.ahead)
         while not self._closed:
             try:
-                self._buffer.wait(self._iteration, self._replica, slot, min(self._timeout_s, _LONGEST_WAIT_S))
+                self._buffer.wait(self._iteration, self._replica, slot, min(self._timeout_s, LONGEST_WAIT_S))
                 return True
             except DeadlineExceeded:
                 continue  # nobody may be waiting for it yet: the deadline is that of the thread that trains

@@ -15,7 +15,7 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix
 from pa_npu.control.freshness import Freshness
-from pa_npu.control.messages import UPDATE_SIZE
+from pa_npu.control.messages import DISPATCHED, UPDATE_SIZE
 from pa_npu.control.software import TRAINERS_RUN_ON
 from pa_npu.control.store_server import ADDRESS_VARIABLE
 from pa_npu.families.spec import ModelSpec
@@ -163,6 +163,7 @@ def rollout_source(
             advantage=config.algorithm.advantage,
             border=learner.gate.border,
             size=partial(size, iteration) if is_told else None,
+            dispatched=partial(DISPATCHED.get_if_there, channel, iteration=iteration),
         )
 
     return microbatches

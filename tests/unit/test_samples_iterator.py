@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
+from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.columns import NONE, GroupFormatError
 from pa_npu.samples.iterator import MicrobatchIterator
+from pa_npu.samples.replica_feed import ReplicaLinks
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.types import Group
 from pa_npu.samples.wire import from_bytes, to_bytes
@@ -163,6 +167,35 @@ def test_groups_are_taken_one_at_a_time_as_the_schedule_asks() -> None:
     next(microbatches), next(microbatches)
     with pytest.raises(DeadlineExceeded, match="slot 1"):
         next(microbatches)
+
+
+@pytest.fixture(params=["a rank alone", "a replica of ranks"])
+def links(request: pytest.FixtureRequest) -> Iterator[ReplicaLinks | None]:
+    if request.param == "a rank alone":
+        yield None
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield ReplicaLinks(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_was_put_and_is_not_there_is_named_long_before_the_deadline(links: ReplicaLinks | None) -> None:
+    said = Dispatched(2, tuple(DispatchedGroup(index, index % 2, (1, 1, 1, 1)) for index in range(6)))
+    told: list[Dispatched] = []
+    buffer = MemoryBuffer([group(0), group(4)])
+    microbatches = iterator(
+        buffer, num_replicas=2, timeout_s=60.0, links=links, dispatched=lambda: told[-1] if told else None
+    )
+    for _ in range(4):
+        next(microbatches)
+    threading.Timer(0.3, told.append, [said]).start()
+    start_s = time.monotonic()
+    named = r"I2 .* slot 2 of replica 0 in iteration 2 is empty.* all 6 groups.* lost is one of the groups 2;"
+    with pytest.raises(InvariantViolation, match=named):
+        next(microbatches)
+    assert time.monotonic() - start_s < 10.0
 
 
 def test_a_microbatch_left_over_or_never_asked_for_is_reported() -> None:
