@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pa_npu.config.plain_file import read_plain
 from pa_npu.errors import UserError
 
 CHECKPOINTS = "checkpoints"
@@ -201,12 +202,7 @@ def list_files(directory: Path) -> dict[str, int]:
 def _read(directory: Path) -> CheckpointMeta | str:
     """The meta data of a complete checkpoint, or what is wrong with it."""
     try:
-        # NONBLOCK: opening a named pipe would wait for a writer
-        with open(os.open(directory / META_FILE, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
-            content = stream.read(_LARGEST_META_BYTES + 1)
-        if len(content) > _LARGEST_META_BYTES:
-            return f"{META_FILE} is damaged (more than {_LARGEST_META_BYTES} bytes)"
-        values = json.loads(content.decode("utf-8"))
+        values = json.loads(read_plain(directory / META_FILE, _LARGEST_META_BYTES).decode("utf-8"))
     except OSError as error:
         return f"{META_FILE} cannot be read ({error.strerror})"
     except (ValueError, RecursionError) as error:
@@ -220,6 +216,8 @@ def _read(directory: Path) -> CheckpointMeta | str:
     for field in fields(CheckpointMeta):
         if not isinstance(values.get(field.name, ...), _TYPES.get(field.name, dict)):
             return f"{META_FILE} is damaged or of another release (no valid {field.name!r})"
+    if not all(isinstance(values["model"].get(name), str) for name in ("path", "fingerprint")):
+        return f"{META_FILE} is damaged or of another release (its model has no path or no fingerprint)"
     meta = CheckpointMeta(**{field.name: values[field.name] for field in fields(CheckpointMeta)})
     if not is_whole:
         return f"{META_FILE} is damaged (its own digest is that of other values)"

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pa_npu.config.keys import all_keys, find_annotation, is_union, nearest_key, section_of
+from pa_npu.config.removed import removed
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import Section
 from pa_npu.config.yaml_source import KeyPath, Places, dump_yaml, read_value, read_yaml
@@ -171,6 +172,8 @@ def _leaf_types(annotation: Any) -> set[Any]:
 
 
 def _unknown_key(path: KeyPath, places: Places) -> str:
+    if remedy := removed(".".join(path)):
+        return f"{_where(path, places)}{'.'.join(path)}: removed in an earlier release; {remedy}"
     siblings = _section_at(path[:-1])
     nearest = nearest_key(path, list(siblings.model_fields) if siblings else [])
     remedy = f"did you mean {nearest}?" if nearest else "see --help for all keys"

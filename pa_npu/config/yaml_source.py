@@ -5,14 +5,13 @@ Scalars follow YAML 1.2's core schema: `1e-6` is a number, only `true` and `fals
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
+from pa_npu.config.plain_file import read_plain, reason
 from pa_npu.errors import ConfigError
 
 _SHOWN_CHARACTERS = 200  # of a path in a message
@@ -61,13 +60,12 @@ def _int(text: str) -> int:
 def read_yaml(path: str) -> tuple[dict[str, Any], Places]:
     """Read a YAML mapping; also return "file:line" of every key. Raises ConfigError."""
     try:
-        text = _read(path)
+        text = read_plain(path, _MOST_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file; give an existing YAML file with --config") from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
         shown = path if len(path) <= _SHOWN_CHARACTERS else f"{path[:_SHOWN_CHARACTERS]}..."
-        raise ConfigError(f"{shown}: cannot be read ({reason}); give a readable YAML file with --config") from None
+        raise ConfigError(f"{shown}: cannot be read ({reason(error)}); give a readable YAML file") from None
     places: Places = {}
     value = _parse(text, path, places)
     if value is None:
@@ -75,19 +73,6 @@ def read_yaml(path: str) -> tuple[dict[str, Any], Places]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path}:1: the top level is not a mapping of sections; write `run:`, `model:`, ... there")
     return value, places
-
-
-def _read(path: str) -> str:
-    """The text of an ordinary file of bounded size. Raises OSError or ValueError."""
-    with open(
-        os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"
-    ) as file:  # a named pipe without a writer blocks otherwise
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no ordinary file")
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"it is larger than {_MOST_BYTES} bytes")
-    return data.decode("utf-8")
 
 
 def read_value(text: str, where: str) -> Any:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
+from pa_npu.config.plain_file import read_plain, reason
 from pa_npu.errors import DataError
 
 # A config.json of a large model has a few KiB.
@@ -27,20 +26,11 @@ def read_config_json(directory: Path) -> dict[str, Any]:
 def read_json_object(file: Path, largest_bytes: int) -> dict[str, Any]:
     """The JSON object in a regular file of at most so many bytes; anything else raises DataError."""
     try:
-        # NONBLOCK: opening a named pipe would wait for a writer
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-        with open(descriptor, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise DataError(f"model.path: {file} is not a regular file; restore it from the model's source")
-            content = stream.read(largest_bytes + 1)
-        if len(content) > largest_bytes:
-            raise DataError(
-                f"model.path: {file} has more than {largest_bytes} bytes; restore it from the model's source"
-            )
-        raw = json.loads(content.decode("utf-8"))
+        raw = json.loads(read_plain(file, largest_bytes).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"model.path: {file} cannot be read ({reason}); restore it from the model's source") from None
+        raise DataError(
+            f"model.path: {file} cannot be read ({reason(error)}); restore it from the model's source"
+        ) from None
     if not isinstance(raw, dict):
         raise DataError(f"model.path: {file} is not a JSON object; restore it from the model's source")
     return raw

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.errors import DataError
 
 # A header takes some 150 bytes per tensor.
@@ -24,31 +24,28 @@ BYTES_OF |= {"U64": 8, "U32": 4, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """dtype: as safetensors names it, such as BF16."""
+    """dtype: as safetensors names it, such as BF16. begin, num_bytes: where its values are in the file."""
 
     dtype: str
     shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The file's tensors by name. Raises DataError for a file that is not whole; reads nothing but the header."""
     try:
-        # NONBLOCK: opening a named pipe would wait for a writer
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-        with open(descriptor, "rb") as stream:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise ValueError("it is not a regular file")
+        with open_plain(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
-            if length > min(LARGEST_HEADER_BYTES, status.st_size - 8):
-                raise ValueError(f"its header claims {length} bytes of a file of {status.st_size}")
+            if length > min(LARGEST_HEADER_BYTES, size - 8):
+                raise ValueError(f"its header claims {length} bytes of a file of {size}")
             header = json.loads(stream.read(length).decode("utf-8"), object_pairs_hook=_without_doubles)
         if not isinstance(header, dict):
             raise ValueError("its header is not a JSON object")
-        return _tensors(header, status.st_size - 8 - length)
+        return _tensors(header, 8 + length, size)
     except (OSError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"model.path: {file} is damaged or incomplete ({reason}); copy it again") from None
+        raise DataError(f"model.path: {file} is damaged or incomplete ({reason(error)}); copy it again") from None
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -59,24 +56,25 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _tensors(header: dict[str, Any], data_bytes: int) -> dict[str, StoredTensor]:
+def _tensors(header: dict[str, Any], begin: int, size: int) -> dict[str, StoredTensor]:
+    """begin: where the tensors' bytes do in the file. size: of the file."""
     tensors, places = {}, []
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        tensors[name], place = _tensor(name, entry)
+        tensors[name], place = _tensor(name, entry, begin)
         places.append((place, name))
     end = 0
     for (start, stop), name in sorted(places):
         if start != end:
             raise ValueError(f"tensor {name!r:.100} begins at byte {start}, where byte {end} follows the one before")
         end = stop
-    if end != data_bytes:
-        raise ValueError(f"its tensors take {end} bytes, but {data_bytes} follow the header")
+    if end != size - begin:
+        raise ValueError(f"its tensors take {end} bytes, but {size - begin} follow the header")
     return tensors
 
 
-def _tensor(name: str, entry: Any) -> tuple[StoredTensor, tuple[int, int]]:
+def _tensor(name: str, entry: Any, begin: int) -> tuple[StoredTensor, tuple[int, int]]:
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         sizes = [*shape, start, stop]
@@ -87,4 +85,4 @@ def _tensor(name: str, entry: Any) -> tuple[StoredTensor, tuple[int, int]]:
         raise ValueError(f"tensor {name!r:.100} has no proper dtype, shape and data_offsets") from None
     if len(shape) > 8 or stop - start != math.prod(shape) * BYTES_OF[dtype]:
         raise ValueError(f"tensor {name!r:.100} of shape {shape!r:.60} and type {dtype} has {stop - start} bytes")
-    return StoredTensor(dtype, tuple(shape)), (start, stop)
+    return StoredTensor(dtype, tuple(shape), begin + start, stop - start), (start, stop)

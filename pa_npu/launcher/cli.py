@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +12,8 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from pa_npu import __version__
-from pa_npu.errors import BAD_INPUT, FAILED, PaNpuError, UserError
+from pa_npu.config.plain_file import reason
+from pa_npu.errors import BAD_INPUT, FAILED, PaNpuError, UserError, printable
 
 PROGRAM = "pa-npu"
 _INTERRUPTED = 130
@@ -53,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed, 2 bad input, 128 + n stopped by signal n."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        _check_working_directory()
         options, rest = _parser(arguments).parse_known_args(arguments)
         return int(options.main(options, rest))
     except UserError as error:
@@ -64,6 +68,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted before anything started", file=sys.stderr)
         return _INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has seen enough; nor may Python's exit fail on what is still to be written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"error: {_met(error)}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _check_working_directory() -> None:
+    """Libraries fail in ways of their own where it has been deleted."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(f"the working directory cannot be used ({reason(error)}); go into another one") from None
+
+
+def _met(error: OSError) -> str:
+    """What the system refused, where no check has said it in words of its own."""
+    what = f"{error.filename}: " if error.filename else ""
+    return printable(f"{what}{reason(error)}; what stands there must be what the command needs, and within its rights")
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

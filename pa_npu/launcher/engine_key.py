@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from pa_npu.config.plain_file import read_plain, reason
 from pa_npu.config.schema import Config
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.errors import ConfigError, UserError
@@ -66,15 +67,11 @@ def run_key(config: Config) -> str:
 def read_key(path: str | Path, where: str, remedy: str) -> str:
     """The key in a file. Raises ConfigError that begins with `where` and ends with `remedy`; the key itself is in no message."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:  # a pipe would be waited for
-            text = stream.read(_LONGEST_KEY_FILE_BYTES).decode()
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{where}: {path} cannot be read ({reason}); {remedy}") from None
+        text = read_plain(path, _LONGEST_KEY_FILE_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: {path} cannot be read ({reason(error)}); {remedy}") from None
     if not text.strip():
         raise ConfigError(f"{where}: {path} is empty; {remedy}")
-    if len(text) == _LONGEST_KEY_FILE_BYTES:
-        raise ConfigError(f"{where}: {path} is longer than any API key; {remedy}")
     return checked_key(text.strip(), f"{where}: {path}")
 
 

@@ -168,7 +168,9 @@ def join(address: tuple[str, int], choices: Choices, options: argparse.Namespace
 def find_run(address: tuple[str, int], key_file: Path | None, run_name: str) -> tuple[Roster, Config, tuple[str, str]]:
     """Roster and configuration of the run whose store is there, and its API key with where that was found."""
     try:
-        channel = StoreChannel(connect(*address, _CONNECT_TIMEOUT_S), ROSTER_PREFIX)
+        # whoever listens there may be no store, and say nothing
+        store = within(_STORE_TIMEOUT_S, lambda: connect(*address, _CONNECT_TIMEOUT_S), run_name)
+        channel = StoreChannel(store, ROSTER_PREFIX)
         claimed = within(_STORE_TIMEOUT_S, lambda: claimed_config(channel, _CONNECT_TIMEOUT_S), run_name)
         key, where = find_key(claimed, key_file, run_name)
         roster = Roster(channel, key)

@@ -9,18 +9,19 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import yaml
-
-from pa_npu.checkpoints.directories import clean, version_of
+from pa_npu.checkpoints.directories import CHECKPOINTS, clean, version_of
 from pa_npu.checkpoints.provenance import changes_the_run, differences
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
+from pa_npu.config.yaml_source import read_yaml
 from pa_npu.errors import ConfigError, UserError
+from pa_npu.launcher.engine_key import KEY_FILE
 from pa_npu.launcher.resume import checkpoints_directory, continues_own_run
 
 CONFIG_FILE = "config.yaml"
 EARLIER = "earlier"
 LOCK = ".lock"
+_DIRECTORIES = (CHECKPOINTS, EARLIER, "logs", "timeline", "samples", "profile", "tensorboard")
 
 
 def check_run_directory(config: Config) -> None:
@@ -32,13 +33,13 @@ def check_run_directory(config: Config) -> None:
     if not _writable(existing):
         raise UserError(f"run.dir: {existing} is not writable; choose another run.dir or change its permissions")
     file = directory / CONFIG_FILE
+    _check_kinds(directory)
     if not file.exists():
         return
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"run.dir: {file} cannot be read ({reason}); choose another run.dir") from None
+        found, _ = read_yaml(str(file))
+    except ConfigError as error:
+        raise ConfigError(f"run.dir: {str(error).rpartition('; ')[0]}; choose another run.dir") from None
     different = changes_the_run(differences(found, config), continues=continues_own_run(config))
     if different:
         some = ", ".join(different[:3]) + (", ..." if len(different) > 3 else "")
@@ -46,6 +47,18 @@ def check_run_directory(config: Config) -> None:
             f"run.dir: {directory} holds a run with another configuration (different: {some}); "
             f"choose another run.dir, or delete that directory"
         )
+
+
+def _check_kinds(directory: Path) -> None:
+    """What the run writes there is not in the way of it as something else."""
+    for name, has_kind, kind in (
+        (LOCK, Path.is_file, "regular file"),
+        (KEY_FILE, Path.is_file, "regular file"),
+        *((name, Path.is_dir, "directory") for name in _DIRECTORIES),
+    ):
+        path = directory / name
+        if os.path.lexists(path) and not has_kind(path):
+            raise UserError(f"run.dir: {path} is no {kind}, which the run needs there; remove it, or choose another run.dir")
 
 
 @contextlib.contextmanager

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pa_npu.config.plain_file import read_plain, reason
 from pa_npu.errors import DataError
 from pa_npu.telemetry.record_file import RecordFile, json_line, lost_records, note_lost
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 _MAX_INDEX = 2**31
+_LARGEST_BYTES = 1 << 30  # of a file of records; one has some 2 KiB
 
 
 class MetricsWriter:
@@ -64,7 +66,7 @@ class MetricsWriter:
 def read_records(run_dir: Path | str) -> list[dict[str, Any]]:
     """The iteration records of a run, in order. Raises DataError with file:line if there are none or one is broken."""
     path = Path(run_dir) / METRICS
-    if not path.is_file():
+    if not path.exists():
         raise DataError(f"{run_dir}: has no {METRICS}, so it is no run directory, or its first iteration has not ended")
     records = _read_lines(path, "iteration")
     if not records:
@@ -75,14 +77,14 @@ def read_records(run_dir: Path | str) -> list[dict[str, Any]]:
 def read_evaluations(run_dir: Path | str) -> list[dict[str, Any]]:
     """The evaluations of a run by version; empty where it made none."""
     path = Path(run_dir) / EVALUATIONS
-    return _read_lines(path, "version") if path.is_file() else []
+    return _read_lines(path, "version") if path.exists() else []
 
 
 def _read_lines(path: Path, key: str) -> list[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_plain(path, _LARGEST_BYTES).decode("utf-8", "replace")
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        raise DataError(f"{path}: cannot be read ({reason(error)}); give the directory of a run") from None
     records = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:

@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
+from pa_npu.config.yaml_source import read_yaml
 from pa_npu.errors import DataError
 from pa_npu.telemetry.columns import markdown_table, text_table
 from pa_npu.telemetry.metrics import read_records
@@ -67,6 +66,7 @@ def load_report(run_dir: Path | str, warmup_iterations: int | None = None) -> Ru
         raise DataError(f"{run_dir}: {error}") from error
     peaks = memory_peaks(records[warmup_iterations:])
     device = config.get("run", {}).get("device")
+    device = device if isinstance(device, str) else None
     return RunReport(
         run_dir, run_dir.name or str(run_dir), device, result, peaks, learned(records), named_devices(config)
     )
@@ -231,12 +231,9 @@ def labels(reports: Sequence[RunReport]) -> list[str]:
 def read_config(run_dir: Path) -> dict[str, Any]:
     """The run's resolved configuration as plain values, not validated: a report must read runs of older versions."""
     path = run_dir / "config.yaml"
-    if not path.is_file():
+    if not path.exists():
         return {}
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataError(f"{path}: cannot be read ({str(error).partition(chr(10))[0]})") from error
-    if not isinstance(config, dict) or not all(isinstance(config.get(key, {}), dict) for key in ("run", "telemetry")):
+    config, _ = read_yaml(str(path))
+    if not all(isinstance(config.get(key, {}), dict) for key in ("run", "telemetry")):
         raise DataError(f"{path}: is no run configuration; give a run directory")
     return config

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.errors import DataError
 from pa_npu.telemetry.record_file import attempt, note_lost
 
@@ -229,8 +230,8 @@ def _read_table(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
-        rows: list[dict[str, Any]] = pyarrow.parquet.ParquetFile(path).read().to_pylist()
+        with open_plain(path) as file:
+            rows: list[dict[str, Any]] = pyarrow.parquet.ParquetFile(file).read().to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{path}: cannot be read ({reason}); remove the file") from None
+        raise DataError(f"{path}: cannot be read ({reason(error)}); remove the file") from None
     return rows

@@ -7,15 +7,17 @@ written, is left out.
 from __future__ import annotations
 
 import json
-import os
-import stat
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from pa_npu.config import yaml_source
+from pa_npu.config.plain_file import open_plain
+from pa_npu.errors import ConfigError
 
 LONGEST_LINE_BYTES = 64 << 20
+_MOST_AT_ONCE_BYTES = 1 << 30
 
 
 class JsonLines:
@@ -30,12 +32,12 @@ class JsonLines:
     def read(self) -> list[dict[str, Any]]:
         """All so far. A file that is shorter than it was, as after a resume, is read again from its beginning."""
         try:
-            with self._path.open("rb") as file:
+            with open_plain(self._path) as file:
                 size = file.seek(0, 2)
                 if size < self._offset:
                     self._offset, self._rest, self._records = 0, b"", []
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read(_MOST_AT_ONCE_BYTES)
         except OSError:
             return self._records
         self._offset += len(data)
@@ -49,11 +51,23 @@ class JsonLines:
 def _objects(lines: list[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
-            record = json.loads(line.decode("utf-8", "replace"), parse_constant=lambda _: None)
+            record = json.loads(
+                line.decode("utf-8", "replace"), parse_constant=lambda _: None, parse_float=_finite, parse_int=_count
+            )
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             yield record
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
+def _count(text: str) -> int | None:
+    """None beyond 64 bits, which nothing of a run reaches and arithmetic with fractions fails on."""
+    return int(text) if len(text) < 19 else None
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
@@ -65,9 +79,7 @@ def number(record: Mapping[str, Any], key: str) -> float | None:
 def tail(path: Path, most_bytes: int) -> str:
     """The last lines of a text file, whole ones. A link is not followed: whoever shows a run shows nothing else of the machine."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return ""
+        with open_plain(path, follow_links=False) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - most_bytes))
             data = file.read(most_bytes)
@@ -81,7 +93,6 @@ def tail(path: Path, most_bytes: int) -> str:
 def read_yaml(path: Path) -> dict[str, Any]:
     """A configuration as it was written; empty where it cannot be read."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, yaml.YAMLError, RecursionError):
+        return yaml_source.read_yaml(str(path))[0]
+    except ConfigError:
         return {}
-    return tree if isinstance(tree, dict) else {}

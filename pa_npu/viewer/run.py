@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,9 @@ class RunDirectory:
 
     def config(self) -> dict[str, Any]:
         """The resolved configuration by dotted key, without secrets."""
-        return {key: value for key, value in self._secrets().config.items() if key}
+        leaves = self._secrets().config.items()
+        # JSON has no numbers that are not finite
+        return {key: str(value) if value in (math.inf, -math.inf) or value != value else value for key, value in leaves if key}
 
     def _secrets(self) -> Secrets:
         return Secrets(read_yaml(self.directory / "config.yaml"))

@@ -70,6 +70,13 @@ def drop_key(path: Path) -> None:
     file.write_text(json.dumps(values))
 
 
+def drop_fingerprint(path: Path) -> None:
+    file = path / store.META_FILE
+    values = json.loads(file.read_text())
+    del values["model"]["fingerprint"]
+    file.write_text(json.dumps(values))
+
+
 def replace_by_list(path: Path) -> None:
     (path / store.META_FILE).write_text("[]")
 
@@ -85,6 +92,7 @@ def remove_meta(path: Path) -> None:
         (remove_shard, "__0_0.distcp is missing"),
         (truncate_meta, "pa_npu.json is damaged"),
         (drop_key, "no valid 'data'"),
+        (drop_fingerprint, "its model has no path or no fingerprint"),
         (replace_by_list, "not an object"),
         (remove_meta, "pa_npu.json cannot be read (No such file or directory)"),
     ],

@@ -112,7 +112,7 @@ def test_a_bad_run_directory_gives_one_line_and_exit_code_2(tmp_path: Path) -> N
         (tmp_path / "missing", "is not a directory"),
         (tmp_path / "empty", "has no metrics.jsonl"),
         (short, "all within the warm-up of 1"),
-        (broken, "config.yaml: cannot be read"),
+        (broken, "config.yaml:2: not valid YAML"),
     ):
         done = report(good, run)
         assert done.returncode == 2 and done.stdout == "", done

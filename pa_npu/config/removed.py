@@ -1,0 +1,16 @@
+"""Keys that earlier releases had: the key that took their place, or why there is none. A key that is removed gets a row here."""
+
+from __future__ import annotations
+
+REMOVED: dict[str, str] = {
+    "algorithm.advantage_scale": "use algorithm.advantage, whose group-std and batch-std divide",
+    "placement.master_addr": "use placement.host",
+    "placement.node_rank": "a cluster's nodes have no rank to set; use placement.cluster=ray",
+    "rollout.enforce_eager": "use rollout.graph_mode, which is its opposite",
+    "telemetry.tensorboard": "use telemetry.trackers, such as [tensorboard] or []",
+}
+
+
+def removed(key: str) -> str | None:
+    """What to do without the key, or the section, that an earlier release had; None for one that none had."""
+    return next((remedy for old, remedy in REMOVED.items() if f"{key}.".startswith(f"{old}.")), None)
