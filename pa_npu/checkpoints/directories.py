@@ -88,7 +88,7 @@ def read_meta(directory: Path) -> CheckpointMeta:
         return meta
     raise UserError(
         f"checkpoint.load: {directory} is not a complete checkpoint: {meta}; give another iteration_NNNNNN directory "
-        f"({next_older(directory)}), or checkpoint.resume=auto to continue from the newest complete one"
+        f"({next_older(directory)})"
     )
 
 

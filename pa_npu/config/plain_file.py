@@ -21,7 +21,9 @@ def open_plain(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise OSError(errno.EINVAL, "it is a Git LFS pointer, not the file itself: `git lfs pull` gets it", str(path))
+            raise OSError(
+                errno.EINVAL, "it is a Git LFS pointer, not the file itself: `git lfs pull` gets it", str(path)
+            )
         stream.seek(0)
     except BaseException:
         stream.close()

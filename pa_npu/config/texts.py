@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 from pa_npu.config.tree import ConfigTree
@@ -13,6 +14,14 @@ LONGEST_NAME_BYTES = 255  # of one part of a path, on Linux
 LONGEST_PATH_BYTES = 3800  # Linux takes 4,095; some are left for the files below run.dir
 _LONGEST_URL = 500
 _LONGEST_HOST, _LONGEST_LABEL = 253, 63  # RFC 1035, 2.3.4
+_LONGEST_NAME = 200
+_LARGEST_COUNT = 2**31 - 1
+_ANY_TEXT = frozenset({"system_prompt", "instruction", "pattern", "system", "template", "score_pattern"})
+_USERS_OWN = frozenset(
+    {"rollout.env", "rollout.extra_args", "rollout.attach", "environment.options", "data.template_options"}
+)
+_NAMES = ("telemetry.project", "telemetry.run_name", "telemetry.tags.", "data.train.", "data.question_column", "data.answer_column",
+          "reward.functions.", "reward.judge.model", "reward.code.tests", "evaluate.metric", "environment.name")  # fmt: skip
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -51,6 +60,7 @@ def broken_texts(c: ConfigTree) -> Iterator[str]:
     for tracker in set(c.telemetry.trackers):
         if c.telemetry.trackers.count(tracker) > 1:
             yield f"telemetry.trackers: {tracker} is listed twice; list each once"
+    yield from _broken_leaves(c)
     ray_host = None if c.placement.ray_address is None else c.placement.ray_address.rpartition(":")[0]
     for key, host in (("placement.host", c.placement.host), ("placement.ray_address", ray_host)):
         problem = host_problem(host) if host else None
@@ -58,8 +68,40 @@ def broken_texts(c: ConfigTree) -> Iterator[str]:
             yield f"{key}: {shown(host)} {problem}; give the address or the name of a machine"
 
 
+def _broken_leaves(c: ConfigTree) -> Iterator[str]:
+    """Names that no file, record or page could show, and counts beyond what any program counts."""
+    for key, value in _leaves(c.model_dump(), ""):
+        if isinstance(value, int) and abs(value) > _LARGEST_COUNT:
+            yield f"{key}: {shown(str(value))} is beyond any run; set it to {_LARGEST_COUNT} or less"
+        if not isinstance(value, str) or key.rpartition(".")[2] in _ANY_TEXT:
+            continue
+        if value and (not value.strip() or not value.isprintable()):
+            yield f"{key}: {shown(value)} is blank or holds line ends or control characters; write a printable text"
+        is_name = key.startswith(_NAMES) and not key.endswith(".path")
+        most = _LONGEST_NAME if is_name else LONGEST_PATH_BYTES
+        if len(value) > most:
+            yield f"{key}: {shown(value)} has {len(value)} characters; give at most {most}"
+        if is_name and ".." in value.split("/"):
+            yield f"{key}: {shown(value)} leads out of the folder that is named by it; give a name without `..`"
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Values by dotted key, but for those that are the user's to say."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if (below := f"{key}.{name}" if key else str(name)) not in _USERS_OWN:
+                yield from _leaves(inner, below)
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            yield from _leaves(inner, f"{key}.{number}")
+    else:
+        yield key, value
+
+
 def path_problem(path: str) -> str | None:
     """Why no file can have this path; None when one can."""
+    if not path.strip():
+        return "is blank"
     if any(ord(character) < 32 or ord(character) == 127 for character in path):
         return "holds control characters"
     try:

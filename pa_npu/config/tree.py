@@ -70,6 +70,15 @@ class ConfigTree(Section):
         return f"evaluate.sets.{name}" if name in self.evaluate.sets else "data.test"
 
     @property
+    def needs_answers(self) -> bool:
+        """Whether a reward may compare responses with a reference answer, so that every row of the data has to have one."""
+        judged = "{answer}" in self.reward.judge.template
+        return any(
+            function.name == "math" or ":" in function.name or (function.name == "judge" and judged)
+            for function in self.reward.functions
+        )
+
+    @property
     def ends_early(self) -> bool:
         """Whether an evaluation may end the run before schedule.iterations."""
         return self.evaluate.stop_at is not None or self.evaluate.patience is not None

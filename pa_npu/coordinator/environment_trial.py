@@ -23,6 +23,7 @@ from pa_npu.errors import ConfigError
 
 _TIME_LIMIT_S = 60.0  # importing transformers and a user's modules on a busy machine
 _LOGPROB = -0.5
+_TRIED_CALLS = 4  # of a tool, at most
 
 
 def check_environment(config: Config, prompt: Prompt | None) -> None:
@@ -40,7 +41,7 @@ def check_environment(config: Config, prompt: Prompt | None) -> None:
             "row": prompt.row,
         }
     request = {"config": config.model_dump(mode="json"), "prompt": given}
-    limit_s = _TIME_LIMIT_S + config.environment.timeout_s
+    limit_s = _TIME_LIMIT_S + _TRIED_CALLS * config.environment.timeout_s
     problem = ask(
         "pa_npu.coordinator.environment_trial",
         json.dumps(request, default=str).encode(),
@@ -79,9 +80,11 @@ async def _try(config: Config, given: dict[str, Any] | None) -> None:
             return
         prompt = Prompt(**{**given, "tokens": np.array(given["tokens"], np.int32)})
         sampling = Sampling(config.rollout.max_response_tokens, config.rollout.temperature)
+        if hasattr(environment, "trial"):
+            await environment.trial(prompt)
         policy: Any = _MadeUpPolicy(tokenizer, prompt.answer)
-        generate = GroupGenerate(policy, 0, sampling)
-        samples = await run_episode(environment, prompt, config.rollout.responses_per_prompt, generate)
+        size, generate = config.rollout.responses_per_prompt, GroupGenerate(policy, 0, sampling)
+        samples = await run_episode(environment, prompt, size, generate, sampling.max_tokens)
         check_size(config, prompt, samples)
 
 

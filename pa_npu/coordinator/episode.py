@@ -78,34 +78,46 @@ class ScoredGroup:
         return Group.of_samples(self.samples, self.rewards, values, **identity)
 
 
-async def run_episode(environment: Environment, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
+async def run_episode(
+    environment: Environment, prompt: Prompt, num_samples: int, generate: Generate, most_tokens: int | None = None
+) -> list[Sample]:
     """The samples that the environment makes of a prompt, of which num_samples are asked for.
 
+    most_tokens: of a sample behind its prompt; None sets no limit, where engines and trainers are not made for one.
     Errors of engines pass as they are; what else is raised becomes EnvironmentFailed.
     """
     try:
         samples = await environment.rollout(prompt, num_samples, generate)
     except PaNpuError:
         raise
-    except Exception as error:  # an environment is users' code
+    except (Exception, SystemExit, GeneratorExit) as error:  # an environment is users' code
         raise EnvironmentFailed(
             f"environment {type(environment).__name__}, prompt {prompt.prompt_id}: {describe(error)}; correct the environment"
         ) from error
-    _check(environment, prompt, samples)
+    _check(environment, prompt, samples, most_tokens)
     return samples
 
 
-def _check(environment: Environment, prompt: Prompt, samples: Sequence[Sample]) -> None:
+def _check(environment: Environment, prompt: Prompt, samples: Sequence[Sample], most_tokens: int | None) -> None:
     what = f"environment {type(environment).__name__}, prompt {prompt.prompt_id}"
-    if not samples or not all(isinstance(sample, Sample) for sample in samples):
-        kinds = ", ".join(sorted({type(sample).__name__ for sample in samples})) or "nothing"
-        raise EnvironmentFailed(f"{what}: must return samples, at least one, returned {kinds}; correct rollout")
+    several = isinstance(samples, Sequence)
+    if not several or not samples or not all(isinstance(sample, Sample) for sample in samples):
+        kinds = ", ".join(sorted({type(sample).__name__ for sample in samples})) if several else type(samples).__name__
+        raise EnvironmentFailed(
+            f"{what}: must return samples, at least one, returned {kinds or 'nothing'}; correct rollout"
+        )
     for number, sample in enumerate(samples):
         same_length = len(sample.tokens) == len(sample.trained) == len(sample.logprobs) == len(sample.versions)
         if not same_length or not sample.num_trained or sample.trained[0]:
             raise EnvironmentFailed(
                 f"{what}: sample {number} must have arrays of one length and trained tokens behind an untrained first one; "
                 f"put it together with SampleBuilder"
+            )
+        written = len(sample.tokens) - sample.prompt_length
+        if most_tokens is not None and written > most_tokens:
+            raise EnvironmentFailed(
+                f"{what}: sample {number} has {written} tokens behind its prompt, more than rollout.max_response_tokens = "
+                f"{most_tokens}; end it sooner"
             )
 
 

@@ -187,11 +187,11 @@ def load_tokenizer(config: Config) -> Any:
 
 def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[TrainingStream, dict[str, PromptSet]]:
     """Training stream at the position of the checkpoint, and sets of held-out prompts by name."""
-    loaded = load_training(config.data, tokenizer)
+    loaded = load_training(config.data, tokenizer, config.needs_answers)
     for prompts in loaded:
         logger.info("training on %s", prompts.summary)
     held_out = {
-        name: load_prompts(dataset, tokenizer, config.data, config.key_of_set(name))
+        name: load_prompts(dataset, tokenizer, config.data, config.key_of_set(name), 0, config.needs_answers)
         for name, dataset in config.evaluation_sets.items()
     }
     for name, prompts in held_out.items():

@@ -78,12 +78,17 @@ class PromptSet(Sequence[Prompt]):
 
 
 def load_prompts(
-    dataset: Dataset | str, tokenizer: Any, config: DataConfig, key: str = "", first_id: int = 0
+    dataset: Dataset | str,
+    tokenizer: Any,
+    config: DataConfig,
+    key: str = "",
+    first_id: int = 0,
+    needs_answer: bool = True,
 ) -> PromptSet:
     """Reads, renders and tokenizes a dataset. tokenizer: a transformers tokenizer. Raises DataError for unusable data.
 
     key: the configuration key that names it, for messages; data.train or data.test where it is one of these. first_id: prompt_id of
-    its first row.
+    its first row. needs_answer: as Columns.
     """
     key = key or ("data.test" if dataset == config.test and dataset != config.train else "data.train")
     is_training = key.startswith("data.train")
@@ -95,6 +100,7 @@ def load_prompts(
         config.answer_column,
         # data.* is about data.train: held-out questions often come from elsewhere
         optional=not is_training and not (dataset.question_column or dataset.answer_column),
+        needs_answer=needs_answer,
     )
     usual = ("train",) if is_training else ("test", "validation")
     most = config.max_rows if is_training else config.max_test_rows
@@ -132,12 +138,12 @@ def load_prompts(
     return PromptSet(path, tuple(prompts), len(records), len(too_long) - num_skipped, num_skipped)
 
 
-def load_training(config: DataConfig, tokenizer: Any) -> list[PromptSet]:
+def load_training(config: DataConfig, tokenizer: Any, needs_answer: bool = True) -> list[PromptSet]:
     """The training datasets, in the configuration's order, with prompt_ids of their own. Raises DataError."""
     found: list[PromptSet] = []
     for number, dataset in enumerate(config.datasets):
         first_id = sum(prompts.num_read for prompts in found)
-        found.append(load_prompts(dataset, tokenizer, config, config.key_of(number), first_id))
+        found.append(load_prompts(dataset, tokenizer, config, config.key_of(number), first_id, needs_answer))
     return found
 
 

@@ -31,11 +31,15 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Columns:
-    """Names that the user gives; None leaves it to the row's layout. optional: rows without them are read by their layout."""
+    """Names that the user gives; None leaves it to the row's layout. optional: rows without them are read by their layout.
+
+    needs_answer: whether a row without a reference answer is refused; rewards that run tests read none.
+    """
 
     question: str | None = None
     answer: str | None = None
     optional: bool = False
+    needs_answer: bool = True
 
 
 _BY_LAYOUT = Columns()
@@ -81,7 +85,7 @@ def _record(location: str, row: Any, columns: Columns) -> Record:
         answer, messages = messages[-1]["content"], messages[:-1]
         if not messages:
             raise DataError(f"{location}: messages hold an answer but no question; add the user's message before it")
-    return Record(location, messages, _reference(location, answer), kept)
+    return Record(location, messages, _reference(location, answer, columns.needs_answer), kept)
 
 
 def _column(location: str, row: Mapping[str, Any], key: str, name: str | None, optional: bool) -> Any:
@@ -132,7 +136,7 @@ def _messages(location: str, row: dict[str, Any], called: str | None) -> tuple[M
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
 
-def _reference(location: str, answer: Any) -> str:
+def _reference(location: str, answer: Any, needed: bool) -> str:
     """The final answer as text: what follows the last `####`, or everything."""
     if isinstance(answer, float) and not math.isfinite(answer):
         raise DataError(f"{location}: answer is {answer}, which no response can equal; correct or remove the row")
@@ -141,7 +145,7 @@ def _reference(location: str, answer: Any) -> str:
     if answer is not None and not isinstance(answer, str):
         raise DataError(f"{location}: answer is {_describe(answer)}, not a text or a number; correct the row")
     final = (answer or "").rpartition(ANSWER_MARK)[2].strip()
-    if not final:
+    if not final and needed:
         place = f" after {ANSWER_MARK}" if answer and ANSWER_MARK in answer else ""
         raise DataError(f"{location}: no answer{place}; rewards need one, so add it or remove the row")
     return final

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.errors import DataError
 
 PARQUET_MAGIC = b"PAR1"
@@ -57,10 +58,10 @@ def _file_rows(file: Path, key: str) -> Rows:
     if not file.is_file():
         raise DataError(f"{key}: {file} is a device or a pipe, not an ordinary file; name a JSONL or parquet file")
     try:
-        with file.open("rb") as stream:
+        with open_plain(file) as stream:
             magic = stream.read(len(ARROW_FILE_MAGIC))
     except OSError as error:
-        raise DataError(f"{key}: {file} cannot be read ({error.strerror}); check its permissions") from None
+        raise DataError(f"{key}: {file} cannot be read ({reason(error)}); give a file that can be") from None
     if magic.startswith(PARQUET_MAGIC):
         return _table_rows(file, "parquet", key)
     if file.suffix == ".arrow":

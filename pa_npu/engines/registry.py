@@ -38,7 +38,8 @@ class EngineKind:
     command: how to start engine `index` on `port`. Raises ConfigError when the model and the configuration cannot go together,
         UserError when the installed engine is not supported.
     client: for the engine at a URL; the integer is the size of the vocabulary, the string the API key.
-    check_keys: that the configuration asks for nothing that the kind cannot do, on any machine; raises ConfigError.
+    check_keys: that configuration and model, where that is known, ask for nothing that the kind cannot do, on any machine; raises
+        ConfigError.
     check: that the engines' interpreter can run it as configured; raises UserError.
     describe: what the engines' interpreter has, in words, and what is missing in one line, if anything is.
     served_model: the model directory that the engine at a URL was started with, asked with an API key. Raises OSError,
@@ -47,7 +48,7 @@ class EngineKind:
 
     command: Callable[[Config, ModelSpec, int, int], EngineCommand]
     client: Callable[[str, int, str | None], RolloutEngine]
-    check_keys: Callable[[Config], None]
+    check_keys: Callable[[Config, ModelSpec | None], None]
     check: Callable[[Config], None]
     describe: Callable[[Config | None], tuple[str, str | None]]
     served_model: Callable[[str, str], str]

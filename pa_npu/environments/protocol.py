@@ -66,6 +66,7 @@ class Environment(Protocol):
 
     It may have `async open()` and `async close()`, for what it needs during a run (registry.opened): a server, a pool of processes,
     a connection to another program that writes the samples. They are called once, before the first rollout and after the last.
+    It may have `async def trial(prompt)`, which is called once before a run and raises ConfigError for what it cannot work with.
     """
 
     async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:

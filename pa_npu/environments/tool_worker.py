@@ -1,7 +1,7 @@
 """The process that runs a user's tool: calls in, answers out, one JSON object per line.
 
     stdout  {"ready": true} or {"unusable": reason}      first line
-    stdin   {"call": text}        stdout  {"answer": text}, in order
+    stdin   {"call": text}        stdout  {"answer": text}, with "failure": true where it is the tool's failure, in order
 
 What the function prints goes to standard error. The process ends with its input, and its keeper kills it when its parent dies.
 """
@@ -28,15 +28,19 @@ def main() -> int:
         return 1
     _write(answers, {"ready": True})
     for line in calls:
-        _write(answers, {"answer": _answer(function, json.loads(line)["call"])})
+        _write(answers, _answer(function, json.loads(line)["call"]))
     return 0
 
 
-def _answer(function: Any, call: str) -> str:
+def _answer(function: Any, call: str) -> dict[str, Any]:
     try:
-        return str(function(call))
-    except Exception as error:  # a tool's failure is what the policy reads
-        return "error: " + " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
+        answer = function(call)
+        if isinstance(answer, (str, int, float)):
+            return {"answer": str(answer)}
+        reason = f"returned {type(answer).__name__}, not a text or a number"
+    except BaseException as error:  # a tool's failure is what the policy reads, also where it would end its process
+        reason = f"{type(error).__name__}: {error}"
+    return {"answer": "error: " + " ".join(reason.split())[:_LONGEST_REASON], "failure": True}
 
 
 def _write(answers: Any, message: dict[str, Any]) -> None:

@@ -11,6 +11,8 @@ environment.options:
     tool    "calculator" (default), or a function of your own, module:function, from the call's text to the answer's. It runs in
             a process of its own and has environment.timeout_s; its failure is its answer ("error: ...").
     call    what opens and closes a call; default ["<<", ">>"], the marks of GSM8K's calculator annotations (arXiv 2110.14168)
+    example a call that a tool of your own must answer, tried before the run; default: one of the reference answer, the question
+            and "1+1"
     answer  what opens and closes a tool's answer; default ["=", "\\n"]
 """
 
@@ -25,7 +27,7 @@ from pa_npu.environments.tool_process import Tool, ToolProcess, make_tool
 from pa_npu.errors import ConfigError
 from pa_npu.samples.types import Sample, SampleBuilder
 
-_OPTIONS = ("tool", "call", "answer")
+_OPTIONS = ("tool", "call", "answer", "example")
 
 
 class ToolEnvironment:
@@ -45,6 +47,14 @@ class ToolEnvironment:
 
     async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
         return await gather([self._sample(prompt, number, generate) for number in range(num_samples)])
+
+    async def trial(self, prompt: Prompt) -> None:
+        """Calls a tool of the user's before a run. Raises ConfigError where it answers nothing."""
+        example = self._context.options.get("example")
+        if example is not None and not isinstance(example, str):
+            raise ConfigError(f"environment.options: example must be a text, the call to try, not {example!r:.60}")
+        if isinstance(self._tool, ToolProcess):
+            await self._tool.trial([example] if example is not None else [prompt.answer, prompt.text, "1+1"])
 
     async def _sample(self, prompt: Prompt, number: int, generate: Generate) -> Sample:
         sample, text = SampleBuilder(prompt.tokens), ""

@@ -69,11 +69,15 @@ class HfCheckpoint:
                     f"{shape}; "
                     f"use a checkpoint whose config.json belongs to it"
                 )
-            if dim is None:
-                return piece[:]
-            return piece[start:stop] if dim == 0 else piece[:, start:stop]
+            values: torch.Tensor = piece[:] if dim is None else piece[start:stop] if dim == 0 else piece[:, start:stop]
         except (SafetensorError, OSError) as error:
             raise DataError(
                 f"model.path: {self._directory / file}: cannot read tensor {name} ({error}); restore the file from its "
                 "source"
             ) from error
+        if values.is_floating_point() and not torch.isfinite(values).all():
+            raise DataError(
+                f"model.path: {self._directory / file}: tensor {name} holds values that are no finite numbers; restore the file "
+                f"from its source"
+            )
+        return values

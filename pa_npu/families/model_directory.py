@@ -5,18 +5,21 @@
     check_tokenizer(spec, tokenizer)    so are all of the tokenizer's
     check_plain_files(directory)        nothing that is going to be read is a pipe, a device or absurdly large
 
-Nothing of the weights themselves is read. All raise DataError.
+Of the weights a few KiB of every tensor are read (check_values); whoever loads them sees them all. All raise DataError.
 """
 
 from __future__ import annotations
 
-import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.errors import DataError
 from pa_npu.families.config_json import read_json_object, token_ids
-from pa_npu.families.safetensors_header import StoredTensor, read_header
+from pa_npu.families.safetensors_header import StoredTensor, read_header, sample_values
 from pa_npu.families.spec import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
@@ -39,8 +42,12 @@ def check_plain_files(directory: str | Path) -> None:
                 raise DataError(
                     f"model.path: {file} cannot be read ({error.strerror}); complete the download"
                 ) from None
-            if not stat.S_ISREG(status.st_mode):
-                raise DataError(f"model.path: {file} is not a regular file; restore it from the model's source")
+            try:
+                open_plain(file).close()
+            except OSError as error:
+                raise DataError(
+                    f"model.path: {file} cannot be used ({reason(error)}); restore it from the model's source"
+                ) from None
             if status.st_size > _LARGEST_SMALL_FILE_BYTES:
                 raise DataError(
                     f"model.path: {file} has {status.st_size} bytes, more than any file of its kind; restore it from the "
@@ -99,6 +106,39 @@ def check_weights(spec: ModelSpec) -> None:
             f"from its source"
         )
     _check_tensors(spec, stored)
+    check_values(
+        spec, {name: (directory / file_of[name], stored[name]) for name in spec.hf_tensors() | _tied_head(spec, stored)}
+    )
+
+
+def _tied_head(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    """lm_head.weight of a model that has none of its own, where the files have one."""
+    name = "lm_head.weight"
+    return {name: (spec.vocab_size, spec.hidden_size)} if spec.tied and name in stored else {}
+
+
+def check_values(spec: ModelSpec, places: Mapping[str, tuple[Path, StoredTensor]]) -> None:
+    """The values at a few places of every tensor are numbers, not all zero, and a tied model's head is its embedding.
+
+    places: file and position by name.
+    """
+    remedy = "restore the file from its source"
+    samples = {name: sample_values(file, tensor) for name, (file, tensor) in places.items()}
+    for name, values in samples.items():
+        if not np.isfinite(values).all():
+            raise DataError(
+                f"model.path: {places[name][0]}: tensor {name} holds values that are no finite numbers; {remedy}"
+            )
+        if len(places[name][1].shape) > 1 and not values.any():
+            raise DataError(
+                f"model.path: {places[name][0]}: tensor {name} is all zero where it was looked at; {remedy}"
+            )
+    head, embedding = samples.get("lm_head.weight"), samples.get("model.embed_tokens.weight")
+    if spec.tied and head is not None and embedding is not None and not np.array_equal(head, embedding):
+        raise DataError(
+            f"model.path: {spec.path}: config.json says tie_word_embeddings, but lm_head.weight differs from "
+            f"model.embed_tokens.weight; set tie_word_embeddings to false, or remove lm_head.weight from the files"
+        )
 
 
 def _check_other_files(directory: Path, files: list[str]) -> None:
@@ -115,7 +155,7 @@ def _check_other_files(directory: Path, files: list[str]) -> None:
 def _check_tensors(spec: ModelSpec, stored: dict[str, StoredTensor]) -> None:
     expected = spec.hf_tensors()
     remedy = "use a complete checkpoint whose config.json belongs to it"
-    optional = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)} if spec.tied else {}
+    optional = _tied_head(spec, stored)
     for name in sorted(stored):
         if stored[name].dtype not in _TRAINABLE:
             raise DataError(

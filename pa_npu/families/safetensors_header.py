@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.errors import DataError
 
 # A header takes some 150 bytes per tensor.
 LARGEST_HEADER_BYTES = 16 * 2**20
+_PIECE_BYTES = 8192
 BYTES_OF = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 BYTES_OF |= {"U64": 8, "U32": 4, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
 
@@ -46,6 +50,24 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         return _tensors(header, 8 + length, size)
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"model.path: {file} is damaged or incomplete ({reason(error)}); copy it again") from None
+
+
+def sample_values(file: Path, tensor: StoredTensor) -> npt.NDArray[np.float64]:
+    """Values at the beginning, at two places between, and at the end of a tensor; all of a small one. Raises DataError."""
+    size = BYTES_OF[tensor.dtype]
+    steps = {(tensor.num_bytes - _PIECE_BYTES) * part // 3 // size * size for part in range(4)}
+    starts = sorted(steps) if tensor.num_bytes > 4 * _PIECE_BYTES else [0]
+    try:
+        with open_plain(file) as stream:
+            pieces = []
+            for start in starts:
+                stream.seek(tensor.begin + start)
+                pieces.append(stream.read(_PIECE_BYTES if len(starts) > 1 else tensor.num_bytes))
+    except OSError as error:
+        raise DataError(f"model.path: {file} cannot be read ({reason(error)}); copy it again") from None
+    if tensor.dtype == "BF16":  # the upper half of a float
+        return (np.frombuffer(b"".join(pieces), "<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
+    return np.frombuffer(b"".join(pieces), {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[tensor.dtype]).astype(np.float64)
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

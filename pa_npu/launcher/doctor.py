@@ -18,7 +18,7 @@ from pa_npu.config.schema import Config
 from pa_npu.engines.registry import DEFAULT_BACKEND, engine_kind
 from pa_npu.errors import PaNpuError, UserError
 from pa_npu.launcher.placement import available_cores, port_problem
-from pa_npu.launcher.run_checks import check_surroundings, resolve_device
+from pa_npu.launcher.run_checks import prepare
 from pa_npu.launcher.trainer_versions import nearest_stack, trainer_problems
 from pa_npu.platform.busy import busy_devices
 
@@ -52,8 +52,11 @@ _DEPENDENCIES = (
 )
 
 
-def doctor(config: Config | None) -> int:
-    """Print the findings, of a configuration too if one is given; 0 when a run can start, else 1."""
+def doctor(config: Config | None, device: str | None = None) -> int:
+    """Print the findings, of a configuration too if one is given; 0 when a run can start, else 1.
+
+    device: that runs are to use, of which a configuration has its own.
+    """
     print(f"pa_npu {__version__}, Python {sys.version.split()[0]} ({sys.executable})")
     print("\ndevices")
     for kind in platforms.KINDS:
@@ -86,6 +89,8 @@ def doctor(config: Config | None) -> int:
     problems += [f"cannot listen on 127.0.0.1 ({problem})"] if problem else []
     if config is not None:
         problems += _configuration(config)
+    elif device in platforms.KINDS and (reason := platforms.missing(device)):
+        problems.append(f"run.device: {device} cannot be used: {reason}")
     print()
     for line in problems:
         print(f"missing: {line}")
@@ -159,8 +164,7 @@ def _ascendc() -> str:
 def _configuration(config: Config) -> list[str]:
     """The checks a run begins with."""
     try:
-        resolved, platform = resolve_device(config)
-        findings = check_surroundings(resolved, platform)
+        findings = prepare(config)[1]
     except UserError as error:
         return [str(error)]
     print("\nconfiguration")

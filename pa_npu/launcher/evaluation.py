@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.environment_trial import check_environment
 from pa_npu.coordinator.evaluate import Evaluation, Evaluator
-from pa_npu.data.prompts import load_prompts
+from pa_npu.data.prompts import PromptSet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
 from pa_npu.engines.registry import engine_kind
@@ -20,13 +21,20 @@ from pa_npu.environments.registry import make_environment
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 from pa_npu.evaluation.results import Judged, compare, read_results, results_file, summarise, write_results
 from pa_npu.evaluation.statistics import Estimate
+from pa_npu.families.model_directory import check_tokenizer
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.placement import engine_ports
 from pa_npu.launcher.process.commands import engine_command, engine_url
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 from pa_npu.launcher.process.readiness import engine_answers
-from pa_npu.launcher.run_checks import check_engines, resolve_device
+from pa_npu.launcher.run_checks import (
+    check_engines,
+    check_held_out,
+    check_rewards,
+    load_tokenizer,
+    resolve_device,
+)
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.telemetry.record_file import say
 
@@ -45,9 +53,14 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
     config, platform = resolve_device(config)
     assert platform
     spec = ModelSpec.read(config.model.path)
+    tokenizer = load_tokenizer(config.model.path)
+    check_tokenizer(spec, tokenizer)
+    sets = {name: check_held_out(name, tokenizer, config) for name in config.evaluation_sets}
+    check_rewards(config, next(iter(sets.values()))[0])
+    check_environment(config, next(iter(sets.values()))[0])
     key = engine_key(config)
     with _engines(config, platform, key, directory) as urls:
-        found = asyncio.run(_evaluate(config, spec, urls, key))
+        found = asyncio.run(_evaluate(config, spec, urls, key, tokenizer, sets))
     file = results_file(directory, _VERSION)
     write_results(file, found.responses)
     for line in lines(found):
@@ -113,7 +126,7 @@ def _engines(config: Config, platform: Any, key: str, directory: Path) -> Iterat
         for index, port in zip(placement.engines, ports, strict=True):
             tree.launch(engine_command(config, spec, platform, placement, index, port, key))
         deadline = time.monotonic() + config.rollout.startup_timeout_s
-        say(f"starting {len(urls)} engines; their logs are in {directory / 'logs'}")
+        say(f"starting {len(urls)} engine{'s' if len(urls) > 1 else ''}; their logs are in {directory / 'logs'}")
         while not all(map(engine_answers, urls)):
             if ended := tree.ended():
                 raise PaNpuError(
@@ -139,14 +152,9 @@ class Untrained:
         return [replace(one, version=_VERSION) for one in await self._engine.generate(*arguments, **options)]
 
 
-async def _evaluate(config: Config, spec: ModelSpec, urls: Sequence[str], key: str) -> Evaluation:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    sets = {
-        name: load_prompts(dataset, tokenizer, config.data, config.key_of_set(name))
-        for name, dataset in config.evaluation_sets.items()
-    }
+async def _evaluate(
+    config: Config, spec: ModelSpec, urls: Sequence[str], key: str, tokenizer: Any, sets: Mapping[str, PromptSet]
+) -> Evaluation:
     kind = engine_kind(config.rollout.backend)
     async with AsyncExitStack() as stack:
         clients: list[Any] = [Untrained(kind.client(url, spec.vocab_size, key)) for url in urls]

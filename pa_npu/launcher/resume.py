@@ -23,8 +23,10 @@ def resolve_resume(config: Config, say: Callable[[str], None], *, restart: bool 
     directory = checkpoints_directory(config)
     found = store.newest(directory, say)
     if found is None:
-        other = config.checkpoint.load
-        say(f"no complete checkpoint in {directory}: the run starts from {other or 'the beginning'}")
+        if directory.is_dir() or restart:  # on a first run there is nothing to tell
+            say(
+                f"no complete checkpoint in {directory}: the run starts from {config.checkpoint.load or 'the beginning'}"
+            )
         return config
     say(f"the run continues from {found}")
     checkpoint = config.checkpoint.model_copy(update={"load": str(found)})

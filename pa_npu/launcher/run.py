@@ -77,7 +77,8 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
     with own_run_directory(config) as run_dir, Console(run_dir / "logs" / "launcher.log") as console:
         nodes = config.placement.nnodes
         console.say(
-            f"pa_npu {__version__}: {config.num_engines} engines and {config.trainer.devices} trainer ranks "
+            f"pa_npu {__version__}: {_counted(config.num_engines, 'engine')} and "
+            f"{_counted(config.trainer.devices, 'trainer rank')} "
             f"on {platform.name}{f', {nodes} nodes' if nodes > 1 else ''}; run directory {run_dir}"
         )
         for line in (*findings.counts, *placement_lines(findings.placements)):
@@ -101,6 +102,10 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
                     code = supervise(plan, timeline, signals)
         finish(config, run_dir, console, code, time.monotonic() - start_s)
         return code
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 @contextmanager

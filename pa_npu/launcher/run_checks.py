@@ -33,7 +33,7 @@ from pa_npu.launcher.placement import (
     settle_on_node,
     visible_devices,
 )
-from pa_npu.launcher.resume import check_checkpoint
+from pa_npu.launcher.resume import check_checkpoint, resolve_resume
 from pa_npu.launcher.run_directory import check_run_directory
 from pa_npu.launcher.tracker_checks import check_trackers
 from pa_npu.launcher.trainer_versions import trainer_problems
@@ -68,6 +68,27 @@ class Findings:
     own_memory: bool = True
     counts: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+
+def prepare(
+    config: Config,
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    forgive: bool = False,
+    device_memory_gib: float | None = None,
+) -> tuple[Config, Findings]:
+    """The configuration that would run, with device, checkpoint and places settled, and what the checks found.
+
+    The same for a run, its plan and the doctor. say: hears from which checkpoint it goes on. forgive, device_memory_gib: as
+    check_surroundings. Raises UserError at the first check that fails.
+    """
+    config = resolve_resume(config, say)
+    config, platform = resolve_device(config, forgive=forgive)
+    findings = check_surroundings(config, platform, forgive=forgive, device_memory_gib=device_memory_gib)
+    config = settle_places(config, findings)
+    if not forgive:
+        engine_key(config)
+    return config, findings
 
 
 def resolve_device(config: Config, *, forgive: bool = False) -> tuple[Config, Platform | None]:
@@ -141,7 +162,7 @@ def check_surroundings(
             findings.counts += first_prompt_lines(sample, tokenizer)
     findings.counts += check_rewards(config, sample, ask_judge=not forgive)
     check_algorithm(config.algorithm)
-    engine_kind(config.rollout.backend).check_keys(config)
+    engine_kind(config.rollout.backend).check_keys(config, findings.spec)
     backend_module(config.trainer.backend)
     if tokenizer is not None:
         check_environment(config, sample)
@@ -246,6 +267,7 @@ def check_engines(config: Config, platform: Platform) -> tuple[ModelSpec, Placem
     if config.placement.cluster != "local":
         raise ConfigError("placement.cluster: engines alone are started on this machine only; set it to local")
     spec = check_model_files(config)
+    engine_kind(config.rollout.backend).check_keys(config, spec)
     check_engine_interpreter(config)
     check_ports(config, range(config.num_engines))
     return spec, place(config, _num_devices(platform), available_cores())
@@ -281,7 +303,7 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     """Read data.train as the coordinator will."""
     from pa_npu.data.prompts import load_training
 
-    loaded = load_training(config.data, tokenizer)
+    loaded = load_training(config.data, tokenizer, config.needs_answers)
     for number, (prompts, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
         wanted = math.ceil(share * config.schedule.prompts_per_iteration)
         if len(prompts) < wanted:
@@ -298,7 +320,8 @@ def check_held_out(name: str, tokenizer: Any, config: Config) -> PromptSet:
     """Read a held-out set as the coordinator will."""
     from pa_npu.data.prompts import load_prompts
 
-    return load_prompts(config.evaluation_sets[name], tokenizer, config.data, config.key_of_set(name))
+    dataset, key = config.evaluation_sets[name], config.key_of_set(name)
+    return load_prompts(dataset, tokenizer, config.data, key, needs_answer=config.needs_answers)
 
 
 def check_rewards(config: Config, sample: Prompt | None, ask_judge: bool = True) -> list[str]:

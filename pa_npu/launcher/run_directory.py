@@ -58,7 +58,9 @@ def _check_kinds(directory: Path) -> None:
     ):
         path = directory / name
         if os.path.lexists(path) and not has_kind(path):
-            raise UserError(f"run.dir: {path} is no {kind}, which the run needs there; remove it, or choose another run.dir")
+            raise UserError(
+                f"run.dir: {path} is no {kind}, which the run needs there; remove it, or choose another run.dir"
+            )
 
 
 @contextlib.contextmanager

@@ -147,7 +147,7 @@ def call_function(function: Function, group: RewardInput) -> tuple[list[float], 
     """The group's rewards and, where the function failed, zeros and the reason in one line."""
     try:
         returned = function(group)
-    except Exception as error:  # whatever a reward function raises costs its reward, not the run
+    except BaseException as error:  # whatever a reward function raises costs its reward, not the run
         return [0.0] * len(group.responses), describe(error)
     return checked_rewards(function, group, returned)
 
@@ -156,7 +156,7 @@ def checked_rewards(function: Any, group: RewardInput, returned: Any) -> tuple[l
     """What a function has returned, as numbers; zeros and the reason where it is not one finite number per response."""
     try:
         rewards = [float(reward) for reward in returned]
-    except Exception as error:
+    except BaseException as error:
         return [0.0] * len(group.responses), describe(error)
     if len(rewards) != len(group.responses):
         reason = f"returned {len(rewards)} rewards for {len(group.responses)} responses"

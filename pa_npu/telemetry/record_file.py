@@ -107,7 +107,9 @@ class RecordFile:
     def _open(self) -> bool:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = os.open(
+                self._path, os.O_WRONLY | os.O_NONBLOCK | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
+            )
         except OSError as error:
             note_lost(self._path, error)
             return False

@@ -64,7 +64,11 @@ class RunDirectory:
         """The resolved configuration by dotted key, without secrets."""
         leaves = self._secrets().config.items()
         # JSON has no numbers that are not finite
-        return {key: str(value) if value in (math.inf, -math.inf) or value != value else value for key, value in leaves if key}
+        return {
+            key: str(value) if value in (math.inf, -math.inf) or value != value else value
+            for key, value in leaves
+            if key
+        }
 
     def _secrets(self) -> Secrets:
         return Secrets(read_yaml(self.directory / "config.yaml"))

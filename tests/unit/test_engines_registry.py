@@ -44,7 +44,7 @@ def test_a_kind_of_a_users_own_is_one_file(tmp_path, monkeypatch):
         "KIND = EngineKind(\n"
         "    command=lambda config, spec, index, port: EngineCommand(('my-server', str(port)), {'MINE': '1'}),\n"
         "    client=lambda url, vocab_size, key: None,\n"
-        "    check_keys=lambda config: None,\n"
+        "    check_keys=lambda config, spec: None,\n"
         "    check=lambda config: None,\n"
         "    describe=lambda config: ('mine', None),\n"
         "    served_model=lambda url, key: '/model',\n"

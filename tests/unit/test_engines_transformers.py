@@ -68,7 +68,7 @@ def test_the_command_starts_its_server_with_the_lengths_of_the_configuration(sub
 )
 def test_keys_that_it_would_not_read_are_refused(rollout, problem):
     with pytest.raises(ConfigError, match=rf"rollout.{problem}.*rollout.backend=vllm"):
-        engine_kind("transformers").check_keys(config(rollout))
+        engine_kind("transformers").check_keys(config(rollout), None)
 
 
 def test_an_interpreter_without_what_it_needs_is_refused(tmp_path):

@@ -93,7 +93,10 @@ def test_what_transformers_writes_passes(family: str, tied: bool, tmp_path: Path
 def test_a_tied_models_head_and_old_rotary_buffers_pass(tmp_path: Path) -> None:
     make_model(tmp_path, "llama", tied=True)
     tensors = load_file(tmp_path / SINGLE_FILE)
-    tensors |= {"lm_head.weight": torch.zeros(128, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    tensors |= {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+    }
     save_file(tensors, tmp_path / SINGLE_FILE)
     check(tmp_path)
     save_file(tensors | {"lm_head.weight": torch.zeros(127, 64)}, tmp_path / SINGLE_FILE)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from pa_npu.config.load import load_config
 from pa_npu.coordinator import environment_trial
-from pa_npu.errors import PaNpuError
+from pa_npu.errors import ConfigError, PaNpuError
 from pa_npu.launcher import trainer_versions
 from pa_npu.launcher.cli import main
 from tools import make_tiny_model
@@ -99,6 +102,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["rollout.python=/nowhere/python"], "rollout.python: /nowhere/python is not an executable"),
         (["rollout.attach=[http://127.0.0.1:9]"], "rollout.attach: http://127.0.0.1:9 does not answer as an engine"),
         (["checkpoint.load=/nowhere"], "checkpoint.load: /nowhere is not a directory"),
+        (["environment.name=tools", "environment.options.tool=no_such_module:f"], "tool no_such_module:f"),
+        (["environment.options.tool=calculator"], "environment.options: would be read by nothing"),
+        (["telemetry.tensorboard=true"], "removed in an earlier release; use telemetry.trackers"),
+        (["run.dir='  '"], "run.dir: '  ' is blank"),
         (["--nonsense"], "--nonsense: unknown option"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml: no such configuration file"),
     ],
@@ -106,11 +113,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_bad_input_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], base: list[str], overrides: list[str], expected: str
 ) -> None:
-    if "cuda" in overrides:
-        import torch
-
-        if torch.cuda.is_available():
-            pytest.skip("a CUDA device is here")
+    if "cuda" in overrides and torch.cuda.is_available():
+        pytest.skip("a CUDA device is here")
     assert expected in refused(capsys, *base, *overrides)
 
 
@@ -152,6 +156,30 @@ class Shut(SingleTurn):
     async def open(self):
         raise OSError("no server at port 9")
 
+class ReturnsNothing(SingleTurn):
+    async def rollout(self, prompt, num_samples, generate):
+        return None
+
+class ReturnsTexts(SingleTurn):
+    async def rollout(self, prompt, num_samples, generate):
+        return ["text"] * num_samples
+
+class OneText(SingleTurn):
+    async def rollout(self, prompt, num_samples, generate):
+        return "a" * num_samples
+
+class Leaves(SingleTurn):
+    async def rollout(self, prompt, num_samples, generate):
+        raise SystemExit(3)
+
+class TooLong(SingleTurn):
+    async def rollout(self, prompt, num_samples, generate):
+        from dataclasses import replace
+        import numpy as np
+        samples = await super().rollout(prompt, num_samples, generate)
+        names = ("tokens", "trained", "logprobs", "versions")
+        return [replace(s, **{n: np.concatenate([getattr(s, n)] + [getattr(s, n)[-1:]] * 99) for n in names}) for s in samples]
+
 class Unmade:
     def __init__(self):
         pass
@@ -168,6 +196,11 @@ class Ends(SingleTurn):
     [
         ("Raises", "AttributeError: 'Prompt' object has no attribute 'colour', "),
         ("TooFew", "must return samples, at least one, returned nothing"),
+        ("ReturnsNothing", "must return samples, at least one, returned NoneType"),
+        ("ReturnsTexts", "must return samples, at least one, returned str"),
+        ("OneText", "must return samples, at least one, returned str"),
+        ("Leaves", "SystemExit: 3"),
+        ("TooLong", "more than rollout.max_response_tokens = 32; end it sooner"),
         ("Unmade", "cannot be made (TypeError"),
         ("Nowhere", "cannot be imported (AttributeError"),
         ("Fine", None),
@@ -195,6 +228,153 @@ def test_an_environment_of_ones_own_is_tried_on_a_prompt(
     if refusal is not None:
         assert expected in str(refusal.value)
         assert name != "Raises" or f"{module}.py:6" in str(refusal.value)
+
+
+TOOLS = """
+import os, sys, time
+value = 3
+def good(call): return eval(call)
+def search(call):
+    if call != "SEARCH cats": raise ValueError("no search")
+    return "meow"
+def nothing(call): return None
+def listing(call): return [call]
+def two(call, more): return call
+def broken(call): return undefined
+def refuses(call): raise ConnectionError("refused")
+def leaves(call): sys.exit(0)
+def dies(call): os._exit(4)
+def blocks(call): time.sleep(99)
+def fills(call): sys.stdout.write("x" * 9); return None
+async def waits(call): return call
+class Own(BaseException): pass
+def own(call): raise Own("x")
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "expected"),
+    [
+        ("good", None),
+        ("search", "ValueError: no search"),
+        ("search SEARCH cats", None),
+        ("nothing", "returned NoneType, not a text or a number"),
+        ("listing", "returned list"),
+        ("two", "TypeError: two() missing 1 required"),
+        ("broken", "NameError: name 'undefined'"),
+        ("refuses", "ConnectionError: refused"),
+        ("leaves", "SystemExit: 0"),
+        ("dies", "the tool ended, or wrote what cannot be read"),
+        ("blocks", "no answer within 1 s"),
+        ("waits", "returned coroutine"),
+        ("own", "Own: x"),
+        ("value", "is a int, not a function"),
+        ("missing", "cannot be imported"),
+    ],
+)
+def test_a_tool_of_ones_own_is_tried_before_a_run(
+    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, expected: str | None
+) -> None:
+    (tmp_path / "my_tools.py").write_text(TOOLS)
+    monkeypatch.chdir(tmp_path)
+    name, _, example = tool.partition(" ")
+    options = [
+        f"environment.options.tool=my_tools:{name}",
+        *([f"environment.options.example='{example}'"] if example else []),
+    ]
+    config = load_config([], [*base, "environment.name=tools", "environment.timeout_s=1", *options])
+    prompt = {"prompt_id": 0, "tokens": [1, 2], "answer": "2", "text": "What is 1+1?", "row": {}}
+    with contextlib.nullcontext() if expected is None else pytest.raises(ConfigError) as refusal:
+        asyncio.run(environment_trial._try(config, prompt))
+    if refusal is not None:
+        assert f"environment.options: tool my_tools:{name}" in str(refusal.value) and expected in str(refusal.value)
+
+
+def test_a_model_without_values_is_named(
+    capsys: pytest.CaptureFixture[str], base: list[str], tiny: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    subprocess.run(["cp", "-r", tiny / "model", model], check=True)
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    broken = {
+        f"tensor {name} holds values that are no finite numbers": {name: torch.full_like(tensors[name], torch.nan)},
+        f"tensor {name} is all zero": {name: torch.zeros_like(tensors[name])},
+    }
+    for expected, changed in broken.items():
+        save_file(tensors | changed, model / "model.safetensors")
+        assert expected in refused(capsys, *base, f"model.path={model}")
+    config = json.loads((model / "config.json").read_text())
+    embedding = tensors["model.embed_tokens.weight"]
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    save_file(tensors | {"lm_head.weight": embedding + 1}, model / "model.safetensors")
+    assert "says tie_word_embeddings, but lm_head.weight differs" in refused(capsys, *base, f"model.path={model}")
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, model / "model.safetensors")
+    assert main(["plan", *base, f"model.path={model}"]) == 0, "a head that is the embedding is none of its own"
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "train.jsonl"])
+def test_a_git_lfs_pointer_is_called_one(
+    capsys: pytest.CaptureFixture[str], base: list[str], tiny: Path, tmp_path: Path, name: str
+) -> None:
+    subprocess.run(["cp", "-r", tiny / "model", tmp_path / "model"], check=True)
+    file = tmp_path / ("train.jsonl" if name == "train.jsonl" else f"model/{name}")
+    file.write_text(POINTER)
+    keys = [f"data.train={file}"] if name == "train.jsonl" else [f"model.path={tmp_path / 'model'}"]
+    text = refused(capsys, *base, *keys)
+    assert "Git LFS pointer" in text and "git lfs pull" in text and str(file) in text
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        (".lock", Path.mkdir),
+        ("logs", Path.touch),
+        ("api_key", Path.mkdir),
+        ("checkpoints", Path.touch),
+        ("logs", os.mkfifo),
+    ],
+)
+def test_what_stands_in_the_way_in_the_run_directory_is_named(
+    capsys: pytest.CaptureFixture[str], base: list[str], tmp_path: Path, name: str, make: Callable[[Path], object]
+) -> None:
+    (tmp_path / "run").mkdir()
+    make(tmp_path / "run" / name)
+    assert f"run.dir: {tmp_path / 'run' / name} is no " in refused(capsys, *base)
+
+
+def test_plan_doctor_and_run_refuse_a_head_size_that_engines_cannot_compute(
+    capsys: pytest.CaptureFixture[str], base: list[str], tiny: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    arguments = [
+        "--out",
+        str(tmp_path),
+        "--random",
+        "--hidden",
+        "48",
+        "--train-questions",
+        "16",
+        "--test-questions",
+        "4",
+    ]
+    assert make_tiny_model.main(arguments) == 0
+    head = json.loads((model / "config.json").read_text())
+    size = head.get("head_dim") or head["hidden_size"] // head["num_attention_heads"]
+    expected = f"head_dim {size} is not one that vLLM's CPU attention supports"
+    for command in ("run", "plan", "doctor"):
+        capsys.readouterr()
+        code = main([command, *base, f"model.path={model}"])
+        assert code and expected in "".join(capsys.readouterr()), command
+
+
+def test_doctor_of_a_device_that_is_not_here_says_that_no_run_can_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "npu"]) == 1
+    out = capsys.readouterr().out
+    assert "missing: run.device: npu cannot be used" in out and "a run can start" not in out
 
 
 def test_an_environment_that_ends_its_process_is_refused_before_the_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 
 from pa_npu.config import Config, dump_config, load_config
 from pa_npu.config.help import keys_help
-from pa_npu.config.keys import all_keys
+from pa_npu.config.keys import all_keys, find_annotation
+from pa_npu.config.removed import REMOVED
+from pa_npu.config.rules.unread import CONDITIONS, value_and_default
 from pa_npu.errors import ConfigError
 
 BASE = """\
@@ -23,6 +26,8 @@ optimizer:
 rollout:
   engines: 2
 """
+BARE = ["model.path=m", "data.train=t"]
+SMALL = load_config([], BARE)
 
 
 @pytest.fixture
@@ -126,6 +131,115 @@ def test_a_mistake_on_the_command_line_says_so(base: str, override: str, expecte
     text = message([base], override)
     assert expected in text
     assert "command line" in text
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_names_what_took_its_place(base: str, key: str) -> None:
+    text = message([base], f"{key}=1")
+    assert text == f"command line: {key}: removed in an earlier release; {REMOVED[key]}"
+    successors = [known.name for known in all_keys() if known.name in text]
+    assert successors and key not in {known.name for known in all_keys()}, "a row names a key that exists"
+
+
+OTHER_VALUES = {
+    "data.template_options": "{enable_thinking: true}",
+    "environment.options": "{tool: calculator}",
+    "reward.judge": "{model: m}",
+    "reward.code": "{tests: t}",
+    "algorithm.importance_floor": "0.1",
+    "telemetry.project": "a",
+    "telemetry.tags": "[a]",
+    "telemetry.profile_ranks": "[1]",
+    "rollout.key_file": "k",
+    "placement.ray_address": "h:1",
+}
+# What makes a key unread where the default does not.
+BESIDE = {
+    "run.restart_window_s": ["run.restarts=0"],
+    "rollout.restart_window_s": ["rollout.restarts=0"],
+    "data.template_options": ["data.chat_template=never"],
+    "algorithm.ratio": ["algorithm.loss=reinforce"],
+    "algorithm.clip_low": ["algorithm.loss=reinforce"],
+    "algorithm.clip_high": ["algorithm.loss=reinforce"],
+    "algorithm.dual_clip": ["algorithm.loss=reinforce"],
+    "algorithm.delta": ["algorithm.loss=reinforce"],
+    "algorithm.aggregation": ["algorithm.loss=dpo", "algorithm.kl_coef=0"],
+    "publish.probe_tolerance": ["publish.probe_tokens=0"],
+    "publish.false_stop_rate": ["publish.noise_margin=null"],
+    "buffer.shards": ["buffer.backend=transfer_queue"],
+    **{
+        f"telemetry.{name}": ["telemetry.trackers=[]"]
+        for name in ("tracker_python", "project", "run_name", "tags", "metric_names", "offline", "tracker_timeout_s")
+    },
+}
+CONDITIONAL = dict.fromkeys(key for condition in CONDITIONS for key in condition.keys.split())
+
+
+def another_value(key: str) -> str:
+    if key in OTHER_VALUES:
+        return OTHER_VALUES[key]
+    annotation, default = find_annotation(tuple(key.split("."))), value_and_default(SMALL, key)[1]
+    choices = [value for part in (annotation, *get_args(annotation)) for value in get_args(part) if value != default]
+    if isinstance(default, bool):
+        return str(not default).lower()
+    if isinstance(default, (int, float)):
+        return str(default * 0.5 if isinstance(default, float) and default else default + 1)
+    texts = [value for value in choices if isinstance(value, str)]
+    numbers = {int: "2", float: "1.5", str: "a"}
+    return texts[0] if texts else next(numbers[kind] for kind in get_args(annotation) if kind in numbers)
+
+
+@pytest.mark.parametrize("key", CONDITIONAL)
+def test_a_key_that_nothing_reads_under_this_configuration_is_refused(key: str) -> None:
+    given = [*BARE, *BESIDE.get(key, []), f"{key}={another_value(key)}"]
+    text = message([], *given)
+    assert f"{key}: " in text and ("would be read by nothing" in text or "schedule.max_staleness" in text), text
+
+
+def test_fields_of_one_reward_are_not_taken_by_another() -> None:
+    assert "reward.functions.0.pattern: is read by format, not by math" in message(
+        [], *BARE, "reward.functions=[{name: math, pattern: x}]"
+    )
+
+
+LONG = "a" * 5000
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.dir='  '", "run.dir: '  ' is blank"),
+        ("model.path=' '", "model.path: ' ' is blank"),
+        ("checkpoint.load=' '", "checkpoint.load: ' ' is blank"),
+        ('telemetry.project="a\\nb"', "telemetry.project: 'a\\nb' is blank or holds line ends"),
+        ('telemetry.tags=["a\\nb"]', "telemetry.tags.0: 'a\\nb' is blank or holds"),
+        (f"telemetry.run_name={LONG}", "has 5000 characters; give at most 200"),
+        ("telemetry.run_name=../../etc", "leads out of the folder"),
+        ("data.train=[{path: t, name: ../x}]", "data.train.0.name: '../x' leads out"),
+        (f"data.train=[{{path: t, name: {LONG}}}]", "data.train.0.name: "),
+        (f"data.question_column={LONG}", "data.question_column: "),
+        (f"environment.name=m:{LONG}", "environment.name: "),
+        (f"reward.functions=[{{name: 'm:{LONG}'}}]", "reward.functions.0.name: "),
+        ("evaluate.sets={'..': t}", "evaluate.sets: '..' is no name of a set"),
+        (f"evaluate.sets={{{'a' * 65}: t}}", "is no name of a set"),
+        ("evaluate.sets={a/b: t}", "is no name of a set"),
+        ("schedule.iterations=9223372036854775808", "schedule.iterations: '9223372036854775808' is beyond any run"),
+        ("microbatch.max_tokens=99999999999", "microbatch.max_tokens: '99999999999' is beyond any run"),
+        ("telemetry.samples_per_iteration=2147483648", "telemetry.samples_per_iteration: "),
+    ],
+)
+def test_names_and_counts_that_no_run_can_have_are_refused(override: str, expected: str) -> None:
+    assert expected in message([], *(given for given in BARE if not override.startswith(given[:9])), override)
+
+
+def test_usual_names_texts_and_paths_are_accepted() -> None:
+    """A control."""
+    config = load_config(
+        [],
+        ["model.path=../m", "data.train=[{path: ../d/t.jsonl, name: gsm8k}, {path: u}]", "data.system_prompt=\"a\\nb\"",
+         "telemetry.run_name=a/b", "data.test=t", "evaluate.sets={a.b-c_d: ../t}", "schedule.iterations=2147483647"],
+    )  # fmt: skip
+    assert config.data.system_prompt == "a\nb"
 
 
 def test_first_error_only_with_the_count_of_the_others(base: str) -> None:

@@ -47,12 +47,32 @@ def test_a_model_is_evaluated_and_compared_by_question(
     assert sum(" +0.000 (-0.500 to +0.500) against " in line for line in shown) == 5
 
 
+def test_questions_are_read_before_engines_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pa_npu.launcher.evaluation._engines", lambda *_: pytest.fail("engines were started"))
+    write_model(tmp_path / "model")
+    (tmp_path / "a.jsonl").write_text('{"question": "w3 w4", "answer": "1"}\n{"question": ')
+    command = ["evaluate", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "run.device=cpu"]
+    assert main([*command, "--data", f"a={tmp_path / 'a.jsonl'}"]) == 2
+    assert "a.jsonl:2: not valid JSON" in capsys.readouterr().err
+    assert main([*command, "--data", f"a={tmp_path / 'b.jsonl'}"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --data a: {tmp_path / 'b.jsonl'} does not exist")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--model", "m", "--data", "x.jsonl"], "is not NAME=FILE"),
-        (["--model", "m", "--data", "a b=x.jsonl"], "evaluate"),
+        (["--model", "m", "--data", "a b=x.jsonl"], "--data: 'a b' is no name of a set"),
         (["--model", "m", "--data", "a=x.jsonl", "--frobnicate"], "unknown option"),
+        (["--model", "m", "--data", "a=x.jsonl", "--data", "a=y.jsonl"], "a set is called a already"),
+        (["--model", "/nowhere/m", "--data", "a=x.jsonl"], "error: --model: /nowhere/m is not a directory"),
+        (["--model", "m", "--data", "a=x.jsonl", "--output", " "], "--output: ' ' is blank"),
+        (
+            ["--checkpoint", "/nowhere", "--data", "a=x.jsonl"],
+            "error: --checkpoint: /nowhere is not a complete checkpoint",
+        ),
         (["--model", "m"], "--data NAME=FILE is needed"),
         (["--results", "none.parquet"], "holds no results"),
         (["--results", "a.parquet", "evaluate.samples=4"], "would be read by nothing"),

@@ -29,7 +29,14 @@ def _directory(path: Path) -> None:
 
 
 def _content(text: str) -> Callable[[Path], None]:
-    return lambda path: path.write_text(text) and None
+    def write(path: Path) -> None:
+        path.write_text(text)
+
+    return write
+
+
+def _bytes(path: Path) -> None:
+    path.write_bytes(bytes(range(256)) * 9)
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
@@ -40,7 +47,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "a link to nothing": lambda path: path.symlink_to("/nowhere"),
     "a link to itself": lambda path: path.symlink_to(path),
     "a Git LFS pointer": _content(LFS),
-    "bytes": lambda path: path.write_bytes(bytes(range(256)) * 9) and None,
+    "bytes": _bytes,
     "nesting": _content("[" * 100_000),
     "a list": _content("[1, 2]\n"),
     "a text": _content('"text"\n'),
@@ -58,7 +65,12 @@ KINDS: dict[str, Callable[[Path], None]] = {
 FILES = (
     ("metrics.jsonl",),
     ("config.yaml", "evaluations.jsonl", "samples.jsonl", "runs_on.json", "logs", "timeline", "samples"),
-    ("logs/coordinator.log", "timeline/coordinator.jsonl", "timeline/launcher.jsonl", "samples/iteration_000000.parquet"),
+    (
+        "logs/coordinator.log",
+        "timeline/coordinator.jsonl",
+        "timeline/launcher.jsonl",
+        "samples/iteration_000000.parquet",
+    ),
 )
 
 
@@ -141,7 +153,10 @@ def test_a_working_directory_that_is_gone_is_named(tmp_path: Path) -> None:
     for command in (["plan", "model.path=m", "data.train=t"], ["report", "x"]):
         done = subprocess.run(
             [sys.executable, "-c", script, str(tmp_path / "gone"), *command],
-            **{"capture_output": True, "text": True, "timeout": 100, "env": {**os.environ, "PYTHONPATH": root}},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**os.environ, "PYTHONPATH": root},
         )
         assert done.returncode == 2 and "Traceback" not in done.stderr, (command, done.stderr)
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, (command, done.stderr)

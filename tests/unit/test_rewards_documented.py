@@ -11,9 +11,12 @@ import pytest
 
 from pa_npu.config.load import load_config
 from pa_npu.config.sections import RewardConfig, RewardFunction
+from pa_npu.data.prompts import load_training
+from pa_npu.errors import DataError
 from pa_npu.rewards.pool import RewardPool, check_reward_functions
 from pa_npu.rewards.types import RewardInput
 from tests.helpers.fake_judge import Answer, fake_judge
+from tools.make_tiny_model import make_tokenizer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 
@@ -26,6 +29,21 @@ def config(directory: Path, text: str, *overrides: str) -> Any:
     file = directory / "documented.yaml"
     file.write_text(text)
     return load_config([str(file)], ["model.path=m", "data.train=d.jsonl", *overrides])
+
+
+def test_the_data_of_the_page_are_read_as_a_run_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = next(block for block in blocks("yaml") if "code:" in block)
+    (tmp_path / "problems.jsonl").write_text(next(block for block in blocks("json") if "tests" in block))
+    (tmp_path / "documented.yaml").write_text(text)
+    given = load_config([str(tmp_path / "documented.yaml")], ["model.path=m"])
+    (prompts,) = load_training(given.data, make_tokenizer(), given.needs_answers)
+    assert [len(prompt.row["tests"]) for prompt in prompts] == [2, 2]
+    compared = load_config(
+        [str(tmp_path / "documented.yaml")], ["model.path=m", "reward.functions=[{name: code}, {name: math}]"]
+    )
+    with pytest.raises(DataError, match="no answer; rewards need one"):
+        load_training(compared.data, make_tokenizer(), compared.needs_answers)
 
 
 async def test_the_judge_of_the_page_reads_a_column_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

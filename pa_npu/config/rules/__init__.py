@@ -15,6 +15,7 @@ from pa_npu.config.rules.rewards import broken_rewards
 from pa_npu.config.rules.single_engines import broken_single_engines
 from pa_npu.config.rules.staleness import broken_staleness
 from pa_npu.config.rules.training import broken_shards, broken_training
+from pa_npu.config.rules.unread import broken_unread
 from pa_npu.config.texts import broken_texts
 from pa_npu.config.tree import ConfigTree
 
@@ -27,6 +28,7 @@ def broken_rules(c: ConfigTree) -> Iterator[str]:
     if shards:
         yield from shards
         return  # the others divide by the number of replicas
+    yield from broken_unread(c)
     yield from broken_data(c)
     yield from broken_staleness(c)
     yield from broken_training(c)

@@ -1,11 +1,10 @@
-"""Rules for the algorithm: what loss, advantages and corrections need of each other, and keys that nothing would read."""
+"""Rules for the algorithm: what loss, advantages and corrections need of each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from pa_npu.config.presets import PRESETS
-from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.config.tree import ConfigTree
 
 # Log-probs of a model in bf16 against the same one in fp32: differences of 0.005 to 0.01 (tests/unit/test_backends_frozen.py).
@@ -48,7 +47,6 @@ def broken_algorithm(c: ConfigTree) -> Iterator[str]:
             f"{c.microbatch_responses} of {r.responses_per_prompt}; remove microbatch.responses, or set kl_in to loss"
         )
     yield from _broken_preference(c)
-    yield from _unread_keys(c.algorithm)
     if c.algorithm.dual_clip is not None and c.algorithm.delta is not None:
         yield (
             f"algorithm.delta: {c.algorithm.delta} with algorithm.dual_clip = {c.algorithm.dual_clip}: both bound the loss of "
@@ -91,31 +89,6 @@ def _broken_preference(c: ConfigTree) -> Iterator[str]:
             f"{what} prefers one response to another whoever sampled them, so that algorithm.importance_sampling="
             f"{a.importance_sampling} has nothing to correct; set it to none"
         )
-
-
-def _unread_keys(a: AlgorithmConfig) -> Iterator[str]:
-    """Keys that were changed and do nothing with the others as they are; a preset's own values stand for when they do."""
-    preset = PRESETS[a.name].algorithm if a.name else {}
-    has_ratio = a.loss not in ("reinforce", "dpo")
-    weighs = a.importance_sampling != "none"
-    two_sided = a.loss not in ("cispo", "reinforce", "dpo")
-    for key, is_read, remedy in (
-        ("kl_in", a.kl_coef > 0, "set algorithm.kl_coef"),
-        ("kl_estimator", a.kl_coef > 0, "set algorithm.kl_coef"),
-        ("importance_cap", weighs, "set algorithm.importance_sampling to token or sequence"),
-        ("importance_rule", weighs, "set algorithm.importance_sampling to token or sequence"),
-        ("importance_floor", weighs and a.importance_rule == "mask", "set algorithm.importance_rule to mask"),
-        ("ratio", has_ratio, "take an algorithm.loss with a ratio"),
-        ("clip_low", has_ratio, "take an algorithm.loss with a ratio to clip"),
-        ("clip_high", has_ratio, "take an algorithm.loss with a ratio to clip"),
-        ("dual_clip", two_sided, "set algorithm.loss to clip or gspo"),
-        ("delta", two_sided, "set algorithm.loss to clip or gspo"),
-        ("dpo_beta", a.loss == "dpo", "set algorithm.loss to dpo"),
-        ("aggregation", a.loss != "dpo", "take an algorithm.loss of tokens"),
-    ):
-        value = getattr(a, key)
-        if not is_read and value not in (AlgorithmConfig.model_fields[key].default, preset.get(key)):
-            yield f"algorithm.{key}: {value} would be read by nothing; {remedy}, or remove the key"
 
 
 def of_preset(c: ConfigTree, key: str, section: str = "algorithm") -> str:

@@ -46,21 +46,7 @@ def broken_data(c: ConfigTree) -> Iterator[str]:
         )
     for option in sorted(_RESERVED & set(data.template_options)):
         yield f"data.template_options: {option} says how a template is rendered and is no variable of it; remove it"
-    if data.template_options and data.chat_template == "never":
-        yield (
-            "data.template_options: would be read by nothing with data.chat_template=never; remove it, or set chat_template to "
-            "auto"
-        )
-    if data.max_test_rows is not None and not c.evaluation_sets:
-        yield (
-            f"data.max_test_rows: {data.max_test_rows}: there are no held-out sets; set data.test or evaluate.sets, or remove the "
-            f"key"
-        )
-    if data.skip == "none":
-        for key, value in (("skip_after", data.skip_after != 1), ("skip_epochs", data.skip_epochs is not None)):
-            if value:
-                yield f"data.{key}: would be read by nothing with data.skip=none; set skip, or remove the key"
-    elif c.interrupts:
+    if data.skip != "none" and c.interrupts:
         yield (
             f"data.skip: {data.skip} with schedule.on_publish=continue: which prompts are known to be right or wrong when the next "
             f"are chosen would depend on the clock; set skip to none, or on_publish to finish"

@@ -30,8 +30,6 @@ def broken_engines(c: ConfigTree) -> Iterator[str]:
             f"never wait for rollouts, which is when engines on their devices work; set one of them to 0"
         )
     through = c.publish.shared_through
-    if through != "auto" and not c.num_shared_engines:
-        yield f"publish.shared_through: {through} is for engines on the trainers' devices, of which there are none; remove the key"
     if through == "handles" and c.placement.nnodes > 1:
         yield (
             f"publish.shared_through: handles are for one machine, and placement.nnodes = {c.placement.nnodes}; set it to auto or "
@@ -42,8 +40,6 @@ def broken_engines(c: ConfigTree) -> Iterator[str]:
             f"rollout.shared_engines: {r.shared_engines} engines of {r.tensor_parallel} devices (rollout.tensor_parallel) are more "
             f"than the {t.devices} trainer devices; set it to at most {t.devices // r.tensor_parallel}"
         )
-    if r.key_file and not r.attach:
-        yield "rollout.key_file: only attached engines have a key already (rollout.attach); remove the key"
     if r.window != "auto" and r.window < r.responses_per_prompt:
         yield (
             f"rollout.window: {r.window} sequences cannot hold one group of rollout.responses_per_prompt = "

@@ -40,7 +40,7 @@ def _evaluation_rules(c: ConfigTree) -> Iterator[str]:
     if "test" in e.sets and c.data.test:
         yield "evaluate.sets: test is the name of data.test; choose another"
     for name in e.sets:
-        if not _SET_NAME.fullmatch(name):
+        if not _SET_NAME.fullmatch(name) or not name.strip("."):
             yield f"evaluate.sets: {name!r} is no name of a set; use letters, digits, dots, dashes and underlines"
     if c.evaluation_sets and not e.greedy and not e.samples:
         yield "evaluate.greedy: without greedy answers evaluate.samples must be at least 1; set one of them"

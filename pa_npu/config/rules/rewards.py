@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pa_npu.config.sections import CodeConfig, JudgeConfig
+from pa_npu.config.sections import JudgeConfig
 from pa_npu.config.texts import shown, url_problem
 from pa_npu.config.tree import ConfigTree
 
@@ -20,10 +20,6 @@ def broken_rewards(c: ConfigTree) -> Iterator[str]:
             yield f"reward.functions: {name} is listed twice, and there is one reward.{name}; list it once"
     if "judge" in names:
         yield from _broken_judge(c.reward.judge)
-    elif c.reward.judge != JudgeConfig():
-        yield "reward.judge: would be read by nothing; add {name: judge} to reward.functions, or remove its keys"
-    if "code" not in names and c.reward.code != CodeConfig():
-        yield "reward.code: would be read by nothing; add {name: code} to reward.functions, or remove its keys"
 
 
 def _broken_judge(j: JudgeConfig) -> Iterator[str]:

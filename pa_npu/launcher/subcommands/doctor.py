@@ -15,4 +15,4 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from pa_npu.launcher.doctor import doctor
 
-    return doctor(configuration.read(options, rest) if configuration.is_given(options, rest) else None)
+    return doctor(configuration.read(options, rest) if configuration.is_given(options, rest) else None, options.device)

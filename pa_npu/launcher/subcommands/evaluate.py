@@ -8,6 +8,17 @@ from collections.abc import Sequence
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
+from pa_npu.launcher.subcommands import configuration
+
+# What stands for a key here.
+_OWN_NAMES = {
+    "checkpoint.load": "--checkpoint",
+    "data.train": "--data",
+    "evaluate.sets.": "--data ",
+    "evaluate.sets": "--data",
+    "model.path": "--model",
+    "run.dir": "--output",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +53,8 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     config = _config(options, rest)
     from pa_npu.launcher.evaluation import evaluate
 
-    return evaluate(config, options.checkpoint, options.compare)
+    with configuration.called(_OWN_NAMES):
+        return evaluate(config, options.checkpoint, options.compare)
 
 
 def _config(options: argparse.Namespace, rest: Sequence[str]) -> Config:
@@ -51,14 +63,17 @@ def _config(options: argparse.Namespace, rest: Sequence[str]) -> Config:
             raise UserError(f"command line: {argument}: unknown option; see --help")
     if not options.data:
         raise UserError("command line: --data NAME=FILE is needed, as in --data gsm8k=data/gsm8k/test.jsonl")
-    sets = []
+    sets: list[tuple[str, str]] = []
     for text in options.data:
         name, separator, file = text.partition("=")
         if not separator or not name or not file:
             raise UserError(f"command line: --data {text}: is not NAME=FILE, as in gsm8k=data/gsm8k/test.jsonl")
+        if name in (other for other, _ in sets):
+            raise UserError(f"command line: --data {text}: a set is called {name} already; give each a name of its own")
         sets.append((name, file))
     given = [*options.overrides, *rest, *([f"run.device={options.device}"] if options.device else [])]
     given += [f"run.dir={options.output}", f"data.train={sets[0][1]}"]  # a configuration needs one; it is not read
     given += [f"evaluate.sets.{name}={file}" for name, file in sets]
     given += [f"model.path={options.model or f'{options.output}/model'}"]
-    return load_config(options.config, given)
+    with configuration.called(_OWN_NAMES):
+        return load_config(options.config, given)

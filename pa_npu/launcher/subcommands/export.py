@@ -19,6 +19,7 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     configuration.refuse(rest)
     from pa_npu.backends.registry import export_checkpoint
 
-    export_checkpoint(Path(options.checkpoint), Path(options.output), options.model)
+    with configuration.called({"checkpoint.load": "--checkpoint", "model.path": "--model"}):
+        export_checkpoint(Path(options.checkpoint), Path(options.output), options.model)
     print(f"wrote {options.output}")
     return 0

@@ -43,16 +43,14 @@ def show(options: argparse.Namespace, rest: Sequence[str], full: bool = False) -
     What this machine merely lacks becomes a note, so that a cluster's run can be planned.
     """
     from pa_npu.launcher.placement import placement_lines
-    from pa_npu.launcher.resume import resolve_resume
-    from pa_npu.launcher.run_checks import check_surroundings, resolve_device, settle_places
+    from pa_npu.launcher.run_checks import prepare
     from pa_npu.planning.plan_text import derived_lines
 
     given = configuration.read(options, rest)
     memory_gib = configuration.memory_gib(options.device_memory_gib)
-    config = resolve_resume(given, lambda line: print(line, file=sys.stderr))
-    config, platform = resolve_device(config, forgive=True)
-    findings = check_surroundings(config, platform, forgive=True, device_memory_gib=memory_gib)
-    config = settle_places(config, findings)
+    config, findings = prepare(
+        given, lambda line: print(line, file=sys.stderr), forgive=True, device_memory_gib=memory_gib
+    )
     placement = placement_lines(findings.placements) if findings.placements else []
     lines = [
         *derived_lines(config, findings.spec, findings.device_bytes, findings.own_memory),

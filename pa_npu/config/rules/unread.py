@@ -1,0 +1,147 @@
+"""Keys that are set though nothing reads them with the others as they are: a table of what each needs to be read.
+
+A key with its default, or with the value of algorithm.name's preset, counts as not set: the resolved configuration that a run
+writes has every key. What depends on the device or on attached engines is not here, since one file serves several of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pa_npu.config.presets import PRESETS
+from pa_npu.config.tree import ConfigTree
+
+
+@dataclass(frozen=True)
+class Condition:
+    """keys: dotted, or a section's name for all of it. read: whether they are. remedy: what would let them be."""
+
+    keys: str
+    read: Callable[[ConfigTree], bool]
+    remedy: str
+
+
+def _weighs(c: ConfigTree) -> bool:
+    return c.algorithm.importance_sampling != "none"
+
+
+def _has_function(name: str) -> Callable[[ConfigTree], bool]:
+    return lambda c: any(function.name == name for function in c.reward.functions)
+
+
+CONDITIONS: tuple[Condition, ...] = (
+    Condition("run.restart_window_s", lambda c: c.run.restarts > 0, "set run.restarts above 0"),
+    Condition("data.skip_after data.skip_epochs", lambda c: c.data.skip != "none", "set data.skip"),
+    Condition(
+        "data.template_options",
+        lambda c: c.data.chat_template != "never",
+        "set data.chat_template to another than never",
+    ),
+    Condition(
+        "data.max_test_rows schedule.evaluate_every evaluate.greedy evaluate.samples evaluate.temperature evaluate.top_p "
+        "evaluate.max_response_tokens evaluate.overlap",
+        lambda c: bool(c.evaluation_sets),
+        "there are no held-out sets, set data.test or evaluate.sets",
+    ),
+    Condition("evaluate.temperature evaluate.top_p", lambda c: c.evaluate.samples > 0, "set evaluate.samples above 0"),
+    Condition(
+        "rollout.key_file",
+        lambda c: bool(c.rollout.attach),
+        "only attached engines have a key already (rollout.attach)",
+    ),
+    Condition("rollout.restart_window_s", lambda c: c.rollout.restarts > 0, "set rollout.restarts above 0"),
+    Condition(
+        "publish.shared_through rollout.shared_memory_fraction",
+        lambda c: c.num_shared_engines > 0,
+        "it is for engines on the trainers' devices (rollout.shared_engines, placement.colocate), of which there are none",
+    ),
+    Condition(
+        "environment.options environment.max_turns environment.timeout_s",
+        lambda c: c.environment.name != "single_turn",
+        "set environment.name to another than single_turn",
+    ),
+    Condition("reward.judge", _has_function("judge"), "add {name: judge} to reward.functions"),
+    Condition("reward.code", _has_function("code"), "add {name: code} to reward.functions"),
+    Condition("algorithm.kl_in algorithm.kl_estimator", lambda c: c.algorithm.kl_coef > 0, "set algorithm.kl_coef"),
+    Condition(
+        "algorithm.importance_cap algorithm.importance_rule",
+        _weighs,
+        "set algorithm.importance_sampling to token or sequence",
+    ),
+    Condition(
+        "algorithm.importance_floor",
+        lambda c: _weighs(c) and c.algorithm.importance_rule == "mask",
+        "set algorithm.importance_rule to mask",
+    ),
+    Condition(
+        "algorithm.ratio algorithm.clip_low algorithm.clip_high",
+        lambda c: c.algorithm.loss not in ("reinforce", "dpo"),
+        "take an algorithm.loss with a ratio to clip",
+    ),
+    Condition(
+        "algorithm.dual_clip algorithm.delta",
+        lambda c: c.algorithm.loss not in ("cispo", "reinforce", "dpo"),
+        "set algorithm.loss to clip or gspo",
+    ),
+    Condition("algorithm.dpo_beta", lambda c: c.algorithm.loss == "dpo", "set algorithm.loss to dpo"),
+    Condition("algorithm.aggregation", lambda c: c.algorithm.loss != "dpo", "take an algorithm.loss of tokens"),
+    Condition(
+        "schedule.dynamic_sampling_limit", lambda c: c.schedule.dynamic_sampling, "set schedule.dynamic_sampling=true"
+    ),
+    Condition("publish.divergence", lambda c: c.publish.when == "divergence", "set publish.when=divergence"),
+    Condition("publish.probe_tolerance", lambda c: c.publish.probe_tokens > 0, "set publish.probe_tokens above 0"),
+    Condition("publish.false_stop_rate", lambda c: c.publish.noise_margin is not None, "set publish.noise_margin"),
+    Condition("buffer.shards", lambda c: c.buffer.backend == "store", "set buffer.backend=store"),
+    Condition(
+        "buffer.timeout_s",
+        lambda c: c.has_shards or c.buffer.backend != "store",
+        "set buffer.shards=node, or buffer.backend=transfer_queue",
+    ),
+    Condition("optimizer.min_learning_rate", lambda c: c.optimizer.decay != "constant", "set optimizer.decay"),
+    Condition(
+        "telemetry.tracker_python telemetry.project telemetry.run_name telemetry.tags telemetry.metric_names telemetry.offline "
+        "telemetry.tracker_timeout_s",
+        lambda c: bool(c.telemetry.trackers),
+        "name a tracker in telemetry.trackers",
+    ),
+    Condition(
+        "telemetry.profile_ranks", lambda c: bool(c.telemetry.profile_iterations), "set telemetry.profile_iterations"
+    ),
+    Condition(
+        "placement.ray_address placement.join_timeout_s placement.node_timeout_s",
+        lambda c: c.placement.cluster == "ray",
+        "set placement.cluster=ray",
+    ),
+)
+_OF_FUNCTIONS = {"pattern": "format", "max_tokens": "overlong", "buffer_tokens": "overlong"}
+
+
+def broken_unread(c: ConfigTree) -> Iterator[str]:
+    """One line per key that is set and read by nothing."""
+    preset = PRESETS[c.algorithm.name].keys() if c.algorithm.name else {}
+    for condition in CONDITIONS:
+        for key in condition.keys.split():
+            value, default = value_and_default(c, key)
+            if value not in (default, preset.get(key, default)) and not condition.read(c):
+                yield f"{key}: {_shown(value)}would be read by nothing; {condition.remedy}, or remove the key"
+    for number, function in enumerate(c.reward.functions):
+        for key, name in _OF_FUNCTIONS.items():
+            if getattr(function, key) is not None and function.name != name:
+                yield f"reward.functions.{number}.{key}: is read by {name}, not by {function.name}; remove it"
+
+
+def value_and_default(c: ConfigTree, key: str) -> tuple[Any, Any]:
+    """The values of a dotted key."""
+    section, _, name = key.partition(".")
+    model = getattr(c, section)
+    return getattr(model, name), type(model).model_fields[name].get_default(call_default_factory=True)
+
+
+def _shown(value: Any) -> str:
+    """A short value with a space behind it; nothing of a section or a long one."""
+    if isinstance(value, str):
+        return f"{value} " if len(value) <= 60 and value.isprintable() else ""
+    return f"{json.dumps(value)} " if isinstance(value, (bool, int, float)) else ""
