@@ -257,7 +257,6 @@ async def test_a_broken_environment_is_one_line_that_names_it(kind: str, message
         ({"name": "no_such_module:Class"}, "cannot be imported"),
         ({"name": "json:loads"}, "cannot be made"),
         ({"name": "builtins:id"}, "has no method rollout"),
-        ({"options": {"tool": "x"}}, "'tool' is unknown to single_turn, which has none"),
         ({"name": "tools", "options": {"tols": 1}}, "'tols' is unknown to tools, which has one of tool, call, answer"),
         ({"name": "tools", "options": {"call": ["<"]}}, r"call must be two texts, \[opening, closing\]"),
         ({"name": "tools", "options": {"call": ["", ">"]}}, "call needs marks that are not empty"),

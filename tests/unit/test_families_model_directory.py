@@ -160,8 +160,14 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: ((d / SINGLE_FILE).unlink(), os.mkfifo(d / SINGLE_FILE)),
         "it is not a regular file",
     ),
-    "a pipe as tokenizer": (lambda d: os.mkfifo(d / "tokenizer.json"), "tokenizer.json is not a regular file"),
-    "an endless tokenizer": (lambda d: (d / "vocab.json").symlink_to("/dev/zero"), "vocab.json is not a regular file"),
+    "a pipe as tokenizer": (
+        lambda d: os.mkfifo(d / "tokenizer.json"),
+        "tokenizer.json cannot be used (it is not a regular file)",
+    ),
+    "an endless tokenizer": (
+        lambda d: (d / "vocab.json").symlink_to("/dev/zero"),
+        "vocab.json cannot be used (it is not a regular file)",
+    ),
     "a dangling link": (lambda d: (d / "merges.txt").symlink_to(d / "blob"), "merges.txt cannot be read"),
     "an enormous file": (
         lambda d: ((d / "tokenizer.json").touch(), os.truncate(d / "tokenizer.json", 2**33)),

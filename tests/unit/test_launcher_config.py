@@ -149,14 +149,11 @@ OTHER_VALUES = {
     "algorithm.importance_floor": "0.1",
     "telemetry.project": "a",
     "telemetry.tags": "[a]",
-    "telemetry.profile_ranks": "[1]",
     "rollout.key_file": "k",
     "placement.ray_address": "h:1",
 }
 # What makes a key unread where the default does not.
 BESIDE = {
-    "run.restart_window_s": ["run.restarts=0"],
-    "rollout.restart_window_s": ["rollout.restarts=0"],
     "data.template_options": ["data.chat_template=never"],
     "algorithm.ratio": ["algorithm.loss=reinforce"],
     "algorithm.clip_low": ["algorithm.loss=reinforce"],

@@ -46,7 +46,10 @@ def config_of(staleness: int, **sections: dict[str, Any]) -> Config:
     [
         ({"schedule": {"max_staleness": 0}}, "publish.when: divergence with schedule.max_staleness = 0"),
         ({"publish": {"divergence": None}}, "divergence needs publish.divergence"),
-        ({"publish": {"when": "every"}}, "publish.divergence: 0.01 is read with publish.when=divergence only"),
+        (
+            {"publish": {"when": "every"}},
+            "publish.divergence: 0.01 would be read by nothing; set publish.when=divergence",
+        ),
         ({"publish": {"probe_tokens": 0}}, "publish.probe_tokens = 0 turns off"),
         ({"schedule": {"on_publish": "continue"}}, "set on_publish to finish"),
     ],

@@ -33,7 +33,6 @@ def _has_function(name: str) -> Callable[[ConfigTree], bool]:
 
 
 CONDITIONS: tuple[Condition, ...] = (
-    Condition("run.restart_window_s", lambda c: c.run.restarts > 0, "set run.restarts above 0"),
     Condition("data.skip_after data.skip_epochs", lambda c: c.data.skip != "none", "set data.skip"),
     Condition(
         "data.template_options",
@@ -41,7 +40,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "set data.chat_template to another than never",
     ),
     Condition(
-        "data.max_test_rows schedule.evaluate_every evaluate.greedy evaluate.samples evaluate.temperature evaluate.top_p "
+        "data.max_test_rows evaluate.greedy evaluate.samples evaluate.temperature evaluate.top_p "
         "evaluate.max_response_tokens evaluate.overlap",
         lambda c: bool(c.evaluation_sets),
         "there are no held-out sets, set data.test or evaluate.sets",
@@ -52,11 +51,10 @@ CONDITIONS: tuple[Condition, ...] = (
         lambda c: bool(c.rollout.attach),
         "only attached engines have a key already (rollout.attach)",
     ),
-    Condition("rollout.restart_window_s", lambda c: c.rollout.restarts > 0, "set rollout.restarts above 0"),
     Condition(
-        "publish.shared_through rollout.shared_memory_fraction",
+        "publish.shared_through",
         lambda c: c.num_shared_engines > 0,
-        "it is for engines on the trainers' devices (rollout.shared_engines, placement.colocate), of which there are none",
+        "it is for engines on the trainers' devices, of which there are none: set rollout.shared_engines",
     ),
     Condition(
         "environment.options environment.max_turns environment.timeout_s",
@@ -106,9 +104,6 @@ CONDITIONS: tuple[Condition, ...] = (
         "telemetry.tracker_timeout_s",
         lambda c: bool(c.telemetry.trackers),
         "name a tracker in telemetry.trackers",
-    ),
-    Condition(
-        "telemetry.profile_ranks", lambda c: bool(c.telemetry.profile_iterations), "set telemetry.profile_iterations"
     ),
     Condition(
         "placement.ray_address placement.join_timeout_s placement.node_timeout_s",
