@@ -21,11 +21,11 @@ QUOTED = ("devices ", "trainer memory ", "engine memory ", "KV cache ", "predict
 
 
 def dry_run(*arguments: str) -> list[str]:
-    """The lines below the resolved tree, without their `# `."""
+    """The lines that follow from the configuration."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert launcher(["run", *arguments, "--dry-run"]) == 0, arguments
-    return [line.removeprefix("# ") for line in printed.getvalue().splitlines() if line.startswith("# ")]
+    return printed.getvalue().splitlines()
 
 
 def claims(recipe: Path) -> Iterator[tuple[list[str], list[str]]]:

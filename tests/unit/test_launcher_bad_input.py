@@ -427,7 +427,7 @@ def test_another_runs_directory_is_refused(capsys: pytest.CaptureFixture[str], b
 
 
 def test_a_dry_run_prints_the_tree_and_its_arithmetic(capsys: pytest.CaptureFixture[str], base: list[str]) -> None:
-    assert main(["run", *base, "--dry-run", "schedule.iterations=3"]) == 0
+    assert main(["plan", *base, "--full", "schedule.iterations=3"]) == 0
     out = capsys.readouterr().out
     assert "iterations: 3" in out
     for line in ("# devices               2 =", "# trainer memory", "# engine memory", "# data.train: 16 prompts"):
@@ -440,7 +440,7 @@ def test_a_dry_run_forgives_what_this_machine_lacks_but_not_mistakes(
 ) -> None:
     assert main(["run", *base, "--dry-run", "--device", "npu", "data.train=/nowhere.jsonl", "trainer.devices=8"]) == 0
     out = capsys.readouterr().out
-    assert "# note: run.device: npu cannot be used" in out and "/nowhere.jsonl" in out
+    assert "note: run.device: npu cannot be used" in out and "/nowhere.jsonl" in out
     (tmp_path / "broken.jsonl").write_text("{")
     assert main(["run", *base, "--dry-run", f"data.train={tmp_path / 'broken.jsonl'}"]) == 2
 
