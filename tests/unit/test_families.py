@@ -166,5 +166,5 @@ def test_config_json_is_read_with_bounds(tmp_path: Path) -> None:
         ModelSpec.read(str(tmp_path))
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(" " * (5 * 2**20) + "{}")
-    with pytest.raises(DataError, match="has more than"):
+    with pytest.raises(DataError, match="is larger than"):
         ModelSpec.read(str(tmp_path))

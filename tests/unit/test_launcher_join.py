@@ -194,7 +194,7 @@ def test_a_key_file_that_never_ends_or_a_log_directory_that_is_a_file_is_one_lin
     store.roster.publish_config(config.model_dump(mode="json"))
     assert "--key-file: /dev/zero" in refusal(capsys, store.address, "--key-file", "/dev/zero")
     os.mkfifo(tmp_path / "pipe")
-    assert "is empty" in refusal(capsys, store.address, "--key-file", str(tmp_path / "pipe"))
+    assert "is not a regular file" in refusal(capsys, store.address, "--key-file", str(tmp_path / "pipe"))
     (tmp_path / "key").write_text(KEY)
     (tmp_path / "file").touch()
     line = refusal(
