@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from pa_npu.config.tree import PROBE_RESPONSES
 from pa_npu.evaluation.results import read_results
 from pa_npu.publish.messages import (
     BROKEN,
@@ -61,7 +62,7 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
             if version == 1:
                 assert done["probe"] is None, "the iteration's first groups are the probe"
             else:
-                assert [len(response["tokens"]) for response in done["probe"]["responses"]] == [5, 5], "one each"
+                assert [len(response["tokens"]) for response in done["probe"]["responses"]] == [5] * PROBE_RESPONSES
             if version < 2:
                 all_groups.append(run.consume(version))
         output = run.end()

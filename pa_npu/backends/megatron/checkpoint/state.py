@@ -14,8 +14,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from pa_npu.backends.megatron.checkpoint.known_classes import known_classes_only
 from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
+from pa_npu.backends.megatron.patches.known_classes import known_classes_only
 from pa_npu.backends.megatron.stage import TriModel
 from pa_npu.checkpoints.digests import damaged
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
