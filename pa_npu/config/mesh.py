@@ -109,6 +109,11 @@ class Mesh:
         """The group that `slot_of` puts there."""
         return slot * self.data + replica
 
+    def turns_of(self, replica: int, number: int) -> slice:
+        """Those of `number` things that a replica takes, where replicas take turns; more replicas than things share them."""
+        takers = min(self.data, number)
+        return slice(replica % takers, None, takers)
+
     def per_replica(self, groups: int) -> int:
         """How many of `groups` each replica reads."""
         return groups // self.data

@@ -131,8 +131,7 @@ def probe_report(result: ProbeResult) -> ProbeReport:
 
 def probe_microbatches(probe: Probe, version: int, config: Config, replica: int) -> list[Microbatch]:
     """One microbatch with the probe's prompt and the replica's share of its responses, in the packing that training uses."""
-    replicas = min(config.data_parallel, len(probe.responses))
-    responses = probe.responses[replica % replicas :: replicas]
+    responses = probe.responses[config.mesh.turns_of(replica, len(probe.responses))]
     group = Group.of_responses(
         iteration=version,
         version=version,

@@ -90,7 +90,7 @@ def write_checkpoint(parent: Path, data: dict[str, Any]) -> Path:
         data=data,
         seed=3,
         layout={},
-        model={},
+        model={"path": "", "fingerprint": ""},
         reference=None,
         config={},
         config_digest="",

@@ -105,7 +105,7 @@ def save_checkpoint(parent: Path, run: Run) -> None:
         data=DATA_POSITION.wait(run.channel, WAIT_S, iteration=RESUMED_AT).state,
         seed=3,
         layout={},
-        model={},
+        model={"path": "", "fingerprint": ""},
         reference=None,
         config=config_tree(run.config),
         config_digest="",
