@@ -2,7 +2,7 @@
 # GRPO of a 7B model (or of any recipe in configs/) on Ascend NPUs, on CUDA GPUs, or its structure on two CPU cores.
 #
 #   bash launch/run_grpo_7b.sh [--device npu|cuda|cpu] [--config OVERLAY.yaml ...]
-#                              [--dry-run] [key=value ...]
+#                              [--dry-run [--full]] [key=value ...]
 #
 # RECIPE             the configuration, configs/grpo_qwen2.5_7b.yaml unless set
 # PA_NPU_MODEL       HF directory of the model       (or model.path=DIR; else as the recipe says)
@@ -17,7 +17,7 @@ set -euo pipefail
 # shellcheck source=launch/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-device=npu dry_run=''
+device=npu dry_run='' full=''
 configs=() overrides=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -35,6 +35,7 @@ while [ $# -gt 0 ]; do
       shift
       ;;
     --dry-run) dry_run=1 ;;
+    --full) full=1 ;;
     -*) fail "$1: unknown option; see the head of launch/run_grpo_7b.sh" ;;
     *=*) overrides+=("$1") ;;
     *) fail "$1: neither an option nor key=value; see the head of launch/run_grpo_7b.sh" ;;
@@ -78,4 +79,4 @@ from_environment model.path "${PA_NPU_MODEL:-}"
 from_environment data.train "${PA_NPU_TRAIN:-}"
 from_environment data.test "${PA_NPU_TEST:-}"
 exec "$PYTHON" -m pa_npu.launcher run --config "$recipe" ${configs[@]+"${configs[@]}"} --device "$device" \
-  ${dry_run:+--dry-run} ${overrides[@]+"${overrides[@]}"}
+  ${dry_run:+--dry-run} ${full:+--full} ${overrides[@]+"${overrides[@]}"}

@@ -68,7 +68,7 @@ def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
 
 def test_environment_variables_name_model_and_data_and_the_command_line_wins() -> None:
     done = run(
-        *("bash", str(SCRIPT), "--dry-run", "model.path=models/Qwen3-8B"),
+        *("bash", str(SCRIPT), "--dry-run", "--full", "model.path=models/Qwen3-8B"),
         PA_NPU_MODEL="/elsewhere/model",
         PA_NPU_TRAIN="/elsewhere/train.jsonl",
     )
@@ -91,7 +91,16 @@ def test_slurm_starts_a_ray_cluster_and_the_launcher_on_its_head(tmp_path: Path)
         file.write_text(f"#!/bin/bash\n{body}\n")
         file.chmod(0o755)
     done = run(
-        *("bash", "launch/slurm.sh", "--device", "npu", "--config", "configs/clusters/7b_4_nodes.yaml", "--dry-run"),
+        *(
+            "bash",
+            "launch/slurm.sh",
+            "--device",
+            "npu",
+            "--config",
+            "configs/clusters/7b_4_nodes.yaml",
+            "--dry-run",
+            "--full",
+        ),
         PATH=f"{tmp_path}:{os.environ['PATH']}",
         ROOT=str(ROOT),
         SLURM_JOB_NODELIST="node-[a-d]",
@@ -118,7 +127,7 @@ def test_kuberay_gives_every_pod_the_same_and_its_entrypoint_passes_a_dry_run() 
     (container,) = workers["template"]["spec"]["containers"]
     entrypoint = job["spec"]["entrypoint"].replace("/workspace/pa_npu", str(ROOT))
     variables = {entry["name"]: entry["value"] for entry in container["env"]} | {"PA_NPU_VENV": sys.prefix}
-    done = run("bash", "-c", f"{entrypoint} --dry-run run.dir=runs/kuberay", **variables)
+    done = run("bash", "-c", f"{entrypoint} --dry-run --full run.dir=runs/kuberay", **variables)
     assert done.returncode == 0, done.stderr
     for line in ("nnodes: 4", "cluster: ray", "/shared/models/Qwen2.5-7B"):
         assert line in done.stdout, done.stdout

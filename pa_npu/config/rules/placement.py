@@ -30,11 +30,6 @@ def broken_placement(c: ConfigTree) -> Iterator[str]:
             "buffer.backend: transfer_queue with placement.cluster=local: TransferQueue lives on a Ray cluster; set "
             "placement.cluster=ray, or buffer.backend=store"
         )
-    if c.buffer.backend == "transfer_queue" and c.buffer.shards != "auto":
-        yield (
-            f"buffer.shards: {c.buffer.shards} with buffer.backend=transfer_queue, which has its own units on the nodes; remove "
-            f"shards, or set buffer.backend=store"
-        )
     if r.max_engines is not None and r.max_engines < r.engines:
         yield f"rollout.engines: {r.engines} is above rollout.max_engines = {r.max_engines}; lower it, or raise the maximum"
     if (r.max_engines or r.engines) > r.engines and (c.placement.cluster == "local" or r.attach):
