@@ -121,8 +121,13 @@ class Supervisor:
         began, said, clock = time.monotonic(), time.monotonic(), now()
         pending, next_probe = list(awaited), 0.0
         while pending:
-            if not self._tick():
-                return False
+            try:
+                if not self._tick():
+                    return False
+            except Failure:
+                if self._recovery is None or not all(item.is_ready() for item in pending):
+                    raise
+                return True  # what it waited for came since the last look: who died was at work, and is started again
             seconds = time.monotonic() - began
             self._console.show(lambda: self._waiting(pending, seconds))  # noqa: B023
             if time.monotonic() < next_probe:
