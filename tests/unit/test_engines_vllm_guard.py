@@ -180,7 +180,7 @@ def test_unusable_keys_are_refused_in_one_line_that_does_not_show_them(monkeypat
     with pytest.raises(UserError, match="VLLM_API_KEY: the API key holds") as caught:
         engine_key(config())
     assert "schl" not in str(caught.value)
-    with pytest.raises((ConfigError, ValueError), match=r"rollout.key_file: only attached"):
+    with pytest.raises((ConfigError, ValueError), match=r"rollout.key_file: k would be read by nothing; only attached"):
         config(key_file="k")
 
 
