@@ -15,7 +15,7 @@ from pa_npu.config.sections import TrainerConfig
 from pa_npu.config.user_code import check_name, import_object
 from pa_npu.errors import ConfigError
 
-_MODULES = {"megatron": "pa_npu.backends.megatron.factory"}
+_MODULES = {"megatron": "pa_npu.backends.megatron.factory", "fsdp": "pa_npu.backends.fsdp.factory"}
 _OFFERED = tuple(name for name in vars(BackendModule) if not name.startswith("_"))
 
 DEFAULT_BACKEND = str(TrainerConfig.model_fields["backend"].default)

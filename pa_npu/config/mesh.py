@@ -28,8 +28,8 @@ _EXPERTS: tuple[Axis, ...] = ("expert_tensor", "expert", "expert_data", "pipelin
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks along each axis. experts_tensor: ranks that share one expert, None: as `tensor`. Raises ValueError where experts do not
-    divide a stage."""
+    """Ranks along each axis. experts_tensor: ranks that share one expert, None: as `tensor`. shards: replicas in a row that hold a
+    part of the weights each. Raises ValueError where experts do not divide a stage, or shards not the replicas."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -37,6 +37,7 @@ class Mesh:
     context: int = 1
     expert: int = 1
     experts_tensor: int | None = None
+    shards: int = 1
 
     def __post_init__(self) -> None:
         if self.stage_size % (self.expert_tensor * self.expert):
@@ -44,6 +45,9 @@ class Mesh:
                 f"expert: {self.expert} x {self.expert_tensor} ranks do not divide the {self.stage_size} ranks of a stage "
                 f"(tensor x context x data); set it to a divisor"
             )
+
+        if self.data % self.shards:
+            raise ValueError(f"shards: {self.shards} do not divide {self.data} replicas; set it to a divisor")
 
     @classmethod
     def of(cls, devices: int, tensor: int, pipeline: int) -> Mesh:
@@ -99,6 +103,10 @@ class Mesh:
     def senders(self) -> tuple[int, ...]:
         """Ranks whose weights together are the policy: replica 0's without its context copies, and each expert once."""
         return tuple(rank for rank in range(self.size) if self.place(rank).sends)
+
+    def shard_groups(self) -> list[tuple[int, ...]]:
+        """All groups of ranks whose shards make the whole."""
+        return list(dict.fromkeys(self.place(rank).shard_group for rank in range(self.size)))
 
     def slot_of(self, number: int) -> tuple[int, int]:
         """(replica, slot) of an iteration's group `number`, where replicas take turns."""
@@ -171,8 +179,15 @@ class Place:
     @property
     def sends(self) -> bool:
         """Whether its weights are part of what is published: others hold copies."""
-        dense = self.coordinate("context") == self.coordinate("data") == 0
+        dense = self.coordinate("context") == 0 and self.coordinate("data") < self.mesh.shards
         return dense or (self.mesh.expert > 1 and self.coordinate("expert_data") == 0)
+
+    @property
+    def shard_group(self) -> tuple[int, ...]:
+        """Ranks whose shards make the weights of this one's stage, itself among them, rising; the first publishes."""
+        first = self.replica // self.mesh.shards * self.mesh.shards
+        own = self.group("tensor", "data")
+        return tuple(rank for rank in own if first <= self.mesh.place(rank).replica < first + self.mesh.shards)
 
     def group(self, *axes: Axis) -> tuple[int, ...]:
         """Ranks that differ from this one along `axes` alone, itself among them, rising; the first leads.

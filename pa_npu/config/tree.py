@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from pa_npu.config.mesh import Mesh
@@ -99,7 +100,8 @@ class ConfigTree(Section):
     def mesh(self) -> Mesh:
         """How trainer ranks are laid out."""
         trainer = self.trainer
-        return Mesh.of(trainer.devices, trainer.tensor_parallel, trainer.pipeline_parallel)
+        mesh = Mesh.of(trainer.devices, trainer.tensor_parallel, trainer.pipeline_parallel)
+        return replace(mesh, shards=mesh.data) if trainer.backend == "fsdp" else mesh
 
     @property
     def data_parallel(self) -> int:
@@ -175,6 +177,11 @@ class ConfigTree(Section):
         is_old = "old" in self.frozen_models and self.frozen_dtype == self.model.dtype and self.publish.when == "every"
         is_old = is_old and self.publish.mode == "blocking"
         return self.schedule.max_staleness > 0 and not is_old
+
+    @property
+    def model_copies(self) -> tuple[str, ...]:
+        """All models that trainers keep beside the policy, computed with or not."""
+        return (*self.frozen_models, *(("published",) if self.keeps_published else ()))
 
     @property
     def has_shards(self) -> bool:

@@ -49,6 +49,18 @@ class ModelSpec(ModelShape):
         """Number of parameters, tied weights counted once."""
         return self.definition.num_parameters(self)
 
+    def wire_sizes(self) -> dict[str, int]:
+        """Sizes by which an engine sees that it has the same model, under config.json's names."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.ffn_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "tie_word_embeddings": int(self.tied),
+        }
+
     def hf_tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor in the model's HF checkpoint."""
         family = self.definition

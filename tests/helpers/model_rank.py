@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.attention import PrefixLayout
-from pa_npu.backends.megatron.logprob import vocab_parallel_logprobs
+from pa_npu.backends.logprob import vocab_parallel_logprobs
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from tests.helpers.megatron import PLATFORM, build_stage, initialise_parallel, load_hf, model_config, shutdown_parallel

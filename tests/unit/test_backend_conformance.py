@@ -1,4 +1,4 @@
-"""Megatron and a toy of plain torch pass the suite that says what a training backend must do."""
+"""Megatron, FSDP2 and a toy of plain torch pass the suite that says what a training backend must do."""
 
 from __future__ import annotations
 
@@ -32,13 +32,22 @@ class TestMegatron(BackendConformance):
         return lambda config: make_learner(config)[0]
 
 
+def made_by(name: str) -> Make:
+    def made(config: Config) -> Learner:
+        spec, timeline = ModelSpec.read(config.model.path), Timeline(None, "")
+        backend = backend_module(name).create(config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline)
+        return Learner(config, backend, PLATFORM, timeline)
+
+    return made
+
+
+class TestFsdp(BackendConformance):
+    @pytest.fixture
+    def make(self) -> Make:
+        return made_by("fsdp")
+
+
 class TestToy(BackendConformance):
     @pytest.fixture
     def make(self) -> Make:
-        def made(config: Config) -> Learner:
-            module = backend_module("tests.helpers.toy_backend:BACKEND")
-            spec, timeline = ModelSpec.read(config.model.path), Timeline(None, "")
-            backend = module.create(config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline)
-            return Learner(config, backend, PLATFORM, timeline)
-
-        return made
+        return made_by("tests.helpers.toy_backend:BACKEND")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pa_npu.backends.megatron.weights import hf_directory as export
+from pa_npu.backends import hf_directory as export
 from pa_npu.backends.megatron.weights.hf_directory import export_hf
 from pa_npu.config.mesh import Mesh
 from pa_npu.errors import ExportError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pa_npu.backends.megatron.logprob import vocab_parallel_logprobs
+from pa_npu.backends.logprob import vocab_parallel_logprobs
 
 ROWS, HIDDEN, VOCAB = 13, 16, 50
 

@@ -8,8 +8,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from pa_npu.backends.logprob import vocab_parallel_logprobs
 from pa_npu.backends.megatron.layers import AttentionContext, block_spec
-from pa_npu.backends.megatron.logprob import vocab_parallel_logprobs
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.model_rules import padded_vocab
 from pa_npu.platform.base import FusedOps

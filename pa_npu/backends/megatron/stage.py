@@ -41,7 +41,7 @@ from pa_npu.backends.megatron.gpt import GPT
 from pa_npu.backends.megatron.layers import AttentionContext
 from pa_npu.backends.megatron.rotary import RotaryTable
 from pa_npu.backends.megatron.transformer import transformer_config
-from pa_npu.backends.megatron.widened import widened
+from pa_npu.backends.widened import widened
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform

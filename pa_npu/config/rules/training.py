@@ -21,6 +21,16 @@ def broken_shards(c: ConfigTree) -> Iterator[str]:
 def broken_training(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
     t, s = c.trainer, c.schedule
+    if t.backend == "fsdp":
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            if getattr(t, name) > 1:
+                yield (
+                    f"trainer.{name}: {getattr(t, name)} with trainer.backend=fsdp, which shards every weight over all trainer "
+                    f"devices instead; remove the key, or set trainer.backend=megatron"
+                )
+        for name, value, other in (("recompute", "selective", "full"), ("frozen_pass", "separate", "together")):
+            if getattr(t, name) == value:
+                yield f"trainer.{name}: {value} with trainer.backend=fsdp, which has none; set it to {other}"
     if not c.mesh.shares(s.prompts_per_iteration):
         yield (
             f"schedule.prompts_per_iteration: {s.prompts_per_iteration} groups cannot be divided evenly among "

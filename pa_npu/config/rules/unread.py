@@ -61,6 +61,11 @@ CONDITIONS: tuple[Condition, ...] = (
         lambda c: c.environment.name != "single_turn",
         "set environment.name to another than single_turn",
     ),
+    Condition(
+        "trainer.distributed_optimizer trainer.gradient_bucket_mib",
+        lambda c: c.trainer.backend != "fsdp",
+        "trainer.backend=fsdp shards the optimizer and reduces gradients layer by layer, always",
+    ),
     Condition("reward.judge", _has_function("judge"), "add {name: judge} to reward.functions"),
     Condition("reward.code", _has_function("code"), "add {name: code} to reward.functions"),
     Condition("algorithm.kl_in algorithm.kl_estimator", lambda c: c.algorithm.kl_coef > 0, "set algorithm.kl_coef"),

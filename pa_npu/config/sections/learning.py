@@ -115,7 +115,8 @@ class TrainerConfig(Section):
     backend: str = Field(
         "megatron",
         min_length=1,
-        description="What trains the model: megatron; or module:NAME, a BackendModule of your own.",
+        description="What trains the model: megatron; fsdp, the model of transformers sharded over all trainer devices; or "
+        "module:NAME, a BackendModule of your own.",
     )
     devices: int = Field(
         1, ge=1, le=2**17, description="Trainer ranks in all nodes; must be tensor x pipeline x data parallel."

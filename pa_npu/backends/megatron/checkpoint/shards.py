@@ -11,11 +11,9 @@ import json
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -28,9 +26,9 @@ from megatron.core.dist_checkpointing.strategies.base import (
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
+
+from pa_npu.backends.shard_index import describe, list_of, restore
 
 # Files per rank. They are written one after another, so that more would gain nothing.
 _FILES_PER_RANK = 1
@@ -70,7 +68,7 @@ class PlannedShards:
             if isinstance(result, Exception):
                 raise result
             written += result
-        _list_of(self._directory, dist.get_rank()).write_text(json.dumps([_describe(result) for result in written]))
+        list_of(self._directory, dist.get_rank()).write_text(json.dumps([describe(result) for result in written]))
         return sorted({result.storage_data.relative_path for result in written})
 
     def release(self) -> None:
@@ -81,8 +79,8 @@ class PlannedShards:
         """Write the index from what all ranks have written. Raises OSError."""
         if dist.get_rank() != 0:
             return
-        lists = [_list_of(self._directory, rank) for rank in range(dist.get_world_size())]
-        written = [[_restore(item) for item in json.loads(file.read_text())] for file in lists]
+        lists = [list_of(self._directory, rank) for rank in range(dist.get_world_size())]
+        written = [[restore(item) for item in json.loads(file.read_text())] for file in lists]
         self._strategy.writer.finish(self._strategy.metadata, written)
         save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(self._directory))
         for file in lists:
@@ -122,23 +120,3 @@ class _CommonPart(TorchCommonSaveStrategy):
             super().save_common(common_state_dict, checkpoint_dir)
         except (OSError, RuntimeError) as error:  # RuntimeError: torch's writer, closing a file that lacks its end
             self.failure = error
-
-
-def _list_of(directory: Path, rank: int) -> Path:
-    """Where a rank, or its forked writer, says what it has written: for rank 0, which may be on another node."""
-    return directory / f".written_{rank}.json"
-
-
-def _describe(result: WriteResult) -> dict[str, Any]:
-    index = result.index
-    offset = None if index.offset is None else list(index.offset)
-    place = {"fqn": index.fqn, "offset": offset, "index": index.index}
-    return {"place": place, "bytes": result.size_in_bytes, "storage": asdict(result.storage_data)}
-
-
-def _restore(item: dict[str, Any]) -> WriteResult:
-    place = item["place"]
-    offset = None if place["offset"] is None else torch.Size(place["offset"])
-    return WriteResult(
-        MetadataIndex(place["fqn"], offset, place["index"]), item["bytes"], _StorageInfo(**item["storage"])
-    )

@@ -8,11 +8,8 @@ else by torch's own (`weights_only`).
 from __future__ import annotations
 
 import pickle
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
-from enum import Enum
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -21,22 +18,9 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 
+from pa_npu.backends.shard_index import IndexReader, refusing
 from pa_npu.errors import DataError
 
-# An index consists of data classes and enumerations of these modules, types of tensors, and the following.
-_INDEX_MODULES = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.planner",
-    "torch.distributed.checkpoint.filesystem",
-    "megatron.core.dist_checkpointing.strategies.torch",
-)
-_INDEX_NAMES = {
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-}
 # NumPy's generator is among the RNG states. Its rebuilding function has a name per major release.
 _ARRAY: Any = np.zeros(1, np.uint32).__reduce__()[0]
 _ARRAYS: list[Any] = [
@@ -48,18 +32,6 @@ _ARRAYS: list[Any] = [
 ]
 
 
-class _IndexReader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        known = (module, name) in _INDEX_NAMES
-        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        if module in _INDEX_MODULES and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum)):
-                return found
-        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
-
-
 @contextmanager
 def known_classes_only(directory: str) -> Iterator[None]:
     """Raises DataError in place of calling what a file of `directory` names."""
@@ -67,10 +39,10 @@ def known_classes_only(directory: str) -> Iterator[None]:
 
     def load_data(*arguments: Any, **options: Any) -> Any:
         with torch.serialization.safe_globals(_ARRAYS):
-            return _refusing(directory, lambda: load(*arguments, **{**options, "weights_only": True}))
+            return refusing(directory, lambda: load(*arguments, **{**options, "weights_only": True}))
 
     def load_index(stream: IO[bytes]) -> Any:
-        return _refusing(directory, lambda: _IndexReader(stream).load())
+        return refusing(directory, lambda: IndexReader(stream).load())
 
     unpickles: Any = filesystem
     torch.load, unpickles.pickle = load_data, SimpleNamespace(load=load_index)
@@ -83,15 +55,3 @@ def known_classes_only(directory: str) -> Iterator[None]:
         raise
     finally:
         torch.load, unpickles.pickle = load, pickle
-
-
-def _refusing(directory: str, read: Any) -> Any:
-    try:
-        return read()
-    except (pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"names {named[1]}, which no checkpoint contains" if named else "cannot be read"
-        raise DataError(
-            f"checkpoint {directory} is refused: one of its files {reason}; this package did not write it; take a checkpoint "
-            f"from a place that you trust"
-        ) from None

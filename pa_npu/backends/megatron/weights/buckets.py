@@ -70,15 +70,7 @@ class StageTensors:
         )
         self.manifest = Manifest(
             stage=place.stage,
-            model={
-                "vocab_size": spec.vocab_size,
-                "hidden_size": spec.hidden_size,
-                "intermediate_size": spec.ffn_size,
-                "num_hidden_layers": spec.num_layers,
-                "num_attention_heads": spec.num_heads,
-                "num_key_value_heads": spec.num_kv_heads,
-                "tie_word_embeddings": int(spec.tied),
-            },
+            model=spec.wire_sizes(),
             shapes={tensor.name: tensor.shape for tensor in self._tensors},
             buckets=tuple(
                 Bucket(

@@ -1,47 +1,16 @@
-"""Writing the policy as an HF directory from all trainer ranks: config, tokenizer files, safetensors and their index.
-
-Each stage's tensor-parallel leader in replica 0 gathers its stage bucket by bucket and writes its own files, so no rank
-holds more than one file's worth of another rank's weights. World rank 0 then numbers the files, checks from their
-headers that every tensor is there once, writes the index and copies the rest. Everything happens in DIRECTORY.tmp,
-which takes DIRECTORY's name only when complete. With several nodes DIRECTORY must be on a file system they share.
-"""
+"""Writing the stages of the policy as an HF directory."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 
+from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
 from pa_npu.backends.megatron.weights.buckets import StageTensors
-from pa_npu.backends.megatron.weights.hf_map import standard_parameters
 from pa_npu.config.mesh import Place
-from pa_npu.errors import ExportError
-from pa_npu.families.model_directory import INDEX_FILE, SINGLE_FILE
 from pa_npu.families.spec import ModelSpec
-from pa_npu.weight_transfer import transport
-from pa_npu.weight_transfer.manifest import Assembler, Manifest
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
-_BUCKET_BYTES = 64 * 2**20
 
 
 def export_hf(
@@ -50,141 +19,8 @@ def export_hf(
     directory: str | Path,
     place: Place,
     tensor_group: dist.ProcessGroup | None = None,
-    *,
-    max_file_bytes: int = 2 * 2**30,
-    timeout_s: float = 1800.0,
+    **limits: int,
 ) -> None:
-    """Write the stage in `module` (one GPT stage, wrappers are fine) as its share of the HF directory `directory`.
-
-    Collective over all trainer ranks. An existing directory is replaced. Tensors keep the parameters' type, which
-    config.json then names. A leader holds at most max_file_bytes (or one tensor, if that is larger) in host memory.
-    Raises ExportError on every rank when any rank fails.
-    """
-    target = Path(directory)
-    temporary = target.with_name(target.name + ".tmp")
-    device = next(module.parameters()).device
-
-    def prepare() -> None:
-        if place.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-
-    def write() -> None:
-        if not place.sends:
-            return
-        tensors = StageTensors(module, spec, place, _BUCKET_BYTES, tensor_group)
-        buckets = tensors.buckets(transport.Deadline(timeout_s))
-        try:
-            if place.publishes:
-                _write_stage(tensors.manifest, buckets, temporary, place.stage, max_file_bytes)
-        finally:
-            # also when the leader cannot write: its TP peers gather with it to the end
-            for _ in buckets:
-                pass
-
-    def finish() -> None:
-        if place.rank == 0:
-            _number_files(temporary, spec)
-            _copy_rest(Path(spec.path), temporary, next(iter(standard_parameters(module).values())).dtype)
-            _take_name(temporary, target)
-
-    for step, action in (("preparing", prepare), ("writing", write), ("completing", finish)):
-        _together(action, f"{step} {temporary}", device)
-
-
-def _together(action: Callable[[], None], what: str, device: torch.device) -> None:
-    """Run on all ranks; when it fails on any, raise on all, so that none waits for another in vain."""
-    failure: Exception | None = None
-    try:
-        action()
-    except Exception as error:  # whatever it is, the other ranks must hear of it; raised below
-        failure = error
-    failed = torch.tensor([int(failure is not None)], device=device)
-    if dist.is_initialized():
-        dist.all_reduce(failed)
-    if failure is not None:
-        raise ExportError(f"HF export: {what}: {failure}") from failure
-    if failed.item():
-        raise ExportError(f"HF export: {what}: {failed.item()} other rank(s) failed; their logs say why")
-
-
-def _write_stage(
-    manifest: Manifest,
-    buckets: Iterator[torch.Tensor | None],
-    directory: Path,
-    stage: int,
-    max_file_bytes: int,
-) -> None:
-    assembler = Assembler(manifest)
-    held: dict[str, torch.Tensor] = {}
-    held_bytes, number = 0, 0
-    for bucket, buffer in zip(manifest.buckets, buckets, strict=False):
-        assert buffer is not None, "only TP leaders have the gathered weights"
-        for name, tensor in assembler.take(bucket, buffer):
-            if held and held_bytes + tensor.nbytes > max_file_bytes:
-                save_file(held, _stage_file(directory, stage, number), metadata={"format": "pt"})
-                held, held_bytes, number = {}, 0, number + 1
-            # a copy: the bucket's memory is used again
-            held[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-            held_bytes += tensor.nbytes
-    if held:
-        save_file(held, _stage_file(directory, stage, number), metadata={"format": "pt"})
-
-
-def _stage_file(directory: Path, stage: int, number: int) -> Path:
-    """Named so that the alphabetical order is the order of the layers."""
-    return directory / f"stage-{stage:05d}-{number:05d}.safetensors"
-
-
-def _number_files(directory: Path, spec: ModelSpec) -> None:
-    """Give the stages' files their HF names, and write the index where there are several."""
-    files = sorted(directory.glob("stage-*.safetensors"))
-    weight_map: dict[str, str] = {}
-    total_bytes = 0
-    for number, file in enumerate(files, start=1):
-        name = SINGLE_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        with safe_open(file, framework="pt") as stored:
-            for tensor in stored.keys():  # noqa: SIM118 (safe_open has keys but is not a mapping)
-                if tensor in weight_map:
-                    raise ExportError(
-                        f"two stages wrote tensor {tensor}; the pipeline stages must hold different layers"
-                    )
-                weight_map[tensor] = name
-                slice_ = stored.get_slice(tensor)
-                total_bytes += math.prod(slice_.get_shape()) * _BYTES_OF[slice_.get_dtype()]
-        file.rename(directory / name)
-    missing = sorted(spec.hf_tensors().keys() - weight_map.keys())
-    if missing:
-        raise ExportError(
-            f"no stage wrote tensor {missing[0]} (and {len(missing) - 1} more); all ranks must export at the same time"
-        )
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-_BYTES_OF = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-
-
-def _copy_rest(source: Path, directory: Path, dtype: torch.dtype) -> None:
-    """config.json, with the type of the weights that were written, and the tokenizer's files."""
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
-        config[key] = str(dtype).removeprefix("torch.")
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
-
-
-def _take_name(temporary: Path, target: Path) -> None:
-    """Put the complete directory in place of `target`, whose former content is deleted last."""
-    for file in temporary.iterdir():
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-    former = target.with_name(target.name + ".old")
-    shutil.rmtree(former, ignore_errors=True)
-    if target.exists():
-        target.rename(former)
-    temporary.rename(target)
-    shutil.rmtree(former, ignore_errors=True)
+    """Write the stage in `module` (one GPT stage, wrappers are fine) as its share of `directory`; collective, see write_hf."""
+    source = StageTensors(module, spec, place, BUCKET_BYTES, tensor_group) if place.sends else None
+    write_hf(source, spec, directory, place, next(module.parameters()).device, **limits)

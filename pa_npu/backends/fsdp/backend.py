@@ -1,0 +1,246 @@
+"""TrainBackend on FSDP2: every rank is a replica that reads groups of its own and holds a shard of each model.
+
+Gathering a layer is a collective, so all ranks go through the same number of microbatches: before each one they agree whether any
+of them has another, and who has none passes one token whose loss counts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
+from pa_npu.algorithm.update_sums import ReducedGradient
+from pa_npu.attention import PrefixLayout
+from pa_npu.backends.fsdp.checkpoint import PlannedShards, load_state, state_of
+from pa_npu.backends.fsdp.model import DTYPES, ScoredModel, count_reductions
+from pa_npu.backends.fsdp.optimizer import ShardedAdamW, local
+from pa_npu.backends.fsdp.reduction import counted
+from pa_npu.backends.fsdp.weights import ShardedWeights
+from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
+from pa_npu.backends.protocol import MicrobatchSource, Step
+from pa_npu.backends.reductions import GroupReductions
+from pa_npu.backends.widened import widened
+from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
+from pa_npu.config.mesh import Place
+from pa_npu.config.schema import Config
+from pa_npu.families.spec import ModelSpec
+from pa_npu.platform.base import Platform
+from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.replica_feed import ReplicaLinks
+from pa_npu.telemetry.timeline import Timeline, now
+from pa_npu.weight_transfer.digest import digest_of
+
+
+class FsdpBackend:
+    """One rank. models: "policy", the frozen ones that the configuration names, and "published" where that is kept."""
+
+    def __init__(
+        self,
+        models: dict[str, ScoredModel],
+        mesh: DeviceMesh,
+        config: Config,
+        spec: ModelSpec,
+        platform: Platform,
+        device: torch.device,
+        timeline: Timeline,
+    ) -> None:
+        self._models = models
+        self._policy = models["policy"]
+        self._mesh = mesh
+        self._config = config
+        self._spec = spec
+        self._platform = platform
+        self._device = device
+        self._timeline = timeline
+        self._weights: dict[str, PolicyState] = {}
+        self._shard_group = None if dist.get_world_size() == 1 else mesh.get_group(mesh.ndim - 1)
+        self._reductions = [] if self._shard_group is None else count_reductions(self._policy)
+        self._optimizer = ShardedAdamW(self._policy.parameters(), config)
+
+    @property
+    def place(self) -> Place:
+        return self._config.mesh.place(dist.get_rank())
+
+    @property
+    def software(self) -> str:
+        return f"FSDP2 of torch {torch.__version__}"
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        return None
+
+    @property
+    def replica_links(self) -> ReplicaLinks | None:
+        return None
+
+    @property
+    def reductions(self) -> GroupReductions:
+        return GroupReductions(None if dist.get_world_size() == 1 else dist.group.WORLD)
+
+    def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> ShardedWeights | None:
+        group = self._shard_group
+        if late_from is not None and group is not None:  # on all ranks: making a group is collective
+            groups = {ranks: dist.new_group(list(ranks)) for ranks in self.place.mesh.shard_groups()}
+            group = groups[self.place.shard_group]
+        if not self.place.sends:
+            return None
+        model, dtype = self._models[late_from or "policy"], DTYPES[self._config.model.dtype]
+        return ShardedWeights(model, self._spec, self.place, bucket_bytes, dtype, group)
+
+    def name_policy(self, weights: PolicyState) -> None:
+        self._weights["policy"] = weights
+
+    @torch.no_grad()
+    def copy_policy(self, name: str) -> None:
+        for target, source in zip(self._models[name].parameters(), self._policy.parameters(), strict=True):
+            local(target).copy_(local(source))
+        if "policy" in self._weights:
+            self._weights[name] = self._weights["policy"]
+        self._platform.synchronize()
+
+    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> ReducedGradient | None:
+        self._optimizer.zero_grad()
+        for reduction in self._reductions:
+            reduction.restart()
+        with closing(self._in_step(microbatches)) as steps:
+            for microbatch in steps:
+                start_s = now()
+                if microbatch is None:
+                    logprobs, entropy, _ = self._pass(_nothing(self._device), objective.entropy_gradient)
+                    ((logprobs.sum() + entropy.sum()) * 0.0).backward()
+                    continue
+                logprobs, entropy, frozen = self._pass(_inputs(microbatch), objective.entropy_gradient)
+                policy = Logprobs(logprobs, self._weights.get("policy"))
+                objective.loss(microbatch, Outputs(policy, entropy, frozen)).backward()
+                groups = ", ".join(map(str, microbatch.group_indices))
+                self._timeline.complete(f"group {groups}", start_s, now(), lane="microbatches")
+        self._platform.synchronize()
+        return counted(self._reductions, self._device) if self._reductions else None
+
+    def gradient_size(self) -> torch.Tensor:
+        return self._optimizer.gradient_size()
+
+    def scale_gradients(self, factor: float) -> None:
+        self._optimizer.scale_gradients(factor)
+
+    def step(self) -> Step:
+        grad_norm, learning_rate = self._optimizer.step(self._shard_group)
+        self._platform.synchronize()
+        return Step(grad_norm if math.isfinite(grad_norm) else math.nan, learning_rate)
+
+    def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
+        with torch.no_grad():
+            for microbatch in self._in_step(iter(microbatches)):
+                if microbatch is None:
+                    self._pass(_nothing(self._device), False)
+                    continue
+                on_device = microbatch.to(self._device)
+                logprobs, entropy, frozen = self._pass(_inputs(on_device), False)
+                take(on_device, Outputs(Logprobs(logprobs, self._weights.get("policy")), entropy, frozen))
+
+    @torch.no_grad()
+    def rounding(
+        self, microbatches: list[Microbatch], take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None]
+    ) -> bool:
+        own = DTYPES[self._config.model.dtype]
+        wide = self._platform.widest_dtype if own == torch.float32 else torch.float32
+        if wide == own:
+            return False
+        on_device = [one.to(self._device) for one in microbatches]
+        narrow = self._logprobs("old" if "old" in self._config.frozen_models else "policy", on_device)
+        with widened(self._policy, wide):
+            widest = self._logprobs("policy", on_device)
+        for microbatch, less, more in zip(on_device, narrow, widest, strict=True):
+            take(microbatch, less, more)
+        return True
+
+    def digest(self, name: str = "policy") -> str:
+        return digest_of(local(parameter) for parameter in self._models[name].parameters())
+
+    def plan_save(self, directory: Path, reference_version: int) -> PlannedShards:
+        saves_reference = "reference" in self._models and reference_version > 0
+        reference = {"version": reference_version, "saved": saves_reference} if "reference" in self._models else None
+        description = {"updates": self._optimizer.updates, "layout": self._layout, "reference": reference}
+        return PlannedShards(self._state(saves_reference), directory, description)
+
+    def load(self, directory: Path) -> CheckpointMeta:
+        meta = read_meta(directory)
+        saved = "reference" in self._models and bool(meta.reference and meta.reference["saved"])
+        with torch.no_grad():
+            load_state(self._state(saved), directory)
+        self._optimizer.resume(meta.updates)
+        return meta
+
+    def export(self, directory: Path) -> None:
+        source = self.published_weights(BUCKET_BYTES)
+        write_hf(source, self._spec, directory, self.place, self._device)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _logprobs(self, name: str, microbatches: list[Microbatch]) -> list[torch.Tensor]:
+        """One model's, of each microbatch."""
+        temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
+        found = []
+        for microbatch in self._in_step(iter(microbatches)):
+            inputs = _nothing(self._device) if microbatch is None else _inputs(microbatch)
+            logprobs, _ = self._models[name](*inputs, temperature, chunk, entropy=False)
+            if microbatch is not None:
+                found.append(logprobs)
+        return found
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        return {"devices": dist.get_world_size(), "tensor_parallel": 1, "pipeline_parallel": 1}
+
+    def _state(self, with_reference: bool) -> dict[str, torch.Tensor]:
+        return state_of(self._policy, self._optimizer, self._models["reference"] if with_reference else None)
+
+    def _in_step(self, microbatches: Iterator[Microbatch]) -> Generator[Microbatch | None, None, None]:
+        """The microbatches, and None while only other ranks have any."""
+        while True:
+            microbatch = next(microbatches, None)
+            if self._shard_group is None:
+                if microbatch is None:
+                    return
+            else:
+                one = torch.tensor([microbatch is not None], dtype=torch.int32, device=self._device)
+                dist.all_reduce(one, op=dist.ReduceOp.MAX)
+                if not one.item():
+                    return
+            yield microbatch
+
+    def _pass(
+        self, inputs: tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor], entropy_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Logprobs]]:
+        """All models over a microbatch: the policy's log-probs and entropy, and the frozen ones' log-probs."""
+        temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
+        frozen = {}
+        with torch.no_grad():
+            for name in self._config.frozen_models:
+                values, _ = self._models[name](*inputs, temperature, chunk, entropy=False)
+                frozen[name] = Logprobs(values, self._weights.get(name))
+        logprobs, entropy = self._policy(*inputs, temperature, chunk, entropy_grad=entropy_gradient)
+        return logprobs, entropy, frozen
+
+
+def _inputs(microbatch: Microbatch) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
+    return microbatch.tokens, microbatch.layout, microbatch.rows, microbatch.targets
+
+
+def _nothing(device: torch.device) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
+    """One token that predicts itself."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return zero, PrefixLayout.from_sequences([1]), zero, zero

@@ -1,0 +1,71 @@
+"""How a trainer rank gets its FsdpBackend: the group joined, models loaded, sharded."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from pa_npu.config.schema import Config
+from pa_npu.families.spec import ModelSpec
+from pa_npu.platform.base import Platform
+from pa_npu.telemetry.timeline import Timeline
+
+if TYPE_CHECKING:
+    from pa_npu.backends.fsdp.backend import FsdpBackend
+
+
+def changes() -> list[str]:
+    """See BackendModule: nothing of another package is changed."""
+    return []
+
+
+def create(
+    config: Config,
+    spec: ModelSpec,
+    platform: Platform,
+    store: dist.Store,
+    rank: int,
+    local_rank: int,
+    timeline: Timeline,
+) -> FsdpBackend:
+    """See BackendModule."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from pa_npu.backends.fsdp.backend import FsdpBackend
+    from pa_npu.backends.fsdp.model import DTYPES, ScoredModel, load_model, shard
+
+    platform.set_device(local_rank)
+    if not dist.is_initialized():
+        timeout_s = platform.group_timeout_s(config.collective_timeout_s)
+        dist.init_process_group(
+            platform.process_group_backend,
+            store=store,
+            rank=rank,
+            world_size=config.trainer.devices,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    device = platform.device(local_rank)
+    mesh = init_device_mesh(device.type, (config.trainer.devices,))
+    models = {}
+    for name in ("policy", *config.model_copies):
+        dtype = DTYPES[config.model.dtype if name in ("policy", "published") else config.frozen_dtype]
+        held = torch.float32 if name == "policy" else dtype
+        models[name] = shard(
+            ScoredModel(load_model(spec.path, held)),
+            mesh,
+            compute=dtype,
+            trained=name == "policy",
+            recompute=config.trainer.recompute == "full",
+        )
+    return FsdpBackend(models, mesh, config, spec, platform, device, timeline)
+
+
+def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None) -> None:
+    """See BackendModule."""
+    from pa_npu.backends.fsdp.to_hf import export_checkpoint
+
+    export_checkpoint(checkpoint, output, model)

@@ -1,0 +1,27 @@
+"""HF export of a checkpoint on demand: one process on the host, however many ranks have written it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pa_npu.backends.exported import checked_run
+from pa_npu.backends.fsdp.checkpoint import MODEL, load_state
+from pa_npu.backends.fsdp.model import DTYPES, ScoredModel, load_model
+from pa_npu.backends.fsdp.weights import ShardedWeights
+from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
+from pa_npu.config.mesh import LONE_RANK
+
+
+def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None) -> None:
+    """Write the policy of `checkpoint` as the HF directory `output`, in the type it was computed in; see BackendModule.
+
+    Needs the model's size in fp32 in host memory. Raises as checked_run does; ExportError when it cannot be written.
+    """
+    config, spec = checked_run(checkpoint, output, model)
+    policy = ScoredModel(load_model(config.model.path, torch.float32)).requires_grad_(False)
+    load_state({MODEL + name: weight for name, weight in policy.named_weights()}, checkpoint, alone=True)
+    place = LONE_RANK.place(0)
+    source = ShardedWeights(policy, spec, place, BUCKET_BYTES, DTYPES[config.model.dtype], None)
+    write_hf(source, spec, output, place, torch.device("cpu"))

@@ -1,0 +1,129 @@
+"""The policy's weights gathered from their shards into flat buckets of bounded size, for a publish and an export.
+
+A rank never holds more of other ranks' weights than two buckets: one is on its way between the ranks while the one before is read.
+Shards are rows; each rank lays its own rows of a bucket where they belong, the others' are zero bits, and the sum of the bits over
+the ranks is the bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from pa_npu.backends.fsdp.model import ScoredModel
+from pa_npu.backends.fsdp.optimizer import local
+from pa_npu.config.mesh import Place
+from pa_npu.families.spec import ModelSpec
+from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment
+
+_WORD_BYTES = 4  # sums of bits are those of int32, which every backend of collectives adds
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """This rank's part of a weight: elements [start, start + shard.numel()) of the flattened whole."""
+
+    shard: torch.Tensor
+    start: int
+
+
+class ShardedWeights:
+    """A WeightSource. dtype: what is sent; group: the ranks whose shards make the whole, None where this rank is alone."""
+
+    def __init__(
+        self,
+        model: ScoredModel,
+        spec: ModelSpec,
+        place: Place,
+        bucket_bytes: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._model = model
+        self._place = place
+        self._group = group
+        self._dtype = dtype
+        shapes = {name: tuple(weight.shape) for name, weight in model.named_weights()}
+        self.manifest = Manifest(
+            stage=0,
+            model=spec.wire_sizes(),
+            shapes=shapes,
+            buckets=tuple(
+                Bucket(str(dtype).removeprefix("torch."), segments)
+                for segments in plan_segments(shapes, max(1, bucket_bytes // dtype.itemsize))
+            ),
+        )
+
+    @property
+    def is_leader(self) -> bool:
+        return self._place.publishes
+
+    def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
+        """See WeightSource. Collective over the ranks that hold the shards."""
+        weights = {name: _rows(weight) for name, weight in self._model.named_weights()}
+        buckets = self.manifest.buckets
+        upcoming = self._start(buckets[0], weights)
+        for number, bucket in enumerate(buckets, start=1):
+            whole, work = upcoming
+            if number < len(buckets):
+                upcoming = self._start(buckets[number], weights)
+            if work is not None:
+                what = f"bucket {number} of {len(buckets)} ({bucket.summary})"
+                where = f"gathering weights over shards, {what}: rank {self._place.rank}"
+                transport.wait(work, deadline, where, "look at the logs of the trainer ranks for the one that stopped")
+            yield whole.view(self._dtype)[: bucket.num_elements] if self.is_leader else None
+
+    @torch.no_grad()
+    def _start(self, bucket: Bucket, weights: dict[str, _Rows]) -> tuple[torch.Tensor, transport.Work | None]:
+        """Lay this rank's rows of a bucket out, and begin to add the other ranks'."""
+        device = next(iter(weights.values())).shard.device
+        words = torch.zeros(-(-bucket.num_bytes // _WORD_BYTES), dtype=torch.int32, device=device)
+        flat, offset = words.view(self._dtype), 0
+        for segment in bucket.segments:
+            own = weights[segment.name]
+            first = max(segment.start, own.start)
+            last = min(segment.start + segment.size, own.start + own.shard.numel())
+            if first < last:
+                place = offset + first - segment.start
+                flat[place : place + last - first].copy_(own.shard[first - own.start : last - own.start])
+            offset += segment.size
+        if self._group is None:
+            return words, None
+        return words, dist.reduce(words, group=self._group, group_dst=0, async_op=True)
+
+
+def plan_segments(shapes: dict[str, tuple[int, ...]], most: int) -> list[tuple[Segment, ...]]:
+    """Tensors in order, cut by rows into buckets of at most `most` elements (or one row, if that is larger)."""
+    buckets: list[list[Segment]] = []
+    room = 0
+    for name, shape in shapes.items():
+        size, row = math.prod(shape), math.prod(shape[1:])
+        if size > room:
+            room = 0  # one that fits into a bucket is never cut, so that the receiver can use it where it arrives
+        start = 0
+        while start < size:
+            if room < row:
+                buckets.append([])
+                room = max(most, row)
+            count = min(size - start, room // row * row)
+            buckets[-1].append(Segment(name, start, count))
+            room -= count
+            start += count
+    return [tuple(bucket) for bucket in buckets]
+
+
+def _rows(weight: torch.Tensor) -> _Rows:
+    """This rank's rows of a weight that FSDP has cut along its first dimension."""
+    if not isinstance(weight, DTensor):
+        return _Rows(weight.detach().reshape(-1), 0)
+    mesh, own = weight.device_mesh, local(weight).detach()
+    (axis,) = [number for number, placement in enumerate(weight.placements) if isinstance(placement, Shard)]
+    rows = -(-weight.shape[0] // mesh.size(axis))  # as torch.chunk cuts
+    start = min(rows * mesh.get_local_rank(axis), weight.shape[0])
+    return _Rows(own.reshape(-1), start * math.prod(weight.shape[1:]))

@@ -1,0 +1,83 @@
+"""The index of a checkpoint by torch.distributed.checkpoint: what ranks tell of their writing, and reading it without running it.
+
+`.metadata` is a pickle, which would call whatever it names. It is read by an unpickler that admits the classes of an index alone.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from pa_npu.errors import DataError
+
+T = TypeVar("T")
+
+# An index consists of data classes and enumerations of these modules, types of tensors, and the following.
+_INDEX_MODULES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint.filesystem",
+    "megatron.core.dist_checkpointing.strategies.torch",
+)
+_INDEX_NAMES = {
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
+
+
+class IndexReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = (module, name) in _INDEX_NAMES
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        if module in _INDEX_MODULES and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum)):
+                return found
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+
+
+def refusing(directory: str, read: Callable[[], T]) -> T:
+    """What `read` returns. Raises DataError where a pickle names what no checkpoint contains, or cannot be read."""
+    try:
+        return read()
+    except (pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"names {named[1]}, which no checkpoint contains" if named else "cannot be read"
+        raise DataError(
+            f"checkpoint {directory} is refused: one of its files {reason}; this package did not write it; take a checkpoint "
+            f"from a place that you trust"
+        ) from None
+
+
+def list_of(directory: Path, rank: int) -> Path:
+    """The file in which a rank, or its forked writer, says what it has written: for rank 0, which may be on another node."""
+    return directory / f".written_{rank}.json"
+
+
+def describe(result: WriteResult) -> dict[str, Any]:
+    index = result.index
+    offset = None if index.offset is None else list(index.offset)
+    place = {"fqn": index.fqn, "offset": offset, "index": index.index}
+    return {"place": place, "bytes": result.size_in_bytes, "storage": asdict(result.storage_data)}
+
+
+def restore(item: dict[str, Any]) -> WriteResult:
+    place = item["place"]
+    offset = None if place["offset"] is None else torch.Size(place["offset"])
+    return WriteResult(
+        MetadataIndex(place["fqn"], offset, place["index"]), item["bytes"], _StorageInfo(**item["storage"])
+    )

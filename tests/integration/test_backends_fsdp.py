@@ -1,0 +1,61 @@
+"""trainer.backend=fsdp on two ranks: the update is one rank's, and a checkpoint goes to another number of ranks and to HF."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pa_npu.backends.registry import export_checkpoint
+from pa_npu.checkpoints import directories as store
+from tests.helpers.megatron import model_config
+from tests.helpers.models import make_model
+from tests.helpers.trainer_rank import Job, run_job
+
+pytestmark = pytest.mark.integration
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def trained(
+    model: Path, directory: Path, dtype: str, ranks: int, first: int = 0, load: Path | None = None
+) -> list[dict]:
+    """Two iterations of two updates, or the second after a checkpoint."""
+    config = model_config(
+        model,
+        model={"dtype": dtype},
+        run={"dir": str(directory), "deterministic": True},
+        trainer={"backend": "fsdp", "devices": ranks},
+        rollout={"responses_per_prompt": 4, "max_response_tokens": 16},
+        schedule={"prompts_per_iteration": 4, "updates_per_iteration": 2, "order": "prompt", "iterations": 2},
+        algorithm={"kl_coef": 0.01},
+        optimizer={"learning_rate": 1e-3, "weight_decay": 0.1},
+        checkpoint={"every": 1, **({"load": str(load)} if load else {})},
+    )
+    return run_job(Job(config, directory, first=first, last=2, export=str(directory / "hf")))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
+def test_two_ranks_train_as_one_and_one_goes_on_from_their_checkpoint(dtype: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen2", tied=True)
+    reports = {ranks: trained(model, tmp_path / f"of {ranks}", dtype, ranks) for ranks in (1, 2)}
+    assert [r["grad_norm"] for r in reports[2]] == pytest.approx([r["grad_norm"] for r in reports[1]], rel=1e-5)
+    one, two = (weights(tmp_path / f"of {ranks}" / "hf") for ranks in (1, 2))
+    assert one.keys() == two.keys() == weights(model).keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    assert any(not torch.equal(tensor, weights(model)[name].to(tensor.dtype)) for name, tensor in one.items())
+
+    middle = tmp_path / "of 2" / "checkpoints" / store.directory_name(1)
+    resumed = trained(model, tmp_path / "resumed", dtype, 1, first=1, load=middle)
+    assert resumed[-1]["grad_norm"] == pytest.approx(reports[2][-1]["grad_norm"], rel=1e-5)
+    for name, tensor in weights(tmp_path / "resumed" / "hf").items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+    export_checkpoint(middle.with_name(store.directory_name(2)), tmp_path / "exported")
+    exported = weights(tmp_path / "exported")
+    assert exported.keys() == two.keys() and all(torch.equal(exported[name], tensor) for name, tensor in two.items())
