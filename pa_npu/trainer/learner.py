@@ -66,6 +66,8 @@ class Learner:
         self.gate = VersionGate(config.border_timeout_s)
         self._publisher: Publisher | None = None
         self._kept: TrainerLogprobs | None = None
+        self._source: MicrobatchSource | None = None
+        self._seen_traffic = Traffic()
         self._policy: PolicyState | None = None  # unknown until the first publish
         self._reference_version = 0  # the policy's that the reference was last made equal to; 0 is the HF model
         platform.take_memory_peak()  # what loading took is no iteration's
@@ -90,11 +92,14 @@ class Learner:
         keep = None if self._kept is None else self._kept.add
         self._objective = Objective(self._config, self.backend.device, judge_first, keep)
         start = time.perf_counter()
-        waited_s, traffic = microbatches.waited_s, microbatches.traffic
+        waited_s = microbatches.waited_s
+        # groups that were taken ahead, to measure rounding by, are this update's too
+        traffic = self._seen_traffic if microbatches is self._source else Traffic()
         reduced = self.backend.accumulate(microbatches, self._objective)
         self._wait_s = microbatches.waited_s - waited_s
         self._train_s = time.perf_counter() - start - self._wait_s
-        self._traffic = microbatches.traffic.since(traffic)
+        self._source, self._seen_traffic = microbatches, microbatches.traffic
+        self._traffic = self._seen_traffic.since(traffic)
         self._expected_advantages = dict(microbatches.advantages)
         if self._kept is not None:
             self._kept.write()
