@@ -51,8 +51,10 @@ def test_every_registered_backend_offers_what_the_registry_promises() -> None:
 
 
 def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"trainer.backend: 'fsdp' is none of megatron and not module:NAME; use one"):
-        backend_module("fsdp")
+    with pytest.raises(
+        ConfigError, match=r"trainer.backend: 'deepspeed' is none of megatron, fsdp and not module:NAME; use one"
+    ):
+        backend_module("deepspeed")
 
 
 def test_a_backend_of_ones_own_that_lacks_something_is_refused_with_what_it_lacks() -> None:

@@ -161,6 +161,8 @@ BESIDE = {
     "algorithm.dual_clip": ["algorithm.loss=reinforce"],
     "algorithm.delta": ["algorithm.loss=reinforce"],
     "algorithm.aggregation": ["algorithm.loss=dpo", "algorithm.kl_coef=0"],
+    "trainer.distributed_optimizer": ["trainer.backend=fsdp"],
+    "trainer.gradient_bucket_mib": ["trainer.backend=fsdp"],
     "publish.probe_tolerance": ["publish.probe_tokens=0"],
     "publish.false_stop_rate": ["publish.noise_margin=null"],
     "buffer.shards": ["buffer.backend=transfer_queue"],

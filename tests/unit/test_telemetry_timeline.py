@@ -110,12 +110,3 @@ def test_a_disabled_timeline_writes_nothing(tmp_path: Path) -> None:
     timeline.close()
     assert list(tmp_path.iterdir()) == []
     assert json.loads(merge(tmp_path).read_text())["traceEvents"] == []
-
-
-def test_an_event_costs_microseconds(tmp_path: Path) -> None:
-    with Timeline.for_run(tmp_path, "a") as timeline:
-        start = time.process_time()
-        for number in range(2000):
-            timeline.complete("request", 0.0, 1.0, lane="requests", number=number)
-        each_s = (time.process_time() - start) / 2000
-    assert each_s < 200e-6, f"an event cost {each_s * 1e6:.0f} us; a thousand requests would disturb what they measure"
