@@ -38,8 +38,8 @@ from pa_npu.algorithm.objective import Columns, Objective, Outputs
 from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
+from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
-from pa_npu.samples.types import Group
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.timeline import Timeline
 

@@ -60,8 +60,8 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import IterationTimes, Rules
 from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import group_seed
-from pa_npu.samples.types import Group
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.timeline import Timeline
 

@@ -60,8 +60,9 @@ from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import Rules
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
-from pa_npu.samples.types import Group, Sample
+from pa_npu.samples.types import Sample
 from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
 

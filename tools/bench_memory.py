@@ -28,8 +28,8 @@ import torch.distributed as dist
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.memory import trainer_memory
+from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import build_microbatches
-from pa_npu.samples.types import Group
 
 CASES = (
     ("fp32", "none", 0.0),

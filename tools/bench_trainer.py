@@ -33,9 +33,9 @@ from pa_npu import platform as platforms
 from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
+from pa_npu.samples.group import Group
 from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
-from pa_npu.samples.types import Group
 
 PROFILE_GROUPS = {
     "linear layers": ("aten::mm", "aten::addmm", "aten::linear", "aten::bmm", "mkldnn"),

@@ -49,8 +49,8 @@ from pa_npu.algorithm.policy_losses import find_policy_loss
 from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
+from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
-from pa_npu.samples.types import Group
 from pa_npu.telemetry.hardware import processor
 
 TIMEOUT_S = 170.0

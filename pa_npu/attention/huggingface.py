@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from pa_npu.attention.forms import shared_prompt_attention
 from pa_npu.attention.layout import PrefixLayout
-from pa_npu.attention.shared_prompt import shared_prompt_attention
 
 NAME = "pa_npu_shared_prompt"
 

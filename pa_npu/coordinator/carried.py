@@ -22,8 +22,8 @@ from pa_npu.dispatch.selection import EveryGroup
 from pa_npu.dispatch.token_budget import BudgetedGroups, TokenBudget
 from pa_npu.errors import InvariantViolation, UserError
 from pa_npu.rewards.types import RewardResult
+from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.types import Group
 
 
 class BudgetedUpdates(Updates):

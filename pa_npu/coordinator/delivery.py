@@ -17,8 +17,9 @@ from pa_npu.config.schema import Config
 from pa_npu.coordinator.episode import ScoredGroup, check_size
 from pa_npu.coordinator.production import Production
 from pa_npu.dispatch.assignment import Assignment
+from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.types import Group, group_lengths
+from pa_npu.samples.types import group_lengths
 
 GroupCost = Callable[[int, Sequence[int]], float]
 """What training a group costs, from the length of its prompt and those of its responses; dispatch.work.GroupWork is one."""

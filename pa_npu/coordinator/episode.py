@@ -22,8 +22,9 @@ from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate, Turn
 from pa_npu.errors import PaNpuError
 from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import turn_seed
-from pa_npu.samples.types import Group, Sample
+from pa_npu.samples.types import Sample
 
 
 class Rewards(Protocol):

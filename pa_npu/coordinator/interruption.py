@@ -27,8 +27,9 @@ from pa_npu.engines.pool import GroupSession, Lease
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import Generate, Turn
 from pa_npu.samples.columns import Values
+from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import turn_seed
-from pa_npu.samples.types import Group, Sample, SampleBuilder
+from pa_npu.samples.types import Sample, SampleBuilder
 
 Decode = Callable[[Sequence[int]], str]
 """Tokens to text, special tokens left out."""

@@ -14,7 +14,7 @@ from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.variants import Variant
 from pa_npu.data.difficulty import Outcome
-from pa_npu.samples.types import Group
+from pa_npu.samples.group import Group
 from pa_npu.telemetry.sample_store import KeptResponse
 
 

@@ -13,7 +13,7 @@ from pa_npu.dispatch.schedule import Schedule
 from pa_npu.engines.pool import GroupSession, Lease
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Generate
-from pa_npu.samples.types import Group
+from pa_npu.samples.group import Group
 
 
 class Variant:

@@ -19,7 +19,7 @@ import numpy as np
 from pa_npu.errors import ConfigError, PaNpuError
 
 if TYPE_CHECKING:
-    from pa_npu.samples.types import Group
+    from pa_npu.samples.group import Group
 
 NO_VERSION = -1
 """Version of a token that no policy generated."""

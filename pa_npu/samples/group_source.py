@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pa_npu.errors import DeadlineExceeded
+from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.types import Group
 
 
 @dataclass(frozen=True)

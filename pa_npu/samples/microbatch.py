@@ -20,7 +20,7 @@ from pa_npu.attention import PrefixLayout
 from pa_npu.attention.trie import PackedSequences
 from pa_npu.attention.trie import pack as pack_trie
 from pa_npu.samples.columns import ADVANTAGES, LOGPROBS, Column
-from pa_npu.samples.types import Group
+from pa_npu.samples.group import Group
 
 # Behind the prompts, samples share a prefix (as branches of one response do) only from so many tokens on: each segment is a
 # kernel call of its own, and responses that begin alike by chance would be cut into crumbs.

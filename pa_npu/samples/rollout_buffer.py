@@ -20,7 +20,7 @@ from typing import Protocol
 from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import InvariantViolation, PaNpuError
 from pa_npu.samples.columns import NONE, RunColumns
-from pa_npu.samples.types import Group
+from pa_npu.samples.group import Group
 from pa_npu.samples.wire import from_bytes, to_bytes
 
 

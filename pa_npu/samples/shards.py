@@ -25,8 +25,8 @@ from pa_npu.control.store_server import host_store
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.samples.columns import NONE, RunColumns
 from pa_npu.samples.data_module import Cells, StoreShard
+from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import BufferFailed
-from pa_npu.samples.types import Group
 from pa_npu.samples.wire import from_tensors, tensor_names, tensors_of
 
 T = TypeVar("T")

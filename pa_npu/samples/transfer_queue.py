@@ -23,8 +23,8 @@ import torch
 from pa_npu.control.bounded_calls import BoundedCalls, NoAnswer
 from pa_npu.errors import ConfigError
 from pa_npu.samples.columns import LOGPROBS, NONE, RunColumns
+from pa_npu.samples.group import IDENTITY, PER_SAMPLE, PER_TOKEN, Group
 from pa_npu.samples.rollout_buffer import BufferFailed
-from pa_npu.samples.types import IDENTITY, PER_SAMPLE, PER_TOKEN, Group
 from pa_npu.samples.wire import to_bytes
 
 T = TypeVar("T")

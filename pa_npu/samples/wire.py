@@ -31,7 +31,7 @@ import numpy as np
 import safetensors
 
 from pa_npu.samples.columns import ADVANTAGES, LOGPROBS, NONE, STORED, VERSIONS, Column, GroupFormatError, RunColumns
-from pa_npu.samples.types import IDENTITY, Group
+from pa_npu.samples.group import IDENTITY, Group
 
 FORMAT_VERSION = 3
 _MAGIC = b"PAGR"

@@ -31,9 +31,9 @@ from pa_npu.control.messages import (
 )
 from pa_npu.publish.messages import Probe
 from pa_npu.publish.trainer_side import TrainerPublish
+from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.open_buffer import open_buffer
-from pa_npu.samples.types import Group
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.ahead import RolloutsAhead

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from pa_npu.algorithm.objective import Objective, PolicyState
 from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
+from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
-from pa_npu.samples.types import Group
 from pa_npu.trainer.learner import Learner
 from tests.helpers.backend import Source
 from tests.helpers.gradient_faults import FAULTS, faults_of, inject, negated

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from pa_npu.control.channel import CHUNK_BYTES, StoreChannel, connect
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
+from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import Payloads, RolloutBuffer, StoreRolloutBuffer
-from pa_npu.samples.types import Group
 from pa_npu.samples.wire import to_bytes
 
 Open = Callable[[int], RolloutBuffer]

@@ -29,8 +29,8 @@ from pa_npu.control.software import TRAINERS_RUN_ON
 from pa_npu.control.typed import Topic
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, MEMBERS, READY, VERDICT, StageManifest, TrainersReady
+from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
-from pa_npu.samples.types import Group
 from tests.helpers.reports import iteration_report, trainers_run_on
 from tests.helpers.stand_in_engine import API_KEY, Served
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pa_npu.samples.types import Group
+from pa_npu.samples.group import Group
 
 
 def with_trained(group: Group, **values: np.ndarray) -> Group:

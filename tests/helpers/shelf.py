@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pa_npu.control.freshness import Freshness
 from pa_npu.samples.columns import NONE
+from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.types import Group
 from pa_npu.samples.wire import to_bytes
 
 

@@ -22,7 +22,7 @@ from pa_npu.algorithm.advantages import batch_advantages, group_advantages
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import DISPATCHED, Dispatched, DispatchedGroup
-from pa_npu.samples.types import Group
+from pa_npu.samples.group import Group
 from tests.helpers.gradient_faults import put_advantages
 from tests.helpers.groups import with_trained
 from tests.helpers.preloaded import start_rank

@@ -25,8 +25,8 @@ from pa_npu.publish.messages import (
     LateRequest,
     PublishBroken,
 )
+from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import group_seed
-from pa_npu.samples.types import Group
 from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, ROOT, WAIT_S, Run
 from tests.helpers.fake_judge import Answer, fake_judge
 from tests.helpers.groups import prompt_tokens

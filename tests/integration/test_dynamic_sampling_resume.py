@@ -10,7 +10,7 @@ import pytest
 
 from pa_npu.checkpoints.directories import META_FILE, CheckpointMeta, directory_name
 from pa_npu.control.messages import DATA_POSITION
-from pa_npu.samples.types import Group
+from pa_npu.samples.group import Group
 from pa_npu.samples.wire import to_bytes
 from tests.helpers.coordinator_run import WAIT_S
 from tests.helpers.groups import prompt_tokens

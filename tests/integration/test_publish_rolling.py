@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pa_npu.samples.types import Group
+from pa_npu.samples.group import Group
 from pa_npu.samples.wire import to_bytes
 from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, Run
 from tests.helpers.stand_in_engine import Served, stand_in_engines

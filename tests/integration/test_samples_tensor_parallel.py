@@ -24,12 +24,12 @@ from pa_npu.config.mesh import Mesh
 from pa_npu.control.channel import CHUNK_BYTES, StoreChannel, connect
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.samples.columns import Column, RunColumns
+from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.replica_feed import GroupsNotPassed, ReplicaLinks
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.samples.shards import ShardPayloads, host_shard
-from pa_npu.samples.types import Group
 from pa_npu.samples.wire import split, to_bytes
 from tests.helpers.rank_processes import rank_processes
 

@@ -13,7 +13,7 @@ from pa_npu.checkpoints.ahead import write_ahead
 from pa_npu.checkpoints.directories import META_FILE, CheckpointMeta, directory_name
 from pa_npu.checkpoints.provenance import config_tree
 from pa_npu.control.messages import DATA_POSITION, UPDATE_SIZE
-from pa_npu.samples.types import Group
+from pa_npu.samples.group import Group
 from pa_npu.samples.wire import to_bytes
 from pa_npu.trainer.ahead import RolloutsAhead
 from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, WAIT_S, Run

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pa_npu.config.schema import Config
-from pa_npu.samples.types import Group
+from pa_npu.samples.group import Group
 from tests.helpers.groups import prompt_tokens
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import Job, make_groups, run_job

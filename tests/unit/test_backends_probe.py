@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
-from pa_npu.samples.types import Group
 from tests.helpers.megatron import PLATFORM  # noqa: F401 - prepares megatron
 
 from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip

@@ -28,8 +28,8 @@ from pa_npu.errors import UserError
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import IterationOutlook, Rules
 from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import group_seed
-from pa_npu.samples.types import Group
 from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
 from tests.helpers import stuck

@@ -29,7 +29,7 @@ from pa_npu.planning.iteration_model.engine import VirtualEngine
 from pa_npu.planning.iteration_model.messages import IterationOutlook, IterationTimes, Rules
 from pa_npu.planning.iteration_model.simulate import simulate
 from pa_npu.rewards.types import RewardInput, RewardResult
-from pa_npu.samples.types import Group
+from pa_npu.samples.group import Group
 from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
 from tools.bench_balance import Inline, VirtualLoop

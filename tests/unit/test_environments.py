@@ -22,9 +22,10 @@ from pa_npu.environments.registry import make_environment, opened
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.tools import ToolEnvironment
 from pa_npu.errors import ConfigError, InvariantViolation, PaNpuError
+from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.samples.seeds import group_seed, turn_seed
-from pa_npu.samples.types import Group, Sample, SampleBuilder
+from pa_npu.samples.types import Sample, SampleBuilder
 from tools.make_tiny_model import make_tokenizer
 
 TOKENIZER = make_tokenizer()

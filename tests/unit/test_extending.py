@@ -31,10 +31,11 @@ from pa_npu.families import registry as families
 from pa_npu.families.spec import ModelSpec
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.process import check_reward_functions, sample_group
+from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.samples.open_buffer import run_columns
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
-from pa_npu.samples.types import Group, SampleBuilder
+from pa_npu.samples.types import SampleBuilder
 from tests.unit.test_environments import PROMPT, TOKENIZER, Scripted, episode
 
 ROOT = Path(__file__).resolve().parents[2]

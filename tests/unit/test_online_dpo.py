@@ -19,7 +19,7 @@ from pa_npu.algorithm.policy_losses import dpo, find_policy_loss
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.control.freshness import Freshness
-from pa_npu.samples.types import Group
+from pa_npu.samples.group import Group
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.reports import numbers

@@ -46,10 +46,11 @@ from pa_npu.planning.iteration_model.messages import Rules
 from pa_npu.rewards.functions import build_function, call_function, function_specs
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
-from pa_npu.samples.types import Group, Sample, SampleBuilder
+from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.backend import learner_of
 from tests.helpers.house import PACKAGE
@@ -79,7 +80,6 @@ HANDS_ON = {
     "control/channel.py": "bytes into the store",
     "backends/megatron/rotary.py": "cos and sin of positions",
     "platform/ops.py": "norm and rotation on this platform",
-    "attention/shared_prompt.py": "checks shapes and chooses the form",
     "attention/kernels/choice.py": "chooses the kernel",
     "attention/plan.py": "which rows a form gathers",
     "attention/layout.py": "what a layout knows of itself",

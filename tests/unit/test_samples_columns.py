@@ -18,10 +18,11 @@ from pa_npu.environments.protocol import write
 from pa_npu.environments.single_turn import samples_of
 from pa_npu.errors import ConfigError
 from pa_npu.samples.columns import ADVANTAGES, STORED, Column, GroupFormatError, RunColumns
+from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import build_microbatches, pack
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
-from pa_npu.samples.types import Group, Sample, SampleBuilder
+from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.samples.wire import from_bytes, from_parts, split, to_bytes
 
 MADE_UP = Column("made_up", "int16", (3, 2), "environment", "my_loss", elsewhere=-1)

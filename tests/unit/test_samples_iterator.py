@@ -18,10 +18,10 @@ import torch.distributed as dist
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.columns import NONE, GroupFormatError
+from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.replica_feed import ReplicaLinks
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.types import Group
 from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.telemetry.timeline import Timeline
 

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches, cut, num_packed_tokens, pack
-from pa_npu.samples.types import Group
 
 
 def make_group(prompt: int, lengths: tuple[int, ...], index: int = 7) -> Group:

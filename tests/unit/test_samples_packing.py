@@ -16,10 +16,10 @@ from pa_npu.errors import InvariantViolation
 from pa_npu.planning.amounts import work
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.samples.columns import NONE
+from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.types import Group
 from pa_npu.samples.wire import to_bytes
 
 PROMPT = 2

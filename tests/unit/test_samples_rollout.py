@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
+from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
-from pa_npu.samples.types import Group
 
 
 @pytest.fixture

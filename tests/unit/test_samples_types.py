@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from pa_npu.samples.columns import GroupFormatError
-from pa_npu.samples.types import IDENTITY, PER_SAMPLE, PER_TOKEN, Group, SampleBuilder
+from pa_npu.samples.group import IDENTITY, PER_SAMPLE, PER_TOKEN, Group
+from pa_npu.samples.types import SampleBuilder
 from pa_npu.samples.wire import FORMAT_VERSION, from_bytes, from_parts, split, to_bytes
 
 ENVELOPE_BYTES = 16

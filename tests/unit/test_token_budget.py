@@ -23,8 +23,9 @@ from pa_npu.dispatch.token_budget import BudgetedGroups, TokenBudget
 from pa_npu.errors import DataError, DeadlineExceeded
 from pa_npu.rewards.types import RewardResult
 from pa_npu.samples.columns import NONE
+from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.types import Group, Sample, SampleBuilder
+from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.samples.wire import to_bytes
 from pa_npu.trainer.ahead import _CARRIED
 from tests.helpers.trainer_rank import make_groups

@@ -21,9 +21,9 @@ from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
 from pa_npu.errors import InvariantViolation
+from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import build_microbatches
-from pa_npu.samples.types import Group
 from pa_npu.trainer.agreement import YARDSTICK_EVERY, Agreement
 from tests.helpers.backend import make_learner
 from tests.helpers.groups import with_trained

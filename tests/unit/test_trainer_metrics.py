@@ -19,9 +19,9 @@ from pa_npu.backends.protocol import TrainBackend
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport, IterationReport, ProbeReport, merge_updates
 from pa_npu.families.spec import ModelSpec
+from pa_npu.samples.group import Group
 from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import build_microbatches
-from pa_npu.samples.types import Group
 from tests.helpers.backend import Source, make_learner
 from tests.helpers.groups import with_trained
 from tests.helpers.megatron import model_config, single_process

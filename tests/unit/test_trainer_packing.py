@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import cut, pack
-from pa_npu.samples.types import Group
 from tests.helpers.backend import Source, make_learner
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model

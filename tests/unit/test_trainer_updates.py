@@ -14,9 +14,9 @@ from pa_npu.config.schema import Config
 from pa_npu.control.messages import merge_updates
 from pa_npu.errors import InvariantViolation
 from pa_npu.families.spec import ModelSpec
+from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import build_microbatches
-from pa_npu.samples.types import Group
 from tests.helpers.backend import make_learner
 from tests.helpers.groups import sample_advantages, with_trained
 from tests.helpers.megatron import PLATFORM, model_config, single_process

@@ -38,8 +38,9 @@ from pa_npu.environments.clients import FromClients, Work
 from pa_npu.environments.protocol import Environment
 from pa_npu.errors import DataError, PaNpuError, UserError
 from pa_npu.samples.data_module import DataModule, Task
+from pa_npu.samples.group import IDENTITY, PER_SAMPLE, PER_TOKEN, Group
 from pa_npu.samples.seeds import group_seed
-from pa_npu.samples.types import IDENTITY, PER_SAMPLE, PER_TOKEN, Group, Sample, SampleBuilder, group_lengths
+from pa_npu.samples.types import Sample, SampleBuilder, group_lengths
 
 logger = logging.getLogger(__name__)
 

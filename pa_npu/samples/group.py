@@ -1,0 +1,315 @@
+"""Group: the samples of one prompt, checked; the unit of dispatch, of advantages and of the buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pa_npu.samples.columns import ADVANTAGES, FIXED, LOGPROBS, VERSIONS, Column, GroupFormatError, Values
+from pa_npu.samples.types import Sample, SampleBuilder, SampleRow, checked
+
+T = TypeVar("T")
+
+IDENTITY = ("run_seed", "iteration", "index", "prompt_id")
+"""The whole numbers that say which group this is."""
+
+PER_TOKEN: dict[str, np.dtype[Any]] = {column.name: column.type for column in FIXED}
+PER_SAMPLE: dict[str, np.dtype[Any]] = {
+    "lengths": np.dtype("<i4"),
+    "rewards": np.dtype("<f4"),
+    "finished": np.dtype("?"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The samples of one prompt, their arrays one after another: the unit of dispatch, of advantages and of the buffer.
+
+    Construction validates everything, so a Group that exists is well-formed on both sides of the wire.
+
+    run_seed, iteration, index: with a sample's number they say what was sampled, whatever engine did it. index is the dispatch
+    index within the iteration. prompt_id: row of the dataset.
+    lengths: int32 [G], tokens of each sample. rewards: float32 [G]. finished: bool [G].
+    tokens, trained, logprobs, versions: those of Sample, [sum of lengths]. advantages: float32 [sum of lengths].
+    first: the number of the first sample here, in a piece of the group that was dispatched; 0 for the whole.
+    columns: the declared ones, each [sum of lengths, *shape].
+    Log-probs and advantages are 0, and versions NO_VERSION, where a token is not trained.
+    """
+
+    run_seed: int
+    iteration: int
+    index: int
+    prompt_id: int
+    lengths: np.ndarray
+    tokens: np.ndarray
+    trained: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    advantages: np.ndarray
+    rewards: np.ndarray
+    finished: np.ndarray
+    first: int = 0
+    columns: Values = field(default_factory=dict)
+    _cache: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in IDENTITY:
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or not 0 <= value < 2**63:
+                raise GroupFormatError(f"group {name}: {value!r} must be an integer between 0 and 2**63 - 1")
+            object.__setattr__(self, name, int(value))
+        for name, dtype in PER_SAMPLE.items():
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+                found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+                raise GroupFormatError(f"{self} {name}: must be a {dtype.name} array [n], found {found}")
+        self._check_sizes()
+        self._check_values()
+
+    @property
+    def per_token(self) -> dict[Column, np.ndarray]:
+        """All its columns, fixed and declared."""
+        return {**{column: getattr(self, column.name) for column in FIXED}, **self.columns}
+
+    @classmethod
+    def of_samples(
+        cls,
+        samples: Sequence[Sample],
+        rewards: np.ndarray,
+        advantages: np.ndarray,
+        *,
+        run_seed: int,
+        iteration: int,
+        index: int,
+        prompt_id: int,
+    ) -> Group:
+        """rewards: float32 [G]. advantages: float32 [G], the same for all trained tokens of a sample."""
+        row = SampleRow.of(samples)
+        lengths = np.array([len(sample.tokens) for sample in samples], np.int32)
+        of_tokens = np.repeat(np.asarray(advantages, np.float32), lengths)
+        of_tokens[~row.trained] = 0
+        return cls(
+            run_seed=run_seed,
+            iteration=iteration,
+            index=index,
+            prompt_id=prompt_id,
+            lengths=lengths,
+            tokens=row.tokens,
+            trained=row.trained,
+            logprobs=row.logprobs,
+            versions=row.versions,
+            advantages=of_tokens,
+            rewards=np.asarray(rewards, np.float32),
+            finished=np.array([sample.finished for sample in samples], np.bool_),
+            columns=row.columns,
+        )
+
+    @classmethod
+    def of_responses(
+        cls,
+        *,
+        iteration: int,
+        version: int,
+        index: int,
+        prompt_id: int,
+        prompt_tokens: np.ndarray,
+        response_tokens: np.ndarray,
+        response_lengths: np.ndarray,
+        logprobs: np.ndarray,
+        rewards: np.ndarray,
+        advantages: np.ndarray,
+        finished: np.ndarray,
+        run_seed: int = 0,
+    ) -> Group:
+        """One prompt with G responses, which stand one after another in response_tokens and logprobs."""
+        ends = np.cumsum(response_lengths)[:-1]
+        samples = []
+        for number, (tokens, sampled) in enumerate(
+            zip(np.split(response_tokens, ends), np.split(logprobs, ends), strict=True)
+        ):
+            sample = SampleBuilder(prompt_tokens)
+            sample.write(tokens, sampled, version)
+            samples.append(sample.finish(bool(finished[number]), ""))
+        identity = {"run_seed": run_seed, "iteration": iteration, "index": index, "prompt_id": prompt_id}
+        return cls.of_samples(samples, rewards, advantages, **identity)
+
+    def _check_sizes(self) -> None:
+        num_samples = len(self.lengths)
+        if num_samples == 0:
+            raise GroupFormatError(f"{self} lengths: a group needs at least one sample")
+        if (shortest := min(self.lengths.tolist())) < 2:
+            raise GroupFormatError(
+                f"{self} lengths: a sample needs a prompt and a trained token, shortest is {shortest}"
+            )
+        for name in PER_SAMPLE:
+            if len(getattr(self, name)) != num_samples:
+                raise GroupFormatError(f"{self} {name}: {len(getattr(self, name))} values for {num_samples} samples")
+        total = int(self.offsets()[-1])
+        for column, values in self.per_token.items():
+            checked(column, values, total, self)
+
+    def _check_values(self) -> None:
+        if (lowest := np.minimum.reduce(self.tokens)) < 0:
+            raise GroupFormatError(f"{self} tokens: token ids must not be negative, lowest is {lowest}")
+        self._check_finite("rewards", self.rewards)
+        if _any(self.trained[self.offsets()[:-1]]):
+            raise GroupFormatError(f"{self} trained: a sample's first token follows from nothing and cannot be trained")
+        if not _all(counts := self.trained_lengths):
+            raise GroupFormatError(f"{self} trained: sample {int(counts.argmin())} has no trained token")
+        self._check_stretches()
+        for column, values in ((LOGPROBS, self.logprobs), *self.columns.items()):
+            if column.is_float:
+                self._check_finite(column.name, values)
+            if column.tokens == "trained":
+                self._check_elsewhere(column, values, self.trained)
+
+    def _check_stretches(self) -> None:
+        """Versions and advantages: what holds for a stretch's first token holds for all of it."""
+        starts = self._stretches[:-1]
+        trained, versions, advantages = self.trained[starts], self.versions[starts], self.advantages[starts]
+        self._check_finite("advantages", advantages, starts)
+        if _any((versions < 0) & trained):
+            raise GroupFormatError(
+                f"{self} versions: a trained token needs a weight version, lowest is {versions[trained].min()}"
+            )
+        self._check_elsewhere(ADVANTAGES, advantages, trained)
+        self._check_elsewhere(VERSIONS, versions, trained)
+
+    def _check_finite(self, name: str, values: np.ndarray, numbers: np.ndarray | None = None) -> None:
+        """numbers: of the values, where these are not all of them."""
+        finite = np.isfinite(values)
+        if int(np.count_nonzero(finite)) != finite.size:
+            position = int(finite.argmin())
+            number, value = position if numbers is None else numbers[position], values.flat[position]
+            raise GroupFormatError(f"{self} {name}: values must be finite, number {number} is {value}")
+
+    def _check_elsewhere(self, column: Column, values: np.ndarray, trained: np.ndarray) -> None:
+        differs = values != column.elsewhere
+        if column.shape:
+            differs = differs.reshape(len(values), -1).any(axis=1)
+        if _any(differs > trained):  # bool > bool: the one without the other
+            raise GroupFormatError(f"{self} {column.name}: must be {column.elsewhere} for tokens that are not trained")
+
+    def __str__(self) -> str:
+        return f"group {self.index} of iteration {self.iteration} (prompt {self.prompt_id})"
+
+    def __getitem__(self, span: slice) -> Group:
+        """The same group with some consecutive samples of it."""
+        offsets = self.offsets()
+        first, last, _ = span.indices(self.num_samples)
+        rows = slice(int(offsets[first]), int(offsets[last]))
+        return replace(
+            self,
+            first=self.first + first,
+            **{name: getattr(self, name)[rows] for name in PER_TOKEN},
+            **{name: getattr(self, name)[first:last] for name in PER_SAMPLE},
+            columns={column: values[rows] for column, values in self.columns.items()},
+        )
+
+    def made(self, makers: Mapping[Column, Callable[[Group], np.ndarray]]) -> Group:
+        """The group with the columns that `makers` make of it (RunColumns.makers). Raises GroupFormatError for something else."""
+        if not makers:
+            return self
+        values = {column: make(self) for column, make in makers.items()}
+        advantages = next((found for one, found in values.items() if one.name == ADVANTAGES.name), self.advantages)
+        declared = {column: found for column, found in values.items() if column.name != ADVANTAGES.name}
+        return replace(self, advantages=advantages, columns={**self.columns, **declared})
+
+    def samples(self, texts: Sequence[str]) -> list[Sample]:
+        """The samples that `of_samples` was given, views, without rewards. texts: theirs."""
+        ends = self.offsets()[1:].tolist()
+        row = SampleRow(self.tokens, self.trained, self.logprobs, self.versions, ends, self.columns)
+        return row.cut([bool(finished) for finished in self.finished], texts)
+
+    @property
+    def num_samples(self) -> int:
+        """G."""
+        return len(self.lengths)
+
+    @property
+    def trained_lengths(self) -> np.ndarray:
+        """int64 [G]: trained tokens of each sample."""
+        return self.cached("trained", lambda: np.add.reduceat(self.trained, self.offsets()[:-1], dtype=np.int64))
+
+    @property
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """(starts, ends), int64 [R]: consecutive trained tokens of one version and one advantage; together all trained tokens."""
+
+        def build() -> tuple[np.ndarray, np.ndarray]:
+            bounds = self._stretches
+            trained = self.trained[bounds[:-1]]
+            return bounds[:-1][trained], bounds[1:][trained]
+
+        return self.cached("runs", build)
+
+    @property
+    def _stretches(self) -> np.ndarray:
+        """int64 [S + 1]: bounds of stretches of consecutive tokens with the same `trained`, version and advantage."""
+
+        def build() -> np.ndarray:
+            changes = np.empty(len(self.tokens) + 1, np.bool_)
+            changes[0] = changes[-1] = True
+            inner = changes[1:-1]
+            np.not_equal(self.trained[1:], self.trained[:-1], out=inner)
+            inner |= self.versions[1:] != self.versions[:-1]
+            bits = self.advantages.view(np.int32)  # 0.0 and -0.0 are two
+            inner |= bits[1:] != bits[:-1]
+            return np.flatnonzero(changes)
+
+        return self.cached("stretches", build)
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that have a loss."""
+        return int(self.trained_lengths.sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens of all samples, a shared prompt once per sample: the numerator of TPSPD."""
+        return len(self.tokens)
+
+    @property
+    def version_range(self) -> tuple[int, int]:
+        """Oldest and newest weight version that generated a trained token."""
+        versions = self.versions[self.runs[0]]
+        return int(versions.min()), int(versions.max())
+
+    def offsets(self) -> np.ndarray:
+        """int64 [G + 1]: sample i is `tokens[offsets[i]:offsets[i + 1]]`."""
+
+        def build() -> np.ndarray:
+            offsets = np.zeros(len(self.lengths) + 1, np.int64)
+            np.cumsum(self.lengths, out=offsets[1:])
+            return offsets
+
+        return self.cached("offsets", build)
+
+    def sequences(self) -> list[np.ndarray]:
+        """The tokens of each sample, views."""
+        return [self.tokens[start:end] for start, end in pairwise(self.offsets().tolist())]
+
+    def prompt_lengths(self) -> list[int]:
+        """Tokens before each sample's first trained one."""
+        starts, offsets = self.runs[0], self.offsets()[:-1]
+        lengths: list[int] = (starts[np.searchsorted(starts, offsets)] - offsets).tolist()
+        return lengths
+
+    def cached(self, name: str, build: Callable[[], T]) -> T:
+        """What `build` returns, built once; for what follows from the group and takes time."""
+        if name not in self._cache:
+            self._cache[name] = build()
+        found: T = self._cache[name]
+        return found
+
+
+def _any(values: np.ndarray) -> bool:
+    """As values.any(), which takes several times as long for a group's few values, as all() does."""
+    return bool(np.count_nonzero(values))
+
+
+def _all(values: np.ndarray) -> bool:
+    return int(np.count_nonzero(values)) == len(values)
