@@ -1,4 +1,4 @@
-"""What TRL's GRPOConfig and verl's ppo_trainer.yaml call our keys: for hints at a foreign name, and for importing their files.
+"""Names that TRL's GRPOConfig and verl's ppo_trainer.yaml have for our keys: for hints, and for importing their files.
 
 Names are those of TRL's trl/trainer/grpo_config.py (and transformers' TrainingArguments, which it extends) and of verl's
 verl/trainer/config. SAME holds what means the same and takes the same values; what must be converted is in RELATED, with the key

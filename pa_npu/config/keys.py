@@ -1,4 +1,4 @@
-"""What keys the tree has: dotted names, annotations, defaults, bounds, and the nearest name to a misspelt one."""
+"""Lists the keys of the tree: dotted names, annotations, defaults, bounds. Finds the nearest name to a misspelt one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fills keys that the user left unset: the values of a paper, by algorithm.name, and lengths of overlong rewards."""
+"""Fills keys that the user left unset: the values of a paper, by algorithm.name, and lengths of overlong rewards."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def fill_overlong(tree: Any, default_max_tokens: int) -> Any:
 
 
 def set_keys(section: Any) -> dict[str, Any]:
-    """What the user wrote in a section, which is a mapping or, in code, a model."""
+    """Returns the keys that the user wrote in a section, which is a mapping or, in code, a model."""
     if isinstance(section, BaseModel):
         return section.model_dump(exclude_unset=True)
     return section if isinstance(section, dict) else {}

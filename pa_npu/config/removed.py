@@ -12,5 +12,5 @@ REMOVED: dict[str, str] = {
 
 
 def removed(key: str) -> str | None:
-    """What to do without the key, or the section, that an earlier release had; None for one that none had."""
+    """Returns the remedy for a key or section that an earlier release had; None if no release had it."""
     return next((remedy for old, remedy in REMOVED.items() if f"{key}.".startswith(f"{old}.")), None)

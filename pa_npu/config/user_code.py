@@ -39,7 +39,7 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def import_object(key: str, name: str, form: str) -> Any:
-    """What `module:name` names, importable from the working directory or PYTHONPATH. form: how to write it, for the message."""
+    """Imports the object `module:name` from the working directory or PYTHONPATH. form: how to write it, for the message."""
     module_name, _, object_name = name.partition(":")
     directory = os.getcwd()
     if directory not in sys.path:

@@ -75,7 +75,7 @@ class Planner:
         )
 
     def observe(self, timing: GroupTiming, iteration: int) -> None:
-        """What a group took."""
+        """Tells the controller the seconds that a group took."""
         if self._is_timed:
             self._controller.observe(timing, iteration)
 

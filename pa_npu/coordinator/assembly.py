@@ -18,7 +18,7 @@ from pa_npu.samples.rollout_buffer import RolloutBuffer
 def make_updates(
     config: Config, freshness: Freshness, channel: StoreChannel, buffer: RolloutBuffer, train: TrainingStream
 ) -> Updates:
-    """What the run's updates train."""
+    """Makes the run's policy on the groups of an update: by prompts, by informative groups, or by a budget of tokens."""
     schedule = config.schedule
     if schedule.tokens_per_update is not None:
         return BudgetedUpdates(config, schedule.tokens_per_update, freshness, channel, buffer)

@@ -44,8 +44,9 @@ class Border:
 
 
 class BorderCrossing:
-    """Of one run. written: waits until versions before this one have written all their groups.
+    """Takes a run from one weight version to the next.
 
+    written: waits until all groups of earlier versions are written.
     published: the version that is given new groups; None before the first.
     """
 

@@ -83,7 +83,7 @@ class BudgetedUpdates(Updates):
 
 
 def told(group: ScoredGroup) -> dict[str, Any]:
-    """What the wire format leaves out, as JSON."""
+    """Returns as JSON the parts of a group that the wire format leaves out."""
     prompt, result = group.prompt, group.result
     return {
         "prompt": prompt.text,

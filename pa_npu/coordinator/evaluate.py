@@ -40,7 +40,7 @@ _SEED_ITERATION = 2**62
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was answered of `planned` questions at a weight version. responses: of the questions that are complete.
+    """Answers to `planned` questions at a weight version. responses: those of complete questions.
 
     names: of all sets, in the configuration's order.
     """
@@ -210,7 +210,7 @@ def check_versions(samples: Sequence[Sample], version: int, what: str) -> None:
 
 
 def final_answer(text: str, prompt: Prompt) -> str | None:
-    """What a response ends with, for votes."""
+    """Returns the answer that a response ends with, for votes; None if it has none."""
     if letters := prompt.row.get(CHOICE_COLUMN):
         return chosen_letter(text, str(letters))
     found = extract_answer(text, prompt.answer)

@@ -64,7 +64,7 @@ NOTHING = Written(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np
 
 
 class Interruptions(Variant):
-    """Of one run: which version writes, what has been written, and whether all there is to write by it has been.
+    """Groups of a run that are written in parts by several versions: which version writes, and what is written so far.
 
     tokens: most that a version writes of a response which it does not train. decode: for the text of parts together.
     """
@@ -100,14 +100,14 @@ class Interruptions(Variant):
             await self._changed.wait()
 
     def so_far(self, iteration: int) -> list[Group]:
-        """What has been written of an iteration's groups, by index, without rewards."""
+        """Returns the parts of an iteration's groups that are written, by index, without rewards."""
         return [
             _group(iteration, index, self._prompts[iteration][index], responses)
             for index, responses in sorted(self._written.get(iteration, {}).items())
         ]
 
     def begin_with(self, group: Group) -> None:
-        """What an earlier attempt of the run has written of a group."""
+        """Takes the part of a group that an earlier attempt of the run wrote."""
         samples = group.samples([""] * group.num_samples)
         self._written.setdefault(group.iteration, {})[group.index] = [_written(sample) for sample in samples]
 
@@ -131,7 +131,7 @@ class Interruptions(Variant):
         self._changed.set()
 
     def generate(self, session: GroupSession, place: tuple[int, int], seed: int, sampling: Sampling) -> GenerateInParts:
-        """What an environment with one turn writes a group with. seed: the group's."""
+        """Returns the Generate that writes a group of an environment with one turn. seed: the group's."""
         return GenerateInParts(self, session, place, seed, sampling)
 
     def _begin(self) -> None:

@@ -1,4 +1,4 @@
-"""What is done when an iteration has been trained: the schedule learns from it, and it gets its record, beside the next one."""
+"""Ends a trained iteration beside the next one: the schedule learns from it, and its record is written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Window:
 
 
 class IterationEnd:
-    """Of one run. One record at a time is written."""
+    """Ends the iterations of a run. One record at a time is written."""
 
     def __init__(
         self, config: Config, channel: StoreChannel, controller: ScheduleController, records: RunRecords
@@ -43,8 +43,7 @@ class IterationEnd:
         self._recording: asyncio.Task[None] | None = None
 
     def end(self, produced: Produced, start: Window, end: Border, version: int) -> None:
-        """What was trained between two publishes, of which the second is `version`, gets its record, which is begun here; what was
-        produced there is learned from."""
+        """Begins the record of the iteration between two publishes, the second of `version`; the schedule learns from it."""
         report = REPORT.get(self._channel, iteration=version - 1)
         iteration_s = end.held.done_s - start.border.held.done_s
         prediction = Prediction("", None, None)

@@ -109,7 +109,7 @@ class IterationsAhead:
         """Engines hold `version`."""
 
     async def produce_due(self, version: int, published: int | None, last: int, scope: TaskScope) -> int:
-        """What may be produced while `version` is trained, by the version that engines have; returns how many iterations."""
+        """Produces all that may be produced while `version` is trained, by the engines' version; returns how many iterations."""
         begun = self.next
         while self.next < last and self._freshness.is_due(self.next, version):
             prompts = self._prompts if self.next == begun else self._drawn(self.next)
@@ -122,7 +122,7 @@ class IterationsAhead:
         return self.next - begun
 
     async def end_version(self, version: int) -> None:
-        """What this version may write is written, and the iteration that it trains complete; the next one may be saved."""
+        """Saves the next update, once this version has written all it may and the iteration that it trains is complete."""
         self._updates.save(version + 1)
 
     def trained(self, iteration: int) -> Produced:

@@ -105,7 +105,7 @@ class Coordinator:
         before: Window | None,
         crossed: asyncio.Future[Border],
     ) -> None:
-        """What a border ends with, where the first engines produce for the next iteration already."""
+        """Ends a border beside the next iteration, for which the first engines produce already."""
         border = await self._border.rest(version)
         await even_if_cancelled(self._conclude(preparing, before, border, version))
         crossed.set_result(border)
@@ -113,7 +113,7 @@ class Coordinator:
     async def _conclude(
         self, preparing: asyncio.Task[None] | None, before: Window | None, border: Border, version: int
     ) -> None:
-        """What was trained until `version` was published is over; nothing of it may still be asked of the controller meanwhile."""
+        """Ends the iteration that was trained before `version`, once nothing asks the controller about it any more."""
         await self._iteration_end.recorded()
         if preparing is not None:
             await preparing

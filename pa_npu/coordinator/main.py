@@ -164,7 +164,7 @@ def tested_in(config: Config, tokenizer: Any) -> Environment:
 
 
 async def wait_manifests(config: Config, channel: StoreChannel, topic: Topic[StageManifest]) -> list[StageManifest]:
-    """What each pipeline stage will publish to all engines (MANIFEST) or deliver to one (LATE_MANIFEST), in stage order."""
+    """Waits for each pipeline stage's manifest, in stage order: of a publish (MANIFEST) or a late delivery (LATE_MANIFEST)."""
     limit_s = config.trainer.startup_timeout_s
     return [await topic.wait_async(channel, limit_s, stage=s) for s in range(config.trainer.pipeline_parallel)]
 

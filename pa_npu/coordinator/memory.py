@@ -1,4 +1,4 @@
-"""What the processes around the coordinator had resident at most: itself, its workers, and on its machine launcher and keepers."""
+"""Peaks of resident memory around the coordinator: itself, its workers, and on its machine launcher and keepers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _workers() -> Sequence[int]:
 
 
 def _launcher() -> Sequence[int]:
-    """What started the keeper of this process."""
+    """Finds the process that started this process's keeper."""
     leader = session_leader()
     keeper = None if leader is None else parent(leader)
     launcher = None if keeper is None else parent(keeper)

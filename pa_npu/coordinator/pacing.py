@@ -41,7 +41,7 @@ class Pace(Variant):
         return self._dispatching.place()
 
     def index(self, number: int) -> int:
-        """Of the number-th group that goes, as far as it is known before its engine is; beyond the order, the number itself."""
+        """Returns the index of the number-th group that goes, if known before its engine is. Beyond the order it is `number`."""
         if number >= len(self.schedule.order):
             return number
         return self._left[0] if self._left else self.schedule.order[number]

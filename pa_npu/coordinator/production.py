@@ -1,4 +1,4 @@
-"""What one iteration's production yielded: its numbers for the iteration record, and its sample groups."""
+"""Results of one iteration's production: its numbers for the iteration record, and its sample groups."""
 
 from __future__ import annotations
 

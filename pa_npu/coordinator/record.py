@@ -63,7 +63,7 @@ class RunRecords:
         self._trackers.close(None if kind is None else FAILED_RUN_S)
 
     def write_runs_on(self, found: RunsOn) -> None:
-        """What this attempt of the run runs with, and its lines on the console."""
+        """Writes the devices and software that this attempt of the run has, and prints them."""
         file = Path(self._config.run.dir) / RUNS_ON
         attempt(file, lambda: file.write_text(json_line(asdict(found)) + "\n", encoding="utf-8"))
         for line in found.lines():

@@ -42,7 +42,7 @@ def take_up(
     buffer: RolloutBuffer,
     interruptions: Interruptions | None,
 ) -> None:
-    """What the run had ahead of the checkpoint that it goes on from."""
+    """Takes up the groups that the run had produced ahead of the checkpoint that it goes on from."""
     found = usable_ahead(config, freshness)
     if interruptions is not None:
         for one in found:

@@ -1,4 +1,4 @@
-"""What SIGTERM does to the coordinator: what is measured is written, then the process ends by the signal, as it would at once.
+"""Ends the coordinator on SIGTERM: measurements are written first, then the process ends by the signal.
 
 The launcher stops all processes of a run as soon as one fails or the run is over, which may be right after an iteration. A first
 SIGTERM cancels the event loop's work, so that everything that owns a file closes it; LONGEST_S later, or with a second one, the

@@ -1,4 +1,4 @@
-"""What the updates of a run train, and how many prompts an iteration needs for that."""
+"""Policies on the groups that an update trains, and on how many prompts an iteration needs for them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Variant:
         """No group can be admitted before another one is scored, or none is left."""
 
     def generate(self, session: GroupSession, place: tuple[int, int], seed: int, sampling: Sampling) -> Generate:
-        """What the environment writes the group of (iteration, index) with; at most one variant of a run has it."""
+        """Returns the Generate that writes the group of (iteration, index); at most one variant of a run has it."""
         raise NotImplementedError
 
     def generated(self, lease: Lease) -> None:

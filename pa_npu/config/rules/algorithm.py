@@ -72,7 +72,7 @@ def broken_algorithm(c: ConfigTree) -> Iterator[str]:
 
 
 def _broken_preference(c: ConfigTree) -> Iterator[str]:
-    """What algorithm.loss=dpo cannot go with."""
+    """Yields each conflict of algorithm.loss=dpo with another key."""
     a = c.algorithm
     if a.loss != "dpo":
         return

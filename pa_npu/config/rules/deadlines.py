@@ -44,7 +44,7 @@ def _reward_limit_s(tree: dict[str, Any], rollout: dict[str, Any]) -> float:
 
 
 def broken_deadlines(c: ConfigTree) -> Iterator[str]:
-    """What waits for something ends after what it waits for: otherwise the error names the wrong party."""
+    """Yields deadlines that end before those of the work they wait for: the error would name the wrong party."""
     for section, values in c:
         for key, value in values:
             if key.endswith("_s") and value is not None and value > _LONGEST_WAIT_S:

@@ -66,7 +66,7 @@ _SET_NAME = re.compile(r"[\w.-]{1,64}")
 
 
 def metric_names(greedy: bool, samples: int) -> list[str]:
-    """What an evaluation yields for each set: greedy, avg@n, and pass@k and maj@k for the powers of two up to n, and n."""
+    """Names the metrics of each set: greedy, avg@n, and pass@k and maj@k for the powers of two up to n, and n."""
     if not samples:
         return ["greedy"] if greedy else []
     ks = [2**exponent for exponent in range(1, samples.bit_length()) if 2**exponent < samples]

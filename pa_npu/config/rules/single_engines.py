@@ -45,7 +45,7 @@ def broken_single_engines(c: ConfigTree) -> Iterator[str]:
 
 
 def _broken_ways(c: ConfigTree, number: int) -> Iterator[str]:
-    """Of weights: each engine is reached in the end, and engines pass on what they have on a device of their own."""
+    """Yields faults in the ways of weights: an engine that none reaches, or one on a trainer's device that passes them on."""
     via = c.rollout.via
     for index, before in via.items():
         if before >= number:

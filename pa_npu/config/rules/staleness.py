@@ -12,7 +12,7 @@ _LEAST_ROLLING = 3
 
 
 def broken_staleness(c: ConfigTree) -> Iterator[str]:
-    """What cannot be exact, or makes no sense, with or without tokens of older weights."""
+    """Yields combinations that cannot be exact, or make no sense, with or without tokens of older weights."""
     s, a = c.schedule, c.algorithm
     if s.tokens_per_version is not None and not c.interrupts:
         yield (
@@ -69,7 +69,7 @@ def broken_staleness(c: ConfigTree) -> Iterator[str]:
 
 
 def _broken_divergence(c: ConfigTree) -> Iterator[str]:
-    """What publish.when needs, and what it cannot go with."""
+    """Yields each missing requirement and each conflict of publish.when."""
     p, staleness = c.publish, c.schedule.max_staleness
     if p.when == "every":
         return
@@ -90,7 +90,7 @@ def _broken_divergence(c: ConfigTree) -> Iterator[str]:
 
 
 def _broken_budget(c: ConfigTree) -> Iterator[str]:
-    """What schedule.tokens_per_update needs, and what it cannot go with."""
+    """Yields each missing requirement and each conflict of schedule.tokens_per_update."""
     s, budget = c.schedule, c.schedule.tokens_per_update
     if budget is None:
         return
@@ -129,7 +129,7 @@ def _broken_budget(c: ConfigTree) -> Iterator[str]:
 
 
 def _broken_delay(c: ConfigTree) -> Iterator[str]:
-    """What publish.mode=delayed needs, and what it cannot go with."""
+    """Yields each missing requirement and each conflict of publish.mode=delayed."""
     if c.publish.mode == "blocking":
         if c.publish.swap == "rolling":
             yield "publish.swap: rolling is read with publish.mode=delayed only; set that, or remove the key"
@@ -158,7 +158,7 @@ def _broken_delay(c: ConfigTree) -> Iterator[str]:
 
 
 def _broken_rolling(c: ConfigTree) -> Iterator[str]:
-    """What engines that swap one after another need, and what they cannot go with."""
+    """Yields each missing requirement and each conflict of publish.swap=rolling."""
     s, what = c.schedule, "publish.swap: rolling"
     if c.publish.swap == "together":
         return

@@ -16,7 +16,7 @@ CUT_SHARE = 4
 
 
 class EngineSettings(Section):
-    """What is particular to some engines of a run."""
+    """Settings of single engines of a run."""
 
     engines: tuple[Annotated[int, Field(ge=0, le=2**14)], ...] = Field(
         ...,
@@ -187,7 +187,7 @@ class RolloutConfig(Section):
         return {**section, "engines": int(found[1]), "max_engines": int(found[2])}
 
     def settings_of(self, index: int) -> EngineSettings:
-        """Of engine `index`; the usual ones where no entry names it."""
+        """Returns the settings of engine `index`; the usual ones if no entry names it."""
         found = (entry for entry in self.engine_settings if index in entry.engines)
         return next(found, None) or EngineSettings(engines=(index,))
 
