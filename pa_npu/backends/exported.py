@@ -1,4 +1,4 @@
-"""What an export of a checkpoint on demand has to check first, whichever backend wrote it."""
+"""Checks before an export of a checkpoint on demand, whichever backend wrote it."""
 
 from __future__ import annotations
 

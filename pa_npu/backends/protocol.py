@@ -1,4 +1,4 @@
-"""What a trainer rank needs of a training backend: TrainBackend, and how one is made (`BackendModule`).
+"""The interface of training backends to a trainer rank: TrainBackend, and how one is made (`BackendModule`).
 
 Megatron is the first (`pa_npu.backends.megatron`); another is a package beside it and a line in `pa_npu.backends.registry`.
 """
@@ -30,7 +30,7 @@ from pa_npu.telemetry.timeline import Timeline
 
 @dataclass(frozen=True)
 class Step:
-    """What an optimizer step did, equal on all ranks. grad_norm: before it was clipped."""
+    """The result of an optimizer step, equal on all ranks. grad_norm: before it was clipped."""
 
     grad_norm: float
     learning_rate: float
@@ -80,7 +80,7 @@ class TrainBackend(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where microbatches are expected."""
+        """The device that microbatches are expected on."""
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
@@ -95,7 +95,7 @@ class TrainBackend(Protocol):
         """Sums over trainer ranks."""
 
     def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> WeightSource | None:
-        """What this rank contributes to a publish; None on ranks of replicas other than the first, which send nothing.
+        """Returns this rank's part of a publish; None on ranks of replicas other than the first, which send nothing.
 
         late_from: for engines that come inside an iteration, sent from a thread: of which model ("policy", or a copy), gathered
         over a group of its own.
@@ -155,10 +155,10 @@ class TrainBackend(Protocol):
 
 
 class BackendModule(Protocol):
-    """What the registry's entry for a backend offers."""
+    """The functions that the registry's entry for a backend offers."""
 
     def changes(self) -> list[str]:
-        """What the backend changes in other packages for the whole of a trainer's process, one line each, for people."""
+        """Returns one line, for people, for each change to another package in a trainer's process."""
 
     def create(
         self,

@@ -22,7 +22,7 @@ DEFAULT_BACKEND = str(TrainerConfig.model_fields["backend"].default)
 
 
 def backend_module(name: str) -> BackendModule:
-    """What makes backends of this name. Raises ConfigError when there is none."""
+    """Returns the module that makes backends of this name. Raises ConfigError if there is none."""
     check_name("trainer.backend", name, _MODULES, "module:NAME")
     if name in _MODULES:
         return cast(BackendModule, importlib.import_module(_MODULES[name]))

@@ -1,4 +1,4 @@
-"""What `python -m pa_npu.launcher` runs: the command line."""
+"""Runs the command line, for `python -m pa_npu.launcher`."""
 
 from __future__ import annotations
 

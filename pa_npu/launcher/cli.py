@@ -20,7 +20,7 @@ _INTERRUPTED = 130
 
 
 class Subcommand(Protocol):
-    """What a module of `subcommands/` has."""
+    """The functions that a module of `subcommands/` has."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add arguments, epilog and usage to a parser that has name and description already."""
@@ -87,7 +87,7 @@ def _check_working_directory() -> None:
 
 
 def _met(error: OSError) -> str:
-    """What the system refused, where no check has said it in words of its own."""
+    """Says what the system refused, if no check has said it in its own words."""
     what = f"{error.filename}: " if error.filename else ""
     return printable(f"{what}{reason(error)}; what stands there must be what the command needs, and within its rights")
 

@@ -73,7 +73,7 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
 
 
 def show(results: str, other: str | None = None) -> int:
-    """What an earlier evaluation found, and its difference to another; nothing is asked. Returns the exit code."""
+    """Prints an earlier evaluation and its difference to another; no engine is asked. Returns the exit code."""
     responses = read_results(results)
     said = summary_lines(responses)
     if other is not None:

@@ -64,7 +64,7 @@ def join_with(options: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `pa-npu join` takes."""
+    """Adds the arguments of `pa-npu join`."""
     parser.add_argument(
         "join", type=_address, metavar="HOST:PORT", help="the store of the run, which its launcher prints"
     )

@@ -1,4 +1,4 @@
-"""What must hold on this machine before an engine starts here for a run that was started elsewhere: one clear line each."""
+"""Checks this machine before an engine starts here for a run that was started elsewhere: one clear line each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEY_REMEDY = "give a copy of the api_key in the directory of {} with --key-file"
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user said about this engine. port: 0 takes a free one. python: None is the run's."""
+    """The user's choices for this engine. port: 0 takes a free one. python: None is the run's."""
 
     host: str | None
     port: int
@@ -44,7 +44,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Site:
-    """Where an engine can run. config: the run's, with this machine's address, interpreter and directory in it."""
+    """A place for an engine. config: the run's, with this machine's address, interpreter and directory in it."""
 
     config: Config
     spec: ModelSpec

@@ -1,4 +1,4 @@
-"""What the machine must allow before a run's processes start on it: open files, processes, room for temporary files.
+"""Checks the machine's limits before a run's processes start on it: open files, processes, room for temporary files.
 
 Without these a run ends minutes later in a traceback of whichever process asks first. A limit that this process may raise by itself
 is raised, for all that it starts.
@@ -113,7 +113,7 @@ def _existing(directory: Path) -> Path:
 
 
 def _number(file: Path) -> int | None:
-    """What a file of the control group says; None for "max", and where there is none."""
+    """Reads a number from a file of the control group; None for "max", and if there is no file."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -18,7 +18,7 @@ _FREE_PORTS = range(20000, 32000)
 
 @dataclass(frozen=True)
 class Placement:
-    """Of one node. devices: indices per process, engines with rollout.tensor_parallel of them. cores: empty where unpinned.
+    """Devices and cores of one node's processes. An engine has rollout.tensor_parallel devices. cores: empty if unpinned.
 
     Shared engines (rollout.shared_engines, placement.colocate), the last ones, have devices of trainers. engines, ranks: which
     engines and trainer ranks of the run these are, in the order of the other fields.
@@ -142,7 +142,7 @@ def place_nodes(config: Config) -> list[Placement]:
 
 
 def _shared_units(config: Config, trainers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Of shared engines: the devices of the first trainer ranks, in order. trainers: of all ranks."""
+    """Returns the shared engines' devices: those of the first trainer ranks, in order. trainers: devices of all ranks."""
     size, count = config.rollout.tensor_parallel, config.num_shared_engines
     return tuple(tuple(trainers[at : at + size]) for at in range(0, size * count, size))
 

@@ -120,7 +120,7 @@ def _open_cluster(
     console: Console,
     signals: StopSignals,
 ) -> Iterator[Cluster | None]:
-    """Where engines and trainers run; None when a signal came before all nodes were there."""
+    """Opens the machine or the cluster for engines and trainers; None if a signal came before all nodes were there."""
     if connection is None:
         assert findings.spec and findings.placement
         yield LocalCluster(config, findings.spec, platform, findings.placement, local, store, key)

@@ -54,7 +54,7 @@ _EVERYWHERE = ("0.0.0.0", "::")  # as placement.host
 
 @dataclass
 class Findings:
-    """What the checks found out. notes: what a dry run forgives, because it depends on this machine alone.
+    """Findings of the checks. notes: faults that a dry run forgives, because they depend on this machine alone.
 
     placement: of this machine, where the run is on it alone; placements: of all nodes.
     device_bytes: memory of a device, None where unknown. own_memory: whether devices have any; else (cpu) it is the host's.

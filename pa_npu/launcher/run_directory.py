@@ -50,7 +50,7 @@ def check_run_directory(config: Config) -> None:
 
 
 def _check_kinds(directory: Path) -> None:
-    """What the run writes there is not in the way of it as something else."""
+    """Refuses a directory where a file that the run writes exists as another kind, such as a directory."""
     for name, has_kind, kind in (
         (LOCK, Path.is_file, "regular file"),
         (KEY_FILE, Path.is_file, "regular file"),

@@ -143,7 +143,7 @@ def trainer_problems(kind: str, installed: Mapping[str, str] | None = None) -> l
 
 
 def installed_versions() -> dict[str, str]:
-    """Of this interpreter and of CANN, by the names of the table."""
+    """Returns the versions of this interpreter's packages and of CANN, by the names of the table."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in ("torch", "torch_npu", "megatron-core", "mindspeed"):
         version = _distribution(name)

@@ -25,7 +25,7 @@ MODEL = "model."
 
 
 def state_of(policy: ScoredModel, optimizer: ShardedAdamW, reference: ScoredModel | None) -> dict[str, torch.Tensor]:
-    """What is saved and loaded, by name; tensors are this rank's own memory, sharded."""
+    """Returns the tensors that are saved and loaded, by name; they are this rank's own memory, sharded."""
     state: dict[str, torch.Tensor] = {}
     for name, weight in policy.named_weights():
         state[MODEL + name] = weight.detach()
@@ -37,7 +37,7 @@ def state_of(policy: ScoredModel, optimizer: ShardedAdamW, reference: ScoredMode
 
 
 class PlannedShards:
-    """What this rank is going to write; a PlannedSave.
+    """The tensors that this rank is going to write; a PlannedSave.
 
     On an accelerator the data is copied to the host here. On CPU it is the trained memory itself: write before that changes, or
     from a forked process, which keeps the memory of the moment of the fork.

@@ -1,4 +1,4 @@
-"""What Megatron needs to know of each device kind, by the platform's name: deterministic kernels and the fused operations.
+"""A table of device kinds for Megatron, by the platform's name: deterministic kernels and fused operations.
 
 The process-wide changes per kind are in `patches`. A new device kind is a row here and its patches there.
 """

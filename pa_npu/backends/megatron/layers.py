@@ -28,7 +28,7 @@ from pa_npu.platform.base import FusedOps
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What core attention must know of one microbatch. cos, sin: [tokens, 1, head_dim] at the tokens' positions."""
+    """A microbatch's part in core attention. cos, sin: [tokens, 1, head_dim] at the tokens' positions."""
 
     layout: PrefixLayout
     cos: torch.Tensor

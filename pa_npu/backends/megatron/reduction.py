@@ -1,4 +1,4 @@
-"""What Megatron's reduction of gradients over replicas is given and what it leaves, in numbers that a check can add up (I7)."""
+"""Sums of gradients before and after Megatron's reduction over replicas, for a check to add up (I7)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STRIDE = 61
 
 
 class WatchedReduction:
-    """Of one rank's DistributedDataParallel: notes sums of each bucket right before its reduction begins and after it ends."""
+    """Notes sums of each bucket of a rank's DistributedDataParallel, right before its reduction begins and after it ends."""
 
     def __init__(self, ddp: Any, replicas: int, replica: int) -> None:
         self._replicas, self._replica = replicas, replica
@@ -26,7 +26,7 @@ class WatchedReduction:
             self._watch(group, group.start_grad_sync, group.finish_grad_sync)
 
     def take(self) -> ReducedGradient:
-        """Of the reduction that has ended, after which it begins anew."""
+        """Returns the sums of the reduction that has ended, and forgets them."""
         buckets = [bucket for group in self._groups for bucket in group.buckets]
         none = torch.full((), torch.nan, device=buckets[0].grad_data.device)
         own = [self._before.get(id(bucket), (none, none)) for bucket in buckets]

@@ -52,7 +52,7 @@ _GRADIENT_BYTES = 4  # fp32
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What the last stage computes for N target tokens, fp32. Gradients flow through `logprobs`; `entropy` if asked."""
+    """Outputs of the last stage for N target tokens, [N] fp32. Gradients flow through `logprobs`, and `entropy` if asked."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor

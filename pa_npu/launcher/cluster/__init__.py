@@ -1,1 +1,1 @@
-"""Where a run's engines and trainer ranks run: this machine, or the nodes of a Ray cluster (`placement.cluster`)."""
+"""Places for a run's engines and trainer ranks: this machine, or the nodes of a Ray cluster (`placement.cluster`)."""

@@ -1,4 +1,4 @@
-"""What runs on each node of a Ray cluster: it checks the node, and starts, watches and stops this node's processes.
+"""The host actor of each node of a Ray cluster: it checks the node, and starts, watches and stops the node's processes.
 
     launcher ──Ray calls──> host actor ──process tree──> keeper ──> engine or trainer rank
 
@@ -41,7 +41,7 @@ _NEVER_FORWARDED = ("VLLM_API_KEY",)
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the nodes' processes get of the launcher's environment. No secrets: Ray shows and logs what it is given."""
+    """Returns the launcher's variables that processes of nodes get. No secrets: Ray shows and logs what it is given."""
     return {
         name: value
         for name, value in environment.items()

@@ -1,4 +1,4 @@
-"""What a node says of itself before anything starts there, and what must agree among the nodes of a run.
+"""Reports of nodes, before anything starts there, and the comparison of those that must agree in a run.
 
 Each node answers for itself (`inspect_node`), the launcher compares (`node_problem`). The launcher first leaves a token in the run
 directory, which every node must find there: that is how a directory is known to be shared.
@@ -60,7 +60,7 @@ def leave_token(config: Config) -> str:
 
 
 def all_versions() -> dict[str, str]:
-    """What must be the same on all nodes."""
+    """Returns the versions that must be the same on all nodes."""
     return {"pa_npu": __version__, **installed_versions()}
 
 
@@ -126,7 +126,7 @@ def _ports(config: Config, share: Placement) -> str | None:
 
 
 def _model_fingerprint(directory: Path) -> str:
-    """Of config.json's content and the weight files' names and sizes; empty where there is no model."""
+    """Digests config.json's content and the weight files' names and sizes; empty if there is no model."""
     config = directory / "config.json"
     if not config.is_file():
         return ""

@@ -14,7 +14,7 @@ from pa_npu.launcher.process.processes import Processes
 
 
 class Cluster(Protocol):
-    """Where engines and trainer ranks run."""
+    """Places for engines and trainer ranks."""
 
     @property
     def processes(self) -> Processes:
@@ -30,7 +30,7 @@ class Cluster(Protocol):
         """The ranks of an attempt of the run, in order."""
 
     def engine_url(self, engine: Startable) -> str:
-        """Where it listens; another place after a lost node was replaced by another."""
+        """Returns the URL that the engine listens at; it changes when a lost node is replaced by another."""
 
     def await_nodes(self) -> None:
         """Before coordinator and trainers are started again: until there is a node for each of them.

@@ -104,7 +104,7 @@ class RayProcesses:
         return process
 
     def ended(self) -> list[Process]:
-        """What ended with its node first, then what was killed by a signal: the others often only lost contact with these."""
+        """Returns ended processes, likely causes first: ended with their node, killed by a signal, then those that lost contact."""
 
         def rank(process: Process) -> int:
             if isinstance(process, RemoteProcess) and process.lost:

@@ -106,7 +106,7 @@ class RayConnection:
 
     @property
     def address(self) -> str:
-        """Of this machine in the cluster."""
+        """Returns this machine's address in the cluster."""
         return str(self._ray.util.get_node_ip_address())
 
     def nodes(self) -> list[tuple[str, dict[str, float]]]:

@@ -55,7 +55,7 @@ class Node:
 
 
 class Listener(Protocol):
-    """What happens on the nodes."""
+    """Is told of events on the nodes."""
 
     def on_ended(self, node: Node, number: int, code: int, lines: list[str]) -> None: ...
 
@@ -64,7 +64,7 @@ class Listener(Protocol):
 
 @dataclass
 class RayNodes:
-    """Of one run. own: the report of the launcher's machine. order: what a host is told beside its number and address."""
+    """The nodes of a run. own: the launcher's machine's report. order: what a host is told beside its number and address."""
 
     connection: RayConnection
     placement: PlacementConfig
@@ -219,7 +219,7 @@ class NodesMissing(PaNpuError):
 
 
 def shortage(connection: RayConnection, nodes: Sequence[Node]) -> str:
-    """What the run wants of each node and what the cluster has, in one line."""
+    """Says in one line what the run wants of each node and what the cluster has."""
     wants: dict[str, int] = {}
     for node in nodes:
         text = " and ".join(f"{amount:g} {name}" for name, amount in node.resources.items())

@@ -50,7 +50,7 @@ Startable = Command | Role
 
 @dataclass(frozen=True)
 class Store:
-    """Where the run's c10d store listens, and which attempt of the run a process belongs to."""
+    """The address of the run's c10d store, and the attempt of the run that a process belongs to."""
 
     host: str
     port: int
@@ -62,7 +62,7 @@ class Store:
 
     @property
     def prefix(self) -> str:
-        """Of the attempt's keys."""
+        """The prefix of the attempt's keys."""
         return attempt_prefix(self.attempt)
 
     def env(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a run prints: the launcher's own lines and the relayed progress lines, also kept in logs/launcher.log."""
+"""Prints a run's lines: the launcher's own and the relayed progress lines; logs/launcher.log keeps both."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Process:
         return describe_end(self.exit_code or 0)
 
     def last_lines(self, count: int) -> list[str]:
-        """Of its log, and the error that it ended with, where the log is on a full disk and has not taken that."""
+        """Returns its log's last lines, and the error that it ended with, which a log on a full disk may not have taken."""
         if (self.exit_code or 0) <= 0:  # it runs, or a signal ended it: what it logged as an error may be long ago
             return last_lines(self.log, count)
         error = os.pread(self.last_error.fileno(), _ERROR_BYTES, 0).decode("utf-8", "replace")
@@ -203,7 +203,7 @@ class ProcessTree:
         self.processes = [process for process in self.processes if process not in processes]
 
     def settle(self, seconds: float) -> None:
-        """What ends at the same time is known when it has been reaped."""
+        """Waits until processes that end at the same time have been reaped."""
         time.sleep(seconds)
 
     def problem(self) -> None:

@@ -26,7 +26,7 @@ class Process(Protocol):
         """For example "exit code 1" or "killed by SIGKILL"."""
 
     def last_lines(self, count: int) -> list[str]:
-        """Of its log."""
+        """Returns the last `count` lines of its log."""
 
 
 class Processes(Protocol):

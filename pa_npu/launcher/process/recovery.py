@@ -63,9 +63,9 @@ class _Engine:
 
 
 class Recovery:
-    """Of one run. attempt: prepares the n-th attempt, from the newest checkpoint; called while no worker runs.
+    """Starts ended processes of a run again. attempt: prepares the n-th attempt, from the newest checkpoint; no worker runs then.
 
-    url_of: where an engine listens. progress: changes with every checkpoint that the run writes.
+    url_of: an engine's URL. progress: changes with every checkpoint that the run writes.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def stop_signals() -> Iterator[StopSignals]:
 
 
 class Supervisor:
-    """Of all processes of a run, or of engines alone, which serve until a signal comes."""
+    """Watches all processes of a run, or engines alone, which serve until a signal comes."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Supervisor:
         return True
 
     def _waiting_line(self, pending: Sequence[Awaited], seconds: float) -> str:
-        """Where there are no bars: what is waited for, and what the first of these has said last, on a line of a usual width."""
+        """Says without bars what is waited for, and what the first of these has said last, on a line of a usual width."""
         processes = {process.name: process for process in self._tree.processes}
         line = f"waiting for {', '.join(item.name for item in pending)} ({seconds:.0f} s)"
         said = [word for item in pending for word in _last_word(processes.get(item.process)) if word.strip()]
@@ -211,7 +211,7 @@ class Supervisor:
         return True
 
     def _failed(self) -> list[Process]:
-        """What ended and should not have: engines at all, unless they are started again, the others with anything but 0."""
+        """Returns processes that should not have ended: engines, unless they are started again, and others with a code but 0."""
         return [
             process
             for process in self._tree.ended()

@@ -47,7 +47,7 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def remarks(imported: Imported) -> list[str]:
-    """What was lost, and what a run needs besides."""
+    """Says which keys were lost, and which a run needs besides."""
     lines = [f"not translated: {name} = {why}" for name, why in imported.untranslated.items()]
     needed = [key.name for key in all_keys() if key.required and key.name not in imported.values]
     return [*lines, *(f"still needed: {name}" for name in needed)]

@@ -35,7 +35,7 @@ _FILES_PER_RANK = 1
 
 
 class PlannedShards:
-    """What this rank is going to write into `directory`, with its data as it is now.
+    """The tensors that this rank is going to write into `directory`, with their data as it is now.
 
     On an accelerator the data is copied to the host here. On CPU most of it is the trained memory itself: write before that
     changes, or from a forked process, which keeps the memory of the moment of the fork.
@@ -99,7 +99,7 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 
 
 class _CommonPart(TorchCommonSaveStrategy):
-    """What is equal on all ranks, written by rank 0; a failure there must not leave the others alone in a collective."""
+    """The part that is equal on all ranks. Rank 0 writes it; its failure must not leave the others alone in a collective."""
 
     def __init__(self) -> None:
         super().__init__("torch", 1)

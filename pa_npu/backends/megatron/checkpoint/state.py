@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a rank and how it comes back: policy, optimizer, scheduler, refreshed reference, RNG states."""
+"""Saves and restores a rank's part of a checkpoint: policy, optimizer, scheduler, refreshed reference, RNG states."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def load_policy_only(stage: TriModel, directory: Path) -> None:
 
 
 def _read(state: dict[str, Any], directory: Path, meta: CheckpointMeta) -> dict[str, Any]:
-    """What Megatron reads for `state`, where every rank that wrote a part of it says that it is of the same update. Collective."""
+    """Reads `state` through Megatron, and checks that all ranks that wrote a part of it were at the same update. Collective."""
     writers = meta.layout["devices"] if meta.digests else 0  # both came with one release
     stamps = [_stamp(rank, writers) for rank in range(dist.get_rank(), writers, dist.get_world_size())]
     with known_classes_only(str(directory)):
@@ -142,7 +142,7 @@ def load_policy(stage: TriModel, state: dict[str, Any]) -> None:
 
 
 def layout(config: Config) -> dict[str, int]:
-    """What decides which rank holds what."""
+    """Returns the sizes that decide which rank holds which part."""
     trainer = config.trainer
     return {
         "devices": trainer.devices,

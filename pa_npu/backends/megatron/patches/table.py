@@ -166,7 +166,7 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def patches_of(kind: str, with_mindspeed: bool) -> list[Patch]:
-    """What `prepare(kind)` applies, in order."""
+    """Returns the patches that `prepare(kind)` applies, in order."""
     return [patch for patch in PATCHES if kind in patch.devices and patch.mindspeed in (None, with_mindspeed)]
 
 

@@ -217,7 +217,7 @@ def plan_buckets(tensors: list[tuple[HfTensor, torch.dtype]], tp_size: int, buck
 
 
 def piece_segments(piece: Piece, tp_size: int) -> Iterator[Segment]:
-    """Where the gathered rows of a piece lie in the HF tensor, in the order of the wire: rank after rank."""
+    """Yields the segments of the HF tensor that a piece's gathered rows are, in the order of the wire: rank after rank."""
     tensor = piece.tensor
     columns = math.prod(tensor.shape[1:])
     if tensor.shard_dim != 0 or tp_size == 1:
