@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What each of three things contributes: periodic asynchrony, the tri-model pass and shared-prompt attention, each on and off.
+"""Measures the contributions of periodic asynchrony, the tri-model pass and shared-prompt attention, each on and off.
 
 Real vLLM engines and real trainer ranks, prompts of 512 tokens, groups of 8 responses of 64, a KL term and two updates per
 iteration, so that policy, old policy and reference all exist. Off means: schedule.stream=false, trainer.frozen_pass=separate,
@@ -162,7 +162,7 @@ def trainer_cores(stages: int, cores: int) -> str:
 
 
 def shapley(value: Callable[[Switches], float]) -> tuple[float, float, float]:
-    """What each factor adds to `value`, averaged over all orders of switching the three on (L. S. Shapley, 1953)."""
+    """Returns each factor's gain in `value`, averaged over all orders of switching the three on (L. S. Shapley, 1953)."""
     orders = list(itertools.permutations(range(len(FACTORS))))
     shares = [0.0] * len(FACTORS)
     for order in orders:

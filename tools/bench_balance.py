@@ -450,7 +450,7 @@ def replica_table() -> list[str]:
 
 
 def imbalances(case: Case, spec: ModelSpec, seed: int) -> tuple[float, ...]:
-    """Of the columns of replica_table."""
+    """Returns the imbalances that are the columns of replica_table."""
     work = GroupWork(spec, configuration(case, "auto", True))
     prompts = prompts_of(case.groups, seed)
     lengths = [case.group_lengths(prompt, 0, index) for index, prompt in enumerate(prompts)]

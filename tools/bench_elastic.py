@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def report_of(iteration: int, wait_s: float, train_s: float) -> IterationReport:
-    """What rank 0 would send: times, and nothing learned."""
+    """Makes the report that rank 0 would send: times, and nothing learned."""
     zeros: dict[str, Any] = {name: 0 for name in UpdateReport.__dataclass_fields__}
     update = UpdateReport(**{**zeros, "wait_s": wait_s, "train_s": train_s})
     return IterationReport(iteration, update, ProbeReport(), AgreementReport())

@@ -75,7 +75,7 @@ class Shape:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of an iteration, each response's prompt counted."""
+        """An iteration's prompt tokens, each response's prompt counted."""
         return SAMPLES * self.prompt
 
 

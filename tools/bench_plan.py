@@ -274,7 +274,7 @@ class Bench:
         return run_dir
 
     def config(self, case: Case) -> Config:
-        """What a run of the case resolves to."""
+        """Resolves the configuration of a run of the case."""
         keys = [
             f"run.dir={self._scratch / 'none'}",
             f"data.train={self._scratch}",

@@ -80,7 +80,7 @@ class Row:
 
     @property
     def generate_s(self) -> float:
-        """What an engine takes for its groups at least."""
+        """The least seconds that an engine takes for its groups."""
         return GROUPS_PER_ENGINE * RESPONSES / WINDOW * LENGTH * STEP_S
 
     @property
@@ -259,7 +259,7 @@ class Job:
         self._seconds = statistics.fmean(waited), count * TRAIN_GROUP_S
 
     def records(self, count: int) -> list[dict[str, Any]]:
-        """Of the iterations, as soon as so many are there."""
+        """Waits for so many iterations' records and returns them."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             with contextlib.suppress(Exception):

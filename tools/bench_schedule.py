@@ -297,7 +297,7 @@ async def _all(pending: Sequence[Any]) -> list[Any]:
 
 
 def drawn_lengths(prompt_id: int, visit: int, count: int, median: float, limit: int) -> list[int]:
-    """Of the responses to a prompt when it comes for the `visit`-th time."""
+    """Draws the lengths of the responses to a prompt when it comes for the `visit`-th time."""
     of_prompt = np.random.default_rng([prompt_id, 1]).standard_normal()
     of_response = np.random.default_rng([prompt_id, visit, 2]).standard_normal(count)
     drawn = median * np.exp(PROMPT_SIGMA * of_prompt + RESPONSE_SIGMA * of_response)
@@ -499,7 +499,7 @@ class Bench:
         return best_known_s(cluster, groups)
 
     def _lengths(self, case: Case, iteration: int) -> list[list[int]]:
-        """Of the groups of an iteration, by index: prompts come in order, and again after EPOCH iterations."""
+        """Draws the lengths of an iteration's groups, by index: prompts come in order, and again after EPOCH iterations."""
         if not case.heavy:
             return [[self._args.response] * RESPONSES] * case.groups
         first, visit = iteration % EPOCH * case.groups, iteration // EPOCH

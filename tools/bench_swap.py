@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What it is worth that engines swap to a version one after another: iterations with blocking, delayed and rolling publishes.
+"""Measures the gain of engines that swap to a version one after another: blocking, delayed and rolling publishes.
 
 Stand-in engines of a set speed with heavy-tailed response lengths, trainers that sleep, one real coordinator, as in
 tools/bench_scaling.py, one version behind (schedule.max_staleness=1). Modes take turns, round by round.
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def records_of(directory: Path, engines: int, publish: dict[str, str], iterations: int) -> list[dict[str, Any]]:
-    """Of the iterations of one job, after the warm-up."""
+    """Runs one job and returns the records of its iterations after the warm-up."""
     with contextlib.ExitStack() as stack:
         schedule = {"max_staleness": 1}
         job = Job(directory, stack, engines, keeping_up(engines), MEDIAN, schedule=schedule, publish=dict(publish))

@@ -69,7 +69,7 @@ class FixedMicrobatches:
 
 
 class TransformersTrainer:
-    """What a straightforward script does: padded batches, log_softmax, AdamW."""
+    """Trains as a straightforward script does: padded batches, log_softmax, AdamW."""
 
     def __init__(self, config: Config) -> None:
         from transformers import AutoModelForCausalLM

@@ -186,7 +186,7 @@ def compare(models: dict[str, str], stages: int, args: argparse.Namespace) -> tu
 
 
 def run_world(case: Case) -> list[dict[str, Any]]:
-    """What every rank of a fresh world of processes measured."""
+    """Starts a fresh world of processes and returns each rank's measurements."""
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     processes = [

@@ -87,7 +87,7 @@ def render_markdown(groups: Sequence[RunGroup]) -> str:
 
 
 def notes(groups: Sequence[RunGroup]) -> list[str]:
-    """What a reader must know beside the numbers."""
+    """Explains the numbers to a reader."""
     members = "; ".join(f"{group.label}: {', '.join(run.name for run in group.runs)}" for group in groups)
     return [
         f"Runs by group: {members}.",

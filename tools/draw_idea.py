@@ -26,7 +26,7 @@ Span = tuple[float, float]  # start and end, seconds from the iteration's publis
 
 @dataclass(frozen=True)
 class Iteration:
-    """What engines and trainer rank 0 did between two completed publishes."""
+    """The work of engines and trainer rank 0 between two completed publishes."""
 
     number: int
     seconds: float

@@ -190,7 +190,7 @@ def product_question(x: int, y: int) -> str:
 
 
 def call_turns(x: int, y: int) -> list[tuple[str, bool]]:
-    """What is written with a calculator at hand, piece by piece, and whether the model writes it."""
+    """Returns a text written with a calculator at hand, piece by piece, and whether the model writes each piece."""
     return [(f"<<{x}*{y}>>", True), (f"={x * y}\n", False), (f"#### {x * y}{END_OF_TURN}", True)]
 
 

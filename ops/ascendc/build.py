@@ -44,7 +44,7 @@ class BuildFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What the CMake project is told."""
+    """The settings of the CMake project."""
 
     cann: Path
     torch: Path
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def build_if_possible(package_root: Path) -> Path | None:
-    """What setup.py calls for a wheel: the operators into the package under `package_root`, setuptools' build_lib."""
+    """Builds the operators into the package under `package_root`, setuptools' build_lib; setup.py calls it for a wheel."""
     return build_operators(package_root / PACKAGE_LIBRARIES)
 
 

@@ -118,7 +118,7 @@ class DifferenceSums:
 
     @property
     def slope(self) -> float:
-        """Of d against t, within responses."""
+        """The slope of d against t, within responses."""
         return self.p / self.q if self.q else 0.0
 
     @property
@@ -191,7 +191,7 @@ class Limits:
     strays: float = math.inf
 
     def broken(self, sums: DifferenceSums) -> str | None:
-        """What is beyond its limit, as a phrase; also what is not a number."""
+        """Says which value is beyond its limit, or not a number; None if none is."""
         for name, value, limit in (
             ("mean |difference|", sums.absolute_mean, self.absolute),
             ("K3", sums.k3_trimmed, self.k3),
@@ -272,7 +272,7 @@ def _student(z: float, freedom: float) -> float:
 
 
 def _relative_variance(sums: DifferenceSums, total: float, squares: float, crossed: float) -> float:
-    """Of the part of one response in the mean total / n: var(x - m n) / (m mean n)^2, averaged with the prior's."""
+    """Variance of one response's part in the mean m = total / n: var(x - m n) / (m mean n)^2, averaged with the prior's."""
     found, free = 0.0, max(0.0, sums.responses - 1)
     if free and total > 0:
         mean = total / sums.n

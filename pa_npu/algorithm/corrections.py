@@ -37,7 +37,7 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def kl_reward_advantages(batch: TokenBatch, estimator: str, coefficient: float, kind: str) -> torch.Tensor:
-    """What -coefficient * KL(old policy || reference) of each response, as part of its reward, adds to the advantages, [tokens].
+    """The advantages, [tokens], of -coefficient * KL(old policy || reference) as a part of each response's reward.
 
     KL is estimated by the sum over the response's tokens: with k1 the reward of RLOO, arXiv 2402.14740. Advantages that are
     linear in the rewards (centred, leave-one-out) are the sum of the rewards' and the KL's, so that the coordinator

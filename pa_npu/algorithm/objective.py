@@ -49,7 +49,7 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the models give for a microbatch's N targets. Gradients flow through policy.values, through `entropy` [N] where
+    """Outputs of the models for a microbatch's N targets. Gradients flow through policy.values, through `entropy` [N] where
     Objective.entropy_gradient asks for it. frozen: by name, of Config.frozen_models."""
 
     policy: Logprobs
@@ -58,7 +58,7 @@ class Outputs:
 
 
 class Columns(Protocol):
-    """What the objective reads of a microbatch; see samples.microbatch.Microbatch."""
+    """The columns of a microbatch that the objective reads; see samples.microbatch.Microbatch."""
 
     @property
     def engine_logprobs(self) -> torch.Tensor: ...
@@ -140,7 +140,7 @@ class Objective:
         return self._config.algorithm.entropy_coef > 0
 
     def sent(self, microbatch: Columns, hidden: torch.Tensor) -> torch.Tensor:
-        """What a stage sends on to the next, unchanged; its gradient comes back from there."""
+        """Returns `hidden` unchanged, as a stage sends it to the next; its gradient comes back from there."""
         self._enter(microbatch, hidden)
         return hidden
 
@@ -184,7 +184,7 @@ class Objective:
         return sums.loss
 
     def normaliser(self, totals: Totals, reductions: Reductions) -> float:
-        """What the update's sum is divided by. totals: of all replicas. Collective where only the last stage knows it."""
+        """The divisor of the update's sum. totals: of all replicas. Collective if only the last stage knows it."""
         if self._config.algorithm.loss == "dpo":  # the mean over pairs
             return max(1.0, self.sums.total("preference_pairs", reductions))
         return normaliser(

@@ -27,7 +27,7 @@ class Reductions(Protocol):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What engine and trainer log-probs differ by over some tokens (I5). difference_max: the largest absolute one."""
+    """Differences of engine and trainer log-probs over some tokens (I5), in nats. difference_max: the largest absolute one."""
 
     difference_max: float
     differences: DifferenceSums
@@ -35,7 +35,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class ReducedGradient:
-    """What shows that every replica's part is in the gradient, bucket by bucket, [buckets] fp32 each (invariant I7).
+    """Sums that show that every replica's part is in the gradient, bucket by bucket, [buckets] fp32 each (invariant I7).
 
     own, squares: sums of the elements, and of their squares, that this rank brings to a bucket, before any of it is reduced.
     reduced: its share of the sum of the elements afterwards; the shares of all replicas make the whole. NaN where a bucket was not
@@ -49,7 +49,7 @@ class ReducedGradient:
 
 @dataclass
 class Totals:
-    """What has been given to the objective for one update; of one replica equal on all its ranks."""
+    """Counts of what the objective was given for one update, equal on all ranks of a replica."""
 
     tokens_response: int = 0
     tokens_computed: int = 0

@@ -51,7 +51,7 @@ class IndexReader(pickle.Unpickler):
 
 
 def refusing(directory: str, read: Callable[[], T]) -> T:
-    """What `read` returns. Raises DataError where a pickle names what no checkpoint contains, or cannot be read."""
+    """Returns the result of `read`. Raises DataError if a pickle cannot be read, or names what no checkpoint contains."""
     try:
         return read()
     except (pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:

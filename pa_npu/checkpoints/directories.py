@@ -93,7 +93,7 @@ def read_meta(directory: Path) -> CheckpointMeta:
 
 
 def problem(directory: Path) -> str | None:
-    """What makes `directory` unusable as a checkpoint; None for a complete one."""
+    """Says why `directory` cannot be used as a checkpoint; None for a complete one."""
     meta = _read(directory)
     return None if isinstance(meta, CheckpointMeta) else meta
 
@@ -121,7 +121,7 @@ def next_older(directory: Path) -> str:
 
 
 def incomplete(parent: Path, version: int) -> Path:
-    """Where the checkpoint of `version` is written before it has its name."""
+    """Returns the directory in which the checkpoint of `version` is written before it has its name."""
     return _hidden(parent, version, _INCOMPLETE)
 
 

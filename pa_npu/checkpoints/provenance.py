@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from, its configuration and model, and which of the two may be others when it is continued."""
+"""Describes a checkpoint's origin, its configuration and model, and says which may change when a run continues from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAMPLE_BYTES = 2**20
 
 
 class Change(Enum):
-    """What another value of a key means for a run that continues."""
+    """Consequences of another value of a key for a run that continues."""
 
     SILENT = "nothing that is computed depends on it: it is free, also in a run that begins again, and not worth a word"
     SAME_RUN = "the run goes on in its directory, and a line names the former value"
@@ -95,7 +95,7 @@ REFUSED = {
 
 
 def change_of(key: str) -> Change:
-    """Of a key, or of one below a key whose value is a dictionary. A key that this version does not have means nothing to it."""
+    """Returns the consequence of changing `key`, or a key of its dictionary; SILENT for a key that this version does not have."""
     section, _, rest = key.partition(".")
     return CHANGES.get(key) or CHANGES.get(f"{section}.{rest.partition('.')[0]}", Change.SILENT)
 

@@ -62,7 +62,7 @@ class PlannedSave(Protocol):
 
 
 class SavedState(Protocol):
-    """What is saved and restored: a training backend, as far as checkpoints know it."""
+    """The state that is saved and restored: a training backend, as far as checkpoints know it."""
 
     def plan_save(self, directory: Path) -> PlannedSave:
         """Agree on what each rank writes into `directory` of the state as it is."""

@@ -196,7 +196,7 @@ class Roster:
         return self._read(LEFT, index=index) is not None
 
     def _read(self, topic: Topic[T], **place: Any) -> T | None:
-        """What is there and signed."""
+        """Reads a message if it is there and signed."""
         try:
             return topic.get_if_there(self._channel, **place)
         except Unsigned as unsigned:

@@ -1,4 +1,4 @@
-"""What a run runs with: devices, software and kernels, as trainers and engines say it themselves, once, at the start.
+"""Devices, software and kernels of a run, as trainers and engines say them themselves, once, at the start.
 
 Fallbacks are no errors, but nobody should have to guess: the coordinator prints these lines and keeps them in RUN/runs_on.json.
 """

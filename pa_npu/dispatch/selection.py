@@ -17,7 +17,7 @@ from pa_npu.errors import UserError
 
 
 class Judged(Protocol):
-    """What is asked of a scored group."""
+    """The properties of a scored group that selection asks for."""
 
     @property
     def is_informative(self) -> bool: ...
@@ -66,7 +66,7 @@ class EveryGroup(Generic[G]):
         return self.num_dispatched == len(self._prompts)
 
     def begin(self) -> list[tuple[int, G]]:
-        """What is trained before anything of the iteration is generated."""
+        """Returns the groups that are trained before any of the iteration is generated."""
         return []
 
     async def next_index(self) -> int | None:
@@ -97,7 +97,7 @@ class EveryGroup(Generic[G]):
         return self._released(index, group)
 
     def left(self) -> list[G]:
-        """What is neither trained nor dropped, when all groups are scored."""
+        """Returns the groups that are neither trained nor dropped, once all are scored."""
         return []
 
     def _released(self, index: int, group: G) -> list[tuple[int, G]]:

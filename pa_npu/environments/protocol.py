@@ -23,7 +23,7 @@ class EnvironmentFailed(PaNpuError):
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """What an environment asks of the policy: the arguments of Generate."""
+    """A request of an environment to the policy: the arguments of Generate."""
 
     tokens: npt.NDArray[np.int32]
     n: int
@@ -83,7 +83,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class EnvironmentContext:
-    """What an environment is made with.
+    """The arguments that an environment is made with.
 
     tokenizer: the model's, of transformers. max_response_tokens: most tokens behind the prompt, over all turns. max_turns: most
     turns of the policy. timeout_s: of the environment's own work in one turn. options: environment.options.

@@ -26,7 +26,7 @@ class SingleTurn:
 
 
 def samples_of(prompt: npt.NDArray[np.int32], generations: Sequence[Generation]) -> list[Sample]:
-    """What a SampleBuilder makes of the prompt and each generation.
+    """Makes a sample of the prompt and each generation, equal to a SampleBuilder's.
 
     Every group comes through here: arrays are made for all samples together, in half the time of one by one, and cut apart.
     """

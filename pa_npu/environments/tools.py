@@ -79,7 +79,7 @@ class ToolEnvironment:
         return sample.finish(False, text)
 
     def _call_at_end(self, text: str) -> str | None:
-        """What the policy asks the tool at the end of a turn; None where it does not."""
+        """Returns the policy's question to the tool at the end of a turn; None if there is none."""
         if not text.endswith(self._close):
             return None
         _, opened, call = text.removesuffix(self._close).rpartition(self._open)

@@ -1,4 +1,4 @@
-"""What Llama-like decoder families have in common: config.json to sizes, names and shapes of the weights, work and memory.
+"""The base of Llama-like decoder families: from config.json to sizes, names and shapes of the weights, work and memory.
 
 A family is a subclass of DenseDecoder in a file of its own that states what differs, and an entry in `registry`:
 

@@ -1,4 +1,4 @@
-"""What a model directory's small files and headers tell in a second, checked before anything starts: one line per fault.
+"""Checks a model directory's small files and headers in a second, before anything starts: one line per fault.
 
     check_weights(spec)                 every tensor of the model is there once, in its shape, in a type that can be trained
     check_end_tokens(spec)              the end tokens, of generation_config.json too, are in the vocabulary

@@ -1,4 +1,4 @@
-"""What the cuda and npu platforms have in common: torch gives both device modules the same functions."""
+"""The base of the cuda and npu platforms: torch gives both device modules the same functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device kind must offer to the rest of the package: the Platform protocol and the pieces its members share."""
+"""The interface of a device kind to the rest of the package: the Platform protocol and the pieces its members share."""
 
 from __future__ import annotations
 

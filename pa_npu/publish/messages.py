@@ -1,4 +1,4 @@
-"""What trainers and coordinator tell each other in a publish: every message, and its key in the store, defined once.
+"""Messages of trainers and coordinator in a publish: each with its key in the store, defined once.
 
 pa_npu.publish draws the sequence in which they are used. Stages are pipeline stages of the trainers, ranks are trainer ranks;
 attempts of a version and late deliveries are numbered from 0.

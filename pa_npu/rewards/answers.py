@@ -83,7 +83,7 @@ _VARIABLE = re.compile(r"\s*\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*")
 
 
 def final_text(response: str) -> str:
-    """What counts of a response: nothing of its thinking block, and of an <answer> only what is inside."""
+    """Returns the part of a response that counts: nothing of its thinking block, and only the inside of an <answer>."""
     for tag in list(_THOUGHT.finditer(response))[-1:]:
         response = response[tag.end() :] if tag[1] else ""
     tagged = _TAGGED.findall(response[-_SEARCHED_CHARACTERS:])

@@ -73,7 +73,7 @@ def same_output(written: str, wanted: str) -> bool:
 
 
 def same_result(found: Any, wanted: Any) -> bool:
-    """Of a call; both as JSON holds them. Lists of one are what they hold, as APPS writes results."""
+    """Compares two results of a call, both as JSON. A list of one equals its element, as APPS writes results."""
     if found == wanted:
         return True
     if isinstance(wanted, list) and len(wanted) == 1 and found == wanted[0]:

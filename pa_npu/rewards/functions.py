@@ -153,7 +153,7 @@ def call_function(function: Function, group: RewardInput) -> tuple[list[float], 
 
 
 def checked_rewards(function: Any, group: RewardInput, returned: Any) -> tuple[list[float], str | None]:
-    """What a function has returned, as numbers; zeros and the reason where it is not one finite number per response."""
+    """Returns a function's rewards; zeros and the reason if they are not one finite number per response."""
     try:
         rewards = [float(reward) for reward in returned]
     except BaseException as error:

@@ -130,7 +130,7 @@ class JudgeReward:
         raise AssertionError("attempts is at least 1")
 
     async def _post(self, body: Mapping[str, Any]) -> str:
-        """What the judge wrote."""
+        """Asks the judge and returns its text."""
         import aiohttp
 
         session = self._session = self._session or self._open()
@@ -206,7 +206,7 @@ class JudgeReward:
 
 
 def _question(group: RewardInput) -> list[dict[str, str]]:
-    """What the response answers, without the policy's own template: the row's messages or question, else the rendered prompt."""
+    """Returns the question without the policy's template: the row's messages or question, else the rendered prompt."""
     messages = group.row.get("messages")
     if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
         return messages
@@ -222,7 +222,7 @@ def _clean(text: str) -> str:
 
 
 def _last_number(value: Any) -> float:
-    """Of a list of lists: the score after the last token, where a model gives one for each."""
+    """Returns the last number of nested lists: the score after the last token, if a model gives one for each."""
     while isinstance(value, list):
         value = value[-1]
     return float(value)

@@ -341,5 +341,5 @@ class _Worker:
 
 
 def _outcome(judges: bool) -> str:
-    """What comes of a failure: a judge gives no verdict (reward.judge.on_failure says what then), another function zero."""
+    """Says what follows a failure: a judge gives no verdict (reward.judge.on_failure decides), another function zero."""
     return "no verdict on" if judges else "zero for"

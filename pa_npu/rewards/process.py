@@ -122,12 +122,12 @@ def sample_group(prompt: str, answer: str, row: Mapping[str, Any], size: int) ->
 
 
 def first_of_computing(specs: tuple[FunctionSpec, ...]) -> dict[str, Any]:
-    """What pa_npu.rewards.worker reads first."""
+    """Returns the first message to pa_npu.rewards.worker."""
     return {"functions": [asdict(spec) for spec in specs]}
 
 
 def first_of_concurrent(specs: tuple[FunctionSpec, ...], timeout_s: float, *, trial: bool) -> dict[str, Any]:
-    """What pa_npu.rewards.concurrent_worker reads first."""
+    """Returns the first message to pa_npu.rewards.concurrent_worker."""
     return {"functions": [asdict(spec) for spec in specs], "timeout_s": timeout_s, "trial": trial}
 
 

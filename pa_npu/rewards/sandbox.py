@@ -257,7 +257,7 @@ async def _watch(process: asyncio.subprocess.Process, report: int, stdin: bytes,
 
 
 async def _isolation(report: int, process: asyncio.subprocess.Process) -> tuple[Level, str]:
-    """What the cell says before it begins: level, and the same in words."""
+    """Reads the cell's level of isolation, and its words for it, before it begins."""
     try:
         line = await asyncio.wait_for(asyncio.to_thread(os.read, report, _READ_BYTES), _SET_UP_S)
     except asyncio.TimeoutError:
@@ -291,7 +291,7 @@ async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
 
 
 async def _read(stream: asyncio.StreamReader, most: int) -> tuple[bytearray, bool]:
-    """What is written, and whether it is no more than may be."""
+    """Reads up to `most` bytes; returns them and whether that was all."""
     found = bytearray()
     while part := await stream.read(_READ_BYTES):
         found += part

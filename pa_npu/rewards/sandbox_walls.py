@@ -188,7 +188,7 @@ def _filter(machine: int, clone: int, refused: Sequence[int], missing: Sequence[
 
 
 def memory_of(pids: Sequence[int], limit_bytes: int) -> int:
-    """What these processes hold together in memory of their own and memory that they share.
+    """Bytes that these processes hold together in memory of their own and memory that they share.
 
     Pages that several map count once for each, unless that is more than the limit: then by shares, where these can be read.
     """

@@ -124,7 +124,7 @@ class RunColumns:
 
     @classmethod
     def of_features(cls, features: Iterable[Any]) -> RunColumns:
-        """What functions or classes declare by their attribute `columns`; two may declare the same column."""
+        """Collects the columns that functions or classes declare by their attribute `columns`; two may declare the same one."""
         return cls(tuple(dict.fromkeys(column for one in features for column in getattr(one, "columns", ()))))
 
     def reading(self, names: Iterable[str]) -> RunColumns:
@@ -166,7 +166,7 @@ class RunColumns:
                 )
 
     def makers(self, by: Filler) -> Mapping[Column, Callable[[Group], np.ndarray]]:
-        """What this process makes of whole groups, ADVANTAGES among them where a feature declares these with `make`."""
+        """The columns that this process makes from whole groups, ADVANTAGES among them if a feature declares it with `make`."""
         return {one: one.make for one in self.declared if one.make and one.filled_by == by and self.wants(one)}
 
 

@@ -105,7 +105,7 @@ class _Row:
 
 @dataclass
 class _Consumption:
-    """What a task has taken. work: by consumer."""
+    """The groups that a task has taken. work: by consumer."""
 
     task: Task
     taken: set[int] = field(default_factory=set)

@@ -299,7 +299,7 @@ class Group:
         return lengths
 
     def cached(self, name: str, build: Callable[[], T]) -> T:
-        """What `build` returns, built once; for what follows from the group and takes time."""
+        """Returns the result of `build`, built once; for results that follow from the group and take time."""
         if name not in self._cache:
             self._cache[name] = build()
         found: T = self._cache[name]

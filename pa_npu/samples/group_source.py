@@ -1,4 +1,4 @@
-"""Where the iterator gets an iteration's groups from: GroupSource, and LoneReader for a replica of one rank.
+"""Sources of an iteration's groups for the iterator: GroupSource, and LoneReader for a replica of one rank.
 
 A replica of several ranks has one reader, which passes groups on (samples/replica_feed.py).
 """
@@ -79,7 +79,7 @@ class GroupSource(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """Of the groups taken so far, equal on all ranks of the replica."""
+        """The traffic of the groups taken so far, equal on all ranks of the replica."""
 
     def take(self, slot: int, wait: bool) -> Taken | None:
         """The slot's group; without `wait` None where it has not arrived, on all ranks of a tensor-parallel group alike.

@@ -234,7 +234,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         return Parsed(group, pieces, self._checked_advantages(group) if has_rewards else None)
 
     def _checked_advantages(self, group: Group) -> list[float]:
-        """Of each sample. Raises InvariantViolation where they are not those of the group's rewards (I7)."""
+        """Returns each sample's advantage. Raises InvariantViolation if they do not follow from the group's rewards (I7)."""
         assert self._advantage is not None
         starts, offsets = group.runs[0], group.offsets()
         of_runs, samples = group.advantages[starts], np.searchsorted(offsets, starts, side="right") - 1

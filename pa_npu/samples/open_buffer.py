@@ -43,7 +43,7 @@ def run_columns(config: Config) -> RunColumns:
 def payloads(
     config: Config, channel: StoreChannel, *, fills: bool = False, own: OwnShard | None = None
 ) -> Payloads | None:
-    """Where groups lie; None is the store itself."""
+    """Opens the place that groups lie in; None is the store itself."""
     if config.has_shards:
         return ShardPayloads(channel, config.buffer.timeout_s, own)
     if config.buffer.backend == "store":

@@ -43,7 +43,7 @@ class GroupsNotPassed(PaNpuError):
 
 @dataclass(frozen=True)
 class ReplicaLinks:
-    """What connects the ranks of one replica for groups. The first two are made for this alone.
+    """Connections of one replica's ranks for groups. The first two are made for this alone.
 
     replica: all its ranks; its first member is the reader. loss: the reader and the ranks of the last pipeline stage, on these
     ranks; None on others, and without a pipeline. tensor: ranks that take microbatches in step, None where a stage has one.

@@ -25,7 +25,7 @@ from pa_npu.samples.wire import from_bytes, to_bytes
 
 
 class RolloutBuffer(Protocol):
-    """What coordinator (put) and trainer ranks (all others) need; another data plane implements these.
+    """The interface of a data plane to the coordinator (put) and trainer ranks (all others).
 
     head_bytes: what this has read from the store on the head so far. columns: those of the run, and which of them are read here.
     """
@@ -58,7 +58,7 @@ class RolloutBuffer(Protocol):
 
 
 class Payloads(Protocol):
-    """Where groups lie while the store knows of them. What is put under a key is there for `get` when `put` returns, until `drop`.
+    """A place for groups that the store knows of. A group put under a key is there for `get` once `put` returns, until `drop`.
 
     replica: that trains the group. columns: as RolloutBuffer.
     All raise BufferFailed where the place does not answer in time, or has lost the key.

@@ -66,7 +66,7 @@ def tensor_names(columns: RunColumns) -> tuple[str, ...]:
 
 
 def tensors_of(group: Group, columns: RunColumns) -> Tensors:
-    """What the wire format consists of, by name, for where tensors lie one by one. Raises GroupFormatError as `to_bytes`."""
+    """Returns the tensors of the wire format by name, for stores of single tensors. Raises GroupFormatError as `to_bytes`."""
     columns.check((LOGPROBS, *group.columns), str(group))
     starts, ends = group.runs
     spans = np.empty((group.num_samples + len(starts), _SPAN_NUMBERS), "<i4")

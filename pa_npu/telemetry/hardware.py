@@ -1,4 +1,4 @@
-"""What to call the machine that a measurement was taken on."""
+"""Names the machine that a measurement was taken on."""
 
 from __future__ import annotations
 

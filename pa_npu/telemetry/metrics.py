@@ -124,7 +124,7 @@ def drop_records(path: Path, key: str, first: int) -> None:
 
 
 def _cut_after(path: Path, kept: Sequence[str]) -> None:
-    """Where there is no room for a second file: cut the file behind the records that are kept and stand first in it."""
+    """Cuts the file behind the kept records that stand first in it, if there is no room for a second file."""
     end = 0
     with contextlib.suppress(OSError):
         with path.open("rb") as file:

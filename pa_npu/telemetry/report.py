@@ -73,7 +73,7 @@ def load_report(run_dir: Path | str, warmup_iterations: int | None = None) -> Ru
 
 
 def named_devices(config: Mapping[str, Any]) -> str:
-    """Of single engines, in words; empty where the configuration names none. config: plain values, of any version."""
+    """Names single engines' devices in words; empty if the configuration names none. config: plain values, of any version."""
     rollout = config.get("rollout")
     entries = rollout.get("engine_settings") if isinstance(rollout, dict) else None
     said = [
@@ -129,7 +129,7 @@ def as_json(reports: Sequence[RunReport]) -> dict[str, Any]:
 
 
 def notes(reports: Sequence[RunReport]) -> list[str]:
-    """What a reader must know beside the numbers: definition, device unit, what was dropped."""
+    """Explains the numbers to a reader: definition, device unit, dropped iterations."""
     units = sorted({_DEVICE_UNITS.get(report.device or "", "one device of the run") for report in reports})
     labelled = zip(labels(reports), reports, strict=True)
     dropped = [f"{label} {report.result.dropped_iterations}" for label, report in labelled]

@@ -85,7 +85,7 @@ def render_text(groups: Sequence[ReportGroup]) -> str:
 
 
 def group_notes(groups: Sequence[ReportGroup]) -> list[str]:
-    """What a reader must know beside the numbers."""
+    """Explains the numbers to a reader."""
     members = "; ".join(f"{group.label}: {', '.join(report.name for report in group.reports)}" for group in groups)
     said = "Medians over the runs of a group, with the lowest and the highest in brackets."
     return [f"Runs by group: {members}.", said, *notes([report for group in groups for report in group.reports])]
@@ -140,7 +140,7 @@ def tpspd_over_time(group: ReportGroup) -> list[tuple[float, float, float, float
 
 
 def draw_parts(groups: Sequence[ReportGroup]) -> Any:
-    """What an iteration's seconds go into: a stacked bar per group, means over the iterations after the warm-up and over runs."""
+    """Draws the parts of an iteration's seconds: a stacked bar per group, means over runs and iterations after the warm-up."""
     figure, (panel,) = plots.new_figure(width_in=6.5, height_in=1.2 + 0.45 * len(groups))
     parts = [mean_parts(group) for group in groups]
     base = [0.0] * len(groups)
@@ -175,7 +175,7 @@ def write_plots(groups: Sequence[ReportGroup], directory: Path) -> list[Path]:
 
 
 def page_sections(groups: Sequence[ReportGroup]) -> list[tuple[str, str]]:
-    """Of the page of throughput_page.render_html: headings and contents."""
+    """Returns headings and contents of sections for the page of throughput_page.render_html."""
     header = ["", *(group.label for group in groups)]
     table = plots.html_table(header, [[title, *cells] for title, cells in group_rows(groups)])
     return [

@@ -95,7 +95,7 @@ class SampleStore:
 
 
 class TrainerLogprobs:
-    """What one trainer rank adds to the kept samples: its log-probs of their tokens, under the weights that wrote them.
+    """Adds one trainer rank's log-probs to the kept samples: of their tokens, under the weights that wrote them.
 
     groups: as kept_groups. Tensors stay on the device until `write`; files are written by a thread, so that training does not wait
     for the disk. Owner closes it.
@@ -120,7 +120,7 @@ class TrainerLogprobs:
                 self._rows.append((index, response, logprobs[start:end].detach().clone()))
 
     def write(self) -> None:
-        """What was added for this iteration so far."""
+        """Writes the log-probs that were added for this iteration so far."""
         if not self._rows:
             return
         path = self._directory / f"iteration_{self._iteration:06d}.rank{self._rank}.parquet"

@@ -61,7 +61,7 @@ def saved_publishes_line(records: list[dict[str, Any]]) -> str | None:
 
 
 def overlap_line(records: list[dict[str, Any]]) -> str | None:
-    """What synchronous iterations took beside periodic ones, where a run has two or more of each in turn; otherwise None.
+    """Compares synchronous with periodic iterations, if a run has two or more of each in turn; otherwise None.
 
     Only the last stretch in which they take turns is compared: before it the schedule was still being learned.
     """

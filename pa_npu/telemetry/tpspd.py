@@ -22,7 +22,7 @@ _LARGEST = 1e15
 
 @dataclass(frozen=True)
 class Work:
-    """What some iterations trained, and what it took.
+    """Tokens that some iterations trained, and the seconds that they took.
 
     tokens_prompt: prompt tokens, the prompt once per sample. tokens_response: response tokens.
     tokens_computed: tokens that went through the trainer, a shared prompt once.

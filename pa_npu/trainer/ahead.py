@@ -1,4 +1,4 @@
-"""What was produced ahead of a version, as a checkpoint of it needs it: the buffer's groups, and what the coordinator says of them.
+"""Collects groups that were produced ahead of a version, for a checkpoint of it, and the coordinator's words about them.
 
 With schedule.max_staleness = k these are iterations v to v + k - 1 at the border before iteration v, or fewer where producing
 runs fewer iterations ahead (Config.iterations_ahead): all of them are complete by then, or will be before the next publish, which

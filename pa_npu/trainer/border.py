@@ -120,7 +120,7 @@ class Border:
         return DATA_POSITION.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=version).state
 
     def ahead(self, version: int) -> list[AheadIteration]:
-        """What the coordinator has produced before `version` is published, for a checkpoint of it."""
+        """Returns the iterations that the coordinator has produced before `version` is published, for a checkpoint of it."""
         return self._ahead(version)
 
 

@@ -1,4 +1,4 @@
-"""What a trainer rank checks after every iteration, before its weights go anywhere: I2, I7 (its normalisers) and I5."""
+"""Checks a trainer rank's iteration before its weights go anywhere: I2, I7 (its normalisers) and I5."""
 
 from __future__ import annotations
 

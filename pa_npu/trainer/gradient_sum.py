@@ -30,7 +30,7 @@ _SUM_ROUNDING = 1e-3
 
 
 class GradientSum:
-    """Of one update on one rank. where: which, for messages."""
+    """Checks the gradient of one update on one rank. where: which update, for messages."""
 
     def __init__(self, where: str) -> None:
         self._where = where

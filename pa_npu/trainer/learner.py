@@ -34,7 +34,7 @@ from pa_npu.trainer.gradient_sum import GradientSum
 
 @dataclass(frozen=True)
 class Update:
-    """What an optimizer step did, equal on all ranks.
+    """The result of an optimizer step, equal on all ranks.
 
     differences: of its tokens' log-probs from the engines' (I5); exact: whether the weights that sampled them computed both; first:
     differences in every replica's first microbatch. normaliser: what the gradient was divided by.
@@ -211,7 +211,7 @@ class Learner:
         return f"iteration {self._policy.version}, update {self._policy.updates}, replica {self.backend.place.replica}"
 
     def _check(self, statistics: Statistics) -> None:
-        """What is known of the update's gradient when its numbers have come from the device (I7)."""
+        """Checks the update's gradient, once its numbers have come from the device (I7)."""
         self._sum.check_factor(statistics.factor_error)
         objective = self._objective
         if objective.advantages:

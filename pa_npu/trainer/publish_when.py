@@ -38,7 +38,7 @@ class PublishWhen:
         self._published, self._probe = version, probe
 
     def decide(self, version: int) -> DivergenceReport:
-        """What becomes of `version`, which the policy holds now. An empty report where every version is published."""
+        """Decides whether to publish `version`, which the policy holds now. An empty report if every version is published."""
         if self._config.publish.when == "every":
             return DivergenceReport()
         kl = self._learner.probe(list(self._probe)).differences.k3_mean if self._probe else None

@@ -1,4 +1,4 @@
-"""What the trainers run with (devices, software, kernels), told to the coordinator by rank 0 before anything is trained."""
+"""Tells the coordinator, from rank 0, the trainers' devices, software and kernels, before anything is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page shows of a run directory: plain values, read from its files only, whatever state they are in."""
+"""Reads a run directory for the page: plain values, from its files only, whatever state they are in."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class RunDirectory:
         }
 
     def state(self, records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Where the run is: finished, running or silent, by what its files say and when they were last written."""
+        """Says whether the run is finished, running or silent, by its files and when they were last written."""
         launcher = self._timeline.processes().get("launcher", [])
         begun = [index for index, event in enumerate(launcher) if "process" in event]
         ended = any(event.get("name") == "run" for event in launcher[begun[-1] if begun else 0 :])

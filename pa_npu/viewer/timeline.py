@@ -114,7 +114,7 @@ def _spans(events: Iterable[Mapping[str, Any]]) -> list[Span]:
 
 
 def _owner(process: str, lane: str) -> tuple[int, str]:
-    """Where a row stands on the page, and what it is called: coordinator, engines, rewards, trainers."""
+    """Returns a row's place on the page and its name: coordinator, engines, rewards, trainers."""
     if process == "coordinator":
         return {"main": (0, "coordinator"), "evaluation": (0, "evaluation"), "rewards": (2, "rewards")}.get(
             lane, (1, lane)

@@ -1,4 +1,4 @@
-"""What the backends of collectives do differently about a group: how it is made, given up, and shares a device. Imports torch only.
+"""Differences of the backends of collectives: how a group is made, given up, and shares a device. Imports torch only.
 
     gloo   A pending collective cannot be ended; the group's object waits for it when it is destroyed.
     nccl   The first collective makes the communicator and blocks until all members take part. A watchdog ends the process when

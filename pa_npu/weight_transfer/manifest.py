@@ -1,4 +1,4 @@
-"""What a pipeline stage sends in a publish: its tensors, cut into buckets, and their reassembly. Imports torch only.
+"""A pipeline stage's part of a publish: its tensors, cut into buckets, and their reassembly. Imports torch only.
 
 The manifest goes ahead as JSON and says which segments of which tensors a bucket has, so that nothing but data crosses the wire.
 """

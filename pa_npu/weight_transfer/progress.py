@@ -1,4 +1,4 @@
-"""Where sender and receivers stand in a publish, told through the group's store.
+"""Tells through the group's store how far sender and receivers are in a publish.
 
 The sender puts `begun/VERSION` right before its header. Receivers that were asked to load ahead of time wait for that key, with
 no collective open, whose own timeout would run meanwhile.

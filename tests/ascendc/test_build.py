@@ -171,7 +171,7 @@ def test_the_command_fails_when_the_build_does_or_its_library_does_not_load(
 def test_setup_builds_for_a_wheel_and_leaves_editable_installs_to_the_command(
     editable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What fails inside an editable install is a warning that nobody sees."""
+    """A failure inside an editable install would be a warning that nobody sees."""
     setuptools = pytest.importorskip("setuptools")
     given: dict[str, Any] = {}
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))

@@ -1,4 +1,4 @@
-"""What every rollout buffer must do: CHECKS, each called with a function that opens the buffer under test.
+"""Conformance of rollout buffers: CHECKS, each called with a function that opens the buffer under test.
 
 Run as a script, against the real TransferQueue on a Ray of this machine alone, with a reader in a process of its own:
 

@@ -1,4 +1,4 @@
-"""What can happen to a checkpoint on a disk, or by someone who forges it, for tests that read it afterwards."""
+"""Damages a checkpoint as a disk may, or someone who forges it, for tests that read it afterwards."""
 
 from __future__ import annotations
 

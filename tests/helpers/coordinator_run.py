@@ -167,7 +167,7 @@ class Run:
         return asdict(self.message(MEMBERS, **place)) | asdict(self.message(VERDICT, **place))
 
     def message(self, topic: Topic[T], **place: int) -> T:
-        """What the coordinator puts there; fails with its output when it ends without."""
+        """Waits for the coordinator's message; fails with its output if it ends without."""
         self._wait(topic.at(**place))
         return topic.get(self.channel, **place)
 

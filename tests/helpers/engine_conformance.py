@@ -1,4 +1,4 @@
-"""What every engine must do, whatever it is: a suite that each kind of engine passes, with its own client.
+"""Conformance of engines: a suite that each kind of engine passes, with its own client.
 
 A test module makes a fixture `subject` and inherits from Conformance (an engine without a model: a stand-in) or from
 ModelConformance. The suite leaves an engine with the weights of the model directory it was started with.
@@ -272,7 +272,7 @@ class ModelConformance(Conformance):
                     assert _difference(subject.model, generation, 1.7 - temperature, number) > 0.01
 
     async def test_tokens_are_drawn_from_the_distribution(self, subject, client):
-        """Of 4,000 first tokens, the shares are the probabilities; with half the temperature they are not."""
+        """The shares of 4,000 first tokens are the probabilities; with half the temperature they are not."""
         found = await client.generate(
             prompt(), 4000, 0, Sampling(1, 1.0, ignore_eos=True, logprobs=False), deadline_s=DEADLINE_S
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class Answer:
-    """What the server sends. text: as the message of a chat completion; body: in its place. hold: an event it waits for before."""
+    """The server's answer. text: as the message of a chat completion; body: in its place. hold: an event it waits for before."""
 
     text: str | None = "Score: 7"
     status: int = 200

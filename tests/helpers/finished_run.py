@@ -54,7 +54,7 @@ def make_run(directory: Path, iterations: int = ITERATIONS, **sections: dict[str
 
 
 def evaluation(version: int) -> dict[str, Any]:
-    """Of two sets; the second with samples, and cut short at version 4."""
+    """Makes an evaluation of two sets; the second has samples, and is cut short at version 4."""
 
     def share(value: float) -> dict[str, Any]:
         low, high = wilson(value, 200)

@@ -38,7 +38,7 @@ FAULTS: dict[str, str] = {
 
 
 def put_advantages(name: str | None, number: int, advantages: Any) -> Any:
-    """What the coordinator puts into group `number` with this fault."""
+    """Returns the advantages that the coordinator puts into group `number` with this fault."""
     return -advantages if name == IN_BUFFER and number == 1 else advantages
 
 
@@ -87,7 +87,7 @@ def negated(microbatch: Microbatch) -> Microbatch:
 
 
 def _at_second_backward(instead: Callable[[Callable[..., None]], None]) -> None:
-    """Of an iteration's first update, which has more."""
+    """Calls `instead` for the second backward of an iteration's first update."""
     calls = 0
 
     def counted(backward: Callable[..., None], tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) -> None:

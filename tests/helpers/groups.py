@@ -26,5 +26,5 @@ def sample_advantages(group: Group) -> np.ndarray:
 
 
 def prompt_tokens(group: Group) -> np.ndarray:
-    """Of groups with one prompt."""
+    """Returns the prompt of a group that has one."""
     return group.tokens[: group.prompt_lengths()[0]]

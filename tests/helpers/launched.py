@@ -65,7 +65,7 @@ def command_line(pid: int) -> str:
 
 
 def environment(pid: int) -> str:
-    """What it was started with."""
+    """Reads the environment that a process was started with."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().replace(b"\0", b"\n").decode(errors="replace")
     except OSError:
@@ -87,7 +87,7 @@ def random_tiny(directory: Path) -> Path:
 
 
 def settings(tiny: Path, run_dir: Path, **others: object) -> list[str]:
-    """Of a small run. A transformers engine starts in seconds; a test that is about vLLM says rollout__backend="vllm"."""
+    """The arguments of a small run. A transformers engine starts in seconds; a test of vLLM says rollout__backend="vllm"."""
     keys: dict[str, object] = {
         "run.dir": run_dir,
         "run.device": "cpu",

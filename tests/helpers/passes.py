@@ -21,7 +21,7 @@ Logprobs = dict[int, torch.Tensor]  # by microbatch; empty on all stages but the
 
 @dataclass
 class Pass:
-    """What one pass leaves on a rank: log-probs of each model on the last stage, and the policy's gradients."""
+    """Results of one pass on a rank: log-probs of each model on the last stage, and the policy's gradients."""
 
     logprobs: dict[str, Logprobs]
     gradients: list[torch.Tensor]

@@ -40,7 +40,7 @@ class RankProcesses:
             self._look()
 
     def results(self) -> list[Any]:
-        """Of all ranks, once they have ended."""
+        """Returns the results of all ranks, once they have ended."""
         while any(process.poll() is None for process in self._processes):
             self._look()
         return [

@@ -54,7 +54,7 @@ class RayLauncher:
     popen: subprocess.Popen[bytes] | None = None
 
     def role(self, name: str, code: str) -> None:
-        """What `name` does from its next start on. In the code, `up` says that it has started, and `where` is its node."""
+        """Sets the work of `name` from its next start on. In the code, `up` says that it has started, and `where` is its node."""
         up = str(self.directory / f"{name}.up")
         text = f"import os, time, pathlib\nwhere = os.environ['WHERE']\nup = pathlib.Path({up!r})\n{code}\n"
         partial = self.directory / f"{name}.partial"

@@ -29,7 +29,7 @@ def dry_run(*arguments: str) -> list[str]:
 
 
 def claims(recipe: Path) -> Iterator[tuple[list[str], list[str]]]:
-    """Of each block of the comment: the arguments and the lines."""
+    """Yields arguments and lines of each block of the comment."""
     lines = recipe.read_text().splitlines()
     arguments: list[str] = []
     claimed: list[str] = []
@@ -46,7 +46,7 @@ def claims(recipe: Path) -> Iterator[tuple[list[str], list[str]]]:
 
 
 def quoted(recipe: Path, arguments: list[str]) -> list[str]:
-    """What a block with these arguments must say."""
+    """Returns the lines that a block with these arguments must have."""
     printed = dry_run("--config", str(recipe.relative_to(ROOT)), *arguments)
     return [line for line in printed if line.startswith(QUOTED)]
 

@@ -10,7 +10,7 @@ from pa_npu.control.software import TrainersRunOn
 
 
 def trainers_run_on(fallback: str = "") -> TrainersRunOn:
-    """What trainers played by a test say they are."""
+    """Makes the description of trainers that a test plays."""
     kernel = {"attention": "auto", "kernel": "cpu-flash", "merge": "torch", "fallback": fallback}
     return TrainersRunOn(2, "cpu", "gloo", "3.11.0", "2.13.0", "megatron-core 0.12.1", "fp32", **kernel)
 
@@ -29,5 +29,5 @@ def update_report(**fields: Any) -> UpdateReport:
 
 
 def iteration_report(iteration: int, **fields: Any) -> IterationReport:
-    """What rank 0 sends after an iteration. fields: of UpdateReport."""
+    """Makes the report that rank 0 sends after an iteration. fields: of UpdateReport."""
     return IterationReport(iteration, update_report(**fields), ProbeReport(), AgreementReport())

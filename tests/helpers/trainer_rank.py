@@ -182,7 +182,7 @@ def main(job_file: str) -> None:
 
 
 def data_state(config: Config, version: int) -> dict[str, Any]:
-    """What the coordinator would say of the prompts taken before iteration `version`."""
+    """Makes the coordinator's state of the prompts taken before iteration `version`."""
     return {"position": version * config.schedule.prompts_per_iteration, "fingerprint": "prepared groups"}
 
 

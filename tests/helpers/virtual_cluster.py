@@ -108,7 +108,7 @@ class Case:
 
     @functools.cached_property
     def shortest_generation_s(self) -> float:
-        """Of the constant windows and orders, without trainers."""
+        """The shortest generation of all constant windows and orders, without trainers."""
         samples = [self.iteration(1000 + number) for number in range(1 if self.lengths.equal else 3)]
         ends = [
             np.mean([simulate(self.cluster, self._scaled(g, 0.0), self.constant(o, w)).generated_s for g, o in samples])

@@ -1,4 +1,4 @@
-"""What integration tests share: a tiny model with random weights and its questions."""
+"""Fixtures of integration tests: a tiny model with random weights and its questions."""
 
 from __future__ import annotations
 

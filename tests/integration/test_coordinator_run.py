@@ -209,7 +209,7 @@ def test_an_evaluation_beside_training_ends_when_the_trainers_are_ready(tmp_path
 
 
 def contents(groups: list[Group]) -> list[tuple[int, int, bytes, bytes]]:
-    """What is trained, whatever the order of arrival."""
+    """Returns what is trained, whatever the order of arrival."""
     return sorted((g.index, g.prompt_id, g.tokens[g.trained].tobytes(), g.advantages.tobytes()) for g in groups)
 
 
@@ -370,7 +370,7 @@ def test_a_publish_that_the_trainers_cannot_complete_is_made_again(tmp_path, run
 
 
 def test_a_reward_over_its_time_limit_is_zero_logged_and_counted_and_the_run_goes_on(tmp_path, runs):
-    """Of every prompt's number: w3, w7, w11, ... are slow."""
+    """Prompts w3, w7, w11, ... are slow."""
     (tmp_path / "slow_rewards.py").write_text(
         "import time\n"
         "def slow(group):\n"

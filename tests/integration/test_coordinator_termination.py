@@ -45,7 +45,7 @@ def at_the_end(tmp_path: Path) -> Iterator[Run]:
 
 
 def terminate(run: Run) -> tuple[str, float]:
-    """What it said, and how long it took to end."""
+    """Ends a run and returns its output, and the seconds that this took."""
     began_s = time.monotonic()
     run.process.send_signal(signal.SIGTERM)
     output = run.end()

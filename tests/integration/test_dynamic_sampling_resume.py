@@ -81,7 +81,7 @@ def produce(
 
 
 def write_checkpoint(parent: Path, data: dict[str, Any]) -> Path:
-    """What the coordinator reads of a checkpoint: its meta data."""
+    """Writes the part of a checkpoint that the coordinator reads: its meta data."""
     directory = parent / directory_name(RESUMED_AT)
     directory.mkdir()
     meta = CheckpointMeta(

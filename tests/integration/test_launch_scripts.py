@@ -19,7 +19,7 @@ SCRIPT = ROOT / "launch" / "run_grpo_7b.sh"
 
 
 def environment(**others: str) -> dict[str, str]:
-    """Of this interpreter's own virtual environment, as it is."""
+    """Returns an environment with this interpreter's own virtual environment, as it is."""
     return {**os.environ, "PA_NPU_INSTALL": "0", "PA_NPU_VENV": sys.prefix, **others}
 
 

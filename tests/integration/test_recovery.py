@@ -50,7 +50,7 @@ Kills = Iterable[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves behind."""
+    """The results that a run leaves behind."""
 
     weights: dict[str, torch.Tensor]
     rewards: list[float]
@@ -214,7 +214,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
 def undisturbed(
     launch: Callable[..., Launched], tiny: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Result]:
-    """What the run with engines of this kind leaves behind if nobody kills anything."""
+    """Runs with engines of a kind, without a kill, and returns the results."""
 
     @functools.cache
     def result(backend: str) -> Result:
@@ -429,7 +429,7 @@ SOME: Kills = (
 def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed(
     on_publish: str, kills: Kills, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
 ) -> None:
-    """What lies in the buffer and is not trained yet, or is half written, is in the checkpoints, also where it lies in shards with
+    """Groups in the buffer that are not trained yet, or are half written, are in the checkpoints, also if they are in shards with
     the trainers; an engine that comes again gets the version that trainers have left."""
     stale = {
         "schedule.max_staleness": AHEAD,

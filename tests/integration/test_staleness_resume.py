@@ -95,7 +95,7 @@ def run_coordinator(
 
 
 def save_checkpoint(parent: Path, run: Run) -> None:
-    """What the coordinator reads of a checkpoint, taken as trainers take it: before anything of the version is trained."""
+    """Writes the part of a checkpoint that the coordinator reads, as trainers do: before anything of the version is trained."""
     directory = parent / directory_name(RESUMED_AT)
     directory.mkdir(parents=True)
     write_ahead(directory, RolloutsAhead(run.config, run.channel, run.buffer)(RESUMED_AT))

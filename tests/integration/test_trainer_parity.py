@@ -123,7 +123,7 @@ def test_two_updates_per_iteration_do_not_depend_on_the_parallel_layout(model: P
 
 
 def test_a_budget_of_tokens_gives_pipeline_stages_the_weights_of_one_rank(model: Path, tmp_path: Path) -> None:
-    """Of four groups that an iteration may have, the first trains three and the second two, which nobody knows in advance."""
+    """An iteration may have four groups. The first trains three and the second two, which nobody knows in advance."""
     schedule = {"tokens_per_update": 40, "max_staleness": 1}
     found = {}
     for name, trainer, sizes in (

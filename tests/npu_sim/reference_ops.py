@@ -1,4 +1,4 @@
-"""What the fused NPU operators compute, in fp64, with the rules of their documentation checked on the way."""
+"""The fused NPU operators in fp64, with the rules of their documentation checked on the way."""
 
 from __future__ import annotations
 

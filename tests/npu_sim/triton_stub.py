@@ -39,7 +39,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Where there is no triton: before MindSpeed is imported, and after those parts of torch that look for it."""
+    """Installs the stub if there is no triton: before MindSpeed is imported, after those parts of torch that look for it."""
     import torch._inductor.compile_fx  # noqa: F401 - imported for its effect
 
     if importlib.util.find_spec("triton") is None:

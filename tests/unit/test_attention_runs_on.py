@@ -1,4 +1,4 @@
-"""What attention will run with is known before it runs, and a fallback comes with its reason."""
+"""The kernel of attention is known before it runs, and a fallback comes with its reason."""
 
 from __future__ import annotations
 

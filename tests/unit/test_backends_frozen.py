@@ -57,7 +57,7 @@ def test_frozen_models_are_invisible_to_optimizer_and_checkpoint(models: list[Pa
 
 
 def hf_logprobs(path: Path, dtype: torch.dtype) -> torch.Tensor:
-    """Of TARGETS under transformers' model: both responses behind the prompt, at temperature 0.8."""
+    """Log-probs of TARGETS under transformers' model: both responses behind the prompt, at temperature 0.8."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
     parts = []
     for start, length in ((4, 3), (7, 5)):

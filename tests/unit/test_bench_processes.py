@@ -1,4 +1,4 @@
-"""What benchmarks start is ended with them, also by SIGTERM, and a failed process's log gives its error, not what came after."""
+"""Processes of a benchmark end with it, also by SIGTERM, and a failed one's log gives its error, not what came after."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ async def test_an_engine_that_joins_while_others_are_asked_to_load_gets_that_ver
 
 
 async def test_a_fleet_that_ends_while_it_removes_an_engine_ends():
-    """What it removes takes a while to stop; the end of the fleet comes in between and must not be taken for that."""
+    """The engine takes a while to stop; the end of the fleet comes in between and must not be taken for that."""
     job = Job()
     stopping = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""What goes to an engine and what is accepted from it."""
+"""Requests to an engine, and the answers that are accepted from it."""
 
 from __future__ import annotations
 

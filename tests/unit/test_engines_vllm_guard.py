@@ -32,7 +32,7 @@ INSIDE = {"type": "inside"}
 
 
 async def answer(scope: dict[str, Any], monkeypatch: pytest.MonkeyPatch, key: str = KEY) -> list[Any]:
-    """What a guarded application sends; it says so itself when it is reached."""
+    """Returns the messages of a guarded application; it says so itself when it is reached."""
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         await send(INSIDE)

@@ -21,7 +21,7 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_with_a_correct_one(num_sampl
 
 
 def test_pass_at_k_is_unbiased_and_the_plug_in_estimate_is_not() -> None:
-    """Of a question that is answered right with p = 0.3, over all outcomes of 10 samples."""
+    """A question is answered right with p = 0.3; the mean is over all outcomes of 10 samples."""
     p, n, k = 0.3, 10, 4
     chance = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
     truth = 1 - (1 - p) ** k

@@ -233,7 +233,7 @@ HEADER = {
 )
 @example(header=json.dumps(HEADER).encode(), data=32)
 def test_a_header_is_read_as_safetensors_reads_it_or_refused(model: Path, header: bytes, data: int) -> None:
-    """What passes here opens there with the same tensors, so that no fault is left for the trainers to find."""
+    """A file that passes here opens there with the same tensors, so that no fault is left for the trainers to find."""
     file = model / "near.safetensors"
     file.write_bytes(raw_file(header, bytes(data)))
     try:

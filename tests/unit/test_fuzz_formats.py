@@ -68,7 +68,7 @@ def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_models_tokenizer_files_are_a_tokenizer_or_a_data_error(
     tokenizer_files: Path, data: st.DataObject, name: str
 ) -> None:
-    """What they hold, up to what they make of a row."""
+    """The files' contents are covered, up to what they make of a row."""
     file = tokenizer_files / name
     good = file.read_bytes()
     near = changed_bytes(good) if name.endswith(".jinja") else json_near(json.loads(good), most=2)

@@ -59,7 +59,7 @@ def room(module: str) -> str:
 
 
 def own_imports() -> list[Import]:
-    """Of one room by another."""
+    """Returns the imports of one room by another."""
     return [
         found
         for found in package_imports()

@@ -1,4 +1,4 @@
-"""What the launcher hosts listens on loopback; and the way to find out, with sockets that do not as a control."""
+"""Sockets of the launcher listen on loopback; sockets that do not are the control."""
 
 from __future__ import annotations
 

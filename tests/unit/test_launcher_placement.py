@@ -201,7 +201,7 @@ def test_frozen_models_are_counted_in_their_own_type() -> None:
 
 
 def test_frozen_models_add_the_hidden_states_that_a_later_stage_receives() -> None:
-    """Of 3584 numbers in bf16 per token, for the one microbatch in flight on the last of 4 stages."""
+    """3584 numbers in bf16 per token, for the one microbatch in flight on the last of 4 stages."""
     trainer = {"devices": 4, "pipeline_parallel": 4, "recompute": "full"}
     without, with_reference = (
         dict(trainer_memory(make_config(trainer=trainer, algorithm={"kl_coef": kl_coef}), QWEN_7B).parts)["activations"]

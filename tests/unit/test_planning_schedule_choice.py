@@ -124,7 +124,7 @@ def test_trainers_that_are_the_slower_side_get_short_groups_first():
 
 
 def test_a_shared_engine_that_holds_few_sequences_begins_with_more_than_it_holds():
-    """What waits in its queue is begun before trainers have anything to do: separate devices cannot go below max(Tg, Tt)."""
+    """Its queue is begun before trainers have anything to do: separate devices cannot go below max(Tg, Tt)."""
     case = replace(CPU, max_num_seqs=16, train=0.5, shared=1)
     ran = run_controller(case, 6)
     assert len(ran[-1].schedule.shared) > case.max_num_seqs // case.responses, ran[-1].schedule.name

@@ -128,7 +128,7 @@ def is_data(value: Any, depth: int = 0) -> bool:
 
 @dataclass
 class Seen:
-    """What a prompt's way was seen to be.
+    """The way of a prompt, as it was seen.
 
     given: files of the package in the order in which a function of theirs was first given data. carry: those where a function
     held it in any variable. returns: places of the producer that give it to another file, from where the reader comes back.
@@ -214,7 +214,7 @@ async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: Store
 
 
 def reward_worker(config: Config) -> None:
-    """What the pool's worker does in a process of its own, where it is not seen."""
+    """Does the work of the pool's worker here, which does it unseen in a process of its own."""
     from pa_npu.rewards.worker import _score
 
     functions = [("math", build_function(spec)) for spec in function_specs(config.reward)]

@@ -1,4 +1,4 @@
-"""What arrived is what was sent (I5): skipped, changed and stale weights are found without a tolerance, and named."""
+"""Weights arrive as they were sent (I5): skipped, changed and stale ones are found without a tolerance, and named."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ NEWER_KEYWORDS = {("TemporaryDirectory", "delete"), ("rmtree", "onexc"), ("mkste
 
 
 def violations(source: str) -> list[str]:
-    """What in `source` Python 3.10 does not have."""
+    """Lists the names in `source` that Python 3.10 does not have."""
     try:
         tree = ast.parse(source, feature_version=(3, 10))
     except SyntaxError as error:

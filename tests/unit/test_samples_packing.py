@@ -224,7 +224,7 @@ def test_a_group_that_comes_twice_inside_a_microbatch_stops_the_run() -> None:
 
 
 def test_packing_adds_nothing_but_the_layout() -> None:
-    """What the loss sees of a packed iteration is what it sees unpacked, response numbers apart."""
+    """The loss sees the same of an iteration packed and unpacked, response numbers apart."""
     groups = [[3, 1], [2, 5], [1, 1]]
     (packed,) = iterator(groups, max_tokens=1000)[0]
     single = list(iterator(groups)[0])

@@ -111,7 +111,7 @@ def test_hostile_payloads_with_a_right_checksum_raise_nothing_but_group_format_e
 
 
 def spans(row: int, column: int, value: int) -> np.ndarray:
-    """Of make_group(), changed: three samples, then two runs of the first, two of the second and one of the third."""
+    """Changed spans of make_group(): three samples, then two runs of the first, two of the second and one of the third."""
     good = load(to_bytes(make_group())[ENVELOPE_BYTES:])["spans"].copy()
     assert good[:, 0].tolist() == [5, 8, 4, 3, 4, 8, 10, 16], good
     good[row, column] = value

@@ -1,4 +1,4 @@
-"""What is secret is shown nowhere: by its name where names are the user's, by its form everywhere; what is none stays."""
+"""Secrets are shown nowhere: found by name where names are the user's, by form everywhere; all else stays."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fake:
-    """What the stand-in library was told."""
+    """Calls to the stand-in library."""
 
     def __init__(self, directory: Path) -> None:
         self.file = directory / "told.jsonl"

@@ -150,7 +150,7 @@ SCALE, TEMPERATURE = 1.01, 1.3
 
 
 def engine_with(fault: str | None, published: Path, before: Engine, dtype: str) -> Engine:
-    """What answers after a publish: an engine with the published weights, or with a fault. before: what answered until then."""
+    """Returns the engine after a publish, with the published weights or a fault. before: the engine until then."""
     if fault == "skipped publish":
         return before
     return Engine(

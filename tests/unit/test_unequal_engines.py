@@ -1,4 +1,4 @@
-"""What is said of single engines ahead of time: windows of their own, speeds until they are measured, devices in records."""
+"""Settings of single engines: windows of their own, speeds until they are measured, devices in records."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_an_expected_speed_that_is_right_shortens_the_first_iteration_and_one_th
 
 
 def timings(engine: str, speed: EngineSpeed, groups: int) -> list[GroupTiming]:
-    """Of groups of 4 that go one after another on an engine."""
+    """Makes the timings of groups of 4 that go one after another on an engine."""
     rng, at, found = np.random.default_rng(len(engine)), 0.0, []
     for index in range(groups):
         length = int(rng.integers(50, 200))

@@ -1,4 +1,4 @@
-"""What the runs of bench_peers say: a row per shape and system, as a table and as a bar chart."""
+"""Results of bench_peers' runs: a row per shape and system, as a table and as a bar chart."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def compile_library(sources: Sequence[Path], cache: Path, flags: Sequence[str] =
 
 @dataclass(frozen=True)
 class Counters:
-    """What a launch did: bytes over all cores, and costs in the model's arbitrary units."""
+    """Counts of a launch: bytes over all cores, and costs in the model's arbitrary units."""
 
     read_bytes: int
     written_bytes: int

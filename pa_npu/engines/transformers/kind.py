@@ -1,4 +1,4 @@
-"""What launcher and coordinator ask of transformers engines: the row of the registry."""
+"""Answers launcher and coordinator about transformers engines: the row of the registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the transformers engine and its client say to each other: one JSON object per request and answer, checked on both sides."""
+"""Messages between the transformers engine and its client: one JSON object per request and answer, checked on both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What launcher and coordinator ask of vLLM engines: the row of the registry."""
+"""Answers launcher and coordinator about vLLM engines: the row of the registry."""
 
 from __future__ import annotations
 

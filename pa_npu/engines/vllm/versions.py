@@ -1,4 +1,4 @@
-"""What the supported engines need and how they differ: one table, and the row of the engine that is installed.
+"""Versions of the supported engine, their needs and differences: one table, and the row of the engine that is installed.
 
 All of them have, read in the sources of vLLM 0.18, 0.20, 0.23 and 0.32: --middleware, --logprobs-mode processed_logprobs,
 --generation-config, --worker-extension-cls, --[no-]enable-prefix-caching, --enforce-eager; with VLLM_SERVER_DEV_MODE=1

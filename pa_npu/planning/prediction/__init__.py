@@ -1,4 +1,4 @@
-"""What a run would take with devices and settings that were not tried, from the records of one that was, or from published figures.
+"""Predicts a run with devices and settings that were not tried, from the records of one that was, or from published figures.
 
 records        what a run has left: when groups were generated and trained, their lengths, borders
 costs          what engines and trainers take for a piece of work, and how that goes over to another model, layout or device

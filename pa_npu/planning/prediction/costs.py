@@ -1,4 +1,4 @@
-"""What an engine takes for a decode step and a prompt, and a replica for a group; and how both go over to what was not tried.
+"""Costs of a decode step and a prompt on an engine, and of a group on a replica; carries both over to what was not tried.
 
 A device's published figures give the shape: what of a cost is reading weights, arithmetic, dispatch, communication, and so how it
 changes with the model, the layout and the device. A run gives the factor by which its own costs differ from that. Where there is no

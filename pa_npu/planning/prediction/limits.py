@@ -1,4 +1,4 @@
-"""What there is once in a cluster, and how many seconds of it an iteration takes: what would break first as devices are added.
+"""Limits of the parts that a cluster has once, in seconds of an iteration: which would break first as devices are added.
 
 Costs of a group, a response and a token are measured (docs/results/control_path.md), as is the choice of a schedule, on a core of a
 2-core virtual machine; a server has faster ones. What a dispatch and a border cost per engine, and the store's speed, are assumed.

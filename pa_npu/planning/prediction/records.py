@@ -1,4 +1,4 @@
-"""What a finished or running run has left for a planner: its configuration, its iterations, and when each group was where."""
+"""Reads a run's records for a planner: its configuration, its iterations, and when each group was where."""
 
 from __future__ import annotations
 

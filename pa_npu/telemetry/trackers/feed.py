@@ -146,7 +146,7 @@ class TrackerFeed:
         self._thread.start()
 
     def catch_up(self, messages: Sequence[_Message]) -> None:
-        """What earlier attempts have written and this tracker may not have, before `start`."""
+        """Queues messages of earlier attempts that this tracker may lack, before `start`."""
         self._queue.extend(message for message in messages if self._lacks(message))
 
     def put(self, message: _Message) -> None:

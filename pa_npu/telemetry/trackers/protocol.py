@@ -1,4 +1,4 @@
-"""What a tracker is: it starts a run, or goes on with one, and takes numbers and tables. Runs in a process of its own.
+"""The interface of trackers: one starts a run, or goes on with one, and takes numbers and tables, in a process of its own.
 
 This module and the trackers import the standard library and the tracker's own, so that the latter may live in an environment of
 its own (telemetry.tracker_python).

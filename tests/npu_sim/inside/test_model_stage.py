@@ -94,7 +94,7 @@ def test_stage_equals_transformers(
 
 @pytest.mark.parametrize("frozen", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_hidden_states_cross_a_stage_border_bit_for_bit(frozen: torch.dtype, sim: NpuSim) -> None:
-    """What a stage packs for the next one, on npu tensors: every model's own bits, of any value."""
+    """A stage packs for the next one, on npu tensors, every model's own bits, of any value."""
     platform = platforms.get("npu")
     prepare(platform.name)
     from pa_npu.backends.megatron.stage import pack_hidden, unpack_hidden

@@ -120,7 +120,7 @@ class Run:
             process.wait()
 
     def weights(self, layout: str) -> dict[str, torch.Tensor]:
-        """Of one file, or of one per pipeline stage."""
+        """Reads the weights of one file, or of one per pipeline stage."""
         files = sorted((self.directory / layout / "hf").glob("*.safetensors"))
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
@@ -146,7 +146,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Run, d
 
 
 class EngineWorker:
-    """What a layout's trainers publish to, in this process: an engine that gives up, one that is left, one that comes late."""
+    """Engines of a layout's trainers in this process: one gives up, one is left, one comes late."""
 
     def __init__(self, run: Run, layout: str) -> None:
         self.run, self.layout = run, layout

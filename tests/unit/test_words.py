@@ -1,0 +1,42 @@
+"""Docstrings begin with a verb or a noun: one that begins with Of, What or Where leaves out its subject."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.house import PACKAGE
+
+ROOT = PACKAGE.parent
+OPENINGS = {"of", "what", "where"}
+# Rooms whose successors are not there yet.
+NOT_YET = ("pa_npu/api/", "pa_npu/coordinator/service/", "pa_npu/planning/iteration_model/")
+
+
+def broken(text: str) -> Iterator[str]:
+    """Yields line and first line of every docstring in a module's text that begins with one of OPENINGS."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = (ast.get_docstring(node) or " ").splitlines()[0]
+            if first.split(" ")[0].strip(".,:;").lower() in OPENINGS:
+                yield f"{getattr(node, 'lineno', 1)}: {first}"
+
+
+@pytest.mark.parametrize("folder", ["pa_npu", "tools", "ops", "tests"])
+def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
+    found = [
+        f"{path}:{line}"
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if not (path := file.relative_to(ROOT).as_posix()).startswith(NOT_YET)
+        for line in broken(file.read_text(encoding="utf-8"))
+    ]
+    assert not found, "begin with a verb or a noun:\n" + "\n".join(found)
+
+
+def test_an_opening_without_a_subject_is_found() -> None:
+    assert list(broken('"""What it is."""\ndef a():\n    """Of all, one."""\nclass B:\n    """Whatever."""\n')) == [
+        "1: What it is.",
+        "2: Of all, one.",
+    ]
