@@ -41,12 +41,14 @@ from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, Identit
 
 @dataclass(frozen=True)
 class Speed:
-    """step_s + sequence_s * c seconds per step of c sequences; stride tokens are decoded per wake-up of the server."""
+    """step_s + sequence_s * c seconds per step of c sequences, and prompt_s per token of prompts that begin in it; stride
+    tokens are decoded per wake-up of the server."""
 
     step_s: float = 0.0
     sequence_s: float = 0.0
     stride: int = 1
     max_num_seqs: int = 256
+    prompt_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class HeavyTail:
 @dataclass
 class _Running:
     lengths: list[int]
+    prompt_tokens: int = 0
     decoded: int = 0
+    is_cut: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -117,6 +121,8 @@ class StandInEngine:
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/collective_rpc", self._collective_rpc)
         app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
+        app.router.add_post("/pause", self._pause)
+        app.router.add_post("/resume", self._resume)
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
         app.router.add_get("/v1/models", self._models)
@@ -154,11 +160,13 @@ class StandInEngine:
         known |= {"version": self.identity.version, "begin_s": time.monotonic()}
         self.requests.append(known)
         with_logprobs = body.get("logprobs") is not None
+        drawn = (body.get("vllm_xargs") or {}).get("drawn", 0)
+        asked = body["prompt"][: len(body["prompt"]) - drawn]
         choices = [
-            self._choice(body["prompt"], body["seed"] + i, body["max_tokens"], body["ignore_eos"], with_logprobs)
+            self._choice(asked, body["seed"] + i, body["max_tokens"] + drawn, body["ignore_eos"], with_logprobs)
             for i in range(body["n"])
         ]
-        work = _Running([length for length, _ in choices])
+        work = _Running([length - drawn for length, _ in choices], len(body["prompt"]))
         self._waiting.append(work)
         self._arrived.set()
         try:
@@ -170,12 +178,27 @@ class StandInEngine:
                     queue.remove(work)
         prompt = json.dumps(body["prompt"]).encode()
         parts = [b'{"id":"cmpl-0","object":"text_completion","created":0,"model":"policy","choices":[']
-        for index, (_, fragment) in enumerate(choices):
+        for index, (length, fragment) in enumerate(choices):
+            end = min(length, drawn + work.decoded) if work.is_cut else length
+            if drawn or end < length:
+                fragment = _part(fragment, drawn, end, is_cut=end < length)
             parts += [b'{"index":%d,' % index, fragment, b',"prompt_token_ids":', prompt, b"},"]
         parts[-1] = b"}"
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": sum(work.lengths)}
         parts += [b'],"usage":', json.dumps(usage).encode(), b"}"]
         return web.Response(body=b"".join(parts), content_type="application/json")
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        """Everything in flight is answered as it stands."""
+        self.calls.append(("pause", []))
+        for work in self._running + self._waiting:
+            work.is_cut = True
+            work.done.set()
+        self._running, self._waiting = [], []
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "resumed"})
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -196,7 +219,7 @@ class StandInEngine:
             result = {"version": args[0]}
         elif method == "pa_version":
             await self._between_steps.wait()  # as workers do: one that hangs in a step answers nothing
-            result = {"version": self.identity.version}
+            result = {"version": self.identity.version, "continues": True}
         elif method not in ("pa_connect", "pa_close", "pa_prepare"):
             return web.json_response({"error": f"no method {method!r}"}, status=500)
         return web.json_response({"results": [result]})
@@ -241,6 +264,7 @@ class StandInEngine:
                 continue
             num_sequences = sum(request.num_sequences for request in self._running)
             clock_s += self.speed.stride * (self.speed.step_s + self.speed.sequence_s * num_sequences)
+            clock_s += self.speed.prompt_s * sum(one.prompt_tokens for one in self._running if not one.decoded)
             # Relative to an ideal clock, so that late wake-ups do not slow the engine down.
             self._between_steps.clear()
             await asyncio.sleep(max(0.0, clock_s - loop.time()))
@@ -286,6 +310,20 @@ def _make_choice(
         "prompt_logprobs": None,
     }
     return length, json.dumps(choice, separators=(",", ":")).encode()[1:-1]
+
+
+def _part(fragment: bytes, begin: int, end: int, is_cut: bool) -> bytes:
+    """A choice's tokens from `begin` to `end`."""
+    choice = json.loads(b"{%s}" % fragment)
+    choice["token_ids"] = choice["token_ids"][begin:end]
+    choice["text"] = "".join(f" t{token}" for token in choice["token_ids"])
+    if choice["logprobs"] is not None:
+        choice["logprobs"] = {name: values[begin:end] for name, values in choice["logprobs"].items()}
+    if is_cut:
+        choice["finish_reason"] = "abort"
+    elif choice["finish_reason"] == "stop":
+        choice["text"] = choice["text"].rpartition(" ")[0]
+    return json.dumps(choice, separators=(",", ":")).encode()[1:-1]
 
 
 @contextlib.asynccontextmanager

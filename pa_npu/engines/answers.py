@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -53,7 +53,7 @@ def checked_generations(
             tokens=tokens[start:end],
             logprobs=logprobs[start:end],
             text=response.text,
-            finish_reason="stop" if response.finish_reason == "stop" else "length",
+            finish_reason=cast(Literal["stop", "length", "cut"], response.finish_reason),
             version=version,
             instance=instance,
         )
@@ -64,9 +64,10 @@ def checked_generations(
 def _problem(response: Answered, sampling: Sampling) -> str | None:
     """Name what is wrong with the shape of a response; None where nothing is."""
     length = len(response.token_ids)
-    if response.finish_reason not in ("stop", "length"):
+    is_cut = response.finish_reason == "cut"
+    if response.finish_reason not in ("stop", "length", "cut"):
         return f"ended with reason {response.finish_reason!r} instead of stop or length; see the engine's log"
-    if not 1 <= length <= sampling.max_tokens:
+    if not (0 if is_cut else 1) <= length <= sampling.max_tokens:
         return f"has {length} tokens, must be 1 to {sampling.max_tokens}"
     if sampling.logprobs and len(response.logprobs) != length:
         return f"has {len(response.logprobs)} log-probs for {length} tokens"
@@ -81,7 +82,7 @@ def _checked_tokens(
         tokens = np.fromiter(chain.from_iterable(token_ids), np.int64, bounds[-1])
     except OverflowError:
         raise EngineError(f"engine {engine}: a token id has more than 64 bits; does it serve another model?") from None
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
+    if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
         position = int(((tokens < 0) | (tokens >= vocab_size)).argmax())
         raise EngineError(
             f"engine {engine}: response {_response_at(position, bounds)} has token id {tokens[position]} outside of the vocabulary "
@@ -94,7 +95,7 @@ def _checked_logprobs(values: Sequence[Sequence[float]], bounds: list[int], engi
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
         logprobs = np.fromiter(chain.from_iterable(values), np.float32, bounds[-1])
     # NaN fails both comparisons
-    if not (logprobs.min() > _LOGPROB_CLAMP and logprobs.max() <= _LOGPROB_ROUNDING):
+    if len(logprobs) and not (logprobs.min() > _LOGPROB_CLAMP and logprobs.max() <= _LOGPROB_ROUNDING):
         position = int((~((logprobs > _LOGPROB_CLAMP) & (logprobs <= _LOGPROB_ROUNDING))).argmax())
         raise EngineError(
             f"engine {engine}: response {_response_at(position, bounds)} has log-prob {logprobs[position]}, must be finite and at "

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from pa_npu.config.texts import path_problem
 from pa_npu.control.bounded_http import bounded_get
+from pa_npu.engines.handing_on import NOTHING
 from pa_npu.engines.http_server import INSTANCE_HEADER, KEY_VARIABLE, NO_VERSION, OPEN_PATH, VERSION_HEADER
 from pa_npu.engines.protocol import (
     EngineCapabilities,
@@ -85,10 +86,19 @@ class HttpEngine(ABC):
             self._session = None
 
     async def generate(
-        self, prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling, *, deadline_s: float
+        self,
+        prompt_tokens: npt.NDArray[np.int32],
+        n: int,
+        seed: int,
+        sampling: Sampling,
+        *,
+        deadline_s: float,
+        written: npt.NDArray[np.int32] | None = None,
     ) -> list[Generation]:
-        path, body = self._ask(prompt_tokens, n, seed, sampling)
-        most = _ANSWER_BYTES + n * (_TOKEN_BYTES * sampling.max_tokens + _PROMPT_TOKEN_BYTES * len(prompt_tokens))
+        written = NOTHING if written is None else written
+        path, body = self._ask(prompt_tokens, n, seed, sampling, written)
+        given = len(prompt_tokens) + len(written)
+        most = _ANSWER_BYTES + n * (_TOKEN_BYTES * sampling.max_tokens + _PROMPT_TOKEN_BYTES * given)
         self._generating += 1
         try:
             data, headers = await self._request("POST", path, body, deadline_s, most_bytes=most, keep_connection=True)
@@ -97,8 +107,15 @@ class HttpEngine(ABC):
         return self._answer(data, n, sampling, self._check_version(headers), self._instance)
 
     @abstractmethod
-    def _ask(self, prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling) -> tuple[str, bytes]:
-        """Path and body of the request for n responses."""
+    def _ask(
+        self,
+        prompt_tokens: npt.NDArray[np.int32],
+        n: int,
+        seed: int,
+        sampling: Sampling,
+        written: npt.NDArray[np.int32],
+    ) -> tuple[str, bytes]:
+        """Path and body of the request for n responses, or for the rest of one."""
 
     @abstractmethod
     def _answer(

@@ -12,7 +12,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeVar
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from pa_npu.config.sections import EngineSettings
 from pa_npu.control.tasks import gather
 from pa_npu.dispatch.schedule import engine_with_room
+from pa_npu.engines.handing_on import NOTHING, Decode, joined, left_of, written_of
 from pa_npu.engines.patience import generate_patiently
 from pa_npu.engines.protocol import EngineError, EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
@@ -35,6 +37,10 @@ OnLost = Callable[[RolloutEngine, str], Awaitable[None]]
 CHANGING = -1
 """The version of an engine that exchanges its weights."""
 
+# Until a request that met an engine just as it handed on is on it too.
+_LATE_REQUEST_S = 0.05
+# An engine that hands on what it was not asked to, before the first token, is broken.
+_MAX_IDLE = 16
 # A request that so many engines died of is the cause, not the victim.
 _MAX_SENDS = 4
 
@@ -44,6 +50,8 @@ class EngineUse:
     """The use of one engine: what it has in flight and has done. Totals only grow; callers take differences."""
 
     in_flight_sequences: int = 0
+    asked: int = 0
+    """Requests on their way."""
     in_flight_tokens: int = 0
     requests: int = 0
     tokens: int = 0
@@ -157,16 +165,53 @@ class GroupSession:
 
         Raises InvariantViolation where the engine does not say which weight version wrote one: nobody else can (I1).
         """
+        generations = await self._ask(prompt_tokens, n, seed, sampling)
+        if any(generation.finish_reason == "cut" for generation in generations):
+            several = enumerate(generations)
+            generations = await gather([self._go_on(g, prompt_tokens, seed + i, sampling) for i, g in several])
+        self._tokens += sum(len(generation.tokens) for generation in generations)
+        return list(generations)
+
+    async def _go_on(
+        self, response: Generation, prompt_tokens: npt.NDArray[np.int32], seed: int, sampling: Sampling
+    ) -> Generation:
+        """The whole of a response that an engine may have handed on, and the next one again."""
+        begun: Generation | None = None
+        idle = 0
+        while response.finish_reason == "cut":
+            idle = 0 if len(response.tokens) else idle + 1
+            if idle > _MAX_IDLE:
+                name = self.lease.engine.name
+                raise EngineError(f"engine {name}: it ended {self._what} {idle} times unbegun; see the engine's log")
+            if begun is None or len(response.tokens):
+                whole = response if begun is None else joined(begun, response, None)
+                written = written_of(whole, sampling, self._pool.continues)
+                begun = whole if len(written) else None
+            rest = left_of(sampling, 0 if begun is None else len(begun.tokens))
+            (response,) = await self._ask(prompt_tokens, 1, seed, rest, NOTHING if begun is None else begun.tokens)
+        return response if begun is None else joined(begun, response, self._pool.decode)
+
+    async def _ask(
+        self,
+        prompt_tokens: npt.NDArray[np.int32],
+        n: int,
+        seed: int,
+        sampling: Sampling,
+        written: npt.NDArray[np.int32] = NOTHING,
+    ) -> list[Generation]:
         for sends in count(1):
+            await self._leave_resting()
             engine = self.lease.engine
             try:
-                generations = await generate_patiently(
-                    *(engine, prompt_tokens, n, seed, sampling),
-                    deadline_s=self._deadline_s,
-                    probe_timeout_s=self._pool.probe_timeout_s,
-                    what=self._what,
-                    cut=self._pool.cuts,
-                )
+                with self._pool.asking(engine):
+                    generations = await generate_patiently(
+                        *(engine, prompt_tokens, n, seed, sampling),
+                        written=written,
+                        deadline_s=self._deadline_s,
+                        probe_timeout_s=self._pool.probe_timeout_s,
+                        what=self._what,
+                        cut=self._pool.cuts,
+                    )
             except EngineGone as error:
                 if sends == _MAX_SENDS:
                     raise EngineError(
@@ -180,7 +225,6 @@ class GroupSession:
                         f"I1 version: engine {engine.name} does not say which weight version wrote its responses for {self._what}; "
                         f"its client must put the version that the engine itself names into every Generation"
                     )
-                self._tokens += sum(len(generation.tokens) for generation in generations)
                 return generations
         raise AssertionError("unreachable: the loop ends by return or raise")
 
@@ -202,26 +246,45 @@ class GroupSession:
                 self._tokens = 0
                 if not await self._pool.report_lost(lost, reason):
                     return False
-                self.lease = await self._pool.admit(
-                    *(self.lease.sequences, self.lease.tokens, self._window, self._again_deadline_s),
-                    again=True,
-                    version=self._version,
-                )
+                await self._admit_again()
         return True
+
+    async def _leave_resting(self) -> None:
+        """Go to another engine where the group's has handed its responses on."""
+        async with self._moving:
+            if self._pool.rests(self.lease.engine):
+                self.lease.close(self._tokens)
+                self._tokens = 0
+                await self._admit_again()
+
+    async def _admit_again(self) -> None:
+        self.lease = await self._pool.admit(
+            *(self.lease.sequences, self.lease.tokens, self._window, self._again_deadline_s),
+            again=True,
+            version=self._version,
+        )
 
 
 class EnginePool:
     """Several engines as one. Owns the clients: close it, or use `async with`.
 
     probe_timeout_s: for an engine that has not answered by a request's deadline to show that it works. cuts: a group that is too
-    long anywhere is cut instead of ending the run.
+    long anywhere is cut instead of ending the run. decode: for the text of responses that several engines wrote.
     """
 
     def __init__(
-        self, engines: Sequence[RolloutEngine] = (), probe_timeout_s: float = 60.0, cuts: bool = False
+        self,
+        engines: Sequence[RolloutEngine] = (),
+        probe_timeout_s: float = 60.0,
+        cuts: bool = False,
+        decode: Decode | None = None,
     ) -> None:
         self.probe_timeout_s = probe_timeout_s
         self.cuts = cuts
+        self.decode = decode
+        self.continues = False
+        """Whether every engine goes on with what another one has begun."""
+        self._resting: frozenset[str] = frozenset()
         self._engines = {engine.name: engine for engine in engines}
         self._uses = {engine.name: EngineUse() for engine in engines}
         if len(self._uses) != len(engines):
@@ -386,7 +449,8 @@ class EnginePool:
     def _able(self, version: int | None) -> dict[str, EngineUse]:
         """Engines that may take what this version has to write: those that write by it. Where the last of these is lost after
         others have gone on to a later version, the others: what they write is fresher, but not what the run would have had."""
-        uses = {engine.name: self._uses[engine.name] for engine in self.engines}
+        working = [engine.name for engine in self.engines if engine.name not in self._resting]
+        uses = {name: self._uses[name] for name in working}
         if version is None:
             return uses
         held = {name: use for name, use in uses.items() if use.version in (None, version)}
@@ -419,6 +483,43 @@ class EnginePool:
         """Whether the engine is on a trainer's device."""
         use = self._uses.get(engine.name)
         return use is not None and use.shared
+
+    def rests(self, engine: RolloutEngine) -> bool:
+        """Whether the engine takes nothing because its device has other work."""
+        return engine.name in self._resting
+
+    def rest(self, engines: Sequence[RolloutEngine]) -> None:
+        """These engines and no others take nothing more until `rest` names others; a group that comes back to one goes elsewhere.
+        With none, all work."""
+        self._resting = frozenset(engine.name for engine in engines)
+        self._room.set()
+
+    @contextmanager
+    def asking(self, engine: RolloutEngine) -> Iterator[None]:
+        """A request to the engine is on its way."""
+        use = self._uses[engine.name]
+        use.asked += 1
+        try:
+            yield
+        finally:
+            use.asked -= 1
+            self._room.set()
+
+    async def hand_on(self, engines: Sequence[RolloutEngine], deadline_s: float) -> None:
+        """Until nothing is asked of these engines, which rest: where engines continue each other's responses, they end theirs as
+        they stand, else they finish them. Raises EngineError and DeadlineExceeded."""
+
+        async def empty(engine: RolloutEngine) -> None:
+            # a request that was on its way when the engine handed on is handed on in the next turn
+            while self._uses[engine.name].asked:
+                if self.continues:
+                    await engine.hand_on(deadline_s=deadline_s)
+                again = asyncio.get_running_loop().call_later(_LATE_REQUEST_S, self._room.set)
+                self._room.clear()
+                await self._room.wait()
+                again.cancel()
+
+        await gather([empty(engine) for engine in engines])
 
     async def shared_idle(self) -> None:
         """Until no engine on a trainer's device has anything in flight, which groups' own deadlines bring about."""

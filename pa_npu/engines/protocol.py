@@ -45,7 +45,8 @@ class Sampling:
 class Generation:
     """One response. tokens: int32 [R], its end token included. logprobs: float32 [R], or [0] when not asked for.
 
-    text leaves the end token and other special tokens out. finish_reason: stop (by itself) or length (cut).
+    text leaves the end token and other special tokens out. finish_reason: stop (by itself), length (at its
+    limit), or cut: handed on by `hand_on` as it stood, perhaps before its first token.
     version: of the weights that generated it. instance: which start of the engine did. Both are what the engine itself
     says; None where it does not say. versions: int32 [R] where several versions did, one after another (the last is `version`).
     columns: declared columns that the engine fills, each [R, *shape].
@@ -54,7 +55,7 @@ class Generation:
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     text: str
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "cut"]
     version: int | None = None
     instance: str | None = None
     versions: npt.NDArray[np.int32] | None = None
@@ -118,7 +119,8 @@ class EngineCapabilities:
     """The kind and abilities of an engine that is ready; None where it does not say.
 
     kind: the value of rollout.backend. version: of its software. instance: which start of the engine this is.
-    max_num_seqs: responses that it generates at the same time; further ones wait in it.
+    max_num_seqs: responses that it generates at the same time; further ones wait in it. continues: it goes on with a response that
+    another engine has begun, and hands on its own.
     """
 
     kind: str
@@ -128,6 +130,7 @@ class EngineCapabilities:
     max_num_seqs: int | None = None
     loads_weights: bool = True
     prefix_cache: bool = True
+    continues: bool = False
 
 
 class RolloutEngine(Protocol):
@@ -141,9 +144,23 @@ class RolloutEngine(Protocol):
     """How logs and metrics call it: its URL."""
 
     async def generate(
-        self, prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling, *, deadline_s: float
+        self,
+        prompt_tokens: npt.NDArray[np.int32],
+        n: int,
+        seed: int,
+        sampling: Sampling,
+        *,
+        deadline_s: float,
+        written: npt.NDArray[np.int32] | None = None,
     ) -> list[Generation]:
-        """n responses; response i is what a request of one with seed + i gives, whatever else is in flight."""
+        """n responses; response i is what a request of one with seed + i gives, whatever else is in flight.
+
+        written: with n = 1, of an engine that continues: the beginning of the response, of which the rest is returned;
+        sampling.max_tokens is of the rest.
+        """
+
+    async def hand_on(self, *, deadline_s: float) -> None:
+        """End every response in flight as it stands; their requests are answered with what is written so far."""
 
     async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
         """Every worker leaves the groups it is in and joins these. Returns once the trainers have joined as well."""

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineCapabilities, EngineError, EngineGone, Generation, Sampling
 from pa_npu.engines.registry import EngineKind
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
@@ -156,6 +157,47 @@ class Conformance:
             await asyncio.wait_for(request, 20)
         async with subject.client() as other:
             await other.probe(deadline_s=DEADLINE_S)
+
+    async def test_responses_handed_on_at_any_token_go_on_as_what_they_would_have_been(self, subject, client):
+        """Cut by the engine beside its decoding, and at random tokens by hand; the control draws from the stream's beginning."""
+        assert (await client.wait_ready(deadline_s=DEADLINE_S)).continues
+        await self.publish(subject, client, 1)
+        pool = EnginePool([client])
+        pool.continues, count, long = True, 16, replace(SAMPLING, max_tokens=MAX_RESPONSE - 16, ignore_eos=True)
+        whole = await ask(client, count, 90, long)
+
+        async def moved() -> list[Generation]:
+            lease = await pool.admit(count, 1, lambda _: count, DEADLINE_S)
+            with pool.session(
+                lease, lambda _: count, deadline_s=DEADLINE_S, again_deadline_s=DEADLINE_S, what="g"
+            ) as session:
+                return await session.generate(prompt(), count, 90, long)
+
+        moving, handed_on = asyncio.create_task(moved()), 0
+        while not moving.done() and handed_on < 3:
+            await asyncio.sleep(0.05 * (1 + handed_on))
+            await client.hand_on(deadline_s=DEADLINE_S)
+            handed_on += 1
+        assert [(t, p) for t, p, *_ in bits(await moving)] == [(t, p) for t, p, *_ in bits(whole)]
+
+        async def rest(number: int, cut: int, drawn: bool) -> Generation:
+            written, left = whole[number].tokens[:cut], replace(long, max_tokens=long.max_tokens - cut)
+            if drawn:
+                go_on = {"written": written}
+                (part,) = await client.generate(prompt(), 1, 90 + number, left, deadline_s=DEADLINE_S, **go_on)
+            else:
+                given = np.concatenate([prompt(), written])
+                (part,) = await client.generate(given, 1, 90 + number, left, deadline_s=DEADLINE_S)
+            return part
+
+        cuts = np.random.default_rng(0).integers(1, long.max_tokens, count).tolist()
+        for drawn in (True, False):
+            parts = await asyncio.gather(*(rest(number, cut, drawn) for number, cut in enumerate(cuts)))
+            same = [
+                part.tokens.tolist() == w.tokens[cut:].tolist() and part.logprobs.tolist() == w.logprobs[cut:].tolist()
+                for part, w, cut in zip(parts, whole, cuts, strict=True)
+            ]
+            assert all(same) if drawn else sum(same) <= 2, f"skipping {drawn}: {sum(same)} of {count} equal"
 
     async def test_a_probe_is_answered_beside_long_requests(self, client):
         long = Sampling(MAX_RESPONSE, 1.0, ignore_eos=True)

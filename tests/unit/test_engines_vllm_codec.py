@@ -78,7 +78,7 @@ def test_logprobs_are_empty_where_they_were_not_asked_for():
         ({"token_ids": [7, -1]}, "token id -1 outside"),
         ({"token_ids": []}, "has 0 tokens"),
         ({"token_ids": [1] * 5}, "has 5 tokens, must be 1 to 4"),
-        ({"finish_reason": "abort"}, "ended with reason 'abort'"),
+        ({"finish_reason": "error"}, "ended with reason 'error'"),
         ({"finish_reason": None}, "ended with reason None"),
         ({"logprobs": None}, "0 log-probs for 2 tokens"),
         ({"logprobs": {"token_logprobs": [-0.5]}}, "1 log-probs for 2 tokens"),

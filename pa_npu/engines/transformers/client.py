@@ -36,7 +36,14 @@ T = TypeVar("T")
 class TransformersEngine(HttpEngine):
     """RolloutEngine over the paths of pa_npu.engines.transformers.server."""
 
-    def _ask(self, prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling) -> tuple[str, bytes]:
+    def _ask(
+        self,
+        prompt_tokens: npt.NDArray[np.int32],
+        n: int,
+        seed: int,
+        sampling: Sampling,
+        written: npt.NDArray[np.int32],
+    ) -> tuple[str, bytes]:
         stops = [] if sampling.ignore_eos else list(sampling.stop_token_ids)
         request = GenerateRequest(
             prompt_tokens.tolist(),
@@ -49,6 +56,7 @@ class TransformersEngine(HttpEngine):
             sampling.logprobs,
             list(sampling.stop),
             sampling.top_p,
+            written.tolist(),
         )
         return "/generate", msgspec.json.encode(request)
 
@@ -99,6 +107,9 @@ class TransformersEngine(HttpEngine):
         digests = tuple(tuple(of_worker) for of_worker in answer.digests)
         return LoadedWeights(tuple(answer.versions), digests, memory, answer.received_bytes, answer.relayed_bytes)
 
+    async def hand_on(self, *, deadline_s: float) -> None:
+        await self._request("POST", "/hand_on", None, deadline_s)
+
     async def _reset(self, deadline_s: float) -> bool:
         return True  # it keeps no prefixes beyond a request
 
@@ -112,6 +123,7 @@ class TransformersEngine(HttpEngine):
             num_workers=1,
             max_num_seqs=info.max_num_seqs,
             prefix_cache=False,
+            continues=True,
         )
 
     def _decode(self, data: bytes, kind: type[T]) -> T:

@@ -18,7 +18,8 @@ import torch
 class Wish:
     """The wish of a request: as pa_npu.engines.protocol.Sampling, with the tokens that end a response and how many fit.
 
-    stops: whether the tokens of a response say a text that ends it; None where there is no such text.
+    stops: whether the tokens of a response say a text that ends it; None where there is no such text. written: tokens that the
+    response begins with, which are computed one by one as they were when it was begun, and are no part of the answer.
     """
 
     max_tokens: int
@@ -26,6 +27,7 @@ class Wish:
     end_token_ids: frozenset[int]
     stops: Callable[[Sequence[int]], bool] | None = None
     top_p: float = 1.0
+    written: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,16 @@ class Decoder:
 
     def begin(self, prefilled: Prefilled, seed: int, wish: Wish) -> Response:
         generator = torch.Generator().manual_seed(seed)
-        return Response(wish, generator, copy.deepcopy(prefilled.cache), prefilled.scores)
+        response = Response(wish, generator, copy.deepcopy(prefilled.cache), prefilled.scores)
+        for token in wish.written:
+            if wish.temperature:
+                torch.multinomial(torch.ones_like(response.scores), 1, generator=generator)
+            response.cache, response.scores = self._forward([token], response.cache)
+        return response
+
+    def unbegun(self, wish: Wish) -> Response:
+        """A response that was handed on before its prompt was computed."""
+        return Response(wish, torch.Generator(), None, torch.empty(0))
 
     def step(self, response: Response) -> None:
         """One more token, with its log-prob under the distribution it was sampled from."""

@@ -13,7 +13,7 @@ Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Response i follows from seed + i."""
+    """Response i follows from seed + i. written: the beginning of a lone response, of which the rest is asked for."""
 
     prompt: Annotated[list[int], msgspec.Meta(min_length=1)]
     n: Count
@@ -25,6 +25,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     logprobs: bool
     stop: list[str] = []
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    written: list[int] = []
 
 
 class GeneratedResponse(msgspec.Struct):

@@ -70,6 +70,16 @@ class Scheduler:
         self._inbox.put(call)
         return call.future
 
+    def hand_on(self) -> None:
+        """End all responses as they stand. On the model's thread, by `call`."""
+        for request in (*self._running, *self._waiting):
+            if not request.responses:
+                request.responses = [self._decoder.unbegun(request.wish) for _ in request.seeds]
+            for response in request.open:
+                response.finish_reason = "cut"
+            if not request.future.done():
+                _end(request.future, result=request.responses)
+
     def close(self) -> None:
         self._inbox.put(None)
 
@@ -108,7 +118,7 @@ class Scheduler:
         free = self._max_num_seqs - sum(len(request.open) for request in self._running)
         while self._waiting and (len(self._waiting[0].seeds) <= free or not self._running):
             request = self._waiting.popleft()
-            if request.future.cancelled():
+            if request.future.done():
                 continue
             free -= len(request.seeds)
             self._running.append(request)

@@ -86,6 +86,7 @@ class Server:
         app.router.add_get("/info", self._info)
         app.router.add_get("/weights", self._loaded)
         app.router.add_post("/generate", self._generate)
+        app.router.add_post("/hand_on", self._hand_on)
         app.router.add_post("/join", self._join)
         app.router.add_post("/load", self._load)
         app.router.add_post("/prepare", self._prepare)
@@ -133,26 +134,30 @@ class Server:
 
     async def _generate(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=GenerateRequest)
-        room = self._max_model_len - len(asked.prompt)
+        room = self._max_model_len - len(asked.prompt) - len(asked.written)
         if room < 1:
             raise Refused(
                 f"the prompt has {len(asked.prompt)} tokens, but the maximum context length is {self._max_model_len}"
             )
-        if not all(0 <= token < self._vocab_size for token in asked.prompt):
+        if not all(0 <= token < self._vocab_size for token in (*asked.prompt, *asked.written)):
             raise Refused(f"the prompt has token ids outside of the vocabulary of {self._vocab_size}")
         ends = frozenset() if asked.ignore_eos else self._end_token_ids | frozenset(asked.stop_token_ids)
         stops = partial(self._says_one_of, asked.stop) if asked.stop else None
-        wish = Wish(min(asked.max_tokens, room), asked.temperature, ends, stops, asked.top_p)
+        wish = Wish(min(asked.max_tokens, room), asked.temperature, ends, stops, asked.top_p, asked.written)
         seeds = range(asked.seed, asked.seed + asked.n)
         responses = await asyncio.wrap_future(self._scheduler.generate(asked.prompt, seeds, wish))
         return _json(GenerateAnswer([self._answer(response, asked.logprobs, ends) for response in responses]))
+
+    async def _hand_on(self, request: web.Request) -> web.Response:
+        await asyncio.wrap_future(self._scheduler.call(self._scheduler.hand_on))
+        return web.Response()
 
     def _says_one_of(self, texts: Sequence[str], tokens: Sequence[int]) -> bool:
         said = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return any(text in said for text in texts)
 
     def _answer(self, response: Response, with_logprobs: bool, ends: frozenset[int]) -> GeneratedResponse:
-        ended = response.tokens[-1] in ends
+        ended = bool(response.tokens) and response.tokens[-1] in ends
         text = self._tokenizer.decode(response.tokens[: -1 if ended else None], skip_special_tokens=True)
         logprobs = response.logprobs if with_logprobs else []
         return GeneratedResponse(response.tokens, logprobs, text, str(response.finish_reason))

@@ -33,8 +33,20 @@ _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 0.5
 class VllmEngine(HttpEngine):
     """RolloutEngine over vLLM's OpenAI-like paths and those of its development mode."""
 
-    def _ask(self, prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling) -> tuple[str, bytes]:
-        return "/v1/completions", encode_request(prompt_tokens, n, seed, sampling)
+    def _ask(
+        self,
+        prompt_tokens: npt.NDArray[np.int32],
+        n: int,
+        seed: int,
+        sampling: Sampling,
+        written: npt.NDArray[np.int32],
+    ) -> tuple[str, bytes]:
+        return "/v1/completions", encode_request(prompt_tokens, n, seed, sampling, written)
+
+    async def hand_on(self, *, deadline_s: float) -> None:
+        # new requests wait between the two; releases differ in the names of modes, and `abort` is the default of all
+        await self._request("POST", "/pause?mode=abort&clear_cache=false", None, deadline_s)
+        await self._request("POST", "/resume", None, deadline_s)
 
     def _answer(
         self, data: bytes, n: int, sampling: Sampling, version: int | None, instance: str | None
@@ -119,8 +131,9 @@ class VllmEngine(HttpEngine):
     async def _capabilities(self, deadline_s: float) -> EngineCapabilities:
         data, _ = await self._request("GET", "/version", None, deadline_s)
         version = decode_object(data, self.name).get("version")
-        workers = await self.loaded_weights(deadline_s=deadline_s)
-        return EngineCapabilities("vllm", str(version), self._instance, num_workers=len(workers.versions))
+        workers, _ = await self._on_workers("pa_version", [], deadline_s)
+        continues = all(worker.get("continues") is True for worker in workers)
+        return EngineCapabilities("vllm", str(version), self._instance, num_workers=len(workers), continues=continues)
 
 
 def _sum(results: Sequence[dict[str, Any]], key: str) -> int | None:

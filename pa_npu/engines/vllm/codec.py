@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.engines.answers import Answered, checked_generations, excerpt
+from pa_npu.engines.handing_on import NOTHING
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
 
 SERVED_MODEL = "policy"
@@ -36,11 +37,20 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(_Response)
 
 
-def encode_request(prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling) -> bytes:
-    """Every sampling parameter is explicit, so that no generation_config.json of a model changes the distribution."""
+def encode_request(
+    prompt_tokens: npt.NDArray[np.int32],
+    n: int,
+    seed: int,
+    sampling: Sampling,
+    written: npt.NDArray[np.int32] = NOTHING,
+) -> bytes:
+    """Every sampling parameter is explicit, so that no generation_config.json of a model changes the distribution.
+
+    written: the beginning of the one response that is asked for, which the engine computes as a part of the prompt.
+    """
     body: dict[str, Any] = {
         "model": SERVED_MODEL,
-        "prompt": prompt_tokens.tolist(),
+        "prompt": [*prompt_tokens.tolist(), *written.tolist()],
         "n": n,
         "seed": seed,
         "max_tokens": sampling.max_tokens,
@@ -60,6 +70,8 @@ def encode_request(prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, samp
         body |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
     if sampling.logprobs:
         body["logprobs"] = 0
+    if len(written):
+        body["vllm_xargs"] = {"drawn": len(written)}  # vllm/streams.py, which runs in the engine
     return _encoder.encode(body)
 
 
@@ -87,7 +99,7 @@ def decode_response(
             choice.token_ids,
             choice.logprobs.token_logprobs if choice.logprobs is not None else (),
             choice.text,
-            choice.finish_reason,
+            "cut" if choice.finish_reason == "abort" else choice.finish_reason,
         )
         for choice in choices
     ]

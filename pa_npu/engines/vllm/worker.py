@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from pa_npu.engines.vllm.streams import follow_streams
 from pa_npu.platform.memory_peaks import ResidentPeak, device_peak_bytes, own_processes, session_leader
 from pa_npu.weight_transfer.receiver import EMBEDDING, HEAD, Receiver
 from pa_npu.weight_transfer.relay_plan import RelayPlan
@@ -53,6 +54,7 @@ class WorkerExtension:
         self.pa_close()
         worker: Any = self
         take_logprobs_mode(worker)
+        follow_streams(worker)
         rank = int(rank_offset) + int(worker.rank)
         self._pa_receiver = Receiver.join(
             (host, int(port)),
@@ -132,8 +134,8 @@ class WorkerExtension:
         }
 
     def pa_version(self) -> dict[str, Any]:
-        """{"version": None} also means: do not generate."""
-        return {"version": self.__dict__.get("_pa_version")}
+        """{"version": None} also means: do not generate. continues: requests begin at any place of their random streams."""
+        return {"version": self.__dict__.get("_pa_version"), "continues": follow_streams(self)}
 
     def pa_close(self) -> dict[str, Any]:
         """Leave the groups, if any."""

@@ -1,0 +1,82 @@
+"""A request's random stream from any place on, inside a vLLM worker, so that a response can be continued elsewhere.
+
+vLLM makes a request's generator from its seed when the request enters the runner, and every sampled token draws from it. A request
+that continues a response carries the number of tokens already drawn (`vllm_xargs`), and its generator skips as many draws as it
+enters. How far a draw moves a generator is asked of the engine's own sampler once, so that it need not be known: on devices
+an offset, on CPU one integer (`fused_gumbel_argmax`) or a row of exponentials as long as the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+DRAWN = "drawn"
+"""The name under which a request says how many tokens of its stream were drawn before."""
+
+Skip = Callable[[torch.Generator, int], None]
+
+
+def follow_streams(worker: Any) -> bool:
+    """Let every request begin where it says its stream is; false where this engine's sampler draws in an unknown way."""
+    runner = worker.model_runner
+    if hasattr(runner, "_pa_follows"):
+        return bool(runner._pa_follows)
+    skip = _skip_of(worker)
+    runner._pa_follows = skip is not None
+    if skip is None:
+        return False
+    update = runner._update_states
+
+    def update_and_skip(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        result = update(scheduled, *args, **kwargs)
+        for new in scheduled.scheduled_new_reqs:
+            asked = new.sampling_params.extra_args if new.sampling_params is not None else None
+            generator = runner.requests[new.req_id].generator
+            if asked and asked.get(DRAWN) and generator is not None:
+                skip(generator, int(asked[DRAWN]))
+        return result
+
+    runner._update_states = update_and_skip
+    return True
+
+
+def _skip_of(worker: Any) -> Skip | None:
+    """How to skip draws of the worker's sampler; None where that cannot be found out."""
+    runner, device = worker.model_runner, torch.device(worker.device)
+    sampler = getattr(getattr(runner, "sampler", None), "topk_topp_sampler", None)
+    if sampler is None or not hasattr(runner, "_update_states"):
+        return None
+    vocabulary = int(worker.model_config.get_vocab_size())
+    drawn = torch.Generator(device=device).manual_seed(1)
+    sampler(torch.zeros(1, vocabulary, device=device), {0: drawn}, None, None)
+    if device.type != "cpu":
+        fresh = torch.Generator(device=device).manual_seed(1)
+        return _by_offset(drawn.get_offset() - fresh.get_offset())
+    known: tuple[Callable[[torch.Generator], object], ...] = (
+        lambda generator: torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long),
+        lambda generator: torch.empty(vocabulary).exponential_(generator=generator),
+    )
+    for draw in known:
+        generator = torch.Generator().manual_seed(1)
+        draw(generator)
+        if torch.equal(generator.get_state(), drawn.get_state()):
+            return _by_drawing(draw)
+    return None
+
+
+def _by_offset(step: int) -> Skip | None:
+    def skip(generator: torch.Generator, draws: int) -> None:
+        generator.set_offset(generator.get_offset() + draws * step)
+
+    return skip if step > 0 else None
+
+
+def _by_drawing(draw: Callable[[torch.Generator], object]) -> Skip:
+    def skip(generator: torch.Generator, draws: int) -> None:
+        for _ in range(draws):
+            draw(generator)
+
+    return skip
