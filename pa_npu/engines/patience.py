@@ -38,7 +38,7 @@ async def generate_patiently(
 ) -> list[Generation]:
     """engine.generate, and past deadline_s a probe: one that answers it has SLOWEST_TOKEN_S more for every token of a response.
 
-    written: as RolloutEngine.generate has it. what: the group, for messages. cut: at the limit it is generated once more, with fewer
+    written: as in RolloutEngine.generate. what: the group, for messages. cut: at the limit it is generated once more, with fewer
     tokens: the beginnings of the same responses, which follow from the seed. Raises EngineGone when the engine does not answer the
     probe, GroupTooLong at the limit.
     """
