@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 REMOVED: dict[str, str] = {
     "algorithm.advantage_scale": "use algorithm.advantage, whose group-std and batch-std divide",
     "placement.master_addr": "use placement.host",
     "placement.node_rank": "a cluster's nodes have no rank to set; use placement.cluster=ray",
+    "rollout.engine_settings[].via": "every engine gets its weights from the trainers",
     "rollout.enforce_eager": "use rollout.graph_mode, which is its opposite",
     "telemetry.tensorboard": "use telemetry.trackers, such as [tensorboard] or []",
 }
@@ -13,4 +16,5 @@ REMOVED: dict[str, str] = {
 
 def removed(key: str) -> str | None:
     """Returns the remedy for a key or section that an earlier release had; None if no release had it."""
+    key = re.sub(r"\.\d+", "[]", key)  # an entry of a list
     return next((remedy for old, remedy in REMOVED.items() if f"{key}.".startswith(f"{old}.")), None)

@@ -158,8 +158,6 @@ def iteration_record(
         "border_load_s": publish.loaded_s - publish.ready_s,
         "border_compare_s": publish.compared_s - publish.loaded_s,
         "engine_still_s": publish.still_s,
-        "publish_bytes_trainers": publish.moved.trainers,
-        "publish_bytes_relayed": publish.moved.relayed,
         "border_probe_s": publish.done_s - publish.compared_s,
         "periodic": config.streams(production.iteration),
         "schedule": prediction.schedule,

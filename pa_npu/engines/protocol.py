@@ -12,7 +12,6 @@ import numpy.typing as npt
 from pa_npu.errors import PaNpuError
 from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.samples.columns import Values
-from pa_npu.weight_transfer.relay_plan import RelayPlan
 
 
 class EngineError(PaNpuError):
@@ -68,13 +67,11 @@ class Generation:
 
 @dataclass(frozen=True)
 class WeightGroups:
-    """The groups in which an engine's workers receive weights: process groups, one per pipeline stage, that the trainers lead,
-    or another engine.
+    """The groups in which an engine's workers receive weights: process groups, one per pipeline stage, that the trainers lead.
 
     store: host and port of the trainers' rendezvous. first_rank: of the engine's first worker in every group, its other
     workers follow; rank 0 sends. world_size: of every group. stages: name and manifest of each, in stage order.
-    timeout_s: of joining, and of every load. via: name of the engine that leads the groups; empty: the trainers do. relay: groups
-    that this engine's first worker leads, in which it passes on every message that it receives; None: it passes nothing on.
+    timeout_s: of joining, and of every load.
     """
 
     store: tuple[str, int]
@@ -83,8 +80,6 @@ class WeightGroups:
     stages: Sequence[Mapping[str, Any]]
     backend: str
     timeout_s: float
-    via: str = ""
-    relay: RelayPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -95,15 +90,11 @@ class LoadedWeights:
     digests: per worker, of what each stage sent, in stage order (Receiver.digests);
     empty before the first load. A publish after which there are none is refused (I5).
     memory: of all processes of the engine and of its fullest device since the load before; None where it does not say.
-    received_bytes, relayed_bytes: of weights that its workers together received, and passed on, counted once for each worker that
-    they reached; None where it does not say.
     """
 
     versions: tuple[int | None, ...]
     digests: tuple[tuple[str, ...], ...] = ()
     memory: MemoryPeak | None = None
-    received_bytes: int | None = None
-    relayed_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,6 @@ def _settings(entry: EngineSettings) -> str:
         entry.device,
         f"expected speed {entry.speed:g}" if entry.speed != 1.0 else None,
         f"window {entry.window}" if entry.window is not None else None,
-        f"weights via engine {entry.via}" if entry.via is not None else None,
     ]
     numbers = f"engine{'s' if len(entry.engines) > 1 else ''} {', '.join(map(str, entry.engines))}"
     return f"{numbers}: {', '.join(filter(None, said)) or 'nothing is said of them'}"

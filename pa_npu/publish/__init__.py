@@ -30,9 +30,6 @@
 
     inside an iteration, for an engine that was started again: LATE_REQUEST ... LATE_BROKEN (late_engines draws it).
 
-An engine may get its buckets from another engine, which got them from the trainers (routes, engine_groups): to the protocol this is
-no difference, as every engine answers for what it holds.
-
 Where things are: messages and their keys in `messages`; what the coordinator makes of digests in `arrival`; when training stands
 still for a late engine in `version_gate`; sizes and seconds in `sizing`. The wire itself - groups, buckets, digests, and the
 engine's end, which runs inside engines - is the room below, pa_npu.weight_transfer.

@@ -52,7 +52,6 @@ from pa_npu.publish.messages import (
     SentWeights,
     StageManifest,
 )
-from pa_npu.publish.routes import NOT_COUNTED, MovedBytes
 from pa_npu.samples.seeds import group_seed
 from pa_npu.weight_transfer.transport import WAYS, Abandonment
 
@@ -75,7 +74,7 @@ class EnginesHold:
     """A version that the engines hold, and when (time.perf_counter): trainers were ready to send, engines had loaded it, what they
     got had been compared with what was sent, and all of it was over. probe: their answers, where one was due. memory: the
     most of any engine since the publish before; None where no engine says it. still_s: how long the longest of them stood still
-    for it, from when it had nothing to generate and the trainers were ready. moved: over which links weights went."""
+    for it, from when it had nothing to generate and the trainers were ready."""
 
     probe: Probe | None
     ready_s: float
@@ -84,17 +83,14 @@ class EnginesHold:
     done_s: float
     memory: MemoryPeak | None = None
     still_s: float = 0.0
-    moved: MovedBytes = NOT_COUNTED
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A version that these members have in their second buffers, when the trainers were ready (time.perf_counter), and over which
-    links it came."""
+    """A version that these members have in their second buffers, and when the trainers were ready (time.perf_counter)."""
 
     members: Sequence[Member]
     ready_s: float
-    moved: MovedBytes
 
 
 class TrainersBroke(EngineError):
@@ -183,8 +179,7 @@ class CoordinatorPublish:
         if not members or self._connected != members:
             return None
         place = {"version": version, "attempt": 0}
-        routes = self._groups.routes(members)
-        receivers = self._groups.receivers(members, routes, self._epoch)
+        receivers = self._groups.receivers(members, self._epoch)
         MEMBERS.put(self._channel, replace(receivers, delayed=True), **place)
 
         async def prepare(engine: RolloutEngine) -> LoadedWeights:
@@ -205,7 +200,7 @@ class CoordinatorPublish:
         if self._arrival.applies:
             self._arrival.check(version, await self._sent(version, 0), by_engine)
         VERDICT.put(self._channel, PublishVerdict(True), **place)
-        return Prepared(members, ready_s, MovedBytes.of(list(zip(routes, received, strict=True))))
+        return Prepared(members, ready_s)
 
     async def swap(self, version: int, prepared: Prepared, begins: Callable[[], None] = lambda: None) -> EnginesHold:
         """Engines load what they have prepared, each when it has nothing in flight. One that does not is replaced, or gets it late.
@@ -251,7 +246,7 @@ class CoordinatorPublish:
         logger.info("weight version %d on %d engines, which stood still for %.3f s", version, len(swapped), still_s)
         memory = MemoryPeak.largest(one.memory for one in loaded if one is not None and one.memory is not None)
         begin_s = end_s - still_s if in_turn else start_s  # beside generation no time passes that is the border's
-        return EnginesHold(None, begin_s, end_s, end_s, end_s, memory, still_s, prepared.moved)
+        return EnginesHold(None, begin_s, end_s, end_s, end_s, memory, still_s)
 
     async def _free(self, left: Sequence[Member], version: int) -> list[Member]:
         """Find those engines that may swap now, and those that are gone, whose groups go elsewhere; waits until there are some,
@@ -320,13 +315,12 @@ class CoordinatorPublish:
         asked_s = time.perf_counter()
         self._epoch += joins
         self._connected = list(members)
-        routes = self._groups.routes(members)
-        MEMBERS.put(self._channel, self._groups.receivers(members, routes, self._epoch), **place)
+        MEMBERS.put(self._channel, self._groups.receivers(members, self._epoch), **place)
         if joins:
             await ready
         begins_within_s = None if ready.done() else trainers_within_s + _GRACE_S
 
-        groups = self._groups.of_members(members, routes, self._epoch)
+        groups = self._groups.of_members(members, self._epoch)
 
         async def load(engine: RolloutEngine, groups: WeightGroups) -> LoadedWeights:
             if joins:
@@ -351,8 +345,7 @@ class CoordinatorPublish:
         probe = await self._probe(version, members, prompt) if prompt is not None else None
         memory = MemoryPeak.largest(weights.memory for weights in loaded if weights.memory is not None)
         still_s = max(0.0, loaded_s - max(ready_s, asked_s))
-        moved, done_s = MovedBytes.of(list(zip(routes, loaded, strict=True))), time.perf_counter()
-        return EnginesHold(probe, ready_s, max(loaded_s, ready_s), compared_s, done_s, memory, still_s, moved)
+        return EnginesHold(probe, ready_s, max(loaded_s, ready_s), compared_s, time.perf_counter(), memory, still_s)
 
     async def _sent(self, version: int, attempt: int) -> list[SentWeights]:
         """Wait for what each stage's leader says that it sent: it does so when the last engine has the last bucket."""

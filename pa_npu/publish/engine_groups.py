@@ -1,9 +1,9 @@
-"""Which groups each engine of a publish joins: those that trainers lead, by the way to it, and those that engines lead."""
+"""Which groups each engine of a publish joins, by the way to it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pa_npu.config.schema import Config
 from pa_npu.engines.membership import Member
@@ -11,10 +11,7 @@ from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import WeightGroups
 from pa_npu.planning.shared_way import way_to_shared
 from pa_npu.publish.messages import PublishMembers, StageManifest
-from pa_npu.publish.routes import Route
-from pa_npu.publish.routes import routes as plan_routes
 from pa_npu.weight_transfer import collectives
-from pa_npu.weight_transfer.relay_plan import RelayPlan
 from pa_npu.weight_transfer.transport import HANDLES, HOST_BACKEND, WAYS, Way
 
 
@@ -44,59 +41,37 @@ class EngineGroups:
     def way(self, member: Member) -> Way:
         """How weights reach an engine from the trainers.
 
-        One on a trainer's device may not be able to be in a group with that trainer. One that is far, or on devices of another
-        kind, is reached through host memory: no other backend connects them for sure.
+        One on a trainer's device may not be able to be in a group with that trainer. One on devices of another
+        kind is reached through host memory: no other backend connects them for sure.
         """
         settings = self._config.rollout.settings_of(member.index)
-        if settings.via is not None or settings.device_kind not in (None, self._connection.device):
+        if settings.device_kind not in (None, self._connection.device):
             return "host"
         if not self._pool.is_shared(member.engine):
             return "group"
         return way_to_shared(self._config, collectives.rules(self._connection.backend).shares_device)
 
-    def routes(self, members: Sequence[Member]) -> list[Route]:
-        """Return the route to each member, in this order."""
-        ways = {member.index: self.way(member) for member in members}
-        found = plan_routes([member.index for member in members], self._config.rollout.via, ways)
-        return [found[member.index] for member in members]
-
-    def receivers(self, members: Sequence[Member], routes: Sequence[Route], epoch: int) -> PublishMembers:
-        """Those that trainers send to."""
+    def receivers(self, members: Sequence[Member], epoch: int) -> PublishMembers:
+        """How many workers the trainers send to, by the way to them."""
         workers = dict.fromkeys(WAYS, 0)
-        for member, route in zip(members, routes, strict=True):
-            if route.sender is None:
-                workers[self.way(member)] += self._workers
+        for member in members:
+            workers[self.way(member)] += self._workers
         return PublishMembers.of(epoch, workers)
 
-    def of_members(self, members: Sequence[Member], routes: Sequence[Route], epoch: int) -> list[WeightGroups]:
-        """The groups that each member joins, one per stage, in the order of the members."""
-        names = {member.index: member.name for member in members}
-        behind = {route.sender: route.count for route in routes if route.sender is not None}
+    def of_members(self, members: Sequence[Member], epoch: int) -> list[WeightGroups]:
+        """The groups that each member joins, one per stage, in the order of the members.
+
+        Workers are numbered through the engines of a group; rank 0 is the stage's leader.
+        """
+        ways = [self.way(member) for member in members]
         return [
-            self._of_member(member, route, names, behind.get(member.index, 0), epoch)
-            for member, route in zip(members, routes, strict=True)
+            self._joined(member, ways[:number].count(way), ways.count(way), self._connection.stages, epoch)
+            for number, (member, way) in enumerate(zip(members, ways, strict=True))
         ]
 
     def of_late(self, member: Member, number: int) -> WeightGroups:
         """Those of late delivery `number`, in which it is alone with the stages' leaders."""
         return self._joined(member, 0, 1, self._connection.late_stages, number)
-
-    def _of_member(
-        self, member: Member, route: Route, names: Mapping[int, str], behind: int, epoch: int
-    ) -> WeightGroups:
-        """Workers are numbered through the engines of a group; rank 0 is the stage's leader, or the engine that passes weights on.
-
-        behind: engines that this one passes them on to.
-        """
-        stages = [stage.of_epoch(epoch) for stage in self._connection.stages]
-        joined = self._joined(member, route.place, route.count, self._connection.stages, epoch)
-        if route.sender is not None:
-            relayed = [stage.relayed_by(route.sender).to_json() for stage in stages]
-            joined = replace(joined, stages=relayed, backend=HOST_BACKEND, via=names[route.sender])
-        if behind:
-            groups = tuple(stage.relayed_by(member.index).name for stage in stages)
-            joined = replace(joined, relay=RelayPlan(groups, behind * self._workers))
-        return joined
 
     def _joined(
         self, member: Member, place: int, count: int, stages: Sequence[StageManifest], epoch: int

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pa_npu.control.typed import Topic
-from pa_npu.weight_transfer.transport import WAYS, Way, epoch_name, relay_name, way_name
+from pa_npu.weight_transfer.transport import WAYS, Way, epoch_name, way_name
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,6 @@ class StageManifest:
     def by(self, way: Way) -> StageManifest:
         """For the groups that go this way."""
         return StageManifest(way_name(self.name, way), self.manifest)
-
-    def relayed_by(self, engine: int) -> StageManifest:
-        """For the groups in which engine `engine` passes on what these bring."""
-        return StageManifest(relay_name(self.name, engine), self.manifest)
 
     def to_json(self) -> dict[str, Any]:
         """As Receiver.join takes it."""

@@ -4,7 +4,6 @@
     handover      a group of processes on one machine: receivers map the sender's memory; memory_handles: how, per device kind
     manifest      what a stage sends: its buckets, and the HF tensors that they are cut from
     receiver      the engine's end: joins the groups, receives the buckets, hands out HF tensors
-    relay         an engine passes on what it receives, to engines that are nearer to it than to the trainers
     digest        sums of every bucket, in which a changed or skipped weight shows
     progress      which engine worker is behind, and at which message
 

@@ -18,8 +18,6 @@ from pa_npu.weight_transfer import handover, transport
 from pa_npu.weight_transfer.digest import Digests
 from pa_npu.weight_transfer.manifest import Assembler, Bucket, Manifest
 from pa_npu.weight_transfer.progress import Progress, has_begun
-from pa_npu.weight_transfer.relay import Relay
-from pa_npu.weight_transfer.relay_plan import RelayPlan
 from pa_npu.weight_transfer.transport import Abandonment, Deadline, WeightSyncError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -51,10 +49,7 @@ class Receiver:
         device: torch.device,
         timeout_s: float,
         abandonments: list[Abandonment] | None = None,
-        relay: Relay | None = None,
-        via: str = "",
     ) -> None:
-        """relay: where this worker passes on what it receives. via: the engine that sends to it; empty: the trainers do."""
         self._manifests = manifests
         self._abandonments = abandonments or []
         self._groups = groups
@@ -64,10 +59,6 @@ class Receiver:
         self._progress = Progress(groups, rank)
         self._unfinished = False  # broadcasts may be pending
         self._digests: list[Digests] = []
-        self._relay = relay
-        self._via = via
-        self.received_bytes = self.relayed_bytes = 0
-        """Of weights, that the last `receive` has handed out, and has passed on, these once for each worker that they reach."""
 
     @classmethod
     def join(
@@ -81,24 +72,21 @@ class Receiver:
         device: torch.device,
         timeout_s: float,
         model: object,
-        relay: RelayPlan | None = None,
-        via: str = "",
     ) -> Receiver:
         """Join one group per stage as member `rank` of `world_size`; blocks until the stages' leaders are there.
 
         store: host and port. stages: name and manifest of each, in stage order (StageManifest as JSON). backend: of collectives, or
-        transport.HANDLES. model: what the engine knows of its model, with the names of HF's config.json as attributes. relay: to
-        whom this worker passes on what it receives. via: the engine that passes it on to this one; empty: trainers send. Raises
-        WeightSyncError where that is another model or the groups cannot be joined, and DeadlineExceeded.
+        transport.HANDLES. model: what the engine knows of its model, with the names of HF's config.json as attributes.
+
+        Raises WeightSyncError where that is another model or the groups cannot be joined, and DeadlineExceeded.
         """
         manifests = [Manifest.from_json(stage["manifest"]) for stage in stages]
         check_model(manifests, model)
         names = [str(stage["name"]) for stage in stages]
         groups: list[Any] = []
-        passes_on: Relay | None = None
         try:
             for name, manifest in zip(names, manifests, strict=True):
-                describe = f"engine worker {rank} receives from trainer stage {manifest.stage}{_through(via)}"
+                describe = f"engine worker {rank} receives from trainer stage {manifest.stage}"
                 if backend == transport.HANDLES:
                     meeting = handover.Meeting(store, name, rank, world_size, timeout_s, describe)
                     groups.append(handover.take(meeting, device))
@@ -114,9 +102,6 @@ class Receiver:
                     describe=describe,
                 )
                 groups.append(group)
-            if relay is not None:
-                messages = [1 + len(manifest.buckets) for manifest in manifests]
-                passes_on = Relay.join(store, relay, messages, timeout_s, rank)
         except (WeightSyncError, DeadlineExceeded):
             for group in groups:
                 transport.drop_group(group, device)
@@ -124,7 +109,7 @@ class Receiver:
         abandonments = [Abandonment(*store, name) for name in names]
         # an engine on a trainer's device receives in host memory, from where its loader takes tensors as from a file
         memory = torch.device("cpu") if backend == transport.HOST_BACKEND else device
-        return cls(manifests, groups, rank, memory, timeout_s, abandonments, passes_on, via)
+        return cls(manifests, groups, rank, memory, timeout_s, abandonments)
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -152,24 +137,14 @@ class Receiver:
         deadline = Deadline(self._timeout_s, self._given_up)
         self._unfinished = True
         self._digests = [Digests() for _ in self._manifests]
-        self.received_bytes = self.relayed_bytes = 0
         self._progress.begin(version)
-        if self._relay is not None:
-            self._relay.begin(version)
         for message in self._messages(version, deadline):
             stage = self._manifests.index(message.manifest)
             if message.bucket is None:
                 self._check_header(message.buffer, message.manifest, version)
-            passed_on = 0
-            if self._relay is not None:
-                passed_on = self._relay.send(stage, message.buffer, message.name, deadline, self._progress.beat)
-            if message.bucket is not None:
-                self.received_bytes += message.buffer.nbytes
-                self.relayed_bytes += passed_on
+            else:
                 self._digests[stage].add(message.buffer)
                 yield from message.assembler.take(message.bucket, message.buffer)
-        if self._relay is not None:
-            self._relay.finish(deadline, self._progress.beat)
         self._unfinished = False
 
     def close(self) -> None:
@@ -179,9 +154,6 @@ class Receiver:
             else:
                 transport.leave_group(group)
         self._groups = []
-        if self._relay is not None:
-            self._relay.close(unfinished=self._unfinished)
-            self._relay = None
 
     def _wait_for_begin(self, version: int, within_s: float) -> None:
         """Until the first stage is about to send. Raises DeadlineExceeded, or WeightSyncError where the publish is given up."""
@@ -195,11 +167,6 @@ class Receiver:
             if reason := deadline.given_up():
                 raise WeightSyncError(f"{what}: given up after {deadline.elapsed_s:.1f} s: {reason}")
             time.sleep(min(_LONGEST_LOOK_S, _SHORTEST_LOOK_S + _LOOK_SHARE * deadline.elapsed_s))
-
-    def _look(self) -> str:
-        if self._via:
-            return f"check in the log of engine {self._via}, which passes the weights on, that it is alive and receives them"
-        return "check in the trainer's logs that the leader of this stage is alive and publishing"
 
     def _given_up(self) -> str | None:
         return next((reason for one in self._abandonments if (reason := one.reason())), None)
@@ -227,8 +194,8 @@ class Receiver:
         transport.wait(
             work,
             deadline,
-            f"engine worker {self._rank} waits for weight version {version}, {message.name}{_through(self._via)}",
-            f"{self._look()}, or raise publish.timeout_s",
+            f"engine worker {self._rank} waits for weight version {version}, {message.name}",
+            "check in the trainer's logs that the leader of this stage is alive and publishing, or raise publish.timeout_s",
             meanwhile=self._progress.beat,
         )
         self._progress.arrived(self._manifests.index(message.manifest))
@@ -248,10 +215,6 @@ class Receiver:
                 "was given; "
                 f"call pa_connect with the manifest of this run"
             )
-
-
-def _through(via: str) -> str:
-    return f", through engine {via}" if via else ""
 
 
 def check_model(manifests: list[Manifest], hf_config: Any) -> None:

@@ -336,11 +336,6 @@ def epoch_name(name: str, epoch: int) -> str:
     return f"{name}.{epoch}" if epoch else name
 
 
-def relay_name(name: str, sender: int) -> str:
-    """The name of the group in which engine `sender` passes on what comes through group `name`; it is given up with that."""
-    return f"{name}/relay-{sender}"
-
-
 def way_name(name: str, way: Way) -> str:
     """The name of the stage's group that goes this way."""
     return name if way == "group" else f"{name}.{way}"

@@ -215,7 +215,7 @@ def follow(
             receiving = pool.submit(engine.rpc, "pa_receive", version)
             store.set(f"go/{version}", b"")
             received = receiving.result(90)
-            assert received["version"] == version and received["bytes"] > 100_000
+            assert received["version"] == version
             sent = [store.get(f"digests/{version}/{stage}").decode() for stage in range(stages)]
             assert received["digests"] == sent and all(len(digests.split()) > 1 for digests in sent)
             assert sent not in digests_before, "another version's weights"

@@ -374,32 +374,6 @@ def test_a_run_with_an_engine_on_a_trainers_device_ends_with_the_weights_of_one_
     assert any(record["shared_engine_busy"] > 0 for record in records), "negative control: it generated"
 
 
-@pytest.mark.nightly
-def test_engines_behind_one_that_is_killed_whenever_end_with_the_same_weights(
-    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, undisturbed: Callable[[str], Result]
-) -> None:
-    """Engines 1 and 2 get their weights through engine 0; whoever is there in a publish, the trainers send one copy."""
-    directory = tmp_path / "run"
-    (port,) = free_ports("127.0.0.1", 1)
-    tree = {
-        "rollout.engines": 3,
-        "rollout.engine_settings": "[{engines: [1, 2], via: 0}]",
-        "placement.engine_port": port,
-    }
-    watched = Watched(launch(*keys(tiny, directory, "transformers", **tree)), engine_port=port)
-    # one that ends before it was ever ready ends the run
-    names = [f"engine-{number} ready" for number in range(3)]
-    watched.run.wait_for(lambda: all(name in watched.run.output for name in names), "the engines are ready", TIMEOUT_S)
-    kill_all(watched, each(["engine-0", "engine-1"]))
-    watched.run.popen.wait(TIMEOUT_S)
-    assert watched.run.popen.returncode == 0 and AGAIN not in watched.run.output, watched.run.output
-    Result.of(directory).assert_equal(undisturbed("transformers"))
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    moved = [(record["publish_bytes_trainers"], record["publish_bytes_relayed"]) for record in records]
-    copy = min(trainers for trainers, _ in moved)
-    assert all(trainers == copy for trainers, _ in moved) and any(relayed for _, relayed in moved), moved
-
-
 AHEAD = 1
 
 

@@ -15,7 +15,6 @@ from pa_npu.engines.pool import EngineUse
 from pa_npu.planning.iteration_model.messages import Prediction
 from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.publish.coordinator_side import EnginesHold
-from pa_npu.publish.routes import MovedBytes
 from pa_npu.rewards.types import RewardResult
 from pa_npu.samples.types import Sample, SampleBuilder
 from tests.helpers.reports import iteration_report
@@ -64,7 +63,7 @@ def test_every_number_is_what_its_definition_gives() -> None:
         BorderReport(0.5, 0.125),
         Prediction("periodic", 7.0, -0.1),
         iteration_s=SECONDS,
-        publish=EnginesHold(None, 10.0, 10.25, 10.625, 10.75, MemoryPeak(7000, 5000), 0.5, MovedBytes(100, 200)),
+        publish=EnginesHold(None, 10.0, 10.25, 10.625, 10.75, MemoryPeak(7000, 5000), 0.5),
         evaluation={"seconds": 1.25, "accuracy": 0.5},
         use_before=before,
         use_after=after,
@@ -108,8 +107,6 @@ def test_every_number_is_what_its_definition_gives() -> None:
         "border_probe_s": 0.125,
         "border_send_s": 0.125,
         "engine_still_s": 0.5,
-        "publish_bytes_trainers": 100,
-        "publish_bytes_relayed": 200,
         "evaluation_s": 1.25,
         "eval_accuracy": 0.5,
         "iteration_s": SECONDS,

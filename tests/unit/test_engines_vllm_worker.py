@@ -84,7 +84,7 @@ def test_version_is_stamped_after_a_complete_receive(make_worker: Callable[..., 
     assert worker.pa_version() == {"version": None}
     result = worker.pa_receive(4)
     assert result["digests"] == list(worker._pa_receiver.digests) and len(result["digests"][0].split()) > 3
-    assert result["version"] == 4 and result["bytes"] == sum(t.nbytes for t in worker.model.weights.values())
+    assert result["version"] == 4
     assert worker.pa_version() == {"version": 4}
 
 
@@ -203,7 +203,7 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
     rooms = (".engines", ".engines.vllm", ".engines.vllm.worker", ".weight_transfer")
     rooms += (".platform", ".platform.memory_peaks", ".platform.typical")
     parts = ("collectives", "digest", "manifest", "progress", "receiver", "second_buffer", "transport")
-    parts += ("handover", "memory_handles", "relay", "relay_plan")
+    parts += ("handover", "memory_handles")
     rooms = (*rooms, *(f".weight_transfer.{part}" for part in parts))
     modules = {f"pa_npu{name}" for name in ("", ".errors", *rooms)}
     assert set(json.loads(lines[1])) == modules

@@ -234,7 +234,7 @@ async def test_no_publish_group_has_two_ranks_on_a_device_where_the_backend_forb
         connection = Connection(("127.0.0.1", 1), backend, [StageManifest("stage", {})], [StageManifest("late", {})])
         members = [Member(number, 0, True, engine) for number, engine in enumerate(engines.values())]
         groups = EngineGroups(config, pool, connection)
-        joined = groups.of_members(members, groups.routes(members), 0)
+        joined = groups.of_members(members, 0)
     found = {member.name: one for member, one in zip(members, joined, strict=True)}
     shape = {name: (g.backend, g.stages[0]["name"], g.first_rank, g.world_size) for name, g in found.items()}
     if expected == "gloo":

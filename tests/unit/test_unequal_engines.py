@@ -11,6 +11,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections import EngineSettings, RolloutConfig
 from pa_npu.control.software import EngineRunsOn, RunsOn
 from pa_npu.dispatch.schedule import Reach, Schedule, same_windows, with_own_windows
+from pa_npu.engines.membership import Member
 from pa_npu.engines.pool import EnginePool
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.candidates import FirstEngines, first_schedule
@@ -24,6 +25,8 @@ from pa_npu.planning.plan_text import derived_lines
 from pa_npu.planning.prediction.cluster_plan import planning_base
 from pa_npu.planning.prediction.rehearsal import rehearse
 from pa_npu.platform.typical import typical_speed
+from pa_npu.publish.engine_groups import Connection, EngineGroups
+from pa_npu.publish.messages import StageManifest
 from pa_npu.telemetry.report import named_devices
 from tests.helpers.reports import trainers_run_on
 from tests.helpers.virtual_cluster import CPU_ENGINE, Case, Lengths, rules_of
@@ -65,23 +68,6 @@ def tree(settings: list[dict[str, Any]], device: str = "cpu", **rollout: Any) ->
             "a window for engine 3, which is on a trainer's device",
         ),
         ([{"engines": [1], "device": "CUDA A100"}], {}, "engine 1 on CUDA A100, but the run starts .*rollout.attach"),
-        (
-            [{"engines": [1], "via": 2}, {"engines": [2], "via": 1}],
-            {},
-            "engine 1 via 2 via 1: nothing comes there from the",
-        ),
-        ([{"engines": [0], "via": 0}], {}, "engine 0 via 0: nothing comes there"),
-        ([{"engines": [0, 1], "via": 5}], {}, "engine 0 via engine 5, which the run does not have"),
-        (
-            [{"engines": [1], "via": 3}],
-            {"shared_engines": 1},
-            "engine 1 via engine 3, but engine 3 is on a trainer's device",
-        ),
-        (
-            [{"engines": [3], "via": 0}],
-            {"shared_engines": 1},
-            "engine 3 via engine 0, but engine 3 is on a trainer's device",
-        ),
         ([{"engines": []}], {}, "at least 1 item"),
         ([{"engines": [0], "speed": 0.0}], {}, "greater than or equal to 0.05"),
         ([{"engines": [0], "speed": float("nan")}], {}, "speed"),
@@ -101,16 +87,32 @@ def test_kinds_of_devices_may_be_mixed_where_engines_are_attached() -> None:
     assert rollout.settings_of(0) == EngineSettings(engines=(0,))
 
 
+def test_engines_on_other_devices_get_weights_through_host_memory_and_workers_are_numbered_on_by_way() -> None:
+    settings = [{"engines": [2], "device": "cuda H100"}, {"engines": [0], "device": "NPU 910B"}]
+    attach = [f"http://h{number}:1" for number in range(3)]
+    chosen = Config.model_validate(tree(settings, "npu", attach=attach, engines=3, tensor_parallel=2))
+    engines: list[Any] = [Engine(f"e{number}") for number in range(3)]
+    members = [Member(number, 0, True, engine) for number, engine in enumerate(engines)]
+    connection = Connection(("127.0.0.1", 1), "hccl", [StageManifest("s", {})], [StageManifest("late", {})], "npu")
+    groups = EngineGroups(chosen, EnginePool(engines), connection)
+    shape = [(g.backend, g.stages[0]["name"], g.first_rank, g.world_size) for g in groups.of_members(members, 7)]
+    assert shape == [("hccl", "s.7", 1, 5), ("hccl", "s.7", 3, 5), ("gloo", "s.host.7", 1, 3)]
+    receivers = groups.receivers(members, 7)
+    assert (receivers.workers, receivers.host_workers, receivers.handles_workers) == (4, 2, 0)
+    late = groups.of_late(members[2], 9)
+    assert (late.backend, late.stages[0]["name"], late.world_size) == ("gloo", "late.host.9", 3)
+
+
 def test_the_dry_run_says_what_is_particular_to_which_engines() -> None:
     settings = [
-        {"engines": [1, 2], "speed": 0.5, "window": 16, "device": "cpu old", "via": 0},
+        {"engines": [1, 2], "speed": 0.5, "window": 16, "device": "cpu old"},
         {"engines": [0], "speed": 2},
     ]
     spec: ModelSpec | None = known_spec("Qwen2.5-7B")
     lines = derived_lines(Config.model_validate(tree(settings)), spec, None, own_memory=False)
     found = [line for line in lines if line.startswith("engines that differ")]
     assert found == [
-        "engines that differ   engines 1, 2: cpu old, expected speed 0.5, window 16, weights via engine 0",
+        "engines that differ   engines 1, 2: cpu old, expected speed 0.5, window 16",
         "engines that differ   engine 0: expected speed 2",
     ]
 
@@ -119,7 +121,7 @@ def test_the_dry_run_and_the_plan_of_a_cluster_take_them_into_account() -> None:
     """The plan, which varies how many engines there are, leaves them out."""
     spec = known_spec("Qwen2.5-7B")
     assert spec is not None
-    slow, alike = (Config.model_validate(tree(s, "npu")) for s in ([{"engines": [2], "speed": 0.25, "via": 0}], []))
+    slow, alike = (Config.model_validate(tree(s, "npu")) for s in ([{"engines": [2], "speed": 0.25}], []))
     typical = typical_speed("npu")
     assert rehearse(slow, spec, typical).generate_s > 1.3 * rehearse(alike, spec, typical).generate_s
     assert planning_base(slow, "npu") == planning_base(alike, "npu")
@@ -148,7 +150,7 @@ async def test_the_fleet_tells_the_pool_and_the_record_of_each_engine_by_its_pla
 
 
 def test_a_report_names_the_devices_of_single_engines_and_reads_what_it_does_not_know() -> None:
-    settings: list[Any] = [{"engines": [1, 2], "device": "npu 910B", "via": 0}, {"engines": [0], "device": "npu 910C"}]
+    settings: list[Any] = [{"engines": [1, 2], "device": "npu 910B"}, {"engines": [0], "device": "npu 910C"}]
     assert named_devices({"rollout": {"engine_settings": settings}}) == "npu 910B (engines 1, 2), npu 910C (engine 0)"
     unknown: list[Any] = [
         {},

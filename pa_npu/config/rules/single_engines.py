@@ -1,4 +1,4 @@
-"""Rules for what is particular to some engines (rollout.engine_settings): which there are, their windows, devices and ways."""
+"""Rules for what is particular to some engines (rollout.engine_settings): which there are, their windows and devices."""
 
 from __future__ import annotations
 
@@ -41,29 +41,6 @@ def broken_single_engines(c: ConfigTree) -> Iterator[str]:
                 f"{_KEY}: {which} on {entry.device}, but the run starts its engines on run.device={c.run.device}; start them where "
                 f"they are and attach them (rollout.attach), or remove the device"
             )
-    yield from _broken_ways(c, number)
-
-
-def _broken_ways(c: ConfigTree, number: int) -> Iterator[str]:
-    """Yields faults in the ways of weights: an engine that none reaches, or one on a trainer's device that passes them on."""
-    via = c.rollout.via
-    for index, before in via.items():
-        if before >= number:
-            yield f"{_KEY}: engine {index} via engine {before}, which the run does not have; name one of 0 to {number - 1}"
-        elif c.is_shared(index) or c.is_shared(before):
-            shared = index if c.is_shared(index) else before
-            yield (
-                f"{_KEY}: engine {index} via engine {before}, but engine {shared} is on a trainer's device, so that trainers are "
-                f"nearer; remove via"
-            )
-    for start in via:
-        passed = [start]
-        while (at := via.get(passed[-1])) is not None and at not in passed:
-            passed.append(at)
-        if at == start:
-            circle = " via ".join(map(str, [*passed, start]))
-            yield f"{_KEY}: engine {circle}: nothing comes there from the trainers; remove one of them"
-            return
 
 
 def _which(engines: tuple[int, ...]) -> str:

@@ -39,12 +39,6 @@ class EngineSettings(Section):
         description="What each runs on, for records and reports, such as `npu 910B`. Attached engines whose first word is another "
         "of npu, cuda and cpu than run.device get weights through host memory.",
     )
-    via: int | None = Field(
-        None,
-        ge=0,
-        description="Number of the engine through which each gets its weights, as it is nearer to them than the trainers are; none "
-        "gets them from the trainers.",
-    )
 
     @property
     def device_kind(self) -> str | None:
@@ -93,7 +87,7 @@ class RolloutConfig(Section):
     )
     engine_settings: tuple[EngineSettings, ...] = Field(
         (),
-        description="What is particular to some of the engines, such as [{engines: [1, 2], speed: 0.5, via: 0}]; engines that no "
+        description="What is particular to some of the engines, such as [{engines: [1, 2], speed: 0.5}]; engines that no "
         "entry names are alike.",
     )
     tensor_parallel: int = Field(1, ge=1, le=1024, description="Devices per engine.")
@@ -190,11 +184,6 @@ class RolloutConfig(Section):
         """Returns the settings of engine `index`; the usual ones if no entry names it."""
         found = (entry for entry in self.engine_settings if index in entry.engines)
         return next(found, None) or EngineSettings(engines=(index,))
-
-    @property
-    def via(self) -> dict[int, int]:
-        """By the number of each engine that does not get its weights from the trainers: through which engine it gets them."""
-        return {index: entry.via for entry in self.engine_settings if entry.via is not None for index in entry.engines}
 
 
 class EnvironmentConfig(Section):

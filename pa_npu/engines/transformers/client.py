@@ -77,8 +77,6 @@ class TransformersEngine(HttpEngine):
             [dict(stage) for stage in connection.stages],
             connection.backend,
             connection.timeout_s,
-            connection.via,
-            connection.relay,
         )
         await self._request("POST", "/join", msgspec.json.encode(request), deadline_s)
 
@@ -105,7 +103,7 @@ class TransformersEngine(HttpEngine):
         answer = self._decode(data, WeightsAnswer)
         memory = None if answer.host_bytes is None else MemoryPeak(answer.host_bytes, answer.device_bytes)
         digests = tuple(tuple(of_worker) for of_worker in answer.digests)
-        return LoadedWeights(tuple(answer.versions), digests, memory, answer.received_bytes, answer.relayed_bytes)
+        return LoadedWeights(tuple(answer.versions), digests, memory)
 
     async def hand_on(self, *, deadline_s: float) -> None:
         await self._request("POST", "/hand_on", None, deadline_s)

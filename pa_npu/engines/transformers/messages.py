@@ -6,8 +6,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pa_npu.weight_transfer.relay_plan import RelayPlan
-
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
@@ -49,8 +47,6 @@ class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
     stages: list[dict[str, Any]]
     backend: str
     timeout_s: float
-    via: str = ""
-    relay: RelayPlan | None = None
 
 
 class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -67,15 +63,12 @@ class VersionRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WeightsAnswer(msgspec.Struct):
-    """Per worker, of which there is one. host_bytes, device_bytes: MemoryPeak of a load; None without one. received_bytes,
-    relayed_bytes: as in LoadedWeights."""
+    """Per worker, of which there is one. host_bytes, device_bytes: MemoryPeak of a load; None without one."""
 
     versions: list[int | None]
     digests: list[list[str]]
     host_bytes: int | None = None
     device_bytes: int | None = None
-    received_bytes: int | None = None
-    relayed_bytes: int | None = None
 
 
 class InfoAnswer(msgspec.Struct):

@@ -181,8 +181,7 @@ class Server:
     async def _prepare(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=VersionRequest)
         digests = await asyncio.to_thread(self._weights.prepare, asked.version)
-        received, relayed = self._weights.moved_bytes
-        return _json(WeightsAnswer([asked.version], [list(digests)], received_bytes=received, relayed_bytes=relayed))
+        return _json(WeightsAnswer([asked.version], [list(digests)]))
 
     async def _swap(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=VersionRequest)
@@ -197,7 +196,6 @@ class Server:
             self._identity.version = version
             held = self._held()
             held.host_bytes, held.device_bytes = self._peak.take(), device_peak_bytes(self._device.type)
-            held.received_bytes, held.relayed_bytes = self._weights.moved_bytes
             return held
 
         return _json(await asyncio.wrap_future(self._scheduler.call(load, alone=True)))

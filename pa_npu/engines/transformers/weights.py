@@ -37,14 +37,7 @@ class WeightReceiver:
             device=self._device,
             timeout_s=asked.timeout_s,
             model=config.get_text_config(),
-            relay=asked.relay,
-            via=asked.via,
         )
-
-    @property
-    def moved_bytes(self) -> tuple[int, int]:
-        """(received, passed on) of weights, the last time."""
-        return (0, 0) if self._receiver is None else (self._receiver.received_bytes, self._receiver.relayed_bytes)
 
     @torch.no_grad()
     def load(self, version: int, begins_within_s: float | None = None) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -62,8 +61,6 @@ class VllmEngine(HttpEngine):
             connection.backend,
             connection.timeout_s,
         ]
-        if connection.via or connection.relay is not None:
-            args += [connection.via, asdict(connection.relay) if connection.relay is not None else None]
         await self._on_workers("pa_connect", args, deadline_s)
 
     async def _load(
@@ -104,8 +101,7 @@ class VllmEngine(HttpEngine):
                 f"engine {self.name}: its workers say that they hold weight versions {list(versions)!r:.200}"
             )
         digests = tuple(tuple(map(str, result.get("digests") or ())) for result in results)
-        moved = (_sum(results, key) for key in ("bytes", "relayed"))
-        return LoadedWeights(versions, digests if any(digests) else (), _memory(results), *moved)
+        return LoadedWeights(versions, digests if any(digests) else (), _memory(results))
 
     async def _on_workers(
         self, method: str, args: Sequence[Any], deadline_s: float
@@ -134,12 +130,6 @@ class VllmEngine(HttpEngine):
         workers, _ = await self._on_workers("pa_version", [], deadline_s)
         continues = all(worker.get("continues") is True for worker in workers)
         return EngineCapabilities("vllm", str(version), self._instance, num_workers=len(workers), continues=continues)
-
-
-def _sum(results: Sequence[dict[str, Any]], key: str) -> int | None:
-    """Over the workers; None where one does not say."""
-    said = [count for result in results if type(count := result.get(key)) is int]
-    return sum(said) if len(said) == len(results) else None
 
 
 def _memory(results: Sequence[dict[str, Any]]) -> MemoryPeak | None:

@@ -27,7 +27,6 @@ import torch
 from pa_npu.engines.vllm.streams import follow_streams
 from pa_npu.platform.memory_peaks import ResidentPeak, device_peak_bytes, own_processes, session_leader
 from pa_npu.weight_transfer.receiver import EMBEDDING, HEAD, Receiver
-from pa_npu.weight_transfer.relay_plan import RelayPlan
 from pa_npu.weight_transfer.second_buffer import SecondBuffer
 from pa_npu.weight_transfer.transport import WeightSyncError
 
@@ -44,13 +43,8 @@ class WorkerExtension:
         stages: list[dict[str, Any]],
         backend: str,
         timeout_s: float,
-        via: str = "",
-        relay: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Join the groups of `stages` (from Publisher.manifest) as rank_offset + own worker rank.
-
-        via: the engine that leads them, where trainers do not. relay: RelayPlan as JSON, for the first worker.
-        """
+        """Join the groups of `stages` (from Publisher.manifest) as rank_offset + own worker rank."""
         self.pa_close()
         worker: Any = self
         take_logprobs_mode(worker)
@@ -65,8 +59,6 @@ class WorkerExtension:
             device=torch.device(worker.device),
             timeout_s=float(timeout_s),
             model=worker.model_config.hf_config.get_text_config(),
-            relay=RelayPlan.from_json(relay) if relay and worker.rank == 0 else None,
-            via=via,
         )
         return {"rank": rank, "stages": len(stages)}
 
@@ -87,11 +79,7 @@ class WorkerExtension:
     def pa_prepared(self, version: int) -> dict[str, Any]:
         """{"version": None} while it is still being received. Raises what went wrong."""
         digests = self._pa_second().received(int(version))
-        return {
-            "version": None if digests is None else int(version),
-            "digests": list(digests or ()),
-            **self._pa_moved(),
-        }
+        return {"version": None if digests is None else int(version), "digests": list(digests or ())}
 
     def pa_swap(self, version: int) -> dict[str, Any]:
         """Load weight version `version` out of the second buffer. Errors as of pa_receive."""
@@ -127,7 +115,6 @@ class WorkerExtension:
         self._pa_version = version
         return {
             "version": version,
-            **self._pa_moved(),
             "seconds": time.perf_counter() - start,
             "digests": list(digests()),
             "memory": self._pa_memory(),
@@ -143,11 +130,6 @@ class WorkerExtension:
         if receiver is not None:
             receiver.close()
         return {}
-
-    def _pa_moved(self) -> dict[str, int]:
-        """Bytes of weights that the last publish brought here, and that went on from here."""
-        receiver = self._pa_get()
-        return {"bytes": receiver.received_bytes, "relayed": receiver.relayed_bytes}
 
     def _pa_memory(self) -> dict[str, int | None]:
         """Since the call before; "host" is of all the engine's processes where this worker is the first, and 0 of the others."""

@@ -1,0 +1,183 @@
+"""An engine that dies in the middle of a publish: the others get the version, and it gets the next one when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.roster import Roster
+from pa_npu.engines.membership import Fleet
+from pa_npu.engines.pool import EnginePool
+from pa_npu.engines.protocol import Sampling
+from pa_npu.engines.transformers.client import TransformersEngine
+from pa_npu.publish.coordinator_side import CoordinatorPublish
+from pa_npu.publish.engine_groups import Connection
+from pa_npu.publish.publisher import Publisher
+from pa_npu.publish.trainer_side import TrainerPublish
+from pa_npu.telemetry.timeline import Timeline
+from pa_npu.weight_transfer import transport
+from tests.helpers.engine_conformance import VOCAB, bits, make_engine_model
+from tests.helpers.forked_engine import KEY, ForkedEngine
+from tests.helpers.weight_sender import manifest_of, tensors_of
+
+
+def config(urls: list[str]) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"device": "cpu"},
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "rollout": {
+                "engines": len(urls),
+                "backend": "transformers",
+                "attach": urls,
+                "probe_timeout_s": 30.0,
+            },
+            "publish": {"timeout_s": 60.0},
+        }
+    )
+
+
+class Source:
+    """A stage's weights, another bit of them for each version; stops before a bucket until it may go on, where it is told to."""
+
+    is_leader = True
+
+    def __init__(self, model: Path) -> None:
+        self.tensors = tensors_of(model)
+        self.manifest = manifest_of(self.tensors, {})
+        self.stop = False
+        self.stopped, self.go_on = threading.Event(), threading.Event()
+
+    def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor]:
+        for number, bucket in enumerate(self.manifest.buckets):
+            if self.stop and number == len(self.manifest.buckets) // 2:
+                self.stop = False
+                self.stopped.set()
+                assert self.go_on.wait(60)
+            parts = [self.tensors[s.name].flatten()[s.start : s.start + s.size] for s in bucket.segments]
+            yield torch.cat(parts)
+
+    def update(self) -> None:
+        for tensor in self.tensors.values():
+            tensor.add_(1e-3)
+
+
+class Job:
+    """The coordinator's side over a fleet of attached engines, and the trainers' side in a thread. Use it with `async with`."""
+
+    def __init__(self, model: Path, urls: list[str]) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        address = ("127.0.0.1", self.store.port)
+        self.config = config(urls)
+        self.source = Source(model)
+        self.publisher = Publisher(
+            self.source,  # type: ignore[arg-type]
+            store_host=address[0],
+            store_port=address[1],
+            timeout_s=60.0,
+            backend="gloo",
+            device=torch.device("cpu"),
+            scope="pa/0/",
+        )
+        self.pool = EnginePool((), 30.0)
+        self.channel = StoreChannel(dist.TCPStore(*address, wait_for_workers=False))
+        self.roster = Roster(StoreChannel(dist.TCPStore(*address, wait_for_workers=False), "engines/"), KEY)
+        for url in urls:
+            self.roster.announce(url)
+        self.fleet = Fleet(self.config.rollout, self.pool, self.roster, lambda url: TransformersEngine(url, VOCAB, KEY))
+        stages = [self.publisher.manifest()]
+        self.connection = Connection(address, "gloo", stages, stages, "cpu")
+        self.publish = CoordinatorPublish(
+            self.config, self.fleet, self.pool, self.channel, self.connection, Sampling(8, 1.0)
+        )
+        self.fleet.deliver_late = None  # these trainers serve nobody inside an iteration
+        trainers = StoreChannel(dist.TCPStore(*address, wait_for_workers=False))
+        self.trainers = TrainerPublish(trainers, self.publisher.publish, lambda: "", 0, 0, 60.0, Timeline(None, ""))
+
+    async def __aenter__(self) -> Job:
+        await self.fleet.__aenter__()
+        await self.fleet.wait_all_ready()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.fleet.__aexit__()
+        await self.pool.close()
+        self.publisher.close()
+
+    async def version(self, version: int, dies: ForkedEngine | None = None) -> None:
+        """Publish it; `dies` is killed when half of it has been sent."""
+        self.source.update()
+        self.source.stop = dies is not None
+        both = asyncio.gather(
+            self.publish.publish(version, None, 60.0), asyncio.to_thread(self.trainers.publish, version)
+        )
+        if dies is not None:
+            await asyncio.to_thread(self.source.stopped.wait, 60)
+            dies.kill()
+            self.source.stopped.clear()
+            self.source.go_on.set()
+        await both
+        self.source.go_on.clear()
+
+    async def started_again(self, index: int, url: str) -> None:
+        """As the launcher says it; until it answers."""
+        self.roster.renew(index, 1, url)
+        deadline = asyncio.get_running_loop().time() + 60
+        while self.fleet._members[index].state != "ready":
+            assert asyncio.get_running_loop().time() < deadline, "the fleet does not see it"
+            await asyncio.sleep(0.02)
+
+    async def responses(self) -> dict[str, Any]:
+        """What each engine that serves writes to one prompt from one seed."""
+        tokens = np.arange(2, 20, dtype=np.int32)
+        sampling = Sampling(12, 1.0, ignore_eos=True)
+        return {
+            engine.name: bits(await engine.generate(tokens, 1, 7, sampling, deadline_s=60.0))
+            for engine in self.pool.engines
+        }
+
+
+async def test_a_publish_goes_on_without_who_dies_in_it_and_with_who_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_engine_model(tmp_path / "model")
+    engines = [ForkedEngine(model, tmp_path / f"engine-{number}") for number in range(3)]
+    try:
+        urls = [engine.url() for engine in engines]
+        async with Job(model, urls) as job:
+
+            async def all_alike(*which: int) -> None:
+                written = await job.responses()
+                assert set(written) == {urls[number] for number in which}
+                assert len(set(map(str, written.values()))) == 1, "engines hold different weights"
+
+            await job.version(0)
+            await all_alike(0, 1, 2)
+            with caplog.at_level(logging.WARNING):
+                await job.version(1, dies=engines[0])
+            await all_alike(1, 2)
+            said = [record.getMessage() for record in caplog.records]
+            failed = [text for text in said if "publish of weight version 1 failed" in text]
+            assert len(failed) == 1 and "\n" not in failed[0], said
+            assert [text.split()[1] for text in said if " is lost: " in text] == [urls[0]]
+
+            engines.append(ForkedEngine(model, tmp_path / "engine-0-again"))
+            urls[0] = engines[-1].url()
+            await job.started_again(0, urls[0])
+            await job.version(2)
+            await all_alike(0, 1, 2)
+    finally:
+        for engine in engines:
+            engine.kill()
