@@ -10,6 +10,7 @@ from whole sequences, and finds what they share. `layout.predictor_rows()` are t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +21,17 @@ from pa_npu.attention.layout import PrefixLayout
 NAME = "pa_npu_shared_prompt"
 
 
-def use_shared_prompt_attention(model: Any) -> None:
-    """Let all layers of a transformers model attend by the `layout` that its forward is given."""
+def use_shared_prompt_attention(model: Any, implementation: str = "auto") -> None:
+    """Let all layers of a transformers model attend by the `layout` that its forward is given; see shared_prompt_attention."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _attend)
-    model.set_attn_implementation(NAME)
+    name = NAME if implementation == "auto" else f"{NAME}_{implementation}"
+    AttentionInterface.register(name, partial(_attend, implementation))
+    model.set_attn_implementation(name)
 
 
 def _attend(
+    implementation: str,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -38,6 +41,9 @@ def _attend(
     dropout: float = 0.0,
     *,
     layout: PrefixLayout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' contract: query [1, heads, tokens, head_dim], key and value alike; returns [1, tokens, heads, head_dim]."""
@@ -49,5 +55,10 @@ def _attend(
         raise ValueError(
             f"a batch of {query.shape[0]} rows with dropout {dropout}: give one packed row, and no dropout"
         )
+    longest = max(offset + length for offset, length in zip(layout.offsets, layout.lengths, strict=True))
+    window = None if sliding_window is None or longest <= sliding_window else f"a window of {sliding_window} tokens"
+    for unlike in (window, softcap and "capped scores", None if s_aux is None else "attention sinks"):
+        if unlike:
+            raise ValueError(f"layout: this model's attention has {unlike}, which shared-prompt attention has not")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return shared_prompt_attention(q, k, v, layout, scale=scaling)[None], None
+    return shared_prompt_attention(q, k, v, layout, scale=scaling, impl=implementation)[None], None

@@ -25,7 +25,7 @@ def checked_run(checkpoint: Path, output: Path, model: str | None) -> tuple[Conf
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output: {output} exists; name a directory that does not, or an empty one")
     config = _single_process(checkpoint, meta, model)
-    spec = ModelSpec.read(config.model.path)
+    spec = ModelSpec.of(config)
     if model_fingerprint(config.model.path) != meta.model["fingerprint"]:
         raise DataError(
             f"--model: {config.model.path} is not the model that {checkpoint} began with ({meta.model['path']}); name that one"
@@ -41,7 +41,7 @@ def _single_process(checkpoint: Path, meta: CheckpointMeta, model: str | None) -
         tree["run"] = {**tree["run"], "device": "cpu"}
         tree["model"] = {**tree["model"], **({"path": model} if model else {})}
         tree["placement"] = {}
-        tree["trainer"] = {}
+        tree["trainer"] = {"backend": tree["trainer"]["backend"]}
         tree["microbatch"] = {}
         return Config.model_validate(tree)
     except (KeyError, TypeError, ValidationError) as error:

@@ -22,13 +22,16 @@ def vocab_parallel_logprobs(
     *,
     vocab_size: int,
     temperature: float = 1.0,
+    cap: float | None = None,
     chunk: int = 2048,
     group: dist.ProcessGroup | None = None,
     entropy: bool = True,
     entropy_grad: bool = False,
     reduce_hidden_grad: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log p(target) [rows], entropy [rows]) of softmax(hidden @ weight.T / temperature), fp32 (fp64 for fp64 input).
+    """(log p(target) [rows], entropy [rows]) of softmax(logits / temperature), fp32 (fp64 for fp64 input).
+
+    logits: hidden @ weight.T, or cap * tanh(hidden @ weight.T / cap) with a soft cap.
 
     hidden: [rows, hidden_size], the same on all ranks of `group`.
     weight: [rows of the LM head on this rank, hidden_size]; equally many on every rank, in rank order.
@@ -49,7 +52,16 @@ def vocab_parallel_logprobs(
             f"vocab_size: {vocab_size} tokens leave none for the rank that starts at {first_token}; use fewer"
         )
     weight = weight[: vocab_size - first_token]
-    settings = (1.0 / temperature, chunk, group, first_token, entropy, entropy and entropy_grad, reduce_hidden_grad)
+    settings = (
+        1.0 / temperature,
+        cap,
+        chunk,
+        group,
+        first_token,
+        entropy,
+        entropy and entropy_grad,
+        reduce_hidden_grad,
+    )
     result: tuple[torch.Tensor, torch.Tensor] = _ChunkedLogprob.apply(hidden, weight, targets, settings)
     return result
 
@@ -59,7 +71,7 @@ class _ChunkedLogprob(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, settings: tuple[Any, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        inverse_temperature, chunk, group, first_token, want_entropy, entropy_grad, _ = settings
+        inverse_temperature, cap, chunk, group, first_token, want_entropy, entropy_grad, _ = settings
         num_rows = hidden.shape[0]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         local_targets, is_local = _localise(targets, first_token, weight.shape[0])
@@ -70,7 +82,7 @@ class _ChunkedLogprob(torch.autograd.Function):
         for start in range(0, num_rows, chunk):
             rows = slice(start, min(start + chunk, num_rows))
             kept = None  # before the next chunk's logits exist
-            logits = _logits(hidden[rows], weight, inverse_temperature, wide)
+            logits = _logits(hidden[rows], weight, inverse_temperature, wide, cap)
             maximum = logits.amax(-1)
             if group is not None:
                 dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
@@ -100,7 +112,7 @@ class _ChunkedLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         hidden, weight, local_targets, is_local, maxima, log_sums, entropy = ctx.saved_tensors
-        inverse_temperature, chunk, group, _, _, entropy_grad, reduce_hidden_grad = ctx.settings
+        inverse_temperature, cap, chunk, group, _, _, entropy_grad, reduce_hidden_grad = ctx.settings
         grad_logprobs, grad_entropy = grads
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         num_rows = hidden.shape[0]
@@ -110,9 +122,15 @@ class _ChunkedLogprob(torch.autograd.Function):
         for start in reversed(range(0, num_rows, chunk)):
             rows = slice(start, min(start + chunk, num_rows))
             if shifted is None:
-                shifted = _logits(hidden[rows], weight, inverse_temperature, maxima.dtype)
+                shifted = _logits(hidden[rows], weight, inverse_temperature, maxima.dtype, cap)
                 shifted.sub_(maxima[rows].unsqueeze(-1))
             log_softmax = shifted - log_sums[rows].unsqueeze(-1)
+            # of the cap: 1 - tanh^2, and the tanh is the capped logit over the cap
+            slope = (
+                None
+                if cap is None
+                else (shifted + maxima[rows].unsqueeze(-1)).div_(inverse_temperature * cap).square_().neg_().add_(1)
+            )
             shifted = None
             # d log p(t) / d logit_j = [j = t] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
             down = grad_logprobs[rows]
@@ -123,6 +141,8 @@ class _ChunkedLogprob(torch.autograd.Function):
             else:
                 grad_logits = log_softmax.exp_().mul_(-down.unsqueeze(-1))
             grad_logits.scatter_add_(-1, local_targets[rows].unsqueeze(-1), (down * is_local[rows]).unsqueeze(-1))
+            if slope is not None:
+                grad_logits.mul_(slope)
             grad_narrow = grad_logits.mul_(inverse_temperature).to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_narrow @ weight
@@ -141,9 +161,13 @@ def _localise(targets: torch.Tensor, first_token: int, num_tokens: int) -> tuple
     return local.masked_fill(~is_local, 0), is_local
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, inverse_temperature: float, dtype: torch.dtype) -> torch.Tensor:
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, inverse_temperature: float, dtype: torch.dtype, cap: float | None
+) -> torch.Tensor:
     """A chunk's scaled logits in `dtype`; rounded to the weight's type first, as the engine computes them."""
     logits = (hidden @ weight.t()).to(dtype)
+    if cap is not None:
+        logits = logits.div_(cap).tanh_().mul_(cap)
     return logits if inverse_temperature == 1.0 else logits.mul_(inverse_temperature)
 
 

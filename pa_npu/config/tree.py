@@ -101,7 +101,10 @@ class ConfigTree(Section):
         """How trainer ranks are laid out."""
         trainer = self.trainer
         mesh = Mesh.of(trainer.devices, trainer.tensor_parallel, trainer.pipeline_parallel)
-        return replace(mesh, shards=mesh.data) if trainer.backend == "fsdp" else mesh
+        if trainer.backend != "fsdp":
+            return mesh
+        shards = trainer.shards or mesh.data
+        return replace(mesh, shards=mesh.data if mesh.data % shards else shards)
 
     @property
     def data_parallel(self) -> int:

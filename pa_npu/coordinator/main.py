@@ -85,7 +85,7 @@ def main() -> int:
 
 async def run(config: Config) -> None:
     """Everything from an empty event loop to the last evaluation."""
-    spec = ModelSpec.read(config.model.path)
+    spec = ModelSpec.of(config)
     store = _store_address()
     key = os.environ.pop(KEY_VARIABLE, None)  # reward functions are users' code, and inherit the environment
     first = first_version(config)

@@ -18,6 +18,10 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     """The object in `directory`/config.json. Raises DataError when it is missing, too large, or not a JSON object."""
     if not directory.is_dir():
         raise DataError(f"model.path: {directory} is not a directory; give the path of an HF model directory")
+    if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
+        raise DataError(
+            f"model.path: {directory} is an adapter, no model; give the directory of the model that it belongs to"
+        )
     if not (directory / "config.json").exists():
         raise DataError(f"model.path: {directory} has no config.json; give the path of an HF model directory")
     return read_json_object(directory / "config.json", LARGEST_CONFIG_BYTES)

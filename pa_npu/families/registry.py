@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from pa_npu.errors import DataError
+from pa_npu.families.any_model import PREFIX, AnyModel
 from pa_npu.families.dense import DenseDecoder
 from pa_npu.families.llama import Llama
 from pa_npu.families.qwen2 import Qwen2
 from pa_npu.families.qwen3 import Qwen3
 
 _FAMILIES: dict[str, DenseDecoder] = {family.model_type: family for family in (Qwen2(), Qwen3(), Llama())}
+ANY_MODEL = AnyModel()
 
 # What config.json calls the number of experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -25,7 +27,7 @@ def register(family: DenseDecoder) -> None:
 
 def family_named(model_type: str) -> DenseDecoder:
     """The family of a ModelSpec, by its `family`. Raises KeyError for one that is not registered."""
-    return _FAMILIES[model_type]
+    return ANY_MODEL if model_type.startswith(PREFIX) else _FAMILIES[model_type]
 
 
 def family_of(path: str, raw: dict[str, Any]) -> DenseDecoder:
@@ -36,4 +38,7 @@ def family_of(path: str, raw: dict[str, Any]) -> DenseDecoder:
     what = f"architecture {model_type!r:.60}"
     if any(raw.get(key) for key in _EXPERTS):
         what += ", a mixture of experts,"
-    raise DataError(f"model.path: {path}: {what} is not supported; use a model of the families {', '.join(_FAMILIES)}")
+    raise DataError(
+        f"model.path: {path}: {what} is not supported; use a model of the families {', '.join(_FAMILIES)}, or set "
+        f"trainer.backend=fsdp"
+    )

@@ -27,3 +27,4 @@ class ModelShape:
     tied: bool
     max_positions: int
     eos_token_ids: tuple[int, ...]
+    trust_remote_code: bool = False

@@ -1,4 +1,4 @@
-"""The shape of a model, read from an HF directory's config.json by its family; knows nothing of torch or transformers."""
+"""The shape of a model, read from an HF directory's config.json by its family, or as transformers has it where there is none."""
 
 from __future__ import annotations
 
@@ -6,16 +6,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
+from pa_npu.families.any_model import PREFIX
 from pa_npu.families.config_json import read_config_json
 from pa_npu.families.dense import DenseDecoder
-from pa_npu.families.registry import family_named, family_of
+from pa_npu.families.registry import ANY_MODEL, family_named, family_of
 from pa_npu.families.shape import ModelShape
 
 
 @dataclass(frozen=True)
 class ModelSpec(ModelShape):
     """The shape of a model of a supported family, which knows its family."""
+
+    @classmethod
+    def of(cls, config: Config) -> ModelSpec:
+        """The model of a run: with trainer.backend=fsdp also one without a family. Raises DataError."""
+        path, trusted = config.model.path, config.model.trust_remote_code
+        if config.trainer.backend != "fsdp":
+            return cls.read(path)
+        raw = read_config_json(Path(path))
+        try:
+            has_family = not any(family_of(path, raw).unsupported(raw))
+        except DataError:
+            has_family = False
+        except (ValueError, TypeError):  # parse says which value it is
+            has_family = True
+        if has_family:
+            return cls.parse(path, raw)
+        for reason in ANY_MODEL.refused(raw, trusted):
+            raise DataError(f"model.path: {path}: {reason}")
+        family = f"{PREFIX}{raw.get('model_type')}"
+        return cls(path=path, family=family, trust_remote_code=trusted, **ANY_MODEL.sizes_of(path, trusted))
 
     @classmethod
     def read(cls, path: str) -> ModelSpec:
@@ -45,6 +67,11 @@ class ModelSpec(ModelShape):
         return family_named(self.family)
 
     @property
+    def is_any(self) -> bool:
+        """Whether it has no family file, and is as transformers has it."""
+        return self.family.startswith(PREFIX)
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters, tied weights counted once."""
         return self.definition.num_parameters(self)
@@ -54,7 +81,7 @@ class ModelSpec(ModelShape):
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
-            "intermediate_size": self.ffn_size,
+            **({} if self.is_any else {"intermediate_size": self.ffn_size}),
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
@@ -64,6 +91,8 @@ class ModelSpec(ModelShape):
     def hf_tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor in the model's HF checkpoint."""
         family = self.definition
+        if self.is_any:
+            return ANY_MODEL.tensors(self)
         tensors = {weight.name: weight.shape for weight in family.outer_weights(self).values()}
         layer = family.layer_weights(self).values()
         for index in range(self.num_layers):

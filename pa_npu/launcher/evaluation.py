@@ -52,7 +52,7 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
         export_checkpoint(Path(checkpoint), Path(config.model.path), None)
     config, platform = resolve_device(config)
     assert platform
-    spec = ModelSpec.read(config.model.path)
+    spec = ModelSpec.of(config)
     tokenizer = load_tokenizer(config.model.path)
     check_tokenizer(spec, tokenizer)
     sets = {name: check_held_out(name, tokenizer, config) for name in config.evaluation_sets}

@@ -215,7 +215,7 @@ def check_share(config: Config, platform: Platform, node: int, extra_engine: int
     share = place_nodes(config)[node] if extra_engine is None else place_extra_engine(config, extra_engine)
     share = settle_on_node(config, share, _num_devices(platform), available_cores())
     check_limits(config, len(share.engines) + len(share.ranks))
-    findings = Findings(spec=ModelSpec.read(config.model.path), platform=platform)
+    findings = Findings(spec=ModelSpec.of(config), platform=platform)
     _find_memory(findings, config, None)
     check_memory(config, findings)
     if share.engines and not config.rollout.attach:
@@ -275,7 +275,7 @@ def check_engines(config: Config, platform: Platform) -> tuple[ModelSpec, Placem
 
 def check_model_files(config: Config) -> ModelSpec:
     """The model can be read, is supported, divides as configured, and its files say the same."""
-    spec = ModelSpec.read(config.model.path)
+    spec = ModelSpec.of(config)
     check_model(config, spec)
     check_plain_files(spec.path)
     check_weights(spec)

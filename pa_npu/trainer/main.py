@@ -47,7 +47,7 @@ def run_rank(config: Config, rank: int) -> None:
     platform.set_device(local_rank)
     host, port = os.environ["PA_NPU_STORE"].rsplit(":", 1)
     store = connect(host, int(port), config.trainer.startup_timeout_s)
-    spec = ModelSpec.read(config.model.path)
+    spec = ModelSpec.of(config)
     with Timeline.for_run(Path(config.run.dir), f"trainer-{rank}", enabled=config.telemetry.timeline) as timeline:
         parts = assemble_rank(config, spec, platform, store, rank, local_rank, timeline)
         profiler = IterationProfiler(config, platform, rank)

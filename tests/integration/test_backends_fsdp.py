@@ -1,4 +1,4 @@
-"""trainer.backend=fsdp on two ranks: the update is one rank's, and a checkpoint goes to another number of ranks and to HF."""
+"""trainer.backend=fsdp on two ranks, sharded or copied: the update is one rank's, and checkpoints go to other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,20 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def trained(
-    model: Path, directory: Path, dtype: str, ranks: int, first: int = 0, load: Path | None = None
+    model: Path,
+    directory: Path,
+    dtype: str,
+    ranks: int,
+    shards: int | None = None,
+    first: int = 0,
+    load: Path | None = None,
 ) -> list[dict]:
     """Two iterations of two updates, or the second after a checkpoint."""
     config = model_config(
         model,
         model={"dtype": dtype},
         run={"dir": str(directory), "deterministic": True},
-        trainer={"backend": "fsdp", "devices": ranks},
+        trainer={"backend": "fsdp", "devices": ranks, **({"shards": shards} if shards else {})},
         rollout={"responses_per_prompt": 4, "max_response_tokens": 16},
         schedule={"prompts_per_iteration": 4, "updates_per_iteration": 2, "order": "prompt", "iterations": 2},
         algorithm={"kl_coef": 0.01},
@@ -40,9 +46,15 @@ def trained(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
-def test_two_ranks_train_as_one_and_one_goes_on_from_their_checkpoint(dtype: str, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_sharded_or_copied_and_one_goes_on_from_their_checkpoint(
+    dtype: str, tmp_path: Path
+) -> None:
     model = make_model(tmp_path / "model", "qwen2", tied=True)
     reports = {ranks: trained(model, tmp_path / f"of {ranks}", dtype, ranks) for ranks in (1, 2)}
+    copies = trained(model, tmp_path / "copies", dtype, 2, shards=1)
+    assert [r["grad_norm"] for r in copies] == pytest.approx([r["grad_norm"] for r in reports[1]], rel=1e-5)
+    for name, tensor in weights(tmp_path / "copies" / "hf").items():
+        torch.testing.assert_close(tensor, weights(tmp_path / "of 1" / "hf")[name], rtol=1e-5, atol=1e-6)
     assert [r["grad_norm"] for r in reports[2]] == pytest.approx([r["grad_norm"] for r in reports[1]], rel=1e-5)
     one, two = (weights(tmp_path / f"of {ranks}" / "hf") for ranks in (1, 2))
     assert one.keys() == two.keys() == weights(model).keys()

@@ -53,7 +53,6 @@ class FsdpBackend:
     ) -> None:
         self._models = models
         self._policy = models["policy"]
-        self._mesh = mesh
         self._config = config
         self._spec = spec
         self._platform = platform
@@ -61,7 +60,9 @@ class FsdpBackend:
         self._timeline = timeline
         self._weights: dict[str, PolicyState] = {}
         self._shard_group = None if dist.get_world_size() == 1 else mesh.get_group(mesh.ndim - 1)
-        self._reductions = [] if self._shard_group is None else count_reductions(self._policy)
+        self._reductions = (
+            [] if self._shard_group is None else count_reductions(self._policy, mesh.size() // mesh.size(mesh.ndim - 1))
+        )
         self._optimizer = ShardedAdamW(self._policy.parameters(), config)
 
     @property

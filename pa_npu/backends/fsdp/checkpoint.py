@@ -27,12 +27,12 @@ MODEL = "model."
 def state_of(policy: ScoredModel, optimizer: ShardedAdamW, reference: ScoredModel | None) -> dict[str, torch.Tensor]:
     """Returns the tensors that are saved and loaded, by name; they are this rank's own memory, sharded."""
     state: dict[str, torch.Tensor] = {}
-    for name, weight in policy.named_weights():
+    for name, weight in policy.named_weights().items():
         state[MODEL + name] = weight.detach()
         for moment in ("exp_avg", "exp_avg_sq"):
             state[f"{moment}.{name}"] = optimizer.adamw.state[weight][moment]
     if reference is not None:
-        state |= {f"reference.{name}": weight.detach() for name, weight in reference.named_weights()}
+        state |= {f"reference.{name}": weight.detach() for name, weight in reference.named_weights().items()}
     return state
 
 

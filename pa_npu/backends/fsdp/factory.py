@@ -49,13 +49,18 @@ def create(
             timeout=datetime.timedelta(seconds=timeout_s),
         )
     device = platform.device(local_rank)
-    mesh = init_device_mesh(device.type, (config.trainer.devices,))
+    shards = config.mesh.shards
+    copies = config.trainer.devices // shards
+    sizes, names = ((copies, shards), ("copies", "shards")) if copies > 1 else ((shards,), ("shards",))
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     models = {}
     for name in ("policy", *config.model_copies):
         dtype = DTYPES[config.model.dtype if name in ("policy", "published") else config.frozen_dtype]
         held = torch.float32 if name == "policy" else dtype
         models[name] = shard(
-            ScoredModel(load_model(spec.path, held)),
+            ScoredModel(
+                load_model(spec.path, held, trust_remote_code=spec.trust_remote_code), config.attention.implementation
+            ),
             mesh,
             compute=dtype,
             trained=name == "policy",

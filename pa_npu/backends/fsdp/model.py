@@ -1,7 +1,7 @@
 """A causal language model of transformers, sharded by FSDP2, whose forward gives log-probs of packed responses.
 
-    model = load_model(path, dtype=torch.float32)          on the host, as the files have it
-    sharded = shard(ScoredModel(model), mesh, ...)         each layer a group of its own, the rest the root's
+    model = load_model(path, dtype=torch.float32)          on the host, as the files have it, without dropout
+    sharded = shard(ScoredModel(model, "auto"), mesh, ...) each layer a group of its own, the rest the root's
     logprobs, entropy = sharded(tokens, layout, rows, targets, temperature, chunk)
 
 Parameters are held sharded, the policy's in fp32; a layer's are gathered, in the type that is computed with, while it computes.
@@ -10,30 +10,42 @@ The LM head is applied inside the root's forward, where its weight is gathered, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.huggingface import use_shared_prompt_attention
 from pa_npu.backends.fsdp.reduction import CountedReduceScatter
 from pa_npu.backends.logprob import vocab_parallel_logprobs
 from pa_npu.errors import DataError
+from pa_npu.families.any_model import config_of, decoder_layers
+from pa_npu.families.wire_names import WireWeight, stored_tensors, wire_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OWN_ATTENTION = ("sdpa", "eager")  # transformers'
 
 
 class ScoredModel(torch.nn.Module):
-    """The model with the log-probs of targets as its output."""
+    """The model with the log-probs of targets as its output. attention: as attention.implementation.
 
-    def __init__(self, causal: Any) -> None:
+    causal: transformers' model; what stands in its place has its base_model and get_output_embeddings.
+    """
+
+    def __init__(self, causal: Any, attention: str = "auto") -> None:
         super().__init__()
         self.causal = causal
-        use_shared_prompt_attention(causal)
+        self._shares = attention not in OWN_ATTENTION
+        if self._shares:
+            use_shared_prompt_attention(causal, attention)
+        else:
+            causal.set_attn_implementation(attention)
+        text = causal.config.get_text_config()
+        # Granite divides its logits, Cohere multiplies them, Gemma bends them
+        self._scale = getattr(text, "logit_scale", None) or 1.0 / (getattr(text, "logits_scaling", None) or 1.0)
+        self._cap: float | None = getattr(text, "final_logit_softcapping", None)
 
     def forward(
         self,
@@ -48,42 +60,77 @@ class ScoredModel(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs [N], entropy [N]) fp32. tokens: int64 [T], packed by layout; rows, targets: int64 [N], see Microbatch."""
         positions = layout.position_ids().to(tokens.device)[None]
-        hidden = self.causal.base_model(
-            input_ids=tokens[None], position_ids=positions, layout=layout, use_cache=False
-        ).last_hidden_state[0]
-        head = self.causal.get_output_embeddings().weight.to(
-            hidden.dtype
-        )  # another one only where the model is widened
+        known = {"layout": layout} if self._shares else {}
+        states = self.causal.base_model(input_ids=tokens[None], position_ids=positions, use_cache=False, **known)
+        hidden = states.last_hidden_state[0].index_select(0, rows)
+        head = self.causal.get_output_embeddings()
+        weight = head.weight.to(hidden.dtype)  # another one only where the model is widened
+        if getattr(head, "bias", None) is not None:
+            hidden = torch.cat([hidden, torch.ones_like(hidden[:, :1])], dim=1)
+            weight = torch.cat([weight, head.bias.to(hidden.dtype)[:, None]], dim=1)
+        if self._cap is not None:
+            hidden, temperature = hidden * self._scale, temperature * self._scale
         return vocab_parallel_logprobs(
-            hidden.index_select(0, rows),
-            head,
+            hidden,
+            weight,
             targets,
-            vocab_size=head.shape[0],
-            temperature=temperature,
+            vocab_size=weight.shape[0],
+            temperature=temperature / self._scale,
+            cap=self._cap,
             chunk=chunk,
             entropy=entropy,
             entropy_grad=entropy_grad,
         )
 
-    def named_weights(self) -> Iterator[tuple[str, DTensor]]:
-        """Every weight once under its HF name, with this rank's shard of it."""
-        yield from self.causal.named_parameters()
+    def named_weights(self) -> dict[str, torch.Tensor]:
+        """Every parameter once under transformers' name, with this rank's shard of it."""
+        return dict(self.causal.named_parameters())
+
+    def wire_weights(self) -> list[tuple[str, WireWeight, torch.Tensor]]:
+        """Every tensor of an HF checkpoint: its name, which elements it is, and of which parameter or buffer."""
+        tensors = stored_tensors(self.causal)
+        return [(name, weight, tensors[weight.source]) for name, weight in wire_weights(self.causal).items()]
 
 
-def load_model(path: str, dtype: torch.dtype) -> Any:
-    """The model of an HF directory on the host. Raises DataError where transformers cannot load it."""
+def load_model(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
+    """The model of an HF directory on the host. Raises DataError where transformers cannot load it, or a weight is missing."""
     from transformers import AutoModelForCausalLM
 
+    config = config_of(path, trust_remote_code)
+    without_dropout(config)
+    loaded: Any
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, trust_remote_code=False)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise DataError(
             f"model.path: {path} cannot be loaded by transformers ({reason}); use a causal language model"
         ) from error
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise DataError(f"model.path: {path}: its LM head has a bias, which trainer.backend=fsdp does not support")
+    model, found = loaded
+    wrong = sorted(map(str, (*found["missing_keys"], *found["mismatched_keys"])))
+    if wrong:
+        raise DataError(
+            f"model.path: {path} lacks {len(wrong)} tensor(s) of the model, or has them in another shape, the first is {wrong[0]}; "
+            f"use a complete checkpoint whose config.json belongs to it"
+        )
+    for parameter in model.parameters():  # some are kept in fp32, and FSDP wants one type
+        parameter.data = parameter.data.to(dtype)
     return model
+
+
+def without_dropout(config: Any) -> None:
+    """Make a configuration's model deterministic: with dropout, or noise in a router, two passes would differ in every ratio."""
+    for part in {id(one): one for one in (config, config.get_text_config())}.values():
+        for name, value in part.to_dict().items():
+            if ("drop" in name or "jitter" in name) and isinstance(value, float) and value:
+                setattr(part, name, 0.0)
 
 
 def shard(model: ScoredModel, mesh: DeviceMesh, *, compute: torch.dtype, trained: bool, recompute: bool) -> ScoredModel:
@@ -96,7 +143,7 @@ def shard(model: ScoredModel, mesh: DeviceMesh, *, compute: torch.dtype, trained
     model.train(trained)
     if recompute and trained:
         model.causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for layer in model.causal.base_model.layers:
+    for layer in decoder_layers(model.causal):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     # gathered again for its backward: an evaluation or a frozen pass has none, and a copy must not find stale weights
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
@@ -107,11 +154,12 @@ def shard(model: ScoredModel, mesh: DeviceMesh, *, compute: torch.dtype, trained
     return model
 
 
-def count_reductions(model: ScoredModel) -> list[CountedReduceScatter]:
-    """Let every group of a sharded model count what it reduces."""
+def count_reductions(model: ScoredModel, copies: int) -> list[CountedReduceScatter]:
+    """Let every group of a sharded model count what it reduces. copies: of the shards."""
     counted = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            counted.append(CountedReduceScatter())
+            counted.append(CountedReduceScatter(copies))
             module.set_custom_reduce_scatter(counted[-1])  # type: ignore[arg-type]  # its interface, of an unnamed module
+            module.set_all_reduce_hook(counted[-1].take_reduced)
     return counted

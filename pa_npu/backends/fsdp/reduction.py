@@ -15,9 +15,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class CountedReduceScatter:
-    """FSDP2's reduce-scatter of one group of parameters; torch's `ReduceScatter` interface. Counts until `restart`."""
+    """FSDP2's reduce-scatter of one group of parameters; torch's `ReduceScatter` interface. Counts until `restart`.
 
-    def __init__(self) -> None:
+    copies: replicas of the shards, over which FSDP2 sums what was scattered. `take_reduced` is its hook behind both.
+    """
+
+    def __init__(self, copies: int) -> None:
+        self._copies = copies
+        self._input: torch.Tensor | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -27,7 +32,10 @@ class CountedReduceScatter:
         self.reduced: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        """Memory for the input, then for the output."""
+        memory = torch.empty(*size, dtype=dtype, device=device)
+        self._input = memory if self._input is None else self._input
+        return memory
 
     def __call__(
         self,
@@ -37,13 +45,18 @@ class CountedReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        own, squares = input_tensor.sum(dtype=torch.float32), input_tensor.float().square().sum()
         _reduce_scatter(output_tensor, input_tensor, group=group, op=op)
-        reduced = output_tensor.sum(dtype=torch.float32)
-        if self.own is None or self.squares is None or self.reduced is None:
-            self.own, self.squares, self.reduced = own, squares, reduced
-        else:
-            self.own, self.squares, self.reduced = self.own + own, self.squares + squares, self.reduced + reduced
+
+    def take_reduced(self, reduced: torch.Tensor) -> None:
+        own, self._input = self._input, None
+        assert own is not None, "its memory was allocated here"
+        self.own = _plus(self.own, own.sum(dtype=torch.float32))
+        self.squares = _plus(self.squares, own.float().square().sum())
+        self.reduced = _plus(self.reduced, reduced.sum(dtype=torch.float32) / self._copies)
+
+
+def _plus(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
+    return more if total is None else total + more
 
 
 def counted(reductions: Sequence[CountedReduceScatter], device: torch.device) -> ReducedGradient:

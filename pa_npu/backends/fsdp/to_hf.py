@@ -20,8 +20,11 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None) 
     Needs the model's size in fp32 in host memory. Raises as checked_run does; ExportError when it cannot be written.
     """
     config, spec = checked_run(checkpoint, output, model)
-    policy = ScoredModel(load_model(config.model.path, torch.float32)).requires_grad_(False)
-    load_state({MODEL + name: weight for name, weight in policy.named_weights()}, checkpoint, alone=True)
+    policy = ScoredModel(
+        load_model(config.model.path, torch.float32, trust_remote_code=spec.trust_remote_code),
+        config.attention.implementation,
+    ).requires_grad_(False)
+    load_state({MODEL + name: weight for name, weight in policy.named_weights().items()}, checkpoint, alone=True)
     place = LONE_RANK.place(0)
     source = ShardedWeights(policy, spec, place, BUCKET_BYTES, DTYPES[config.model.dtype], None)
     write_hf(source, spec, output, place, torch.device("cpu"))

@@ -27,7 +27,7 @@ _WORD_BYTES = 4  # sums of bits are those of int32, which every backend of colle
 
 @dataclass(frozen=True)
 class _Rows:
-    """This rank's part of a weight: elements [start, start + shard.numel()) of the flattened whole."""
+    """This rank's part of a weight: elements [start, start + shard.numel()) of it flattened, as far as it has these."""
 
     shard: torch.Tensor
     start: int
@@ -45,11 +45,11 @@ class ShardedWeights:
         dtype: torch.dtype,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._model = model
         self._place = place
         self._group = group
         self._dtype = dtype
-        shapes = {name: tuple(weight.shape) for name, weight in model.named_weights()}
+        self._weights = model.wire_weights()
+        shapes = {name: weight.shape for name, weight, _ in self._weights}
         self.manifest = Manifest(
             stage=0,
             model=spec.wire_sizes(),
@@ -66,7 +66,8 @@ class ShardedWeights:
 
     def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
         """See WeightSource. Collective over the ranks that hold the shards."""
-        weights = {name: _rows(weight) for name, weight in self._model.named_weights()}
+        alone = self._group is None or dist.get_rank(self._group) == 0
+        weights = {name: _rows(whole, weight.start, alone) for name, weight, whole in self._weights}
         buckets = self.manifest.buckets
         upcoming = self._start(buckets[0], weights)
         for number, bucket in enumerate(buckets, start=1):
@@ -118,12 +119,13 @@ def plan_segments(shapes: dict[str, tuple[int, ...]], most: int) -> list[tuple[S
     return [tuple(bucket) for bucket in buckets]
 
 
-def _rows(weight: torch.Tensor) -> _Rows:
-    """This rank's rows of a weight that FSDP has cut along its first dimension."""
-    if not isinstance(weight, DTensor):
-        return _Rows(weight.detach().reshape(-1), 0)
-    mesh, own = weight.device_mesh, local(weight).detach()
-    (axis,) = [number for number, placement in enumerate(weight.placements) if isinstance(placement, Shard)]
-    rows = -(-weight.shape[0] // mesh.size(axis))  # as torch.chunk cuts
-    start = min(rows * mesh.get_local_rank(axis), weight.shape[0])
-    return _Rows(own.reshape(-1), start * math.prod(weight.shape[1:]))
+def _rows(whole: torch.Tensor, start: int, alone: bool) -> _Rows:
+    """This rank's rows of a parameter that FSDP has cut along its first dimension, counted from where a tensor of the checkpoint
+    begins in it. alone: whether this rank lays out what is not cut, as buffers are."""
+    if not isinstance(whole, DTensor):
+        return _Rows(whole.detach().reshape(-1) if alone else whole.new_empty(0), -start)
+    mesh, own = whole.device_mesh, local(whole).detach()
+    (axis,) = [number for number, placement in enumerate(whole.placements) if isinstance(placement, Shard)]
+    rows = -(-whole.shape[0] // mesh.size(axis))  # as torch.chunk cuts
+    first = min(rows * mesh.get_local_rank(axis), whole.shape[0])
+    return _Rows(own.reshape(-1), first * math.prod(whole.shape[1:]) - start)

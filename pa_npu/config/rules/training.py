@@ -31,6 +31,14 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
         for name, value, other in (("recompute", "selective", "full"), ("frozen_pass", "separate", "together")):
             if getattr(t, name) == value:
                 yield f"trainer.{name}: {value} with trainer.backend=fsdp, which has none; set it to {other}"
+        if t.devices % (t.shards or 1):
+            yield f"trainer.shards: {t.shards} does not divide trainer.devices = {t.devices}; set it to a divisor"
+    if c.attention.implementation in ("sdpa", "eager"):
+        own = f"attention.implementation: {c.attention.implementation} is transformers' own attention"
+        if t.backend != "fsdp":
+            yield f"{own}, which trainer.backend={t.backend} has not; set it to auto"
+        elif c.attention.shared_prompt:
+            yield f"{own}, which shares no prompts; set attention.shared_prompt=false, or the implementation to auto"
     if not c.mesh.shares(s.prompts_per_iteration):
         yield (
             f"schedule.prompts_per_iteration: {s.prompts_per_iteration} groups cannot be divided evenly among "

@@ -66,6 +66,11 @@ CONDITIONS: tuple[Condition, ...] = (
         lambda c: c.trainer.backend != "fsdp",
         "trainer.backend=fsdp shards the optimizer and reduces gradients layer by layer, always",
     ),
+    Condition(
+        "trainer.shards model.trust_remote_code",
+        lambda c: c.trainer.backend == "fsdp",
+        "it is for the models of transformers: set trainer.backend=fsdp",
+    ),
     Condition("reward.judge", _has_function("judge"), "add {name: judge} to reward.functions"),
     Condition("reward.code", _has_function("code"), "add {name: code} to reward.functions"),
     Condition("algorithm.kl_in algorithm.kl_estimator", lambda c: c.algorithm.kl_coef > 0, "set algorithm.kl_coef"),

@@ -37,6 +37,10 @@ class ModelConfig(Section):
         description="Type in which old policy and reference are kept and computed: model.dtype, or bf16 also beside an fp32 "
         "policy, for half their memory and pipeline traffic.",
     )
+    trust_remote_code: bool = Field(
+        False,
+        description="Run the code that a model directory brings along (auto_map), with trainer.backend=fsdp; read it before.",
+    )
     head_chunk_tokens: int = Field(
         2048, ge=1, description="Rows per chunk of the LM head's log-prob, so that full logits never exist at once."
     )

@@ -123,6 +123,13 @@ class TrainerConfig(Section):
     )
     tensor_parallel: int = Field(1, ge=1, le=1024, description="Tensor-parallel size (TP).")
     pipeline_parallel: int = Field(1, ge=1, le=1024, description="Pipeline-parallel size (PP).")
+    shards: int | None = Field(
+        None,
+        ge=1,
+        le=2**17,
+        description="With backend=fsdp: devices over which a copy of the weights is sharded, for one those of a node; copies are "
+        "replicas (HSDP). None shards over all devices.",
+    )
     sequence_parallel: bool = Field(False, description="Shard norms and residuals over TP along the sequence (SP).")
     distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
@@ -171,6 +178,8 @@ class AttentionConfig(Section):
     shared_prompt: bool = Field(
         True, description="Compute a group's prompt once; false packs separate sequences (baseline)."
     )
-    implementation: Literal["auto", "dense", "merge", "gather"] = Field(
-        "auto", description="Kernel form of shared-prompt attention."
+    implementation: Literal["auto", "dense", "merge", "gather", "sdpa", "eager"] = Field(
+        "auto",
+        description="Kernel form of shared-prompt attention; sdpa and eager are transformers' own attention, for models with "
+        "trainer.backend=fsdp that cannot share prompts, and chosen for them.",
     )

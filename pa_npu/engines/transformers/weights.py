@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pa_npu.engines.transformers.messages import JoinRequest
+from pa_npu.families.wire_names import stored_tensors, wire_weights
 from pa_npu.weight_transfer.receiver import Receiver
 from pa_npu.weight_transfer.second_buffer import SecondBuffer
 from pa_npu.weight_transfer.transport import WeightSyncError
@@ -64,8 +65,11 @@ class WeightReceiver:
         """The model takes the memory that was received; returns the digests. Raises WeightSyncError."""
         weights, digests = self._second.take(version)
 
-        def exchange(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
-            parameter.data = tensor.to(parameter.device, parameter.dtype)
+        def exchange(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+            if isinstance(parameter, torch.nn.Parameter):
+                parameter.data = tensor.to(parameter.device, parameter.dtype)
+            else:  # a part of one
+                parameter.copy_(tensor)
 
         self._take(version, weights, exchange)
         return digests
@@ -79,10 +83,16 @@ class WeightReceiver:
         self,
         version: int,
         weights: Iterable[tuple[str, torch.Tensor]],
-        put: Callable[[torch.nn.Parameter, torch.Tensor], object],
+        put: Callable[[torch.Tensor, torch.Tensor], object],
     ) -> None:
-        """Every parameter, each once."""
-        parameters = dict(self._model.named_parameters())  # a head that is tied to the embedding is not among them
+        """Every tensor of the checkpoint, each once."""
+        whole = stored_tensors(self._model)
+        parameters = {
+            name: whole[weight.source]
+            if weight.shape == whole[weight.source].shape
+            else weight.of(whole[weight.source])
+            for name, weight in wire_weights(self._model).items()
+        }
         missing = set(parameters)
         for name, tensor in weights:
             parameter = parameters.get(name)

@@ -192,7 +192,7 @@ class NodeCommands:
             store = Store(self._store.host, self._store.port, role.attempt)
             return trainer_command(self._config, self._platform, self._share, store, role.index, self._node)
         if role.kind == "engine" and role.index in self._ports:
-            spec, port = ModelSpec.read(self._config.model.path), self._ports[role.index]
+            spec, port = ModelSpec.of(self._config), self._ports[role.index]
             key = run_key(self._config)
             return engine_command(self._config, spec, self._platform, self._share, role.index, port, key)
         raise UserError(f"{role.name} is not of node {self._node}")

@@ -1,0 +1,145 @@
+"""Any causal language model of transformers: its shape as transformers reads it, its weights from an instance without memory.
+
+For trainer.backend=fsdp, which needs no more of a model than planning does. transformers is imported when the first one is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from pa_npu.errors import DataError
+from pa_npu.families.config_json import mapping, token_ids
+from pa_npu.families.dense import DenseDecoder
+from pa_npu.families.rope import Rope
+from pa_npu.families.shape import ModelShape
+
+PREFIX = "transformers "
+# What transformers' configurations call experts, and how many of them a token passes through.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k")
+
+
+@dataclass(frozen=True)
+class _Instance:
+    """tensors: those of the checkpoint. computed: parameters of the layers that a token passes through."""
+
+    tensors: dict[str, tuple[int, ...]]
+    num_parameters: int
+    computed: float
+
+
+class AnyModel(DenseDecoder):
+    """The family of models without a file of their own."""
+
+    def refused(self, raw: dict[str, Any], trust_remote_code: bool) -> Iterator[str]:
+        """Each with its remedy."""
+        if mapping(raw, "auto_map") and not trust_remote_code:
+            yield "it brings code of its own (auto_map); read that code and set model.trust_remote_code=true, or use another model"
+        if mapping(raw, "quantization_config"):
+            yield "quantised weights (quantization_config) cannot be trained; use the model in bf16"
+        if raw.get("is_encoder_decoder"):
+            yield "an encoder-decoder is no causal language model; use a decoder"
+        for name in raw.get("architectures") or ():
+            if not str(name).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+                yield f"architecture {name!s:.60} is no causal language model; use one with a language model's head"
+
+    def sizes_of(self, path: str, trust_remote_code: bool) -> dict[str, Any]:
+        """ModelSpec's fields. ffn_size is that of a gated layer with the work of this model's layers."""
+        config = config_of(path, trust_remote_code)
+        text = config.get_text_config()
+        if getattr(text, "is_decoder", None) is False:
+            raise DataError(
+                f"model.path: {path}: {text.model_type} reads both ways, no causal language model; use a decoder"
+            )
+        hidden, layers, heads = text.hidden_size, text.num_hidden_layers, text.num_attention_heads
+        for name, size in {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}.items():
+            if not isinstance(size, int) or size < 1:
+                raise DataError(
+                    f"model.path: {path}/config.json: {name}: {size!r:.40} is not a count; use an unmodified config"
+                )
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        head_dim = getattr(text, "head_dim", None) or hidden // heads
+        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+        computed = _instance(path, trust_remote_code).computed / layers
+        eos = getattr(text, "eos_token_id", None)
+        return {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "ffn_size": max(1, round((computed - attention) / (3 * hidden))),
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "vocab_size": text.vocab_size,
+            "rope": Rope(),
+            "norm_eps": 0.0,
+            "qkv_bias": False,
+            "qk_norm": False,
+            "tied": bool(config.tie_word_embeddings),
+            "max_positions": getattr(text, "max_position_embeddings", None) or 2**31 - 1,
+            "eos_token_ids": token_ids({"eos_token_id": eos}, "eos_token_id"),
+        }
+
+    def tensors(self, spec: ModelShape) -> dict[str, tuple[int, ...]]:
+        return _instance(spec.path, spec.trust_remote_code).tensors
+
+    def num_parameters(self, spec: ModelShape) -> int:
+        return _instance(spec.path, spec.trust_remote_code).num_parameters
+
+
+def config_of(path: str, trust_remote_code: bool) -> Any:
+    """transformers' configuration of a model directory. Raises DataError where it has none."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of anybody's code, and of validators of all kinds
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"model.path: {path}: transformers cannot read its config.json ({reason}); use a model that it knows"
+        ) from None
+
+
+def bare_model(config: Any, trust_remote_code: bool) -> Any:
+    """The model of a configuration without memory for its weights. Raises DataError where it is no causal language model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # as above
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"model.path: {config._name_or_path}: transformers cannot make a causal language model of it ({reason}); use one"
+        ) from None
+
+
+@cache
+def _instance(path: str, trust_remote_code: bool) -> _Instance:
+    from pa_npu.families.wire_names import wire_weights
+
+    config = config_of(path, trust_remote_code)
+    model, text = bare_model(config, trust_remote_code), config.get_text_config()
+    experts, active = (
+        next((getattr(text, key) for key in keys if getattr(text, key, None)), 1) for keys in (_EXPERTS, _ACTIVE)
+    )
+    inside = {name: tensor.numel() for name, tensor in decoder_layers(model).named_parameters()}
+    computed = sum(size * (active / experts if ".experts." in f".{name}" else 1.0) for name, size in inside.items())
+    tensors = {name: weight.shape for name, weight in wire_weights(model).items()}
+    return _Instance(tensors, sum(parameter.numel() for parameter in model.parameters()), computed)
+
+
+def decoder_layers(model: Any) -> Any:
+    """The list of the decoder's layers. Raises DataError for a model without one."""
+    import torch
+
+    number = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == number:
+            return module
+    raise DataError(
+        f"model.path: {model.config._name_or_path}: {type(model).__name__} has no list of {number} layers; use a decoder that has"
+    )
