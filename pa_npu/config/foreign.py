@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,48 +12,16 @@ from pa_npu.config.foreign_names import RELATED, SAME, Origin
 from pa_npu.config.sections import TRACKERS
 
 # Keys that say how the other framework works, or what this one always does: nothing is lost without them.
-_NOT_NEEDED: dict[Origin, tuple[str, ...]] = {
-    "trl": (
-        *(
-            "use_vllm",
-            "vllm_mode",
-            "logging_steps",
-            "log_completions",
-            "remove_unused_columns",
-            "ds3_gather_for_generation",
-        ),
-        *(
-            "do_eval",
-            "eval_strategy",
-            "save_strategy",
-            "logging_strategy",
-            "disable_dropout",
-            "gradient_checkpointing_kwargs",
-        ),
+_NOT_NEEDED: dict[Origin, re.Pattern[str]] = {
+    "trl": re.compile(
+        r"use_vllm|vllm_mode|logging_(steps|strategy|first_step)|log_completions|remove_unused_columns|ds3_gather_for_generation|"
+        r"do_eval|(eval|save)_strategy|disable_dropout|gradient_checkpointing_kwargs|processing_class|tokenizer|"
+        r"model_init_kwargs\.(attn_implementation|use_cache)"
     ),
-    "verl": (
-        "actor_rollout_ref.hybrid_engine",
-        *(
-            "actor_rollout_ref.rollout.name",
-            "actor_rollout_ref.rollout.mode",
-            "actor_rollout_ref.rollout.free_cache_engine",
-        ),
-        *(
-            "actor_rollout_ref.rollout.load_format",
-            "actor_rollout_ref.rollout.do_sample",
-            "actor_rollout_ref.rollout.prompt_length",
-        ),
-        *(
-            "actor_rollout_ref.rollout.response_length",
-            "actor_rollout_ref.model.use_remove_padding",
-            "critic",
-        ),
-        *(
-            "data.return_raw_input_ids",
-            "data.return_raw_chat",
-            "data.prompt_key",
-        ),
-        *("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref", "data.reward_fn_key", "trainer.critic_warmup"),
+    "verl": re.compile(
+        r"actor_rollout_ref\.(hybrid_engine|ref\b|model\.use_remove_padding)|critic|model_engine|"
+        r"actor_rollout_ref\.rollout\.(name|mode|free_cache_engine|load_format|do_sample|prompt_length|response_length|log_prob_|"
+        r"enable_chunked_prefill)|data\.(return_raw_|prompt_key|reward_fn_key)|trainer\.critic_warmup"
     ),
 }
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32"}
@@ -109,16 +78,19 @@ class _Import:
             if value is not None:
                 self.set(ours, value)
         for name, value in self.left.items():
-            if name.startswith(_NOT_NEEDED[self.origin]) or value is None:
+            if _NOT_NEEDED[self.origin].match(name) or value is None:
                 continue
             related = RELATED[self.origin].get(name)
             self.lose(name, value, f"not translated; see {related}" if related else "no counterpart here")
         return self.done
 
 
-def import_config(origin: Origin, given: Mapping[str, Any]) -> Imported:
-    """given: the parsed file, nested or with dotted names."""
+def import_config(origin: Origin, given: Mapping[str, Any], unread: Mapping[str, str] | None = None) -> Imported:
+    """given: the parsed file, nested or with dotted names. unread: names whose value could not be read, with the reason."""
     work = _Import(origin, given)
+    for name, why in (unread or {}).items():
+        ours = (SAME[origin] | RELATED[origin]).get(name)
+        work.done.untranslated[name] = f"{why}; set {ours}" if ours else why
     _CONVERSIONS[origin](work)
     return work.finish()
 
@@ -149,7 +121,10 @@ def _template_options(work: _Import, name: str) -> None:
 def _from_trl(work: _Import) -> None:
     for name in ("dtype", "torch_dtype"):
         work.choose(name, "model.dtype", _DTYPES)
+    for name in ("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype"):
+        work.choose(name, "model.dtype", _DTYPES)
     work.choose("bf16", "model.dtype", {True: "bf16", False: None})
+    work.choose("gradient_checkpointing", "trainer.recompute", {True: "full", False: "none"})
     work.choose("lr_scheduler_type", "optimizer.decay", _DECAYS)
     work.choose("top_k", "rollout.top_k", {0: -1, -1: -1})
     work.choose("importance_sampling_level", "algorithm.loss", {"token": None, "sequence": "gspo"})
@@ -170,6 +145,7 @@ def _from_trl(work: _Import) -> None:
         work.set("algorithm.clip_low", epsilon)
         work.set("algorithm.clip_high", epsilon)  # epsilon_high, where it is given, comes later and wins
     _dataset(work, "dataset_name", "data.train")
+    _dataset(work, "eval_dataset", "data.test")
     _template_options(work, "chat_template_kwargs")
     _trackers(work, "report_to")
     if (steps := work.take("max_steps")) is not None and steps > 0:
@@ -230,6 +206,10 @@ def _from_verl(work: _Import) -> None:
     if (column := work.take("data.prompt_key")) not in (None, "prompt"):  # prompt is found without being named
         work.set("data.question_column", column)
     _trackers(work, "trainer.logger")
+    strategies = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
+    work.choose(f"{actor}.strategy", "trainer.backend", strategies)
+    recompute = {True: "full", False: "none"}
+    work.choose("actor_rollout_ref.model.enable_gradient_checkpointing", "trainer.recompute", recompute)
     work.choose("data.truncation", "data.overlong_prompt", {"error": "refuse", "left": "truncate"})
     work.choose("data.filter_overlong_prompts", "data.overlong_prompt", {True: "skip", False: None})
     work.choose(f"{rollout}.top_k", "rollout.top_k", {0: -1, -1: -1})
@@ -260,6 +240,13 @@ def _from_verl(work: _Import) -> None:
     )
     _verl_advantage(work)
     _verl_kl(work, actor)
+    answers = {name: work.take(f"{rollout}.val_kwargs.{name}") for name in ("do_sample", "n", "temperature", "top_p")}
+    if answers.pop("do_sample"):  # else one greedy answer, which is the default here
+        work.set("evaluate.greedy", False)
+        work.set("evaluate.samples", answers.pop("n") or 1)
+        for name, value in answers.items():
+            if value is not None:
+                work.set(f"evaluate.{name}", value)
     mini, batch = work.take(f"{actor}.ppo_mini_batch_size"), work.left.get("data.train_batch_size")
     if mini is not None and batch is not None:
         if batch % mini == 0:

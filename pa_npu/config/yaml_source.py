@@ -59,20 +59,24 @@ def _int(text: str) -> int:
 
 def read_yaml(path: str) -> tuple[dict[str, Any], Places]:
     """Read a YAML mapping; also return "file:line" of every key. Raises ConfigError."""
-    try:
-        text = read_plain(path, _MOST_BYTES).decode("utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such configuration file; give an existing YAML file with --config") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        shown = path if len(path) <= _SHOWN_CHARACTERS else f"{path[:_SHOWN_CHARACTERS]}..."
-        raise ConfigError(f"{shown}: cannot be read ({reason(error)}); give a readable YAML file") from None
     places: Places = {}
-    value = _parse(text, path, places)
+    value = _parse(read_text(path), path, places)
     if value is None:
         return {}, {}
     if not isinstance(value, dict):
         raise ConfigError(f"{path}:1: the top level is not a mapping of sections; write `run:`, `model:`, ... there")
     return value, places
+
+
+def read_text(path: str) -> str:
+    """A file that configures something. Raises ConfigError."""
+    try:
+        return read_plain(path, _MOST_BYTES).decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file; give an existing YAML file with --config") from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        shown = path if len(path) <= _SHOWN_CHARACTERS else f"{path[:_SHOWN_CHARACTERS]}..."
+        raise ConfigError(f"{shown}: cannot be read ({reason(error)}); give a readable YAML file") from None
 
 
 def read_value(text: str, where: str) -> Any:

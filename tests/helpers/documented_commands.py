@@ -20,6 +20,8 @@ AS_WRITTEN = {
     "pa-npu doctor": "torch",
     "pa-npu report runs/grpo_tiny": "TPSPD",
     "pa-npu report runs/grpo_tiny runs/sync": "TPSPD",
+    "pa-npu import-config --from verl run_qwen3_8b.sh --output ours.yaml": "not translated: trainer.n_gpus_per_node",
+    "pa-npu import-config --from trl train.py --output ours.yaml": "not translated: reward_funcs",
     "pa-npu import-config --from trl grpo.yaml --output ours.yaml": "still needed: data.train",
     "pa-npu import-config --from verl ppo_trainer.yaml --output ours.yaml": "not translated: algorithm.gamma",
     "pa-npu plan --config ours.yaml": "trainer ranks",

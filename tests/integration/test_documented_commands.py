@@ -54,6 +54,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (directory / "grpo.yaml").write_text(TRL)
     (directory / "ppo_trainer.yaml").write_text(VERL)
+    (directory / "run_qwen3_8b.sh").write_text(
+        "G=8\npython3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$G \\\n  $@\n"
+    )
+    (directory / "train.py").write_text("trainer = GRPOTrainer('m', [right], args=GRPOConfig('runs/a'))\n")
     return directory
 
 

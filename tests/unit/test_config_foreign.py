@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
+from pa_npu.config import Config
 from pa_npu.config.foreign import import_config
 from pa_npu.config.foreign_names import RELATED, SAME, our_key
+from pa_npu.config.foreign_python import read_program
+from pa_npu.config.foreign_script import _Script
 from pa_npu.config.keys import all_keys
 from pa_npu.config.load import load_config
 from pa_npu.errors import ConfigError
@@ -201,3 +209,255 @@ def test_a_file_of_something_else_is_one_line(text: str, tmp_path: Path, capsys:
     assert main(["import-config", "--from", "trl", str(tmp_path / "x.yaml")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "x.yaml" in line
+
+
+SCRIPT = r"""#!/usr/bin/env bash
+set -xeuo pipefail
+# one node
+project_name='GRPO-Qwen3'   # shown in trackers
+MODEL=${MODEL:-"Qwen3-8B"}
+DATA_HOME=${DATA_HOME:-"${TEST_HOME}/verl"}
+MODEL_PATH=${MODEL_PATH:-"${DATA_HOME}/models/$MODEL"}
+max_prompt_length=$((1024 * 2))
+max_response_length=$((1024 * 4))
+batch=64; mini=$((batch / 4))
+STAMP=$(date +%m%d)
+if [ "${NNODES:-1}" -gt 1 ]; then
+    offload=True
+else
+    offload=False
+fi
+cat > /dev/null <<END
+python3 -m verl.trainer.main_ppo trainer.nnodes=99
+END
+DATA=(
+    data.train_files="['${DATA_HOME}/train.parquet']"   # one file
+    data.val_files=${DATA_HOME}/test.parquet
+    data.max_prompt_length=${max_prompt_length}
+)
+DATA+=(data.train_batch_size=${batch})
+EXTRA="trainer.test_freq=5 trainer.save_freq=20"
+
+HYDRA_FULL_ERROR=1 python3 -m verl.trainer.main_ppo --config-path=config \
+    --config-name='ppo_megatron_trainer.yaml' \
+    algorithm.adv_estimator=grpo \
+    "${DATA[@]}" \
+    data.max_response_length=${max_response_length} \
+    actor_rollout_ref.model.path="$MODEL_PATH" \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=${mini} \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$(((max_prompt_length + max_response_length) * 2)) \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.use_kl_loss=False \
+    +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full \
+    actor_rollout_ref.actor.megatron.param_offload=${offload} \
+    actor_rollout_ref.rollout.n=8 \
+    data.apply_chat_template_kwargs='{enable_thinking:False}' \
+    trainer.logger='["console","wandb"]' \
+    trainer.project_name="${project_name}" trainer.experiment_name="$MODEL-$STAMP" \
+    trainer.n_gpus_per_node=${GPUS_OF_NOBODY} \
+    $EXTRA "$@" 2>&1 | tee log.txt
+"""
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_HOME", "/home/me")
+    for name in ("MODEL", "DATA_HOME", "MODEL_PATH", "NNODES", "GPUS_OF_NOBODY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def imported_file(
+    path: Path, origin: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> tuple[Config, dict[str, str]]:
+    """The configuration that the command writes, and what it says of the rest."""
+    path.write_text(text)
+    assert main(["import-config", "--from", origin, str(path), "--output", f"{path}.yaml"]) == 0
+    remarks = [line.partition(": ") for line in capsys.readouterr().err.splitlines()]
+    lost = dict(rest.split(" = ", 1) for kind, _, rest in remarks if kind == "not translated")
+    return load_config([f"{path}.yaml"]), lost
+
+
+def test_verls_shell_script_is_read_as_bash_reads_it(
+    tmp_path: Path, home: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, lost = imported_file(tmp_path / "run.sh", "verl", SCRIPT, capsys)
+    assert (config.data.train, config.data.test) == ("/home/me/verl/train.parquet", "/home/me/verl/test.parquet")
+    assert (config.model.path, config.trainer.backend) == ("/home/me/verl/models/Qwen3-8B", "megatron")
+    assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (2048, 4096)
+    assert (config.schedule.prompts_per_iteration, config.schedule.updates_per_iteration) == (64, 4)
+    assert (config.optimizer.learning_rate, config.microbatch.max_tokens) == (1e-6, 12288)
+    assert config.data.template_options == {"enable_thinking": False}
+    assert (config.telemetry.trackers, config.telemetry.project) == (("wandb",), "GRPO-Qwen3")
+    assert (config.schedule.evaluate_every, config.checkpoint.every) == (5, 20)
+    actor = "actor_rollout_ref.actor.megatron"
+    assert set(lost) == {
+        f"{actor}.override_transformer_config.recompute_granularity",
+        f"{actor}.param_offload",
+        "trainer.experiment_name",
+        "trainer.n_gpus_per_node",
+    }
+    assert lost["trainer.experiment_name"].startswith("line 11: the output of `date +%m%d`; it cannot be read without")
+    assert lost["trainer.n_gpus_per_node"].startswith("line 45: $GPUS_OF_NOBODY is set neither in the script nor in")
+    assert "`offload` is set where a condition or a loop decides" in lost[f"{actor}.param_offload"]
+
+
+def test_a_script_sees_the_environment_as_it_would_when_it_runs(
+    tmp_path: Path, home: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MODEL", "Other")
+    config, _ = imported_file(tmp_path / "run.sh", "verl", SCRIPT, capsys)
+    assert config.model.path == "/home/me/verl/models/Other"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="compares with bash")
+@pytest.mark.parametrize(
+    "script",
+    [
+        SCRIPT.replace("$(date +%m%d)", "0101").replace("${GPUS_OF_NOBODY}", "8"),
+        'A="x y"; main_ppo a=$A b="$A" c=\'$A\' d=${A}z e="${A:-q}" f=${B:-"p q"} g=${B-} h="${A:+set}${B:+not}"',
+        'A=(k.a=1 \'k.b=2 3\'); A+=(k.c=4)\nmain_ppo ${A[@]} "${A[@]}" x="${A[@]}"',
+        "A=a; A+=b; B='it'\\''s'\nmain_ppo $A=$B \\\n  x=1 # \\\n  y=2",
+        'main_ppo x=$((2 * (3 + 4) - 1)) y=$(( -7 % 4 )) z="a\\"b\\$c" w=\\$HOME v=a#b "$@" # c=1',
+        ": ${A:=3}\nfor i in 1 2; do :; done\nmain_ppo a=$A >/dev/null 2>&1 && echo b=1",
+        'run() {\n  local X=5\n  main_ppo x=$X "$@"\n}\nrun',
+    ],
+)
+def test_a_scripts_words_are_bashs(script: str, tmp_path: Path, home: None) -> None:
+    """bash itself is the reference: a command of that name prints the arguments that it gets."""
+    (tmp_path / "main_ppo").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$WORDS"\n')
+    (tmp_path / "main_ppo").chmod(0o700)
+    text = script.replace("python3 -m verl.trainer.main_ppo", "main_ppo")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "WORDS": str(tmp_path / "words")}
+    subprocess.run(["bash", "-c", text], env=environment, cwd=tmp_path, check=True, capture_output=True, timeout=30)
+    expected = (tmp_path / "words").read_text().splitlines()
+    found = _Script(text)
+    (words,) = [words for _, words in found.commands() if "main_ppo" in words]
+    ours = [found.variables["offload"][0] if "\0" in word else word for word in words[words.index("main_ppo") + 1 :]]
+    theirs = [word if "param_offload" not in word else found.variables["offload"][0] for word in expected]
+    assert ours == theirs
+
+
+PROGRAM = """
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
+GROUP = 8
+raise SystemExit("a program that is run does not get here")
+
+
+def correct(completions, answer, **kwargs):
+    return [float(text == right) for text, right in zip(completions, answer)]
+
+
+def main():
+    dataset = load_dataset("json", data_files="train.jsonl", split="train")
+    held_out = load_dataset("openai/gsm8k", "main")["test"].map(str)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, torch_dtype=torch.bfloat16)
+    extra = {"top_k": 0, "seed": 7}
+    training_args = GRPOConfig(
+        f"runs/{GROUP}-each",
+        learning_rate=1e-6,
+        num_generations=GROUP,
+        generation_batch_size=GROUP * 4,
+        max_completion_length=1024 // 2,
+        beta=0.04,
+        loss_type="grpo",
+        max_steps=compute_steps(),
+        model_init_kwargs=dict(dtype="bfloat16"),
+        report_to=["tensorboard"],
+        **extra,
+    )
+    training_args.temperature = 0.9
+    trainer = GRPOTrainer(
+        model=model,
+        args=training_args,
+        reward_funcs=[correct],
+        train_dataset=dataset,
+        eval_dataset=held_out,
+        processing_class=AutoTokenizer.from_pretrained(MODEL),
+    )
+    trainer.train()
+"""
+
+
+def test_trls_program_is_read_without_being_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, lost = imported_file(tmp_path / "train.py", "trl", PROGRAM, capsys)
+    assert (config.model.path, config.data.train, config.run.dir) == (
+        "Qwen/Qwen2.5-1.5B-Instruct",
+        "train.jsonl",
+        "runs/8-each",
+    )
+    assert (config.rollout.responses_per_prompt, config.schedule.prompts_per_iteration) == (8, 4)
+    assert (config.rollout.max_response_tokens, config.rollout.temperature) == (512, 0.9)
+    assert (config.algorithm.kl_coef, config.algorithm.aggregation) == (0.04, "sequence-mean")
+    assert (config.run.seed, config.telemetry.trackers) == (7, ("tensorboard",))
+    assert set(lost) == {"reward_funcs", "eval_dataset", "max_steps", "model_init_kwargs"}
+    assert lost["max_steps"] == (
+        "compute_steps(): line 29: no literal; it cannot be read without running the program; set schedule.iterations"
+    )
+    assert lost["reward_funcs"].startswith("[correct]: line") and lost["reward_funcs"].endswith("set reward.functions")
+    assert "write its rows to a file" in lost["eval_dataset"]
+
+
+def test_options_of_trls_command_line_are_read_from_a_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = (
+        "LR=2e-6\naccelerate launch --num_processes 8 train_grpo.py --model_name_or_path m --learning_rate=$LR \\\n"
+        "  --dataset_name t.jsonl --num_generations 4 --gradient_checkpointing --report_to wandb tensorboard\n"
+    )
+    config, lost = imported_file(tmp_path / "train.sh", "trl", script, capsys)
+    assert (config.model.path, config.data.train, config.optimizer.learning_rate) == ("m", "t.jsonl", 2e-6)
+    assert (config.trainer.recompute, config.telemetry.trackers) == ("full", ("wandb", "tensorboard"))
+    assert config.rollout.responses_per_prompt == 4 and not lost
+
+
+@pytest.mark.parametrize(
+    ("origin", "name", "text", "said"),
+    [
+        ("verl", "a.sh", "echo hello", "no training command with arguments is in it"),
+        ("verl", "a.sh", "main_ppo a.b=1\nmain_ppo a.b=2", "training commands begin at lines 1, 2"),
+        ("verl", "a.py", "x = 1", "verl is configured by a shell script or by YAML"),
+        ("trl", "a.py", "x = ", "not a Python program (SyntaxError)"),
+        ("trl", "a.py", "GRPOTrainer()", "no GRPOConfig(...) is called in it"),
+        ("trl", "a.py", "GRPOConfig('a')\nGRPOConfig('b')", "several of them, at lines 1, 2"),
+        ("trl", "a.py", "\0", "not a Python program"),
+        ("trl", "a.py", "(" * 100_000, "not a Python program"),
+        ("verl", "a.sh", "X=(((" + "${" * 3000 + "'\"`", "no training command"),
+    ],
+)
+def test_a_file_without_a_configuration_is_one_line_too(
+    origin: str, name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert main(["import-config", "--from", origin, str(tmp_path / name)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and name in line and said in line
+
+
+@given(text=st.text(alphabet=" \n\\'\"${}()[]@#:-=+<>|&;`aif1", max_size=60))
+def test_reading_a_script_always_ends(text: str) -> None:
+    script = _Script(text)
+    script.commands()
+    assert script.at >= len(text)
+
+
+@given(
+    text=st.recursive(
+        st.sampled_from(["1", "'a'", "x", "f()", "None", "a.b", "torch.bfloat16"]),
+        lambda inner: st.one_of(
+            *(
+                st.tuples(st.just(form), inner, inner)
+                for form in ("{0} + {1}", "[{0}, {1}]", "{{{0}: {1}}}", "{0} // {1}", "{0}[{1}]")
+            )
+        ).map(lambda made: made[0].format(*made[1:])),
+        max_leaves=6,
+    )
+)
+def test_every_argument_of_a_program_is_read_or_named(text: str) -> None:
+    given_ = read_program(f"x = {text}\nx2 = x\nGRPOConfig(learning_rate={text}, seed=x2)", "train.py")
+    assert {*given_.values, *given_.unread} == {"learning_rate", "seed"}

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pa_npu.config.foreign import Imported, import_config
+from pa_npu.config.foreign_names import Origin
+from pa_npu.config.foreign_python import read_program
+from pa_npu.config.foreign_script import Arguments, read_script
 from pa_npu.config.keys import all_keys
-from pa_npu.config.yaml_source import dump_yaml, read_yaml
+from pa_npu.config.yaml_source import dump_yaml, read_text, read_yaml
 from pa_npu.errors import UserError
 from pa_npu.launcher.subcommands import configuration
 
@@ -17,16 +20,18 @@ from pa_npu.launcher.subcommands import configuration
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="origin", required=True, choices=("trl", "verl"), help="whose file it is")
     parser.add_argument(
-        "file", metavar="FILE", help="YAML: GRPOConfig's fields (trl), or ppo_trainer.yaml's tree (verl)"
+        "file",
+        metavar="FILE",
+        help="a script that starts training (.sh), a program of TRL (.py), or YAML: GRPOConfig's fields, ppo_trainer.yaml's tree",
     )
     parser.add_argument("--output", metavar="YAML", help="file to write; default: print it")
 
 
 def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     configuration.refuse(rest)
-    values, _ = read_yaml(options.file)
+    given = _read(options.file, options.origin)
     try:
-        imported = import_config(options.origin, values)
+        imported = import_config(options.origin, given.values, given.unread)
     except (TypeError, ValueError, IndexError) as error:
         raise UserError(
             f"{options.file}: a value of it is not what {options.origin} has there ({error}); is it a file of {options.origin}?"
@@ -44,6 +49,20 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     for line in remarks(imported):
         print(line, file=sys.stderr)
     return 0
+
+
+def _read(file: str, origin: Origin) -> Arguments:
+    """What the file sets; its ending tells what it is."""
+    ending = Path(file).suffix
+    if ending in (".sh", ".bash"):
+        return read_script(read_text(file), origin, file)
+    if ending != ".py":
+        return Arguments(read_yaml(file)[0])
+    if origin == "verl":
+        raise UserError(
+            f"{file}: verl is configured by a shell script or by YAML; give that, or --from trl for a program of TRL"
+        )
+    return read_program(read_text(file), file)
 
 
 def remarks(imported: Imported) -> list[str]:

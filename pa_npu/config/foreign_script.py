@@ -1,0 +1,343 @@
+"""Reads the arguments of a training command from a shell script, without running it.
+
+verl's overrides and the options of TRL's command line are read. Variables, arrays, defaults (`${NAME:-16}`), integer arithmetic and
+line continuations are followed as bash does. A variable that the script does not set is the environment's. What only running could
+tell, such as a command's output or a variable that a condition sets, is named.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from pa_npu.config.foreign_names import Origin
+from pa_npu.config.yaml_source import read_value
+from pa_npu.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_OPENING, _CLOSING = ("if", "for", "while", "until", "case", "select"), ("fi", "done", "esac")
+_BEFORE_ASSIGNMENTS = ("export", "declare", "typeset", "readonly", "local", "then", "else", "do", "{")
+_COMMAND: dict[Origin, re.Pattern[str]] = {
+    "verl": re.compile(r"(^|[./])main_\w+$|/main_\w+\.py$|^main_\w+\.py$"),
+    "trl": re.compile(r"^grpo$|\.py$"),
+}
+_OPERATORS: dict[type, Callable[[Any, Any], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda left, right: int(Fraction(left, right)),  # towards zero, as in C
+    ast.Mod: lambda left, right: int(math.fmod(left, right)),
+}
+_WHOLE = "\1"  # a space at which no word ends
+_UNKNOWN = re.compile("\0([0-9]+)\0")  # in a text: where something unknown stands, by its number in _Script.unknown
+
+
+@dataclass
+class Arguments:
+    """values: by their names for them. unread: names whose value could not be read, with the reason."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+
+
+def read_script(text: str, origin: Origin, where: str) -> Arguments:
+    """The arguments of the one training command in the script. Raises ConfigError where there is none, or more than one."""
+    script = _Script(text)
+    found = []
+    for line, words in script.commands():
+        begin = next((number for number, word in enumerate(words) if _COMMAND[origin].search(word)), None)
+        if begin is not None and words[begin + 1 :]:
+            found.append((line, words[begin + 1 :]))
+    example = {"verl": "python3 -m verl.trainer.main_ppo KEY=VALUE ...", "trl": "trl grpo --NAME VALUE ..."}[origin]
+    if not found:
+        raise ConfigError(
+            f"{where}: no training command with arguments is in it, such as `{example}`; give the script that has it"
+        )
+    if len(found) > 1:
+        lines = ", ".join(str(line) for line, _ in found)
+        raise ConfigError(f"{where}: training commands begin at lines {lines}; give a script with one of them")
+    (_, words) = found[0]
+    pairs = _overrides(words) if origin == "verl" else _options(words)
+    given = Arguments()
+    for name, value in pairs:
+        texts = [value] if isinstance(value, str) else value
+        reasons = [script.unknown[int(number)] for part in (name, *texts) for number in _UNKNOWN.findall(part)]
+        if reasons:
+            given.unread[_UNKNOWN.sub("...", name)] = reasons[0]
+        else:
+            parsed = [_value(part, where) for part in texts]
+            given.values[name] = parsed[0] if isinstance(value, str) else parsed
+    return given
+
+
+def _overrides(words: list[str]) -> list[tuple[str, str | list[str]]]:
+    """Hydra's `key=value`, `+key=value` and `++key=value`; `--config-name` says which of verl's configurations they change."""
+    pairs: list[tuple[str, str | list[str]]] = []
+    for number, word in enumerate(words):
+        if word.startswith("--config-name") and "megatron" in " ".join(words[number : number + 2]):
+            pairs.append(("actor_rollout_ref.actor.strategy", "megatron"))
+        name, sign, value = word.lstrip("+").partition("=")
+        if sign and not name.startswith("-"):
+            pairs.append((name, value))
+        elif _UNKNOWN.search(word):
+            pairs.append((word, ""))
+    return pairs
+
+
+def _options(words: list[str]) -> list[tuple[str, str | list[str]]]:
+    """`--name value`, `--name=value`, `--name a b`, and `--name` alone, which is true."""
+    pairs: list[tuple[str, str | list[str]]] = []
+    for word in words:
+        if word.startswith("--"):
+            name, sign, value = word[2:].partition("=")
+            pairs.append((name.replace("-", "_"), value if sign else []))
+        elif pairs:
+            before = pairs[-1][1]
+            pairs[-1] = (pairs[-1][0], [*([before] if isinstance(before, str) else before), word])
+    single: dict[int, str] = {0: "true"}
+    return [
+        (name, value if isinstance(value, str) or len(value) > 1 else single.get(len(value), "".join(value)))
+        for name, value in pairs
+    ]
+
+
+def _value(text: str, where: str) -> Any:
+    """A scalar, list or mapping as Hydra writes them, which is YAML but for `{a:b}`; anything else is text."""
+    if text.startswith("{"):
+        text = re.sub(r"""([\w"']):(?=\S)""", r"\1: ", text)
+    try:
+        return read_value(text, where)
+    except ConfigError:
+        return text
+
+
+class _Script:
+    """A script on its way: its variables so far, and what of it nobody can know without running it."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at, self.depth = text.replace("\r\n", "\n"), 0, 0
+        self.variables: dict[str, list[str]] = {}
+        self.unknown: list[str] = []
+
+    def commands(self) -> list[tuple[int, list[str]]]:
+        """Line and words of each command, in order; assignments are made on the way."""
+        found: list[tuple[int, list[str]]] = []
+        words: list[str] = []
+        line = 1
+        while self.at < len(self.text):
+            here = self.text[self.at]
+            if here == "#":
+                self._comment()
+            elif here in "\n;&|()":
+                self.at += 1
+                if words:
+                    found.append((line, words))
+                words = []
+            elif here in "<>":
+                self._redirection()
+                words = words[:-1] if words and words[-1].isdigit() else words
+            elif here.isspace() or self.text.startswith("\\\n", self.at):
+                self.at += 1 if here.isspace() else 2
+            elif not words and (assigned := _ASSIGNMENT.match(self.text, self.at)):
+                self._assign(assigned[1], bool(assigned[2]), assigned.end())
+            else:
+                line = line if words else self._line()
+                words += self._word()
+                if words and len(words) == 1:
+                    self.depth += (words[0] in _OPENING) - (words[0] in _CLOSING)
+                    if words[0] == "for" and (loop := _NAME.search(self.text, self.at)):
+                        self.variables[loop[0]] = [self._unknown(f"line {line}: `{loop[0]}` takes several values")]
+                    words = [] if words[0] in _BEFORE_ASSIGNMENTS else words
+        return [*found, (line, words)] if words else found
+
+    def _line(self) -> int:
+        return self.text.count("\n", 0, self.at) + 1
+
+    def _comment(self) -> None:
+        if self.text.startswith("#", self.at):
+            end = self.text.find("\n", self.at)
+            self.at = len(self.text) if end < 0 else end
+
+    def _unknown(self, reason: str) -> str:
+        self.unknown.append(f"{reason}; it cannot be read without running the script")
+        return f"\0{len(self.unknown) - 1}\0"
+
+    def _assign(self, name: str, further: bool, begin: int) -> None:
+        line, self.at = self._line(), begin
+        if is_array := self.text.startswith("(", begin):
+            self.at, value = begin + 1, []
+            while self.at < len(self.text) and self.text[self.at] != ")":
+                before = self.at
+                self._comment()
+                value += self._word()
+                self.at += self.at == before  # a space, or what is no part of a word
+            self.at += 1
+        else:
+            value = [" ".join(self._word(split=False))]
+        if further:
+            own = self.variables.get(name, [])
+            value = [*own, *value] if is_array else ["".join([*own, *value])]
+        if self.depth:
+            value = [self._unknown(f"line {line}: `{name}` is set where a condition or a loop decides")]
+        self.variables[name] = value
+
+    def _redirection(self) -> None:
+        document = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n").match(self.text, self.at)
+        if document and not self.text.startswith("<<<", self.at):
+            end = re.compile(rf"^\s*{document[2]}$", re.MULTILINE).search(self.text, document.end())
+            self.at = end.end() if end else len(self.text)
+            return
+        self.at = re.compile(r"[<>&| \t]+").match(self.text, self.at).end()  # type: ignore[union-attr]
+        if self.at < len(self.text) and self.text[self.at] not in "\n;#()":
+            self._word()
+
+    def _word(self, split: bool = True) -> list[str]:
+        """The words that one word of the text becomes: none or several where it expands without quotes."""
+        words, quoted = [""], False
+        while self.at < len(self.text):
+            here = self.text[self.at]
+            if self.text.startswith("\\\n", self.at):
+                self.at += 2
+            elif here.isspace() or here in ";&|<>()":
+                break
+            elif here == "\\":
+                words[-1] += self.text[self.at + 1 : self.at + 2]
+                self.at += 2
+            elif here == "'":
+                end = self.text.find("'", self.at + 1)
+                end = len(self.text) if end < 0 else end
+                words[-1] += self.text[self.at + 1 : end]
+                self.at, quoted = end + 1, True
+            elif here == '"':
+                self.at += 1
+                parts = self._quoted()
+                words[-1] += parts[0] if parts else ""
+                words += parts[1:]
+                quoted = quoted or bool(parts)
+            elif here in "$`":
+                value = " ".join(self._expansion())
+                parts = value.split() if split else [value]
+                words[-1] += parts[0] if parts else ""
+                words += parts[1:]
+            else:
+                words[-1] += here
+                self.at += 1
+        return [word.replace(_WHOLE, " ") for word in words] if quoted or words != [""] else []
+
+    def _quoted(self) -> list[str]:
+        """A text in double quotes, from behind the first: several words where an array is in it, none for an empty array."""
+        words, empty = [""], False
+        while self.at < len(self.text) and self.text[self.at] != '"':
+            here = self.text[self.at]
+            if here == "\\" and self.text[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`", "\n"):
+                words[-1] += self.text[self.at + 1].strip("\n")
+                self.at += 2
+            elif here in "$`":
+                parts = self._expansion()
+                empty = empty or not parts
+                words[-1] += parts[0] if parts else ""
+                words += parts[1:]
+            else:
+                words[-1] += here
+                self.at += 1
+        self.at += 1
+        return [] if empty and words == [""] else words
+
+    def _expansion(self) -> list[str]:
+        """What `$...` stands for, from the dollar or the backtick on."""
+        begin, line = self.at, self._line()
+        if self.text.startswith("$((", begin):
+            return [self._arithmetic(self._until("(", ")", begin + 1), line)]
+        if self.text[begin] == "`" or self.text.startswith("$(", begin):
+            inner = self._until("`", "`", begin) if self.text[begin] == "`" else self._until("(", ")", begin + 1)
+            return [self._unknown(f"line {line}: the output of `{' '.join(inner.split())[:60]}`")]
+        if self.text.startswith("${", begin):
+            return self._parameter(self._until("{", "}", begin + 1), line)
+        if named := _NAME.match(self.text, begin + 1):
+            self.at = named.end()
+            return self._variable(named[0], line)
+        self.at = begin + 2
+        return self._special(self.text[begin + 1 : begin + 2], line)
+
+    def _until(self, opening: str, closing: str, begin: int) -> str:
+        """The text between a bracket at `begin` and its partner, behind which reading goes on."""
+        depth, end = 1, begin
+        while depth and end + 1 < len(self.text):
+            end += 1
+            depth += (self.text[end] == opening and opening != closing) - (self.text[end] == closing)
+        self.at = end + 1
+        return self.text[begin + 1 : end]
+
+    def _special(self, sign: str, line: int) -> list[str]:
+        if sign in "@*":
+            return []  # arguments of the script itself, of which there are none
+        if sign and sign in "0123456789?$!#-":
+            return [self._unknown(f"line {line}: ${sign} is given when the script is run")]
+        return [f"${sign}"]
+
+    def _variable(self, name: str, line: int) -> list[str]:
+        if name in self.variables:
+            return self.variables[name]
+        if name in os.environ:
+            return [os.environ[name]]
+        return [self._unknown(f"line {line}: ${name} is set neither in the script nor in the environment")]
+
+    def _parameter(self, inner: str, line: int) -> list[str]:
+        """`${...}`: a name, an array, or a name with what stands in for it where it is unset or empty."""
+        form = re.fullmatch(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*)|(:\d+))?", inner, re.DOTALL)
+        if form is None:
+            return [self._unknown(f"line {line}: ${{{inner[:60]}}} changes a text")]
+        name, _, sign, other, _ = form.groups()
+        if name in "@*":
+            return []
+        value: list[str] | None = self.variables.get(name, [os.environ[name]] if name in os.environ else None)
+        if sign and value is not None and sign.startswith(":") and "".join(value) == "":
+            value = None
+        if sign is None or (sign[-1] == "?" or (sign[-1] in "-=" and value is not None)):
+            return (
+                self._special(name, line)
+                if name.isdigit()
+                else value
+                if value is not None
+                else self._variable(name, line)
+            )
+        if sign[-1] == "+" and value is None:
+            return []
+        inside = _Script(f'"{other}"' if not other.startswith(('"', "'")) else other)
+        inside.variables, inside.unknown = self.variables, self.unknown
+        value = inside._word(split=False) or [""]
+        if other.startswith(('"', "'")):
+            value = [part.replace(" ", _WHOLE) for part in value]
+        if sign[-1] == "=":
+            self.variables[name] = value
+        return value
+
+    def _arithmetic(self, expression: str, line: int) -> str:
+        """Integers and variables with + - * / %."""
+
+        def number(node: ast.AST) -> int:
+            match node:
+                case ast.Expression():
+                    return number(node.body)
+                case ast.Constant(value=int() as value):
+                    return value
+                case ast.Name():
+                    return int("".join(self._variable(node.id, line)))
+                case ast.UnaryOp(op=ast.USub()):
+                    return -number(node.operand)
+                case ast.BinOp() if type(node.op) in _OPERATORS:
+                    return _OPERATORS[type(node.op)](number(node.left), number(node.right))
+            raise ValueError(ast.dump(node))
+
+        try:
+            return str(number(ast.parse(re.sub(r"\$\{?(\w+)\}?", r"\1", expression).strip(), mode="eval")))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return self._unknown(f"line {line}: $({expression.strip()[:60]}) is no arithmetic of known integers")
