@@ -206,6 +206,8 @@ def _one_line(detail: ErrorDetails, places: Places) -> str:
         return f"{where}{name}: {shown} is out of range; use {types[name]}"
     if kind in ("model_type", "model_attributes_type"):
         return f"{where}{name}: {shown} is not a section; write its keys below it (see --help)"
+    if remedy := removed(f"{name}={detail['input']}"):
+        return f"{where}{name}={detail['input']}: removed in an earlier release; {remedy}"
     if name in types:
         return f"{where}{name}: {shown} is not allowed; use {types[name]}"
     return f"{where}{name}: {shown} is not allowed: {detail['msg']}; see --help for the key's values"

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
-PresetName = Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++-baseline", "gspo", "cispo", "ppo", "online-dpo"]
+PresetName = Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++-baseline", "gspo", "cispo", "critic-free-ppo", "online-dpo"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ PRESETS: dict[PresetName, Preset] = {
             "kl_coef": 0.0,
         },
     ),
-    "ppo": Preset(
+    "critic-free-ppo": Preset(
         "PPO, arXiv 1707.06347, eq. 7, with the group's mean reward in place of a value network",
         {
             "loss": "clip",

@@ -1,4 +1,4 @@
-"""Keys that earlier releases had: the key that took their place, or why there is none. A key that is removed gets a row here."""
+"""Keys and values that earlier releases had: what took their place, or why there is none. One that is removed gets a row here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 
 REMOVED: dict[str, str] = {
     "algorithm.advantage_scale": "use algorithm.advantage, whose group-std and batch-std divide",
+    "algorithm.name=ppo": "use algorithm.name=critic-free-ppo; it always had the group's mean reward where PPO has a critic",
     "placement.master_addr": "use placement.host",
     "placement.node_rank": "a cluster's nodes have no rank to set; use placement.cluster=ray",
     "rollout.engine_settings[].via": "every engine gets its weights from the trainers",
@@ -15,6 +16,6 @@ REMOVED: dict[str, str] = {
 
 
 def removed(key: str) -> str | None:
-    """Returns the remedy for a key or section that an earlier release had; None if no release had it."""
+    """Returns the remedy for a key, a section or a key=value that an earlier release had; None if no release had it."""
     key = re.sub(r"\.\d+", "[]", key)  # an entry of a list
     return next((remedy for old, remedy in REMOVED.items() if f"{key}.".startswith(f"{old}.")), None)

@@ -144,7 +144,7 @@ FORMULAS: dict[PresetName, Callable[[Tokens, Tokens, Tokens], torch.Tensor]] = {
     "reinforce++-baseline": reinforce_pp,
     "gspo": gspo,
     "cispo": cispo,
-    "ppo": token_mean(centred(REWARDS), 0.2, 0.2),
+    "critic-free-ppo": token_mean(centred(REWARDS), 0.2, 0.2),
     "online-dpo": online_dpo,
 }
 
