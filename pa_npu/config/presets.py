@@ -8,7 +8,9 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
-PresetName = Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++-baseline", "gspo", "cispo", "critic-free-ppo", "online-dpo"]
+PresetName = Literal[
+    "grpo", "dr-grpo", "dapo", "rloo", "reinforce++-baseline", "gspo", "cispo", "critic-free-ppo", "online-dpo"
+]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.config.sections import DataConfig, Dataset, TrainingDataset
+from pa_npu.config.words import counted
 from pa_npu.data.limits import TimeLimitReached, memory_limit, time_limit
 from pa_npu.data.records import Columns, Message, Record, read_records
 from pa_npu.data.rows import LONGEST_ROW_BYTES
@@ -72,8 +73,8 @@ class PromptSet(Sequence[Prompt]):
         """One line for logs and the dry run."""
         lengths = [len(prompt.tokens) for prompt in self.prompts]
         return (
-            f"{len(self)} prompts from {self.path} (read {self.num_read}, truncated {self.num_truncated}, skipped "
-            f"{self.num_skipped}), {min(lengths)} to {max(lengths)} tokens, mean {sum(lengths) / len(lengths):.0f}"
+            f"{counted(len(self), 'prompt')} from {self.path} (read {self.num_read}, truncated {self.num_truncated}, skipped "
+            f"{self.num_skipped}), {min(lengths)} to {counted(max(lengths), 'token')}, mean {sum(lengths) / len(lengths):.0f}"
         )
 
 
@@ -160,11 +161,11 @@ def _options(dataset: Dataset, config: DataConfig) -> DataConfig:
 def first_prompt_lines(prompt: Prompt, tokenizer: Any) -> list[str]:
     """Show what engines are asked first, on the console: tokens as text, special ones included, so that a doubled one is seen."""
     lines = str(tokenizer.decode(prompt.tokens.tolist())).split("\n")
-    more = f"  ... {len(lines) - _SHOWN_LINES} more lines" if len(lines) > _SHOWN_LINES else None
+    more = f"  ... {counted(len(lines) - _SHOWN_LINES, 'more line')}" if len(lines) > _SHOWN_LINES else None
     shown = [printable(line) for line in lines[:_SHOWN_LINES]]
     shown = [line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..." for line in shown]
     return [
-        f"first prompt, {len(prompt.tokens)} tokens:",
+        f"first prompt, {counted(len(prompt.tokens), 'token')}:",
         *(f"  {line}" for line in shown),
         *([more] if more else []),
     ]

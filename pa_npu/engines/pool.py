@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.config.sections import EngineSettings
+from pa_npu.config.words import counted
 from pa_npu.control.tasks import gather
 from pa_npu.dispatch.schedule import engine_with_room
 from pa_npu.engines.handing_on import NOTHING, Decode, joined, left_of, written_of
@@ -404,7 +405,8 @@ class EnginePool:
                     return Lease(self, self._engines[found], use, sequences, tokens)
                 if (left_s := end_s - time.monotonic()) <= 0:
                     raise DeadlineExceeded(
-                        f"no room for {sequences} sequences on any of {len(self.engines)} engines within {deadline_s:g} s "
+                        f"no room for {counted(sequences, 'sequence')} on any of {counted(len(self.engines), 'engine')} within "
+                        f"{deadline_s:g} s "
                         f"({self.num_in_flight} in flight, {self._windows(window)}); the engines answer nothing, see their logs"
                     )
                 self._room.clear()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.config.schema import Config
+from pa_npu.config.words import counted
 from pa_npu.coordinator.environment_trial import check_environment
 from pa_npu.coordinator.evaluate import Evaluation, Evaluator
 from pa_npu.data.prompts import PromptSet
@@ -91,7 +92,7 @@ def lines(found: Evaluation) -> list[str]:
 def difference_lines(before: Sequence[Judged], after: Sequence[Judged], other: str) -> list[str]:
     """One line for each set and number that both have: the paired difference with its interval."""
     return [
-        f"{name} {metric}: {_signed(difference)} against {other}, {difference.questions} questions in both"
+        f"{name} {metric}: {_signed(difference)} against {other}, {counted(difference.questions, 'question')} in both"
         for name, metrics in compare(before, after).items()
         for metric, difference in metrics.items()
     ]
@@ -103,7 +104,8 @@ def summary_lines(responses: Sequence[Judged]) -> list[str]:
         for metric, value in summary.metrics.items():
             said.append(f"{name} {metric}: {value.value:.3f} ({value.low:.3f} to {value.high:.3f})")
         said.append(
-            f"{name}: {summary.questions} questions, {summary.responses} answers of {summary.length_mean:.0f} tokens on average "
+            f"{name}: {counted(summary.questions, 'question')}, {counted(summary.responses, 'answer')} of "
+            f"{summary.length_mean:.0f} tokens on average "
             f"(median {summary.length_median:.0f}, 95% up to {summary.length_95:.0f}), {summary.truncated_ratio:.1%} cut"
         )
     return said

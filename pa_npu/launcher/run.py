@@ -26,6 +26,7 @@ import torch.distributed as dist
 from pa_npu import __version__
 from pa_npu.checkpoints import directories
 from pa_npu.config.schema import Config
+from pa_npu.config.words import counted
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
@@ -77,8 +78,8 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
     with own_run_directory(config) as run_dir, Console(run_dir / "logs" / "launcher.log") as console:
         nodes = config.placement.nnodes
         console.say(
-            f"pa_npu {__version__}: {_counted(config.num_engines, 'engine')} and "
-            f"{_counted(config.trainer.devices, 'trainer rank')} "
+            f"pa_npu {__version__}: {counted(config.num_engines, 'engine')} and "
+            f"{counted(config.trainer.devices, 'trainer rank')} "
             f"on {platform.name}{f', {nodes} nodes' if nodes > 1 else ''}; run directory {run_dir}"
         )
         for line in (*findings.counts, *placement_lines(findings.placements)):
@@ -102,10 +103,6 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
                     code = supervise(plan, timeline, signals)
         finish(config, run_dir, console, code, time.monotonic() - start_s)
         return code
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from pa_npu import platform as platforms
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
+from pa_npu.config.words import counted
 from pa_npu.coordinator.environment_trial import check_environment
 from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
@@ -309,7 +310,8 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
         if len(prompts) < wanted:
             part = "" if share == 1 else f", of which its weight makes {wanted} its own"
             raise DataError(
-                f"{config.data.key_of(number)}: {prompts.path} has {len(prompts)} prompts for schedule.prompts_per_iteration = "
+                f"{config.data.key_of(number)}: {prompts.path} has {counted(len(prompts), 'prompt')} for "
+                f"schedule.prompts_per_iteration = "
                 f"{config.schedule.prompts_per_iteration}{part}, so that an iteration would hold some twice; lower it or give more "
                 f"prompts"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import EngineSettings
+from pa_npu.config.words import counted
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import Work, work
 from pa_npu.planning.memory import (
@@ -31,8 +32,8 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         f"devices               {_devices(config)}{_nodes(config)}{_shared(config)}",
         f"trainer ranks         TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.data_parallel}"
         + (", sequence parallel" if trainer.sequence_parallel else ""),
-        f"groups per iteration  {config.schedule.prompts_per_iteration} (x {rollout.responses_per_prompt} responses = "
-        f"{amount.sequences} sequences), {config.groups_per_replica} per replica",
+        f"groups per iteration  {config.schedule.prompts_per_iteration} (x {counted(rollout.responses_per_prompt, 'response')} = "
+        f"{counted(amount.sequences, 'sequence')}), {config.groups_per_replica} per replica",
         f"microbatches          {_microbatches(config, amount)}",
         f"tokens per iteration  at most {amount.prompt_tokens + amount.response_tokens} = {amount.prompt_tokens} prompt + "
         f"{amount.response_tokens} response; computed at most {amount.computed_tokens}",
@@ -55,7 +56,8 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         capacity = dict(engines.parts)["KV cache"] // kv_bytes_per_token(config, spec)
         lines.append(f"engine memory         {engines.line()}")
         lines.append(
-            f"KV cache              {capacity} tokens, {capacity // longest} longest sequences; wanted {wanted_tokens(config)} "
+            f"KV cache              {capacity} tokens, {counted(capacity // longest, 'longest sequence')}; wanted "
+            f"{wanted_tokens(config)} "
             f"for {wanted_sequences(config)} in flight"
         )
     if config.num_shared_engines and own_memory and device_bytes is not None:
@@ -71,10 +73,12 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
 
 
 def _devices(config: Config) -> str:
-    engines = f"{config.rollout.engines} engines x {config.rollout.tensor_parallel}"
+    engines = f"{counted(config.rollout.engines, 'engine')} x {config.rollout.tensor_parallel}"
     if config.placement.colocate:
-        return f"{config.num_devices} = {config.trainer.devices} trainer ranks, with {engines} on them in turn"
-    return f"{config.num_devices} = {engines} + {config.trainer.devices} trainer ranks"
+        return (
+            f"{config.num_devices} = {counted(config.trainer.devices, 'trainer rank')}, with {engines} on them in turn"
+        )
+    return f"{config.num_devices} = {engines} + {counted(config.trainer.devices, 'trainer rank')}"
 
 
 def _settings(entry: EngineSettings) -> str:
@@ -125,7 +129,7 @@ def predicted_lines(config: Config, spec: ModelSpec) -> list[str]:
 
 def _nodes(config: Config) -> str:
     nodes = config.placement.nnodes
-    return "" if nodes == 1 else f", on {nodes} nodes of {config.devices_per_node}"
+    return "" if nodes == 1 else f", on {counted(nodes, 'node')} of {config.devices_per_node}"
 
 
 def _schedule(config: Config) -> str:
@@ -137,9 +141,10 @@ def _schedule(config: Config) -> str:
 def _microbatches(config: Config, amount: Work) -> str:
     number, responses, tokens = amount.microbatches_per_replica, config.microbatch_responses, amount.microbatch_tokens
     if config.microbatch.max_tokens is None:
-        return f"{number} per replica, {responses} responses and at most {tokens} tokens each"
+        return f"{number} per replica, {counted(responses, 'response')} and at most {tokens} tokens each"
     return (
-        f"at most {number} per replica, {responses} responses or several times so many in at most {tokens} tokens each"
+        f"at most {number} per replica, {counted(responses, 'response')} or several times so many in at most {tokens} "
+        f"tokens each"
     )
 
 

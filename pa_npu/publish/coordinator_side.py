@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pa_npu.config.schema import Config
+from pa_npu.config.words import counted
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.tasks import cancel, gather
@@ -156,9 +157,9 @@ class CoordinatorPublish:
                         VERDICT.put(self._channel, PublishVerdict(False, reason), **place)
                         continue
                     logger.info(
-                        "weight version %d on %d engines after %.2f s",
+                        "weight version %d on %s after %.2f s",
                         version,
-                        len(members),
+                        counted(len(members), "engine"),
                         held.done_s - held.ready_s,
                     )
                     self._fleet.serve(members, version)
@@ -243,7 +244,8 @@ class CoordinatorPublish:
             ENGINES_SWAPPED.put(self._channel, EnginesSwapped(version), version=version)
         self._fleet.catch_up([member for member in present if member not in swapped])
         end_s, still_s = time.perf_counter(), max(seconds, default=0.0)
-        logger.info("weight version %d on %d engines, which stood still for %.3f s", version, len(swapped), still_s)
+        engines = counted(len(swapped), "engine")
+        logger.info("weight version %d on %s, which stood still for %.3f s", version, engines, still_s)
         memory = MemoryPeak.largest(one.memory for one in loaded if one is not None and one.memory is not None)
         begin_s = end_s - still_s if in_turn else start_s  # beside generation no time passes that is the border's
         return EnginesHold(None, begin_s, end_s, end_s, end_s, memory, still_s)

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pa_npu.config.words import counted
 from pa_npu.errors import DataError
 from pa_npu.telemetry.metrics import EVALUATIONS, METRICS, read_evaluations, read_records
 from pa_npu.telemetry.report import load_report, render_text
@@ -97,9 +98,9 @@ def _evaluations(run_dir: Path, records: list[dict[str, Any]]) -> list[tuple[int
 
 def _accuracy_line(evaluations: list[tuple[int, float]], iterations: int) -> str:
     if not evaluations:
-        return f"{iterations} iterations; no evaluation (data.test is not set)"
+        return f"{counted(iterations, 'iteration')}; no evaluation (data.test is not set)"
     (first_version, first), (last_version, last) = evaluations[0], evaluations[-1]
     label = "Greedy accuracy on the held-out questions:"
     if first_version == last_version:
-        return f"{label} {first:.3f} at version {first_version}; {iterations} iterations"
+        return f"{label} {first:.3f} at version {first_version}; {counted(iterations, 'iteration')}"
     return f"{label} {first:.3f} before (version {first_version}), {last:.3f} after (version {last_version})"

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pa_npu.config.words import counted
 from pa_npu.errors import DataError
 
 _LARGEST = 1e15
@@ -94,7 +95,7 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
     kept = records[warmup_iterations:]
     if not kept:
         raise DataError(
-            f"{len(records)} iterations, all within the warm-up of {warmup_iterations}; use a shorter warm-up"
+            f"{counted(len(records), 'iteration')}, all within the warm-up of {warmup_iterations}; use a shorter warm-up"
         )
     apart = [record for record in kept if record.get("periodic") is False]
     if len(apart) < len(kept):
@@ -115,7 +116,7 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
         devices=devices.pop(),
     )
     if seconds <= 0:
-        raise DataError(f"iteration_s adds up to {seconds} s over {len(kept)} iterations, which cannot be")
+        raise DataError(f"iteration_s adds up to {seconds} s over {counted(len(kept), 'iteration')}, which cannot be")
 
     def mean(key: str, default: float | None = None) -> float:
         return sum(number(record, key, default) for record in kept) / len(kept)

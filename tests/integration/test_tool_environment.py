@@ -65,7 +65,7 @@ def test_periodic_with_a_killed_engine_equals_synchronous_with_several_turns(ask
 
     run = launch(asking, disturbed, schedule__stream=True)
     log = disturbed / "run" / "logs" / "coordinator.log"
-    run.wait_for(lambda: log.is_file() and "weight version 1 on 1 engines" in log.read_text(), "iteration 1", TIMEOUT_S)
+    run.wait_for(lambda: log.is_file() and "weight version 1 on 1 engine " in log.read_text(), "iteration 1", TIMEOUT_S)
     engine = find(run, ENGINE_SERVERS["transformers"])
     assert engine is not None
     os.kill(engine, signal.SIGKILL)

@@ -67,7 +67,7 @@ async def test_admission_gives_up_at_its_deadline_and_says_what_is_in_flight():
     pool = pool_of("a")
     await pool.admit(8, 10, lambda _: 8, 1)
     with pytest.raises(
-        DeadlineExceeded, match=r"no room for 8 sequences on any of 1 engines within 0.05 s \(8 in flight"
+        DeadlineExceeded, match=r"no room for 8 sequences on any of 1 engine within 0.05 s \(8 in flight"
     ):
         await pool.admit(8, 10, lambda _: 8, 0.05)
 

@@ -251,7 +251,7 @@ def test_engine_memory_is_weights_and_the_cache_that_is_left() -> None:
 @pytest.mark.parametrize("device_bytes", [None, 64 * 2**30])
 def test_the_derived_arithmetic_can_be_printed_for_every_device(own_memory: bool, device_bytes: int | None) -> None:
     text = "\n".join(derived_lines(make_config(), QWEN_7B, device_bytes, own_memory))
-    assert "2 = 1 engines x 1 + 1 trainer ranks" in text
+    assert "2 = 1 engine x 1 + 1 trainer rank" in text
     assert "trainer memory" in text and "engine memory" in text
 
 

@@ -89,8 +89,8 @@ def test_on_several_nodes_they_are_where_their_trainers_are():
 @pytest.mark.parametrize(
     ("rollout", "expected"),
     [
-        ({"shared_engines": 2}, "rollout.shared_engines: 2 engines of 1 devices .* set it to at most 1"),
-        ({"shared_engines": 1, "tensor_parallel": 2}, "more than the 1 trainer devices"),
+        ({"shared_engines": 2}, "rollout.shared_engines: 2 engines of 1 device .* set it to at most 1"),
+        ({"shared_engines": 1, "tensor_parallel": 2}, "more than the 1 trainer device;"),
         (
             {"shared_engines": 1, "attach": ["http://a"]},
             r"1 URLs for rollout.engines = 1 \+ rollout.shared_engines = 1",
@@ -138,7 +138,7 @@ def test_one_line_says_whether_both_fit_on_a_device_and_what_to_change_if_not():
 def test_the_dry_run_shows_them_and_counts_their_devices_once():
     config = shared_config()
     text = "\n".join(derived_lines(config, QWEN_7B, 80 * GIB, True))
-    assert "2 = 1 engines x 1 + 1 trainer ranks; 1 more engine x 1 on trainers' devices" in text
+    assert "2 = 1 engine x 1 + 1 trainer rank; 1 more engine x 1 on trainers' devices" in text
     assert "shared engine memory  24.0 GiB" in text and "with its trainer" in text
     assert "shared" not in "\n".join(derived_lines(make_config(), QWEN_7B, 80 * GIB, True)), "negative control"
 

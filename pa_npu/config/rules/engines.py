@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pa_npu.config.tree import ConfigTree
+from pa_npu.config.words import counted
 
 _LEAST_TEMPERATURE = 0.01  # what vLLM raises smaller ones to, but for 0
 
@@ -37,12 +38,13 @@ def broken_engines(c: ConfigTree) -> Iterator[str]:
         )
     if r.shared_engines * r.tensor_parallel > t.devices:
         yield (
-            f"rollout.shared_engines: {r.shared_engines} engines of {r.tensor_parallel} devices (rollout.tensor_parallel) are more "
-            f"than the {t.devices} trainer devices; set it to at most {t.devices // r.tensor_parallel}"
+            f"rollout.shared_engines: {counted(r.shared_engines, 'engine')} of {counted(r.tensor_parallel, 'device')} "
+            f"(rollout.tensor_parallel) are more "
+            f"than the {counted(t.devices, 'trainer device')}; set it to at most {t.devices // r.tensor_parallel}"
         )
     if r.window != "auto" and r.window < r.responses_per_prompt:
         yield (
-            f"rollout.window: {r.window} sequences cannot hold one group of rollout.responses_per_prompt = "
+            f"rollout.window: {counted(r.window, 'sequence')} cannot hold one group of rollout.responses_per_prompt = "
             f"{r.responses_per_prompt}; set it to at least {r.responses_per_prompt} or to auto"
         )
     longest = c.data.max_prompt_tokens + r.max_response_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pa_npu.config.tree import ConfigTree
+from pa_npu.config.words import counted
 
 
 def broken_placement(c: ConfigTree) -> Iterator[str]:
@@ -39,21 +40,22 @@ def broken_placement(c: ConfigTree) -> Iterator[str]:
         )
     if c.placement.nnodes > 1 and c.placement.devices_per_node is None and c.num_devices % c.placement.nnodes:
         yield (
-            f"placement.nnodes: {c.num_devices} devices of engines and trainers cannot be divided evenly among "
-            f"{c.placement.nnodes} nodes; change rollout.engines, trainer.devices or placement.nnodes, or set "
+            f"placement.nnodes: {counted(c.num_devices, 'device')} of engines and trainers cannot be divided evenly among "
+            f"{counted(c.placement.nnodes, 'node')}; change rollout.engines, trainer.devices or placement.nnodes, or set "
             f"placement.devices_per_node to what each node has"
         )
     if c.num_devices > c.placement.nnodes * (c.placement.devices_per_node or c.num_devices):
         yield (
-            f"placement.devices_per_node: {c.num_devices} devices of engines and trainers are more than "
-            f"{c.placement.nnodes} nodes of {c.placement.devices_per_node}; lower rollout.engines or trainer.devices, or raise "
+            f"placement.devices_per_node: {counted(c.num_devices, 'device')} of engines and trainers are more than "
+            f"{counted(c.placement.nnodes, 'node')} of {c.placement.devices_per_node}; lower rollout.engines or "
+            f"trainer.devices, or raise "
             f"placement.nnodes"
         )
     yield from _broken_colocation(c)
     first, last = c.placement.engine_port, c.placement.engine_port + c.num_engines - 1
     if first and not r.attach and last > 65535:
         yield (
-            f"placement.engine_port: {first} and the ports of {c.num_engines} engines run past 65535; set it to at most "
+            f"placement.engine_port: {first} and the ports of {counted(c.num_engines, 'engine')} run past 65535; set it to at most "
             f"{65536 - c.num_engines}, or 0 for free ones"
         )
     if first and not r.attach and first <= c.placement.store_port <= last:
@@ -66,7 +68,10 @@ def broken_placement(c: ConfigTree) -> Iterator[str]:
         ("trainer_devices", c.placement.trainer_devices, t.devices),
     ):
         if devices is not None and len(devices) != wanted:
-            yield f"placement.{key}: {len(devices)} indices for {wanted} devices; list exactly {wanted} or remove the key"
+            yield (
+                f"placement.{key}: {len(devices)} indices for {counted(wanted, 'device')}; list exactly {wanted} or remove the "
+                f"key"
+            )
 
 
 def _broken_colocation(c: ConfigTree) -> Iterator[str]:
@@ -96,8 +101,9 @@ def _broken_colocation(c: ConfigTree) -> Iterator[str]:
         )
     if r.engines * r.tensor_parallel > t.devices:
         yield (
-            f"placement.colocate: rollout.engines = {r.engines} of {r.tensor_parallel} devices (rollout.tensor_parallel) are more "
-            f"than the {t.devices} trainer devices; set engines to at most {t.devices // r.tensor_parallel}"
+            f"placement.colocate: rollout.engines = {r.engines} of {counted(r.tensor_parallel, 'device')} "
+            f"(rollout.tensor_parallel) are more "
+            f"than the {counted(t.devices, 'trainer device')}; set engines to at most {t.devices // r.tensor_parallel}"
         )
     if c.placement.engine_devices is not None:
         yield "placement.colocate: engines have the trainers' devices; remove placement.engine_devices"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pa_npu.config.tree import ConfigTree
+from pa_npu.config.words import counted
 
 
 def broken_shards(c: ConfigTree) -> Iterator[str]:
@@ -41,12 +42,13 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
             yield f"{own}, which shares no prompts; set attention.shared_prompt=false, or the implementation to auto"
     if not c.mesh.shares(s.prompts_per_iteration):
         yield (
-            f"schedule.prompts_per_iteration: {s.prompts_per_iteration} groups cannot be divided evenly among "
-            f"{c.data_parallel} replicas; set it to a multiple of {c.data_parallel}"
+            f"schedule.prompts_per_iteration: {counted(s.prompts_per_iteration, 'group')} cannot be divided evenly among "
+            f"{counted(c.data_parallel, 'replica')}; set it to a multiple of {c.data_parallel}"
         )
     if c.groups_per_replica % s.updates_per_iteration:
         yield (
-            f"schedule.updates_per_iteration: {s.updates_per_iteration} does not divide the {c.groups_per_replica} groups per "
+            f"schedule.updates_per_iteration: {s.updates_per_iteration} does not divide the "
+            f"{counted(c.groups_per_replica, 'group')} per "
             f"replica (schedule.prompts_per_iteration / data parallel size); set it to a divisor"
         )
     if c.rollout.responses_per_prompt % c.microbatch_responses:

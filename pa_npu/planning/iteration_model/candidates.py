@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pa_npu.config.words import counted
 from pa_npu.dispatch.order import OrderName, dispatch_order
 from pa_npu.dispatch.schedule import Schedule, Windows, same_windows
 from pa_npu.planning.iteration_model.backwards import backwards_turns
@@ -48,7 +49,7 @@ class Candidate:
             "turns": f"one after another at {self.slack:.0%} of the trainers' time",
             "matched": f"longest-first, slower engines in {self.slack:.0%} of the time left",
         }[self.kind]
-        return f"{self.places} groups per engine, {how}" + _first_on_shared(self.shared)
+        return f"{counted(self.places, 'group')} per engine, {how}" + _first_on_shared(self.shared)
 
 
 def _first_on_shared(groups: int) -> str:
@@ -180,4 +181,4 @@ def first_schedule(
         engines.windows(half, group_sequences),
         engines.windows(places, group_sequences, from_group),
     )
-    return Schedule(f"{half}, then {places} groups per engine, {order}", tuple(indices), windows)
+    return Schedule(f"{half}, then {counted(places, 'group')} per engine, {order}", tuple(indices), windows)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pa_npu.config.words import counted
 from pa_npu.planning.memory import format_bytes
 from pa_npu.planning.prediction.cluster_plan import Basis, ClusterPlan
 from pa_npu.planning.prediction.figures import Figure
@@ -47,14 +48,19 @@ def one_plan_lines(plan: ClusterPlan) -> list[str]:
     config, found = plan.config, plan.predicted
     trainer, rollout = config.trainer, config.rollout
     lines = [
-        f"{plan.devices} devices",
-        _line("split", f"{rollout.engines} engines x {rollout.tensor_parallel} + {trainer.devices} trainer ranks"),
+        f"{counted(plan.devices, 'device')}",
+        _line(
+            "split",
+            f"{counted(rollout.engines, 'engine')} x {rollout.tensor_parallel} + {counted(trainer.devices, 'trainer rank')}",
+        ),
         _line(
             "trainer ranks",
             f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.data_parallel}",
         ),
-        _line("groups", f"{config.schedule.prompts_per_iteration} of {rollout.responses_per_prompt} responses"),
-        _line("window", f"{found.window} sequences an engine, {found.waves:.1f} waves"),
+        _line(
+            "groups", f"{config.schedule.prompts_per_iteration} of {counted(rollout.responses_per_prompt, 'response')}"
+        ),
+        _line("window", f"{counted(found.window, 'sequence')} an engine, {found.waves:.1f} waves"),
         _line("iteration", _seconds(plan.iteration_s)),
         _line(
             "  generation, training", f"{found.generate_s:.3g} s, {found.train_s:.3g} s; border {found.border_s:.2g} s"
@@ -72,7 +78,9 @@ def one_plan_lines(plan: ClusterPlan) -> list[str]:
         _line("  takes", f"{_limit(plan)}, estimated"),
     ]
     for engines, ranks, seconds in plan.alternatives:
-        lines.append(_line("instead", f"{engines} engines + {ranks} trainer ranks: {seconds:.3g} s"))
+        lines.append(
+            _line("instead", f"{counted(engines, 'engine')} + {counted(ranks, 'trainer rank')}: {seconds:.3g} s")
+        )
     return lines
 
 
@@ -98,7 +106,7 @@ def flatness(plans: Sequence[ClusterPlan]) -> str:
     far the others are from the nearest of these. Of several such rows the one with the most sizes, of larger clusters."""
     rows = [plans[start:end] for start in range(len(plans)) for end in range(start + 1, len(plans) + 1)]
     flat = max((row for row in rows if _spread(row) <= FLAT), key=lambda row: (len(row), row[-1].devices))
-    text = f"{flat[0].devices} to {flat[-1].devices} devices: any two within {_spread(flat):.1%}"
+    text = f"{flat[0].devices} to {counted(flat[-1].devices, 'device')}: any two within {_spread(flat):.1%}"
     low, high = min(map(_per_group, flat)), max(map(_per_group, flat))
     for plan in plans:
         if plan not in flat:
