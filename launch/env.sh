@@ -30,8 +30,8 @@ setup_environment() {
     [ -x "$PYTHON" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && exit 0
     _make_venv
     "_install_$role" "$@"
-    _quietly "pa_npu itself" _install --no-build-isolation --editable "$ROOT"
-    _quietly "bytecode, so that nothing is compiled while you wait for the first engine" _compile
+    quietly "pa_npu itself" _install --no-build-isolation --editable "$ROOT"
+    quietly "bytecode, so that nothing is compiled while you wait for the first engine" _compile
     printf '%s' "$wanted" >"$stamp"
   ) 9>"$VENV.lock" || exit $?
 }
@@ -44,31 +44,54 @@ use_environment() {
     fail "no environment in $VENV; make it as docs/$([ "$device" = npu ] && echo ascend || echo cuda).md says, or name it in PA_NPU_VENV"
   fi
   if [ "$device" = npu ] && [ -z "$dry_run" ]; then
-    _source_cann
+    source_cann
     [ -n "$engine" ] || engine=$PYTHON
     if ! "$engine" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)' 2>/dev/null; then
       fail "the engines' environment $engine has no vllm; name the interpreter that has it in PA_NPU_ENGINE_PYTHON (docs/ascend.md)"
     fi
   fi
+  # what launch/install_npu.sh found out about this environment
+  # shellcheck source=/dev/null
+  [ "$device" != npu ] || [ ! -f "$VENV/npu.sh" ] || source "$VENV/npu.sh"
   echo "trainers: $PYTHON; engines: ${engine:-the same}"
 }
 
-# CANN's variables and those of its transformer kernels, unless they are set already.
-_source_cann() {
+ASCEND=${PA_NPU_ASCEND_ROOT:-/usr/local/Ascend}
+
+# CANN's variables, unless they are set already, and NNAL's, whose libatb.so vllm-ascend loads and which CANN's script does not set.
+source_cann() {
   local file
-  [ -n "${ASCEND_HOME_PATH:-}" ] && return 0
-  for file in /usr/local/Ascend/cann/set_env.sh /usr/local/Ascend/ascend-toolkit/set_env.sh; do
-    if [ -f "$file" ]; then
-      _source_if_there "$file"
-      _source_if_there /usr/local/Ascend/nnal/atb/set_env.sh
-      return 0
-    fi
-  done
-  fail "CANN is not set up: no ASCEND_HOME_PATH and no set_env.sh under /usr/local/Ascend; source CANN's set_env.sh first"
+  if [ -z "${ASCEND_HOME_PATH:-}" ]; then
+    file=$(cann_script) || fail "CANN is not set up: no ASCEND_HOME_PATH and no set_env.sh under $ASCEND; source CANN's set_env.sh first"
+    _source "$file"
+  fi
+  [ -z "${ATB_HOME_PATH:-}" ] || return 0
+  file=$(nnal_script) || fail "NNAL is not set up: no ATB_HOME_PATH and no nnal/atb/set_env.sh under $ASCEND; install it, vllm-ascend loads its libatb.so"
+  _source "$file"
 }
 
-_source_if_there() {
-  [ -f "$1" ] || return 0
+cann_script() { _first_file "$ASCEND/cann/set_env.sh" "$ASCEND/ascend-toolkit/set_env.sh"; }
+
+nnal_script() {
+  local beside=''
+  [ -z "${ASCEND_HOME_PATH:-}" ] || beside=$(dirname "$(dirname "$ASCEND_HOME_PATH")")/nnal/atb/set_env.sh
+  _first_file "$ASCEND/nnal/atb/set_env.sh" ${beside:+"$beside"}
+}
+
+# The release that a CANN of this set_env.sh says it is, such as 9.1.0; nothing where it does not say.
+cann_release() {
+  find -L "$(dirname "$1")" -name '*install.info' -exec sed -n 's/^version=//p' {} + 2>/dev/null | head -n 1
+}
+
+_first_file() {
+  local file
+  for file in "$@"; do
+    [ -f "$file" ] && printf '%s' "$file" && return 0
+  done
+  return 1
+}
+
+_source() {
   set +u # these scripts read unset variables
   # shellcheck source=/dev/null
   source "$1"
@@ -107,10 +130,10 @@ _make_venv() {
 _install_cpu() {
   local lock=$ROOT/requirements/cpu.txt
   "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 11))' && lock=$ROOT/requirements/cpu-py310.txt
-  _quietly "torch $TORCH_VERSION (CPU build)" _install_torch_cpu
+  quietly "torch $TORCH_VERSION (CPU build)" _install_torch_cpu
   local file files=(-r "$lock")
   for file in "$@"; do files+=(-r "$ROOT/requirements/$file.txt"); done
-  _quietly "pinned packages" _install "${files[@]}"
+  quietly "pinned packages" _install "${files[@]}"
 }
 
 _install_torch_cpu() {
@@ -179,7 +202,7 @@ _pip_setting() {
 }
 
 # Run a command with its output in a log, which is shown when it fails.
-_quietly() {
+quietly() {
   local what=$1 log=$VENV/install.log start=$SECONDS
   shift
   printf 'installing %s ... ' "$what"
