@@ -6,6 +6,7 @@
 #
 # PA_NPU_VENV         where the environment goes (.venv)          PA_NPU_PYTHON   the Python that makes it (3.11 or 3.12)
 # PA_NPU_ASCEND_ROOT  where Ascend's software is (/usr/local/Ascend)
+# PA_NPU_BUILD_IMAGE  set where an image is built: neither driver nor device are there yet
 # PIP_INDEX_URL and pip's other settings are used as they are; Ascend's own index is added to them.
 set -euo pipefail
 # shellcheck source=launch/env.sh
@@ -39,7 +40,7 @@ problems() {
   local release found command
   [ "$(uname -s)" = Linux ] || echo "this is $(uname -s); NPUs work on Linux"
   case $(uname -m) in x86_64 | aarch64) ;; *) echo "there are no wheels of torch_npu for $(uname -m)" ;; esac
-  [ -e "$ASCEND/driver/version.info" ] || command -v npu-smi >/dev/null ||
+  [ -n "${PA_NPU_BUILD_IMAGE:-}" ] || [ -e "$ASCEND/driver/version.info" ] || command -v npu-smi >/dev/null ||
     echo "no driver: neither $ASCEND/driver/version.info nor npu-smi; install driver and firmware, or mount them into the container"
   if ! found=$(cann_script); then
     echo "no CANN: no set_env.sh in $ASCEND/cann or $ASCEND/ascend-toolkit; install the CANN $CANN toolkit and kernels"
@@ -149,5 +150,6 @@ write_environment
 source "$VENV/npu.sh"
 build_operators >"$VENV/operators.log" 2>&1 && echo "operators built" ||
   echo "operators not built, torch does their work; the reason is in $VENV/operators.log"
+if [ -n "${PA_NPU_BUILD_IMAGE:-}" ]; then exit 0; fi # no device here; the image's own command is doctor
 cd "$ROOT"
 "$PYTHON" -m pa_npu.launcher doctor --device npu

@@ -67,6 +67,17 @@ _MINDSPEED = "without it pa_npu's own replacements are used"
 STACKS: dict[str, tuple[Stack, ...]] = {
     "npu": (
         Stack(
+            "MindSpeed core_r0.16.0, in one environment with vllm-ascend 0.23",
+            (
+                Requirement("python", (3, 10), (3, 12), "vllm-ascend 0.23"),
+                Requirement("torch", (2, 10, 0), (2, 10, 0), "the torch of vllm-ascend 0.23"),
+                Requirement("torch_npu", (2, 10, 0), (2, 10, 0), "what vllm-ascend 0.23 asks for", lowest_post=4),
+                Requirement("cann", (9, 1), (9, 1), "what torch_npu 2.10.0.post4 is built for"),
+                Requirement("megatron-core", (0, 16, 0), (0, 16, 1), "MindSpeed core_r0.16.0 patches these"),
+                Requirement("mindspeed", (0, 16, 0), (0, 16, 0), _MINDSPEED, optional=True),
+            ),
+        ),
+        Stack(
             "MindSpeed 26.1.0_core_r0.12.1",
             (
                 Requirement("python", (3, 10), (3, 10), "what MindSpeed 26.1.0 is released for"),
@@ -81,17 +92,6 @@ STACKS: dict[str, tuple[Stack, ...]] = {
                 Requirement("cann", (9, 1), (9, 1), "what torch_npu 26.1.0 is built for"),
                 Requirement("megatron-core", (0, 12, 1), (0, 12, 1), "26.1.0_core_r0.12.1 patches exactly this one"),
                 Requirement("mindspeed", (0, 12, 1), (0, 12, 1), _MINDSPEED, optional=True),
-            ),
-        ),
-        Stack(
-            "MindSpeed core_r0.16.0, in one environment with vllm-ascend 0.23",
-            (
-                Requirement("python", (3, 10), (3, 12), "vllm-ascend 0.23"),
-                Requirement("torch", (2, 10, 0), (2, 10, 0), "the torch of vllm-ascend 0.23"),
-                Requirement("torch_npu", (2, 10, 0), (2, 10, 0), "what vllm-ascend 0.23 asks for", lowest_post=4),
-                Requirement("cann", (9, 1), (9, 1), "what torch_npu 2.10.0.post4 is built for"),
-                Requirement("megatron-core", (0, 16, 0), (0, 16, 1), "MindSpeed core_r0.16.0 patches these"),
-                Requirement("mindspeed", (0, 16, 0), (0, 16, 0), _MINDSPEED, optional=True),
             ),
         ),
     ),

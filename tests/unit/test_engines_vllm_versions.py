@@ -15,11 +15,10 @@ from pa_npu.config.schema import Config
 from pa_npu.engines import interpreter
 from pa_npu.engines.membership import Member
 from pa_npu.engines.pool import EnginePool
+from pa_npu.engines.vllm import ascend, kind, versions
 from pa_npu.engines.vllm import command as engine
-from pa_npu.engines.vllm import kind, versions
 from pa_npu.engines.vllm.versions import (
     VERSIONS,
-    cann_problem,
     engine_version,
     environment,
     graph_arguments,
@@ -177,22 +176,48 @@ def test_whether_graphs_are_captured_goes_by_the_row_unless_the_user_says_so():
     assert graph_arguments(config({"batch_invariant": True, "graph_mode": True}), new) == full_decode
 
 
-def test_engine_for_another_cann_than_the_trainers_is_refused(tmp_path, monkeypatch):
-    """vllm-ascend 0.18 has torch_npu 2.9 for CANN 8.5; trainers of torch_npu 26.1.0 have 9.1."""
-    old, new = ASCEND
-    assert (
-        cann_problem(old, "8.5.1") is None and cann_problem(new, "9.1.0") is None and cann_problem(new, "9.0.1") is None
-    )
-    assert cann_problem(old, None) is None and cann_problem(CUDA, "9.1.0") is None
-    home = tmp_path / "cann"
-    home.mkdir()
-    (home / "ascend_toolkit_install.info").write_text("package_name=Ascend-cann-toolkit\nversion=9.1.0\n")
-    monkeypatch.setenv("ASCEND_HOME_PATH", str(home))
-    monkeypatch.setattr(kind, "engine_version", lambda config: old)
-    with pytest.raises(
-        UserError, match=r"^rollout.python: vllm-ascend 0.18 is built for CANN 8.5, and the trainers have 9.1.0"
-    ):
-        kind.check(config())
+TORCH_NPU = {"torch_npu": "2.10.0.post4"}
+BOTH_TRITONS = {**TORCH_NPU, "triton": "3.6.0", "triton-ascend": "3.2.2"}
+
+
+@pytest.mark.parametrize(
+    ("row", "cann", "theirs", "env", "said"),
+    [
+        (0, "8.5.1", TORCH_NPU, {}, None),
+        (1, "9.0.1", TORCH_NPU, {}, None),
+        (0, "9.1.0", TORCH_NPU, {}, "vllm-ascend 0.18 is built for CANN 8.5, and the trainers have 9.1.0"),
+        (1, "9.1.0", BOTH_TRITONS, {}, "triton 3.6.0 is installed beside triton-ascend 3.2.2; both lie in one folder"),
+        (1, "9.1.0", TORCH_NPU, {"LD_LIBRARY_PATH": "/nowhere"}, "libatb.so is in no folder of LD_LIBRARY_PATH"),
+        (
+            1,
+            "9.1.0",
+            TORCH_NPU,
+            {"TORCH_HCCL_RANKS_PER_ROOT": "32"},
+            "trainers have torch_npu None and the engines 2.10.0.post4",
+        ),
+    ],
+)
+def test_what_an_ascend_installation_lacks_is_refused_before_engines_start(
+    row, cann, theirs, env, said, tmp_path, monkeypatch
+):
+    """vllm-ascend 0.18 has torch_npu 2.9 for CANN 8.5; the other row has CANN 9.1."""
+    (tmp_path / "ascend_toolkit_install.info").write_text(f"package_name=Ascend-cann-toolkit\nversion={cann}\n")
+    (tmp_path / "libatb.so").write_text("")
+    for name, value in {"ASCEND_HOME_PATH": str(tmp_path), "LD_LIBRARY_PATH": f":{tmp_path}", **env}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ascend, "distributions", lambda python, names: {} if python is None else theirs)
+    monkeypatch.setattr(kind, "engine_version", lambda config: ASCEND[row])
+    chosen = config(rollout={"python": "theirs"})
+    if said is None:
+        kind.check(chosen)
+        return
+    with pytest.raises(UserError, match=f"^rollout.python: .*{re.escape(said)}"):
+        kind.check(chosen)
+
+
+def test_engines_off_ascend_are_not_asked_for_its_libraries(monkeypatch):
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert ascend.installation_problem(CUDA, None) is None
 
 
 async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow_one_another(monkeypatch):

@@ -8,12 +8,12 @@ from pa_npu.config.schema import Config
 from pa_npu.engines.http_client import directory_in, get_json
 from pa_npu.engines.registry import EngineKind
 from pa_npu.engines.vllm.arguments import check_extra_arguments
+from pa_npu.engines.vllm.ascend import installation_problem
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.engines.vllm.command import check_model, server_command
-from pa_npu.engines.vllm.versions import cann_problem, engine_version, environment, installed, select
+from pa_npu.engines.vllm.versions import engine_version, environment, installed, select
 from pa_npu.errors import UserError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.platform.cann import cann_version
 
 
 def check_keys(config: Config, spec: ModelSpec | None) -> None:
@@ -23,10 +23,10 @@ def check_keys(config: Config, spec: ModelSpec | None) -> None:
 
 
 def check(config: Config) -> None:
-    """The engines' interpreter has a vLLM of a supported version that can do what is configured, for the CANN here."""
+    """The engines' interpreter has a vLLM of a supported version that can do what is configured, and what it needs around it."""
     version = engine_version(config)
     environment(config, version)
-    problem = cann_problem(version, cann_version())
+    problem = installation_problem(version, config.rollout.python)
     if problem:
         raise UserError(f"rollout.python: {problem}")
     check_extra_arguments(config)
@@ -42,7 +42,7 @@ def describe(config: Config | None) -> tuple[str, str | None]:
     except UserError as error:
         return f"none that is supported in {interpreter}", str(error)
     names = ", ".join(f"{name} {version}" for name, version in found.items())
-    return f"{names} ({row.name}, for {row.device}; {interpreter})", cann_problem(row, cann_version())
+    return f"{names} ({row.name}, for {row.device}; {interpreter})", installation_problem(row, python)
 
 
 def served_model(url: str, key: str) -> str:

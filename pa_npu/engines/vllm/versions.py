@@ -168,18 +168,6 @@ def graph_arguments(config: Config, version: EngineVersion) -> tuple[str, ...]:
     return version.graph_args if wanted else ("--enforce-eager",)
 
 
-def cann_problem(version: EngineVersion, found: str | None) -> str | None:
-    """One line when the engine's torch_npu is built for another CANN than the trainers'. found: None where it is unknown."""
-    release = _release(found) if found else None
-    if version.cann is None or release is None or release[0] == version.cann[0]:
-        return None
-    wanted = ".".join(map(str, version.cann))
-    return (
-        f"{version.name} is built for CANN {wanted}, and the trainers have {found}: both ends of a publish need the same; "
-        f"install an engine for CANN {release[0]}, or CANN {wanted} with trainers for it"
-    )
-
-
 def environment(config: Config, version: EngineVersion) -> dict[str, str]:
     """The variables this engine needs for the configuration, on top of the inherited ones. Raises ConfigError."""
     rollout = config.rollout
