@@ -55,6 +55,9 @@ EXTRAS = {
         "attrs",
         "scipy",  # MindSpeed imports it
     ],
+    # adapters (lora.rank). Its layers stand inside sharded models, and which of them is on is set at each pass, which a minor
+    # version may change; it declares accelerate, which nothing here imports
+    "lora": ["peft>=0.19.1,<0.20"],
     # several nodes (placement.cluster=ray), the same release on all of them; tested with 2.60, and 3 may change what is used of
     # it: placement groups, threaded actors, the setting that leaves an actor's child processes alone
     "ray": ["ray>=2.50,<3"],

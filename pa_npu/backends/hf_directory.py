@@ -52,11 +52,13 @@ def write_hf(
     *,
     max_file_bytes: int = 2 * 2**30,
     timeout_s: float = 1800.0,
+    complete: Callable[[Path], None] | None = None,
 ) -> None:
     """Write this rank's share of the HF directory `directory`. source: its weights, None on a rank that sends none.
 
     Collective over all trainer ranks. An existing directory is replaced. Tensors keep the source's type, which config.json then
     names. A leader holds at most max_file_bytes (or one tensor, if that is larger) in host memory. device: of collectives.
+    complete: makes another kind of directory of the files of weights, on world rank 0.
     Raises ExportError on every rank when any rank fails.
     """
     target = Path(directory)
@@ -81,9 +83,13 @@ def write_hf(
 
     def finish() -> None:
         if place.rank == 0:
-            _number_files(temporary, spec)
-            assert source is not None, "world rank 0 publishes"
-            _copy_rest(Path(spec.path), temporary, source.manifest.buckets[0].dtype)
+            if complete is not None:
+                complete(temporary)
+            else:
+                _number_files(temporary, spec)
+                assert source is not None, "world rank 0 publishes"
+                _copy_config(Path(spec.path), temporary, source.manifest.buckets[0].dtype)
+            _copy_tokenizer(Path(spec.path), temporary)
             _take_name(temporary, target)
 
     for step, action in (("preparing", prepare), ("writing", write), ("completing", finish)):
@@ -164,12 +170,15 @@ def _number_files(directory: Path, spec: ModelSpec) -> None:
 _BYTES_OF = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
-def _copy_rest(source: Path, directory: Path, dtype: str) -> None:
-    """config.json, with the type of the weights that were written, and the tokenizer's files."""
+def _copy_config(source: Path, directory: Path, dtype: str) -> None:
+    """config.json, with the type of the weights that were written."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
         config[key] = dtype
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_tokenizer(source: Path, directory: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)

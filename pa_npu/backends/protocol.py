@@ -175,8 +175,9 @@ class BackendModule(Protocol):
         local_rank: this process's device among its visible ones.
         """
 
-    def export_checkpoint(self, checkpoint: Path, output: Path, model: str | None = None) -> None:
+    def export_checkpoint(self, checkpoint: Path, output: Path, model: str | None = None, merged: bool = False) -> None:
         """Write the policy of `checkpoint` as the HF directory `output`, in one process on the host.
 
-        model: the HF model that the run began with, where it has moved since.
+        model: the HF model that the run began with, where it has moved since. merged: of adapters, write the model with them merged
+        into it, whatever lora.export_merged says, and no directory of peft.
         """

@@ -35,7 +35,7 @@ def backend_module(name: str) -> BackendModule:
     return cast(BackendModule, found)
 
 
-def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None) -> None:
+def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, merged: bool = False) -> None:
     """Write the policy of `checkpoint` as an HF directory, by the backend that wrote it; see BackendModule."""
     trainer = read_meta(checkpoint).config.get("trainer") or {}
-    backend_module(trainer.get("backend", DEFAULT_BACKEND)).export_checkpoint(checkpoint, output, model)
+    backend_module(trainer.get("backend", DEFAULT_BACKEND)).export_checkpoint(checkpoint, output, model, merged)

@@ -41,6 +41,7 @@ class CheckpointMeta:
     data: TrainingStream.state() before that iteration. seed: run.seed. config, config_digest: the run's resolved tree.
     layout: trainer ranks and their TP and PP sizes. model: path and fingerprint of the HF model the run began with.
     reference: of which version the reference is (0: the HF model), and whether it is in the checkpoint; null without one.
+    base: digest of the weights that adapters are trained beside; null where the weights themselves are trained.
     files: every other file of the directory with its size in bytes. digests: of these files, by checkpoints.digests; none in those
     of releases before it. In the file the whole has a digest too.
     """
@@ -56,6 +57,7 @@ class CheckpointMeta:
     config_digest: str
     files: dict[str, int]
     digests: dict[str, str]
+    base: str | None = None
 
     def dump(self) -> str:
         values = asdict(self)
@@ -68,6 +70,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "seed": int,
     "config_digest": str,
     "reference": (dict, type(None)),
+    "base": (str, type(None)),
 }
 
 
@@ -213,6 +216,7 @@ def _read(directory: Path) -> CheckpointMeta | str:
     is_older = seal is None and "digests" not in values
     is_whole = is_older or seal == _seal(values)
     values.setdefault("digests", {})
+    values.setdefault("base", None)
     for field in fields(CheckpointMeta):
         if not isinstance(values.get(field.name, ...), _TYPES.get(field.name, dict)):
             return f"{META_FILE} is damaged or of another release (no valid {field.name!r})"

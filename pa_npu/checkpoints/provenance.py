@@ -38,6 +38,7 @@ CHANGES: dict[str, Change] = {
             "publish": "bucket_mib timeout_s shared_through",
             "buffer": "backend shards timeout_s",
             "checkpoint": "every load resume asynchronous timeout_s keep_last keep_best export_hf",
+            "lora": "export_merged",
             "telemetry": "samples_per_iteration samples trackers tracker_python project run_name tags metric_names offline "
             "tracker_timeout_s timeline warmup_iterations profile_iterations profile_ranks",
             "placement": "cluster ray_address nnodes devices_per_node join_timeout_s node_timeout_s host store_port engine_port "
@@ -45,7 +46,7 @@ CHANGES: dict[str, Change] = {
         },
         Change.SAME_RUN: {
             "run": "deterministic",
-            "model": "path head_chunk_tokens",
+            "model": "path head_chunk_tokens trust_remote_code",
             "data": "test max_test_rows",
             "rollout": "backend engines max_engines shared_engines attach engine_settings tensor_parallel python "
             "window max_num_batched_tokens max_num_seqs memory_fraction shared_memory_fraction kv_cache_gib graph_mode "
@@ -53,7 +54,8 @@ CHANGES: dict[str, Change] = {
             "environment": "timeout_s",
             "reward": "timeout_s max_failing_share judge.url judge.on_failure code.memory_mib code.files_mib code.output_kib "
             "code.processes code.timeout_s code.require",
-            "trainer": "devices tensor_parallel pipeline_parallel sequence_parallel recompute frozen_pass gradient_bucket_mib",
+            "trainer": "devices shards tensor_parallel pipeline_parallel sequence_parallel recompute frozen_pass "
+            "gradient_bucket_mib",
             "microbatch": "responses max_tokens pad_to_multiple_of",
             "attention": "shared_prompt implementation",
             "evaluate": "sets greedy samples temperature top_p max_response_tokens overlap metric stop_at patience",
@@ -79,7 +81,8 @@ CHANGES: dict[str, Change] = {
         },
         Change.NEVER: {
             "run": "seed",
-            "model": "dtype",
+            "model": "dtype adapter",
+            "lora": "rank alpha rank_stabilized targets dropout",
             "trainer": "backend distributed_optimizer",
         },
     }.items()
@@ -89,6 +92,9 @@ CHANGES: dict[str, Change] = {
 REFUSED = {
     "run.seed": "the data order and every sampling seed depend on it",
     "model.dtype": "the weights are saved in it",
+    "model.adapter": "the shape of what is trained is that directory's",
+    **dict.fromkeys(("lora.rank", "lora.targets", "lora.dropout"), "the adapters are saved in that shape"),
+    **dict.fromkeys(("lora.alpha", "lora.rank_stabilized"), "the adapters that are saved count with that factor"),
     "trainer.backend": "the weights are saved in its form",
     "trainer.distributed_optimizer": "the optimizer's state is saved in its form",
 }

@@ -18,6 +18,7 @@ from pa_npu.config.sections import (
     Dataset,
     EnvironmentConfig,
     EvaluateConfig,
+    LoraConfig,
     MicrobatchConfig,
     ModelConfig,
     OptimizerConfig,
@@ -47,6 +48,7 @@ class ConfigTree(Section):
     rollout: RolloutConfig = RolloutConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
+    lora: LoraConfig = LoraConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -180,6 +182,17 @@ class ConfigTree(Section):
         is_old = "old" in self.frozen_models and self.frozen_dtype == self.model.dtype and self.publish.when == "every"
         is_old = is_old and self.publish.mode == "blocking"
         return self.schedule.max_staleness > 0 and not is_old
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained (LoRA), and the model's weights stay as they are."""
+        return bool(self.lora.rank or self.model.adapter)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the reference has weights of its own: without a change to come it is the policy with its adapters off."""
+        began_otherwise = bool(self.algorithm.reference_refresh_every or self.model.adapter)
+        return self.algorithm.has_reference and (began_otherwise or not self.has_adapters)
 
     @property
     def model_copies(self) -> tuple[str, ...]:

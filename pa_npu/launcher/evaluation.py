@@ -50,7 +50,7 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
     if checkpoint:
         from pa_npu.backends.registry import export_checkpoint
 
-        export_checkpoint(Path(checkpoint), Path(config.model.path), None)
+        export_checkpoint(Path(checkpoint), Path(config.model.path), None, merged=True)
     config, platform = resolve_device(config)
     assert platform
     spec = ModelSpec.of(config)

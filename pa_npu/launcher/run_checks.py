@@ -21,6 +21,7 @@ from pa_npu.coordinator.environment_trial import check_environment
 from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.model_directory import check_end_tokens, check_plain_files, check_tokenizer, check_weights
+from pa_npu.families.peft_directory import check_adapters
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.machine_limits import check_limits
@@ -140,6 +141,8 @@ def check_surroundings(
     findings.spec = local(lambda: check_model_files(config), config.model.path)
     if findings.spec is None:
         findings.spec = _planned_model(config, findings)
+    if config.has_adapters:
+        local(lambda: check_adapters(config), config.model.adapter)
     check_memory(config, findings)
     has_model = Path(config.model.path).is_dir()
     tokenizer = load_tokenizer(config.model.path) if has_model else None

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from pa_npu.algorithm.objective import Objective, PolicyState
 from pa_npu.config.schema import Config
@@ -22,6 +21,7 @@ from pa_npu.errors import InvariantViolation
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.trainer.learner import Learner
+from tests.helpers.adapters import plain
 from tests.helpers.backend import Source
 from tests.helpers.gradient_faults import FAULTS, faults_of, inject, negated
 from tests.helpers.megatron import model_config
@@ -53,10 +53,10 @@ def microbatches(groups: list[Group]) -> list[Microbatch]:
     return [one for group in groups for one in build_microbatches(group, RESPONSES // 2, True, 1)]
 
 
-def by_hand(model: Path) -> list[dict[str, torch.Tensor]]:
-    """The HF model's weights after each of the two updates: the clip to the first weights, 0.1 K3 to the same."""
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
+def by_hand(policy: Any) -> list[dict[str, torch.Tensor]]:
+    """An HF model's weights after each of the two updates: the clip to the first weights, 0.1 K3 to the same."""
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
 
     def logprobs(group: Group) -> list[torch.Tensor]:
         found = []
@@ -93,6 +93,10 @@ class BackendConformance:
             learner.accumulate(Source(microbatches(share)))
             learner.step()
 
+    def by_hand(self, model: Path) -> list[dict[str, torch.Tensor]]:
+        """See by_hand; whole HF models."""
+        return by_hand(plain(model))
+
     def exported(self, learner: Learner, directory: Path) -> dict[str, torch.Tensor]:
         learner.backend.export(directory)
         return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -101,7 +105,7 @@ class BackendConformance:
         """Forward over packed prefixes, backward, division, the step, the old policy and the reference, and the export."""
         learner = make(config_of(model))
         self.train(learner)
-        weights, expected = self.exported(learner, tmp_path / "hf"), by_hand(model)
+        weights, expected = self.exported(learner, tmp_path / "hf"), self.by_hand(model)
         assert weights.keys() <= expected[1].keys() and len(weights) > 10
         for name, tensor in weights.items():
             torch.testing.assert_close(

@@ -29,6 +29,7 @@ def trained(
     shards: int | None = None,
     first: int = 0,
     load: Path | None = None,
+    rank: int = 0,
 ) -> list[dict]:
     """Two iterations of two updates, or the second after a checkpoint."""
     config = model_config(
@@ -40,18 +41,23 @@ def trained(
         schedule={"prompts_per_iteration": 4, "updates_per_iteration": 2, "order": "prompt", "iterations": 2},
         algorithm={"kl_coef": 0.01},
         optimizer={"learning_rate": 1e-3, "weight_decay": 0.1},
+        lora={"rank": rank, "export_merged": True} if rank else {},
         checkpoint={"every": 1, **({"load": str(load)} if load else {})},
     )
     return run_job(Job(config, directory, first=first, last=2, export=str(directory / "hf")))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("dtype", "rank"),
+    [("fp32", 0), ("fp32", 3), *(pytest.param("bf16", rank, marks=pytest.mark.nightly) for rank in (0, 3))],
+    ids=lambda value: f"adapters of rank {value}" if isinstance(value, int) and value else str(value or "weights"),
+)
 def test_two_ranks_train_as_one_sharded_or_copied_and_one_goes_on_from_their_checkpoint(
-    dtype: str, tmp_path: Path
+    dtype: str, rank: int, tmp_path: Path
 ) -> None:
     model = make_model(tmp_path / "model", "qwen2", tied=True)
-    reports = {ranks: trained(model, tmp_path / f"of {ranks}", dtype, ranks) for ranks in (1, 2)}
-    copies = trained(model, tmp_path / "copies", dtype, 2, shards=1)
+    reports = {ranks: trained(model, tmp_path / f"of {ranks}", dtype, ranks, rank=rank) for ranks in (1, 2)}
+    copies = trained(model, tmp_path / "copies", dtype, 2, shards=1, rank=rank)
     assert [r["grad_norm"] for r in copies] == pytest.approx([r["grad_norm"] for r in reports[1]], rel=1e-5)
     for name, tensor in weights(tmp_path / "copies" / "hf").items():
         torch.testing.assert_close(tensor, weights(tmp_path / "of 1" / "hf")[name], rtol=1e-5, atol=1e-6)
@@ -63,11 +69,11 @@ def test_two_ranks_train_as_one_sharded_or_copied_and_one_goes_on_from_their_che
     assert any(not torch.equal(tensor, weights(model)[name].to(tensor.dtype)) for name, tensor in one.items())
 
     middle = tmp_path / "of 2" / "checkpoints" / store.directory_name(1)
-    resumed = trained(model, tmp_path / "resumed", dtype, 1, first=1, load=middle)
+    resumed = trained(model, tmp_path / "resumed", dtype, 1, first=1, load=middle, rank=rank)
     assert resumed[-1]["grad_norm"] == pytest.approx(reports[2][-1]["grad_norm"], rel=1e-5)
     for name, tensor in weights(tmp_path / "resumed" / "hf").items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
 
-    export_checkpoint(middle.with_name(store.directory_name(2)), tmp_path / "exported")
+    export_checkpoint(middle.with_name(store.directory_name(2)), tmp_path / "exported", merged=True)
     exported = weights(tmp_path / "exported")
     assert exported.keys() == two.keys() and all(torch.equal(exported[name], tensor) for name, tensor in two.items())

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pa_npu.backends.registry import backend_module
@@ -13,8 +14,9 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
+from tests.helpers.adapters import make_adapter, merged_by_hand, peft_model
 from tests.helpers.backend import make_learner
-from tests.helpers.backend_conformance import BackendConformance, Make
+from tests.helpers.backend_conformance import BackendConformance, Make, by_hand
 from tests.helpers.megatron import PLATFORM, model_config, single_process
 from tests.helpers.models import make_model
 
@@ -45,6 +47,29 @@ class TestFsdp(BackendConformance):
     @pytest.fixture
     def make(self) -> Make:
         return made_by("fsdp")
+
+
+class TestFsdpWithAdapters(BackendConformance):
+    """Against peft on the plain model, from the same adapters."""
+
+    @pytest.fixture
+    def make(self, model: Path, tmp_path: Path) -> Make:
+        adapter = make_adapter(model, tmp_path / "adapter")
+
+        def made(config: Config) -> Learner:
+            changed = {
+                "model": {"adapter": str(adapter)},
+                "lora": {"export_merged": True},
+                "trainer": {"backend": "fsdp"},
+            }
+            sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changed.items()}
+            return made_by("fsdp")(Config.model_validate(config.model_copy(update=sections).model_dump()))
+
+        self.adapter = adapter
+        return made
+
+    def by_hand(self, model: Path) -> list[dict[str, torch.Tensor]]:
+        return [merged_by_hand(state, factor=2.0) for state in by_hand(peft_model(model, self.adapter))]
 
 
 class TestToy(BackendConformance):

@@ -7,7 +7,7 @@ of them has another, and who has none passes one token whose loss counts nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
 from pa_npu.algorithm.update_sums import ReducedGradient
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.fsdp.checkpoint import PlannedShards, load_state, state_of
+from pa_npu.backends.fsdp.lora import Adapted
+from pa_npu.backends.fsdp.lora_export import write_adapters
+from pa_npu.backends.fsdp.lora_merge import Merged
 from pa_npu.backends.fsdp.model import DTYPES, ScoredModel, count_reductions
 from pa_npu.backends.fsdp.optimizer import ShardedAdamW, local
 from pa_npu.backends.fsdp.reduction import counted
@@ -43,7 +46,7 @@ class FsdpBackend:
 
     def __init__(
         self,
-        models: dict[str, ScoredModel],
+        models: Mapping[str, ScoredModel | Adapted],
         mesh: DeviceMesh,
         config: Config,
         spec: ModelSpec,
@@ -53,6 +56,7 @@ class FsdpBackend:
     ) -> None:
         self._models = models
         self._policy = models["policy"]
+        self._module = self._policy.model if isinstance(self._policy, Adapted) else self._policy
         self._config = config
         self._spec = spec
         self._platform = platform
@@ -61,7 +65,7 @@ class FsdpBackend:
         self._weights: dict[str, PolicyState] = {}
         self._shard_group = None if dist.get_world_size() == 1 else mesh.get_group(mesh.ndim - 1)
         self._reductions = (
-            [] if self._shard_group is None else count_reductions(self._policy, mesh.size() // mesh.size(mesh.ndim - 1))
+            [] if self._shard_group is None else count_reductions(self._module, mesh.size() // mesh.size(mesh.ndim - 1))
         )
         self._optimizer = ShardedAdamW(self._policy.parameters(), config)
 
@@ -97,7 +101,8 @@ class FsdpBackend:
         if not self.place.sends:
             return None
         model, dtype = self._models[late_from or "policy"], DTYPES[self._config.model.dtype]
-        return ShardedWeights(model, self._spec, self.place, bucket_bytes, dtype, group)
+        source = Merged(model) if isinstance(model, Adapted) else model
+        return ShardedWeights(source, self._spec, self.place, bucket_bytes, dtype, group)
 
     def name_policy(self, weights: PolicyState) -> None:
         self._weights["policy"] = weights
@@ -160,7 +165,7 @@ class FsdpBackend:
             return False
         on_device = [one.to(self._device) for one in microbatches]
         narrow = self._logprobs("old" if "old" in self._config.frozen_models else "policy", on_device)
-        with widened(self._policy, wide):
+        with widened(self._module, wide):
             widest = self._logprobs("policy", on_device)
         for microbatch, less, more in zip(on_device, narrow, widest, strict=True):
             take(microbatch, less, more)
@@ -172,11 +177,14 @@ class FsdpBackend:
     def plan_save(self, directory: Path, reference_version: int) -> PlannedShards:
         saves_reference = "reference" in self._models and reference_version > 0
         reference = {"version": reference_version, "saved": saves_reference} if "reference" in self._models else None
-        description = {"updates": self._optimizer.updates, "layout": self._layout, "reference": reference}
+        base = self._policy.base_digest(self._shard_group) if isinstance(self._policy, Adapted) else None
+        description = {"base": base, "updates": self._optimizer.updates, "layout": self._layout, "reference": reference}
         return PlannedShards(self._state(saves_reference), directory, description)
 
     def load(self, directory: Path) -> CheckpointMeta:
         meta = read_meta(directory)
+        if isinstance(self._policy, Adapted):
+            self._policy.check_base(meta.base, directory, self._shard_group)
         saved = "reference" in self._models and bool(meta.reference and meta.reference["saved"])
         with torch.no_grad():
             load_state(self._state(saved), directory)
@@ -184,6 +192,9 @@ class FsdpBackend:
         return meta
 
     def export(self, directory: Path) -> None:
+        if isinstance(self._policy, Adapted) and not self._config.lora.export_merged:
+            write_adapters(self._policy, self._config, self._spec, directory, self.place, self._shard_group)
+            return
         source = self.published_weights(BUCKET_BYTES)
         write_hf(source, self._spec, directory, self.place, self._device)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,19 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from pa_npu.backends.fsdp.model import ScoredModel
 from pa_npu.backends.fsdp.optimizer import ShardedAdamW
 from pa_npu.backends.shard_index import IndexReader, describe, list_of, refusing, restore
 
 MODEL = "model."
 
 
-def state_of(policy: ScoredModel, optimizer: ShardedAdamW, reference: ScoredModel | None) -> dict[str, torch.Tensor]:
+class Trained(Protocol):
+    """A model as far as a checkpoint knows it."""
+
+    def named_weights(self) -> dict[str, torch.Tensor]: ...
+
+
+def state_of(policy: Trained, optimizer: ShardedAdamW, reference: Trained | None) -> dict[str, torch.Tensor]:
     """Returns the tensors that are saved and loaded, by name; they are this rank's own memory, sharded."""
     state: dict[str, torch.Tensor] = {}
     for name, weight in policy.named_weights().items():

@@ -53,6 +53,11 @@ def create(
     copies = config.trainer.devices // shards
     sizes, names = ((copies, shards), ("copies", "shards")) if copies > 1 else ((shards,), ("shards",))
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    if config.has_adapters:
+        from pa_npu.backends.fsdp.lora import load_adapted
+
+        shared = load_adapted(config, spec, mesh)
+        return FsdpBackend(shared, mesh, config, spec, platform, device, timeline)
     models = {}
     for name in ("policy", *config.model_copies):
         dtype = DTYPES[config.model.dtype if name in ("policy", "published") else config.frozen_dtype]
@@ -69,8 +74,8 @@ def create(
     return FsdpBackend(models, mesh, config, spec, platform, device, timeline)
 
 
-def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None) -> None:
+def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, merged: bool = False) -> None:
     """See BackendModule."""
     from pa_npu.backends.fsdp.to_hf import export_checkpoint
 
-    export_checkpoint(checkpoint, output, model)
+    export_checkpoint(checkpoint, output, model, merged)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.huggingface import use_shared_prompt_attention
 from pa_npu.backends.fsdp.reduction import CountedReduceScatter
+from pa_npu.backends.fsdp.weights import Rows, rows_of
 from pa_npu.backends.logprob import vocab_parallel_logprobs
 from pa_npu.errors import DataError
 from pa_npu.families.any_model import config_of, decoder_layers
@@ -91,6 +92,10 @@ class ScoredModel(torch.nn.Module):
         tensors = stored_tensors(self.causal)
         return [(name, weight, tensors[weight.source]) for name, weight in wire_weights(self.causal).items()]
 
+    def rows(self, weight: WireWeight, whole: torch.Tensor, alone: bool) -> Rows:
+        """See Weights."""
+        return rows_of(whole, weight.start, alone)
+
 
 def load_model(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
     """The model of an HF directory on the host. Raises DataError where transformers cannot load it, or a weight is missing."""
@@ -136,10 +141,12 @@ def without_dropout(config: Any) -> None:
 def shard(model: ScoredModel, mesh: DeviceMesh, *, compute: torch.dtype, trained: bool, recompute: bool) -> ScoredModel:
     """The same model, sharded in place over `mesh`: [ranks], or [replicas, ranks] for shards that are replicated.
 
-    compute: type of the gathered weights and of what is computed; gradients are summed in fp32, undivided.
+    compute: type of the gathered weights and of what is computed; gradients are summed in fp32, undivided. trained: whether weights
+    are that require gradients.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    model.requires_grad_(trained)
+    if not trained:
+        model.requires_grad_(False)
     model.train(trained)
     if recompute and trained:
         model.causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -155,10 +162,14 @@ def shard(model: ScoredModel, mesh: DeviceMesh, *, compute: torch.dtype, trained
 
 
 def count_reductions(model: ScoredModel, copies: int) -> list[CountedReduceScatter]:
-    """Let every group of a sharded model count what it reduces. copies: of the shards."""
-    counted = []
-    for module in model.modules():
+    """Let every group of a sharded model that has trained weights count what it reduces. copies: of the shards."""
+    counted, below = [], set[torch.nn.Parameter]()
+    for module in reversed(list(model.modules())):  # from the layers to the root
         if isinstance(module, FSDPModule):
+            own = set(module.parameters()) - below
+            below |= own
+            if not any(parameter.requires_grad for parameter in own):
+                continue
             counted.append(CountedReduceScatter(copies))
             module.set_custom_reduce_scatter(counted[-1])  # type: ignore[arg-type]  # its interface, of an unnamed module
             module.set_all_reduce_hook(counted[-1].take_reduced)

@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from pa_npu.backends.fsdp.model import ScoredModel
 from pa_npu.backends.fsdp.optimizer import local
 from pa_npu.config.mesh import Place
 from pa_npu.families.spec import ModelSpec
+from pa_npu.families.wire_names import WireWeight
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment
 
@@ -26,11 +27,28 @@ _WORD_BYTES = 4  # sums of bits are those of int32, which every backend of colle
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """This rank's part of a weight: elements [start, start + shard.numel()) of it flattened, as far as it has these."""
 
     shard: torch.Tensor
     start: int
+
+    def gather(self, group: dist.ProcessGroup | None) -> None:
+        """Get what `read` needs of other ranks; collective over those that hold the shards."""
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        """Elements [first, last) of the shard as they are sent."""
+        return self.shard[first:last]
+
+
+class Weights(Protocol):
+    """A model as its weights are sent."""
+
+    def wire_weights(self) -> list[tuple[str, WireWeight, torch.Tensor]]:
+        """Every tensor to send: its name, which elements it is, and of which parameter or buffer."""
+
+    def rows(self, weight: WireWeight, whole: torch.Tensor, alone: bool) -> Rows:
+        """This rank's part of one of them. alone: whether this rank lays out what is not cut."""
 
 
 class ShardedWeights:
@@ -38,7 +56,7 @@ class ShardedWeights:
 
     def __init__(
         self,
-        model: ScoredModel,
+        model: Weights,
         spec: ModelSpec,
         place: Place,
         bucket_bytes: int,
@@ -48,6 +66,7 @@ class ShardedWeights:
         self._place = place
         self._group = group
         self._dtype = dtype
+        self._model = model
         self._weights = model.wire_weights()
         shapes = {name: weight.shape for name, weight, _ in self._weights}
         self.manifest = Manifest(
@@ -67,7 +86,7 @@ class ShardedWeights:
     def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
         """See WeightSource. Collective over the ranks that hold the shards."""
         alone = self._group is None or dist.get_rank(self._group) == 0
-        weights = {name: _rows(whole, weight.start, alone) for name, weight, whole in self._weights}
+        weights = {name: self._model.rows(weight, whole, alone) for name, weight, whole in self._weights}
         buckets = self.manifest.buckets
         upcoming = self._start(buckets[0], weights)
         for number, bucket in enumerate(buckets, start=1):
@@ -81,18 +100,19 @@ class ShardedWeights:
             yield whole.view(self._dtype)[: bucket.num_elements] if self.is_leader else None
 
     @torch.no_grad()
-    def _start(self, bucket: Bucket, weights: dict[str, _Rows]) -> tuple[torch.Tensor, transport.Work | None]:
+    def _start(self, bucket: Bucket, weights: dict[str, Rows]) -> tuple[torch.Tensor, transport.Work | None]:
         """Lay this rank's rows of a bucket out, and begin to add the other ranks'."""
         device = next(iter(weights.values())).shard.device
         words = torch.zeros(-(-bucket.num_bytes // _WORD_BYTES), dtype=torch.int32, device=device)
         flat, offset = words.view(self._dtype), 0
         for segment in bucket.segments:
             own = weights[segment.name]
+            own.gather(self._group)
             first = max(segment.start, own.start)
             last = min(segment.start + segment.size, own.start + own.shard.numel())
             if first < last:
                 place = offset + first - segment.start
-                flat[place : place + last - first].copy_(own.shard[first - own.start : last - own.start])
+                flat[place : place + last - first].copy_(own.read(first - own.start, last - own.start))
             offset += segment.size
         if self._group is None:
             return words, None
@@ -119,13 +139,13 @@ def plan_segments(shapes: dict[str, tuple[int, ...]], most: int) -> list[tuple[S
     return [tuple(bucket) for bucket in buckets]
 
 
-def _rows(whole: torch.Tensor, start: int, alone: bool) -> _Rows:
+def rows_of(whole: torch.Tensor, start: int, alone: bool) -> Rows:
     """This rank's rows of a parameter that FSDP has cut along its first dimension, counted from where a tensor of the checkpoint
     begins in it. alone: whether this rank lays out what is not cut, as buffers are."""
     if not isinstance(whole, DTensor):
-        return _Rows(whole.detach().reshape(-1) if alone else whole.new_empty(0), -start)
+        return Rows(whole.detach().reshape(-1) if alone else whole.new_empty(0), -start)
     mesh, own = whole.device_mesh, local(whole).detach()
     (axis,) = [number for number, placement in enumerate(whole.placements) if isinstance(placement, Shard)]
     rows = -(-whole.shape[0] // mesh.size(axis))  # as torch.chunk cuts
     first = min(rows * mesh.get_local_rank(axis), whole.shape[0])
-    return _Rows(own.reshape(-1), first * math.prod(whole.shape[1:]) - start)
+    return Rows(own.reshape(-1), first * math.prod(whole.shape[1:]) - start)

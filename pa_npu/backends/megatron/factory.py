@@ -54,7 +54,7 @@ def load_stage(config: Config, spec: ModelSpec, platform: Platform) -> TriModel:
     return stage
 
 
-def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None) -> None:
+def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, merged: bool = False) -> None:
     """See BackendModule."""
     from pa_npu.backends.megatron.checkpoint import to_hf
 

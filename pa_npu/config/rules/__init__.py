@@ -10,6 +10,7 @@ from pa_npu.config.rules.deadlines import broken_deadlines
 from pa_npu.config.rules.engines import broken_engines
 from pa_npu.config.rules.evaluation import broken_evaluation
 from pa_npu.config.rules.functions import broken_functions
+from pa_npu.config.rules.lora import broken_lora
 from pa_npu.config.rules.placement import broken_placement
 from pa_npu.config.rules.rewards import broken_rewards
 from pa_npu.config.rules.single_engines import broken_single_engines
@@ -32,6 +33,7 @@ def broken_rules(c: ConfigTree) -> Iterator[str]:
     yield from broken_data(c)
     yield from broken_staleness(c)
     yield from broken_training(c)
+    yield from broken_lora(c)
     yield from broken_algorithm(c)
     yield from broken_evaluation(c)
     yield from broken_engines(c)

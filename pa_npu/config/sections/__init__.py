@@ -17,6 +17,7 @@ from pa_npu.config.sections.learning import (
     OptimizerConfig,
     TrainerConfig,
 )
+from pa_npu.config.sections.lora import LoraConfig
 from pa_npu.config.sections.operation import LOOPBACK, TRACKERS, BufferConfig, PlacementConfig, TelemetryConfig
 from pa_npu.config.sections.rollout import (
     CUT_SHARE,
@@ -52,6 +53,7 @@ __all__ = [
     "EvaluateConfig",
     "Index",
     "JudgeConfig",
+    "LoraConfig",
     "MicrobatchConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -29,6 +29,11 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: str = Field(..., min_length=1, description="HF model directory (config.json, safetensors, tokenizer).")
+    adapter: str | None = Field(
+        None,
+        min_length=1,
+        description="Directory of peft with adapters (LoRA) of this model to go on from, which says their rank, alpha and targets.",
+    )
     dtype: Literal["fp32", "bf16"] = Field(
         "bf16", description="Type of weights and activations; master weights are fp32."
     )

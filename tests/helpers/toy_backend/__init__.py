@@ -18,7 +18,7 @@ def create(
     return ToyBackend(config, platform, store, rank, local_rank)
 
 
-def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None) -> None:
+def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, merged: bool = False) -> None:
     from tests.helpers.toy_backend.backend import export_checkpoint
 
     export_checkpoint(checkpoint, output, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ def export_hf(
     directory: str | Path,
     place: Place,
     tensor_group: dist.ProcessGroup | None = None,
-    **limits: int,
+    **limits: Any,
 ) -> None:
     """Write the stage in `module` (one GPT stage, wrappers are fine) as its share of `directory`; collective, see write_hf."""
     source = StageTensors(module, spec, place, BUCKET_BYTES, tensor_group) if place.sends else None

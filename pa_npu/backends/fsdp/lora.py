@@ -1,0 +1,237 @@
+"""Adapters (LoRA) by peft in a sharded model: trained in fp32 beside frozen weights, several sets of them in one model.
+
+    models = load_adapted(config, mesh)      "policy", "old", "reference", ...: one sharded model, each with its own set on
+    models["policy"](tokens, layout, ...)    as a ScoredModel; its weights are the set's
+
+A frozen model costs a set of adapters and no more. The reference, as long as it stays what the run began with, has none: it is the
+pass with every adapter off. One set is on at a time, and the policy's last, since recomputation in its backward needs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
+
+from pa_npu.backends.fsdp.model import DTYPES, ScoredModel, load_model, shard
+from pa_npu.backends.fsdp.weights import Rows, rows_of
+from pa_npu.config.schema import Config
+from pa_npu.errors import DataError
+from pa_npu.families.peft_directory import WEIGHTS_FILE, AdapterShape
+from pa_npu.families.spec import ModelSpec
+from pa_npu.families.wire_names import WireWeight, stored_tensors, wire_weights
+
+POLICY = "policy"
+_PREFIX = "base_model.model."  # of names in peft's files
+_PARTS = ("lora_A", "lora_B")
+
+
+def load_adapted(config: Config, spec: ModelSpec, mesh: DeviceMesh) -> dict[str, Adapted]:
+    """The run's models, over one whose weights are in the type that is computed with. Raises DataError."""
+    dtype, recompute = DTYPES[config.model.dtype], config.trainer.recompute == "full"
+    model = ModelWithAdapters(config, spec)
+    shard(model, mesh, compute=dtype, trained=True, recompute=recompute)
+    return adapted(model, config)
+
+
+class ModelWithAdapters(ScoredModel):
+    """The model on the host, its weights in model.dtype and all sets of adapters in fp32. Raises DataError."""
+
+    def __init__(self, config: Config, spec: ModelSpec) -> None:
+        dtype = DTYPES[config.model.dtype]
+        causal = load_model(config.model.path, dtype, trust_remote_code=spec.trust_remote_code)
+        super().__init__(causal, config.attention.implementation)
+        self._wire = wire_weights(causal)
+        add_adapters(causal, config)
+
+    def base_weights(self) -> dict[str, torch.Tensor]:
+        """The weights and buffers without adapters, under the names that they have in the model without."""
+        stored = stored_tensors(self.causal).items()
+        own = {name: tensor for name, tensor in stored if not any(f".{part}." in name for part in _PARTS)}
+        return {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}
+
+    def wire_weights(self) -> list[tuple[str, WireWeight, torch.Tensor]]:
+        tensors = self.base_weights()
+        return [(name, weight, tensors[weight.source]) for name, weight in self._wire.items()]
+
+
+def add_adapters(causal: Any, config: Config) -> None:
+    """Put the run's adapters into a model of transformers on the host, equally on every rank, and freeze all the rest.
+
+    They begin as peft's do, A random by run.seed and B zero, or as model.adapter's. Raises DataError.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    shape, targets = AdapterShape.of(config), None
+    for name in _sets(config):
+        wanted = shape.targets if targets is None else targets
+        options = LoraConfig(
+            r=shape.rank,
+            lora_alpha=shape.alpha,  # type: ignore[arg-type]  # peft's own files have fractions too
+            use_rslora=shape.rank_stabilized,
+            target_modules=wanted if isinstance(wanted, str) else list(wanted),
+            lora_dropout=0.0,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.run.seed)
+            try:
+                inject_adapter_in_model(options, causal, name)
+            except ValueError as error:  # of targets that no layer has, or that are no linear layers
+                reason = str(error).partition("\n")[0].partition(". ")[0]
+                raise DataError(f"{_key(config)}: {wanted}: {reason}; name linear layers of the model") from None
+            _check_layers(causal, config)
+            _start(causal, name)
+        del causal.peft_config  # peft warns of a model that has one when it gets the next set
+        targets = list(_layers(causal))
+    for name, weight in causal.named_parameters():
+        weight.requires_grad_(any(f".{part}.{POLICY}." in name for part in _PARTS))
+    for layer in _layers(causal).values():
+        layer.cast_input_dtype_enabled = False  # shards are gathered in the type that is computed with, A and B too
+    if config.model.adapter:
+        _load(causal, Path(config.model.adapter), _sets(config))
+
+
+def adapted(model: ModelWithAdapters, config: Config) -> dict[str, Adapted]:
+    """The run's models by name, over the one that is sharded."""
+    sets = _sets(config)
+    return {name: Adapted(model, name if name in sets else None) for name in (POLICY, *config.model_copies)}
+
+
+class Adapted:
+    """A model with one set of its adapters on, or none: what the backend takes for a model of its own. Weights are the set's."""
+
+    def __init__(self, model: ModelWithAdapters, adapters: str | None) -> None:
+        self.model = model
+        self.adapters = adapters
+        self.layers = _layers(model.causal)
+
+    def __call__(self, *inputs: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ScoredModel.forward."""
+        for layer in self.layers.values():
+            # set_adapter would also say what is trained, which the shards know already
+            layer._active_adapter = [] if self.adapters is None else [self.adapters]
+        scored: tuple[torch.Tensor, torch.Tensor] = self.model(*inputs, **options)
+        return scored
+
+    def named_weights(self) -> dict[str, torch.Tensor]:
+        """A and B of every layer under peft's names, with this rank's shard of them."""
+        return {} if self.adapters is None else _weights(self.layers, self.adapters)
+
+    def wire_weights(self) -> list[tuple[str, WireWeight, torch.Tensor]]:
+        """See Weights: the adapters alone."""
+        named = self.named_weights().items()
+        return [(name, WireWeight(name, 0, tuple(weight.shape)), weight) for name, weight in named]
+
+    def rows(self, weight: WireWeight, whole: torch.Tensor, alone: bool) -> Rows:
+        """See Weights."""
+        return rows_of(whole, weight.start, alone)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        yield from self.named_weights().values()
+
+    def base_digest(self, group: dist.ProcessGroup | None) -> str:
+        """Digest of the weights that are not trained, however they are sharded. Collective over `group`."""
+        found = hashlib.blake2b(digest_size=8)
+        names, sums = [], []
+        for name, weight in self.model.base_weights().items():
+            names.append(f"{name} {weight.dtype} {tuple(weight.shape)}")
+            sums.append(_position_sum(weight, group))
+        total = torch.stack(sums)
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        for name, value in zip(names, total.tolist(), strict=True):
+            found.update(name.encode() + struct.pack("<q", value))
+        return found.hexdigest()
+
+    def check_base(self, saved: str | None, directory: Path, group: dist.ProcessGroup | None) -> None:
+        """Raises DataError where the checkpoint `directory` has adapters of other weights than these. Collective over `group`."""
+        if self.base_digest(group) != saved:
+            raise DataError(
+                f"checkpoint.load: {directory} has adapters of other weights than model.path's, which it needs; name the model "
+                f"that it began with"
+            )
+
+
+def _sets(config: Config) -> tuple[str, ...]:
+    copies = [name for name in config.model_copies if name != "reference" or config.keeps_reference]
+    return (POLICY, *copies)
+
+
+def _layers(causal: Any) -> dict[str, Any]:
+    """peft's layers by the names of what they stand for."""
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in causal.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _weights(layers: dict[str, Any], adapters: str) -> dict[str, torch.Tensor]:
+    return {
+        f"{_PREFIX}{name}.{part}.weight": getattr(layer, part)[adapters].weight
+        for name, layer in layers.items()
+        for part in _PARTS
+    }
+
+
+def _check_layers(causal: Any, config: Config) -> None:
+    for name, layer in _layers(causal).items():
+        if not isinstance(layer.get_base_layer(), torch.nn.Linear):
+            kind = type(layer.get_base_layer()).__name__
+            raise DataError(f"{_key(config)}: {name} is no linear layer but {kind}; name linear layers of the model")
+        if layer is causal.get_output_embeddings():
+            raise DataError(f"{_key(config)}: {name} is the LM head, whose adapters are not supported; leave it out")
+
+
+def _start(causal: Any, adapters: str) -> None:
+    """Begin a set in fp32, as peft begins one in that type."""
+    for layer in _layers(causal).values():
+        for part in _PARTS:
+            getattr(layer, part)[adapters].float()
+        layer.reset_lora_parameters(adapters, True)
+
+
+@torch.no_grad()
+def _load(causal: Any, directory: Path, sets: tuple[str, ...]) -> None:
+    where = f"model.adapter: {directory / WEIGHTS_FILE}"
+    try:
+        stored = load_file(directory / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{where} cannot be read ({error}); name a directory that peft wrote") from None
+    for adapters in sets:
+        own = _weights(_layers(causal), adapters)
+        if odd := sorted(own.keys() ^ stored.keys()):
+            has = "misses" if odd[0] in own else "has"
+            raise DataError(f"{where} {has} {odd[0]}, unlike the model; name an adapter of model.path")
+        for name, weight in own.items():
+            if weight.shape != stored[name].shape:
+                raise DataError(
+                    f"{where}: {name} is {list(stored[name].shape)}, and {list(weight.shape)} in the model; name an adapter of "
+                    f"model.path"
+                )
+            weight.copy_(stored[name])
+
+
+def _key(config: Config) -> str:
+    return "model.adapter" if config.model.adapter else "lora.targets"
+
+
+def _position_sum(weight: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """int64 []: the sum over this rank's elements of their bits times an odd number by their place, modulo 2^64.
+
+    Sums of shards are the sum of the whole. Any single changed element changes it, since an odd factor has an inverse.
+    """
+    rows = rows_of(weight, 0, dist.get_rank(group) == 0 if group is not None else True)
+    bits = rows.shard.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.shard.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first in range(0, len(bits), 2**22):
+        part = bits[first : first + 2**22].to(torch.int64)
+        place = torch.arange(rows.start + first, rows.start + first + len(part), device=bits.device)
+        total += (part * (place * 0x5851F42D4C957F2D * 2 + 1)).sum()
+    return total

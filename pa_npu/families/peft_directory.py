@@ -1,0 +1,108 @@
+"""A directory of peft with a LoRA adapter: its shape, read and checked for a run that goes on from it. Knows nothing of torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pa_npu.config.plain_file import read_plain
+from pa_npu.config.schema import Config
+from pa_npu.errors import ConfigError, DataError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_LARGEST_CONFIG_BYTES = 16 << 20
+# Each would put something beside the weights, or into them, that is not the product of two matrices and a factor.
+_UNSUPPORTED = (
+    *(
+        "use_dora",
+        "use_qalora",
+        "lora_bias",
+        "fan_in_fan_out",
+        "modules_to_save",
+        "target_parameters",
+        "megatron_config",
+    ),
+    *("trainable_token_indices", "layer_replication", "rank_pattern", "alpha_pattern", "alora_invocation_tokens"),
+    *("arrow_config", "use_bdlora", "layers_to_transform", "exclude_modules", "ensure_weight_tying"),
+)
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """targets: last parts of layers' names, a pattern of whole names (text), or all-linear."""
+
+    rank: int
+    alpha: float
+    rank_stabilized: bool
+    targets: str | tuple[str, ...]
+
+    @property
+    def factor(self) -> float:
+        """The factor of the product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    @classmethod
+    def of(cls, config: Config) -> AdapterShape:
+        """The adapters that a run trains. Raises DataError where model.adapter cannot be gone on from."""
+        if config.model.adapter:
+            return cls.read(Path(config.model.adapter))
+        keys = config.lora
+        return cls(keys.rank, keys.alpha, keys.rank_stabilized, keys.targets)
+
+    @classmethod
+    def read(cls, directory: Path) -> AdapterShape:
+        """The adapter in a directory. Raises DataError."""
+        where = f"model.adapter: {directory}"
+        try:
+            raw = json.loads(read_plain(directory / CONFIG_FILE, _LARGEST_CONFIG_BYTES))
+        except OSError as error:
+            raise DataError(
+                f"{where} has no {CONFIG_FILE} ({error.strerror}); name a directory that peft wrote"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: {CONFIG_FILE} is not JSON ({error}); name a directory that peft wrote") from None
+        for reason in _refused(raw):
+            raise DataError(f"{where}: {reason}")
+        if not (directory / WEIGHTS_FILE).is_file():
+            raise DataError(f"{where} has no {WEIGHTS_FILE}; save the adapter by peft with safe_serialization=True")
+        targets = raw["target_modules"]
+        return cls(
+            raw["r"],
+            float(raw["lora_alpha"]),
+            bool(raw.get("use_rslora")),
+            targets if isinstance(targets, str) else tuple(sorted(targets)),
+        )
+
+
+def check_adapters(config: Config) -> None:
+    """Raises UserError where the run's adapters cannot be made or gone on from."""
+    if find_spec("peft") is None:
+        raise ConfigError("lora.rank: adapters need peft, which is not installed; pip install 'pa_npu[lora]'")
+    AdapterShape.of(config)
+
+
+def _refused(raw: Any) -> Iterator[str]:
+    """Reasons why a file's adapter cannot be trained, with the remedy."""
+    if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
+        kind = raw.get("peft_type") if isinstance(raw, dict) else None
+        yield f"its peft_type is {kind!r:.40}, and only LORA is supported; name another, or set lora.rank to begin one"
+        return
+    for key in _UNSUPPORTED:
+        if raw.get(key):
+            yield f"{key} = {raw[key]!r:.60} is not supported, only plain LoRA is; name another, or set lora.rank to begin one"
+    if raw.get("bias", "none") != "none":
+        yield f"bias = {raw['bias']!r:.40} trains biases too, which is not supported; name another, or set lora.rank"
+    rank, alpha, targets = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        yield f"r = {rank!r:.40} is no rank; name a directory that peft wrote"
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
+        yield f"lora_alpha = {alpha!r:.40} is no positive number; name a directory that peft wrote"
+    is_list = isinstance(targets, list) and targets and all(isinstance(name, str) for name in targets)
+    if not is_list and not (isinstance(targets, str) and targets):
+        yield f"target_modules = {targets!r:.60} names no layers; name a directory that peft wrote"
