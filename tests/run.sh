@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up the environment, then lint, check types and test.
+# Set up the environment, then lint, check types and test: unit tests beside all others, each half with a core of its own.
 # nightly also installs what only its tests need: trackers, TransferQueue and, as root on Debian, a browser.
 # Usage: bash tests/run.sh [unit|integration|all|nightly] [pytest arguments ...]      (all is the default)
 set -euo pipefail
@@ -10,9 +10,9 @@ options=()
 case $what in
   unit) paths=(tests/unit) limit_s=1200 ;;
   integration) paths=(tests/integration) limit_s=3600 ;;
-  all) paths=(tests) limit_s=4800 ;;
+  all) paths=(tests --ignore=tests/unit) limit_s=4800 ;;
   # everything, the tests marked nightly too, and 10,000 examples of each property where it is otherwise 500
-  nightly) paths=(tests) limit_s=14400 options=(--timeout 3600) && export HYPOTHESIS_PROFILE=nightly ;;
+  nightly) paths=(tests --ignore=tests/unit) limit_s=14400 options=(--timeout 3600) && export HYPOTHESIS_PROFILE=nightly ;;
   *) fail "tests/run.sh: $what is not unit, integration, all or nightly" ;;
 esac
 setup_environment cpu dev docs
@@ -42,6 +42,27 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_DEVICE_BACKEND_AUTOLOAD=0 TOKENIZERS_PARALLELISM=false
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-"$PYTHON" -m mypy
 # pytest ends a test that hangs; this ends a pytest that does. SIGINT first, so that it still prints what it has
-exec timeout --foreground --signal=INT --kill-after=60 "$limit_s" "$PYTHON" -m pytest --durations=30 "${paths[@]}" "${options[@]}" "$@"
+run_tests() {
+  local code=0
+  timeout --foreground --signal=INT --kill-after=60 "$limit_s" "$PYTHON" -m pytest --durations=30 "$@" "${arguments[@]}" || code=$?
+  # one half may have no test that the arguments select
+  [[ $code == 5 && ${#arguments[@]} != 0 ]] || return "$code"
+}
+arguments=("$@")
+if [[ $what == unit || $what == integration ]]; then
+  "$PYTHON" -m mypy
+  run_tests "${paths[@]}"
+  exit
+fi
+beside=$(mktemp)
+set -m # a process group of its own, which can be ended
+{ "$PYTHON" -m mypy && run_tests tests/unit "${options[@]}" -p no:cacheprovider; } >"$beside" 2>&1 &
+half=$!
+set +m
+trap 'kill -- -"$half" 2>/dev/null || true; rm -f "$beside"' EXIT
+code=0
+run_tests "${paths[@]}" "${options[@]}" || code=$?
+wait "$half" || code=$?
+cat "$beside"
+if [[ $code != 0 ]]; then fail "tests/run.sh: failed; above are types and tests/unit, and before them all other tests"; fi
