@@ -54,6 +54,7 @@ def test_roles_run_on_their_nodes_and_a_good_end_leaves_nothing(launcher: RayLau
     assert (launcher.directory / "logs" / "trainer-1.log").read_text() == "done trainer-1\n"
 
 
+@pytest.mark.nightly  # each is a start of a cluster's processes
 def test_a_trainer_that_fails_on_another_node_ends_the_run_with_its_name_and_log(launcher: RayLauncher) -> None:
     launcher.role("trainer-1", "print('cause of death'); raise SystemExit(7)")
     assert launcher.start().code() == 1
@@ -74,6 +75,7 @@ def test_a_launcher_that_is_stopped_or_killed_leaves_nothing_on_any_node(
     launcher.wait_for(lambda: not any(alive(pid) for pid in pids), "nothing is left")
 
 
+@pytest.mark.nightly  # tests/integration/test_two_nodes.py kills one in a real run
 def test_a_killed_raylet_is_named_not_those_who_lost_contact_and_its_processes_are_gone(
     launcher: RayLauncher, two: Raylets
 ) -> None:

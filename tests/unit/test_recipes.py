@@ -40,7 +40,11 @@ def size_of(recipe: Path) -> str:
     return "32b" if "32b" in recipe.name else "7b"
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [RECIPES[0], *(pytest.param(recipe, marks=pytest.mark.nightly) for recipe in RECIPES[1:])],
+    ids=lambda path: path.stem,
+)
 def test_the_arithmetic_in_a_recipe_is_what_dry_run_prints(recipe: Path) -> None:
     for arguments, claimed in claims(recipe):
         assert claimed == quoted(recipe, arguments), f"{arguments}: run python -m tests.helpers.recipes"

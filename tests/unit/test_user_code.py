@@ -123,6 +123,13 @@ def test_a_loss_that_is_none_is_one_line(users_module: str, function: str, probl
         assert f"{users_module}.py:" in line, "no file and line of the user's code"
 
 
+def test_a_module_that_is_none_is_named_with_its_line(users_module: str) -> None:
+    with pytest.raises(ConfigError, match=r"broken_import\.py:3"):
+        try_loss(AlgorithmConfig(loss="broken_import:f"))
+    with pytest.raises(ConfigError, match=r"SyntaxError.*broken_syntax\.py:1"):
+        try_loss(AlgorithmConfig(loss="broken_syntax:f"))
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_of_ours_passes_the_same_trial(name: str) -> None:
     try_loss(AlgorithmConfig(loss=name))
@@ -137,10 +144,6 @@ def test_the_trial_is_a_process_of_its_own_and_takes_good_functions(users_module
     check_algorithm(AlgorithmConfig(loss=f"{users_module}:good", advantage=f"{users_module}:squared"))
     with pytest.raises(ConfigError, match=r"algorithm\.loss: .*no gradient"):
         check_algorithm(AlgorithmConfig(loss=f"{users_module}:detached"))
-    with pytest.raises(ConfigError, match=r"broken_import\.py:3"):
-        check_algorithm(AlgorithmConfig(loss="broken_import:f"))
-    with pytest.raises(ConfigError, match=r"SyntaxError.*broken_syntax\.py:1"):
-        check_algorithm(AlgorithmConfig(loss="broken_syntax:f"))
     with pytest.raises(ConfigError, match=r"algorithm\.advantage: ends:f: the process that tried it ended with 7"):
         check_algorithm(AlgorithmConfig(advantage="ends:f"))
 

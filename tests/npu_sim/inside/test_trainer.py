@@ -111,6 +111,11 @@ class Run:
         return all(process.poll() in (None, 0) for process in self.processes)
 
     @property
+    def written(self) -> int:
+        """Bytes that the ranks have written so far: logs, and what they leave of each layout."""
+        return sum(file.stat().st_size for file in self.directory.rglob("*") if file.is_file())
+
+    @property
     def logs(self) -> str:
         return "\n".join(f"--- {file.name}\n{file.read_text()[-4000:]}" for file in self.directory.glob("rank*.log"))
 
@@ -179,8 +184,10 @@ class EngineWorker:
         return {"after failure": after_failure, "late": late}
 
     def _wait_for(self, topic: Topic[StageManifest]) -> list[StageManifest]:
-        deadline = time.monotonic() + TIME_LIMIT_S
+        written, deadline = -1, 0.0
         while not all(topic.exists(self.channel, stage=stage) for stage in self.stages):
+            if self.run.written != written:  # ranks that get on have as long again
+                written, deadline = self.run.written, time.monotonic() + TIME_LIMIT_S
             assert time.monotonic() < deadline and self.run.healthy, f"{self.layout}: no manifest\n{self.run.logs}"
             time.sleep(0.02)
         return [topic.get(self.channel, stage=stage) for stage in self.stages]
