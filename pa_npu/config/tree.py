@@ -140,6 +140,20 @@ class ConfigTree(Section):
     def groups_per_replica(self) -> int:
         return self.mesh.per_replica(self.schedule.prompts_per_iteration)
 
+    def updates(self, iterations: int) -> int:
+        """Optimizer steps of so many iterations."""
+        return iterations * self.schedule.updates_per_iteration
+
+    @property
+    def reduces_in_buckets(self) -> bool:
+        """Whether gradients are reduced beside the last backward: with a budget of tokens nobody knows which one that is."""
+        return self.trained_groups is not None
+
+    @property
+    def generated_groups(self) -> int | None:
+        """Groups that every iteration generates; None if the number follows from tokens or rewards."""
+        return None if self.schedule.dynamic_sampling else self.trained_groups
+
     @property
     def trained_groups(self) -> int | None:
         """Groups that every iteration trains; None where that follows from their tokens, and the coordinator tells it."""

@@ -12,6 +12,7 @@ class Work:
     """Upper bounds of one iteration's work: every prompt and response at its longest."""
 
     sequences: int
+    updates: int
     microbatches_per_replica: int
     microbatch_tokens: int
     prompt_tokens: int
@@ -30,6 +31,7 @@ def work(config: Config) -> Work:
     piece = -(-piece // config.pad_multiple) * config.pad_multiple
     return Work(
         sequences=sequences,
+        updates=config.schedule.updates_per_iteration,
         microbatches_per_replica=pieces,
         # packing fills a microbatch up to max_tokens, unless one piece is larger or all together are smaller
         microbatch_tokens=min(max(piece, config.microbatch.max_tokens or 0), piece * pieces),

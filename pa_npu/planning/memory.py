@@ -112,7 +112,7 @@ def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int,
     feed_forward = layer.feed_forward // tensor
     per_layer = layer.residual // residual_shards + rotated + layer.attention // tensor + feed_forward
     layers = spec.num_layers // trainer.pipeline_parallel
-    microbatches = amount.microbatches_per_replica // config.schedule.updates_per_iteration
+    microbatches = amount.microbatches_per_replica // amount.updates
     in_flight = max(1, min(trainer.pipeline_parallel - stage, microbatches))
 
     # Backward of one layer: gradients of the gated layer's three parts and of its input and output, the gathered input.

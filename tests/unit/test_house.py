@@ -200,16 +200,15 @@ FEATURE_KEYS = {
     **dict.fromkeys(("api_port", "colocate"), "placement"),
     **dict.fromkeys(("interrupts", "iterations_ahead", "swaps_in_turn", "delays", "keeps_published"), None),
     **dict.fromkeys(("num_shared_engines", "trained_groups", "needs_whole_groups"), None),
+    **dict.fromkeys(("generated_groups", "reduces_in_buckets", "updates"), None),
 }
 MOST_READERS = 3
 # The file that is the feature, where it reads its keys itself.
 OWN = {"max_staleness": "control/freshness.py", "iterations_ahead": "control/freshness.py"}
 # Read in more files: how many, and why.
 MANY_READERS = {
-    "updates_per_iteration": (9, "five of them predict or describe a run from its keys"),
     "num_shared_engines": (7, "six of them place engines or predict a run from its keys"),
     "colocate": (4, "all of them predict or describe a run from its keys"),
-    "trained_groups": (5, "trainers wait for the number of groups in four places"),
 }
 
 

@@ -83,8 +83,8 @@ class ShardedAdamW:
 
 def learning_rate(config: Config, update: int) -> float:
     """The rate of an update, from 1: linear warm-up, then decay to the last iteration's. Update 1 of a warm-up of n has 1/n."""
-    options, updates = config.optimizer, config.schedule.updates_per_iteration
-    warmup, last = options.warmup_iterations * updates, config.schedule.iterations * updates
+    options = config.optimizer
+    warmup, last = config.updates(options.warmup_iterations), config.updates(config.schedule.iterations)
     most, least = options.learning_rate, options.min_learning_rate
     if warmup and update <= warmup:
         return most * update / warmup

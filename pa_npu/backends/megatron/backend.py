@@ -62,8 +62,7 @@ class MegatronBackend:
         self._ddp = data_parallel(
             stage,
             distributed_optimizer=config.trainer.distributed_optimizer,
-            # with a budget of tokens nobody knows which microbatch is the last one while it goes through the model
-            bucket_mib=0.0 if config.trained_groups is None else config.trainer.gradient_bucket_mib,
+            bucket_mib=config.trainer.gradient_bucket_mib if config.reduces_in_buckets else 0.0,
         )
         data = self.place.mesh.data
         self._watched = WatchedReduction(self._ddp, data, self.place.replica) if data > 1 else None

@@ -38,8 +38,8 @@ def build_scheduler(optimizer: Any, config: Config) -> Any:
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    options, updates = config.optimizer, config.schedule.updates_per_iteration
-    warmup, last = options.warmup_iterations * updates, config.schedule.iterations * updates
+    options = config.optimizer
+    warmup, last = config.updates(options.warmup_iterations), config.updates(config.schedule.iterations)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

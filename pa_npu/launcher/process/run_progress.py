@@ -24,8 +24,7 @@ class RunProgress:
         directory = Path(config.run.dir) / DIRECTORY
         self._events = {name: MarkedLines(directory / f"{name}.jsonl", "{") for name in (_COORDINATOR, _TRAINER)}
         self._iterations = config.schedule.iterations
-        # with dynamic sampling more are generated, as they are needed
-        self._groups = None if config.schedule.dynamic_sampling else config.trained_groups
+        self._groups = config.generated_groups
         # rank 0 trains its replica's share, in microbatches
         self._microbatches = config.groups_per_replica * config.microbatches_per_group
         self._packs = config.microbatch.max_tokens is not None

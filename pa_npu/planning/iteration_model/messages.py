@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pa_npu.config.schema import Config
+from pa_npu.planning import amounts
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Rules:
             rollout.max_response_tokens,
             config.data_parallel,
             schedule.order,
-            schedule.updates_per_iteration,
+            amounts.work(config).updates,
         )
 
 

@@ -17,6 +17,7 @@ from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning import amounts
 from pa_npu.planning.memory import GIB, Memory, engine_memory, kv_bytes_per_token, trainer_memory
 from pa_npu.planning.prediction.calibration import TRANSFER_ERROR, Calibration
 from pa_npu.planning.prediction.changed import changed
@@ -101,7 +102,7 @@ class ClusterPlan:
     @property
     def device_hours(self) -> Figure:
         """Per thousand optimizer steps."""
-        updates = self.config.schedule.updates_per_iteration
+        updates = amounts.work(self.config).updates
         return self.iteration_s.map(lambda seconds: 1000.0 / updates * seconds * self.devices / 3600.0)
 
     @property
@@ -191,7 +192,7 @@ def _fitting(basis: Basis, devices: int, for_trainers: int, tensor: int, stages:
 def _config(
     basis: Basis, engines: int, shards: int, for_trainers: int, tensor: int, stages: int, devices: int
 ) -> Config | None:
-    unit = Mesh.of(for_trainers, tensor, stages).data * basis.base.schedule.updates_per_iteration
+    unit = Mesh.of(for_trainers, tensor, stages).data * amounts.work(basis.base).updates
     wanted = basis.base.schedule.prompts_per_iteration
     if basis.groups_per_device is not None:
         wanted = max(1, round(basis.groups_per_device * devices))
@@ -269,7 +270,7 @@ def _colocated_s(basis: Basis, config: Config, devices: int) -> float:
         "rollout": {"engines": max(1, devices // config.rollout.tensor_parallel)},
         "trainer": {"devices": mesh.size},
     }
-    unit = mesh.data * config.schedule.updates_per_iteration
+    unit = mesh.data * amounts.work(config).updates
     groups = config.schedule.prompts_per_iteration
     whole = max(1, round(groups / unit)) * unit
     together = changed(config, {**changes, "schedule": {"prompts_per_iteration": whole}})

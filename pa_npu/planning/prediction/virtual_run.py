@@ -22,6 +22,7 @@ from pa_npu.dispatch.lengths import ResponseLengths
 from pa_npu.dispatch.schedule import Schedule
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning import amounts
 from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
@@ -117,7 +118,7 @@ def predict(
             config.rollout.max_num_seqs,
             part.replicas,
             config.schedule.order,
-            config.schedule.updates_per_iteration,
+            amounts.work(config).updates,
             step_s,
             calibration.delivery_s,
             shared,
@@ -132,7 +133,7 @@ def predict(
             outcome.end_s + trainer_cost.border_s,
             trainer_cost.border_s,
             outcome.train_s,
-            step_s * config.schedule.updates_per_iteration,
+            step_s * amounts.work(config).updates,
         )
         controller.end_iteration(times)
         lengths.observe([(prompt, shape.lengths) for prompt, shape in zip(prompts, shapes, strict=True)])
@@ -157,7 +158,7 @@ class _Part:
 
 def _part(config: Config, most_groups: int) -> _Part:
     engines, replicas = config.rollout.engines, config.data_parallel
-    groups, updates = config.schedule.prompts_per_iteration, config.schedule.updates_per_iteration
+    groups, updates = config.schedule.prompts_per_iteration, amounts.work(config).updates
     parts = max(math.ceil(engines / _MOST_ENGINES), groups / most_groups)
     shared = config.num_shared_engines
     if parts <= 1:
