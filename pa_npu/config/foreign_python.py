@@ -99,7 +99,7 @@ class _Program:
                 yield f"**{ast.unparse(keyword.value)[:40]}", keyword.value
 
     def _later(self, config: ast.Call) -> Iterator[tuple[str, ast.expr]]:
-        """What is assigned to attributes of the configuration after its making."""
+        """Finds the values assigned to attributes of the configuration after its making."""
         names = [name for name, values in self.assigned.items() if config in values]
         for target, values in self.assigned.items():
             holder, _, attribute = target.rpartition(".")
@@ -116,7 +116,7 @@ class _Program:
             given.unread[name] = f"{ast.unparse(node)[:60]}: refers to itself"
 
     def _followed(self, node: ast.expr) -> ast.expr:
-        """What a name stands for, where it is assigned once."""
+        """Finds the value of a name that is assigned once."""
         for _ in range(20):
             if not isinstance(node, ast.Name) or len(self.assigned.get(node.id, ())) != 1:
                 break

@@ -252,7 +252,7 @@ class _Script:
         return [] if empty and words == [""] else words
 
     def _expansion(self) -> list[str]:
-        """What `$...` stands for, from the dollar or the backtick on."""
+        """Expands `$...`, from the dollar or the backtick on."""
         begin, line = self.at, self._line()
         if self.text.startswith("$((", begin):
             return [self._arithmetic(self._until("(", ")", begin + 1), line)]

@@ -77,7 +77,7 @@ def write_source(shelf: Path, name: str, version: str) -> None:
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the package indexes have."""
+    """Returns the contents of the package indexes."""
     path = tmp_path_factory.mktemp("shelf")
     torch, npu = VERSIONS["TORCH"], VERSIONS["TORCH_NPU"]
     write_wheel(path, "torch", "2.11.0", ("triton==3.6.0",))
@@ -110,7 +110,7 @@ def ascend(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(ascend: Path, **others: str) -> dict[str, str]:
-    """Of a user's new shell."""
+    """Returns the environment of a user's new shell."""
     hidden = ("PYTHONPATH", "PA_NPU_", "ASCEND", "ATB_", "VIRTUAL_ENV", "PIP_", "UV_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     return {

@@ -72,7 +72,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def sent(learner: Learner, bucket_bytes: int = 2**14) -> dict[str, torch.Tensor]:
-    """What engines would get."""
+    """Returns the weights that engines would get."""
     source = learner.backend.published_weights(bucket_bytes)
     assert source is not None
     assembler, found = Assembler(source.manifest), {}
@@ -181,7 +181,7 @@ def test_exports_load_in_peft_and_transformers_and_give_the_trainers_logprobs(
 
 @torch.no_grad()
 def logprobs(model: Any, microbatch: Microbatch) -> torch.Tensor:
-    """Of one sequence's targets."""
+    """Returns the log-probs of one sequence's targets."""
     table = model(microbatch.tokens[None]).logits[0].log_softmax(-1)[microbatch.rows]
     return table.gather(-1, microbatch.targets[:, None])[:, 0]
 

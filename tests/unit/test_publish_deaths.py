@@ -140,7 +140,7 @@ class Job:
             await asyncio.sleep(0.02)
 
     async def responses(self) -> dict[str, Any]:
-        """What each engine that serves writes to one prompt from one seed."""
+        """Returns each serving engine's response to one prompt from one seed."""
         tokens = np.arange(2, 20, dtype=np.int32)
         sampling = Sampling(12, 1.0, ignore_eos=True)
         return {

@@ -52,7 +52,7 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _read(file: str, origin: Origin) -> Arguments:
-    """What the file sets; its ending tells what it is."""
+    """Reads the settings of a file; its ending tells its kind."""
     ending = Path(file).suffix
     if ending in (".sh", ".bash"):
         return read_script(read_text(file), origin, file)
