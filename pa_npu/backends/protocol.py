@@ -160,6 +160,12 @@ class BackendModule(Protocol):
     def changes(self) -> list[str]:
         """Returns one line, for people, for each change to another package in a trainer's process."""
 
+    def fit(self, config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
+        """The configuration as this model needs it, and a line for people about each thing that was found; before anything starts.
+
+        Raises ConfigError where the backend cannot train the model.
+        """
+
     def create(
         self,
         config: Config,

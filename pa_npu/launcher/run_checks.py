@@ -200,9 +200,12 @@ def check_transfer_queue() -> None:
 
 
 def settle_places(config: Config, findings: Findings) -> Config:
-    """rollout.max_num_seqs, where it was not given, by what the KV cache holds; what it became is among the counts."""
+    """The configuration as the training backend needs it for this model, and rollout.max_num_seqs, where it was not given, by what
+    the KV cache holds; what it became is among the counts."""
     if findings.spec is None:
         return config
+    config, found = backend_module(config.trainer.backend).fit(config, findings.spec)
+    findings.counts += found
     settled = with_places(config, findings.spec, findings.device_bytes, findings.own_memory)
     if settled is not config:
         findings.counts.append(

@@ -59,7 +59,7 @@ def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
 
 def test_a_backend_of_ones_own_that_lacks_something_is_refused_with_what_it_lacks() -> None:
     with pytest.raises(
-        ConfigError, match=r"trainer.backend: json:dumps has no changes, create, export_checkpoint\(\); see"
+        ConfigError, match=r"trainer.backend: json:dumps has no changes, fit, create, export_checkpoint\(\); see"
     ):
         backend_module("json:dumps")
     with pytest.raises(ConfigError, match=r"trainer.backend: nowhere:BACKEND cannot be imported .*No module named"):

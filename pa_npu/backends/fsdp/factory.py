@@ -23,6 +23,15 @@ def changes() -> list[str]:
     return []
 
 
+def fit(config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
+    """See BackendModule: by a trial."""
+    if not spec.is_any:  # families with a file share prompts, as tests show
+        return config, []
+    from pa_npu.backends.fsdp.trial import fit
+
+    return fit(config, spec)
+
+
 def create(
     config: Config,
     spec: ModelSpec,

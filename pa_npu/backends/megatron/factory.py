@@ -23,6 +23,11 @@ def changes() -> list[str]:
     return [patch.line() for patch in PATCHES]
 
 
+def fit(config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
+    """See BackendModule: what does not fit breaks a rule."""
+    return config, []
+
+
 def create(
     config: Config,
     spec: ModelSpec,

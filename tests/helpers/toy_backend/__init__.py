@@ -10,6 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 
+def fit(config: Any, spec: Any) -> tuple[Any, list[str]]:
+    return config, []
+
+
 def create(
     config: Any, spec: Any, platform: Any, store: Any, rank: int, local_rank: int, timeline: Any
 ) -> Any:  # imported when it is asked for
@@ -24,4 +28,4 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, 
     export_checkpoint(checkpoint, output, model)
 
 
-BACKEND = SimpleNamespace(changes=lambda: [], create=create, export_checkpoint=export_checkpoint)
+BACKEND = SimpleNamespace(changes=lambda: [], fit=fit, create=create, export_checkpoint=export_checkpoint)

@@ -1,0 +1,145 @@
+"""The trial before a run finds how a model of transformers may be packed, and lets nothing through that is another function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pa_npu.attention import huggingface
+from pa_npu.attention.layout import PrefixLayout
+from pa_npu.backends.fsdp import trial
+from pa_npu.backends.fsdp.trial import Way, fit, tried
+from pa_npu.backends.logprob import vocab_parallel_logprobs
+from pa_npu.backends.registry import backend_module
+from pa_npu.config.schema import Config
+from pa_npu.errors import ConfigError
+from pa_npu.families.spec import ModelSpec
+from tests.helpers.megatron import model_config
+from tests.helpers.models import OTHERS, make_model, make_other
+
+SHARED = Way("shared", "auto")
+
+
+def run_of(model: Path, **sections: dict[str, Any]) -> tuple[Config, ModelSpec]:
+    lengths = {"data": {"max_prompt_tokens": 64}, "rollout": {"max_response_tokens": 64, "responses_per_prompt": 4}}
+    config = model_config(model, trainer={"backend": "fsdp"}, **lengths, **sections)
+    return config, ModelSpec.of(config)
+
+
+WAYS = {
+    **dict.fromkeys(("mistral", "phi", "phi3", "glm4", "granite", "olmo2", "gpt2", "qwen3_moe", "mixtral"), SHARED),
+    **dict.fromkeys(("gemma3_text", "cohere2", "deepseek_v3"), Way("packed", "sdpa")),
+    "gemma2": Way("packed", "eager"),  # whose soft caps sdpa leaves out
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), Way("alone", "sdpa")),  # a state runs on through the packed row
+    "gpt_oss": Way("alone", "eager"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_every_model_goes_the_fastest_way_that_is_right_and_says_so_in_one_line(kind: str, tmp_path: Path) -> None:
+    config, spec = run_of(make_other(tmp_path, kind))
+    settled, (line,) = fit(config, spec)
+    way = WAYS[kind]
+    assert settled.attention.shared_prompt == (way.name == "shared")
+    assert settled.attention.implementation == way.attention
+    assert settled.microbatch_responses == (1 if way.name == "alone" else 4)
+    assert line.startswith(f"model.path: transformers {kind}, ") and "\n" not in line
+    assert Config.model_validate(settled.model_dump()) == settled, "no rule is broken"
+
+
+def test_a_window_that_no_sequence_exceeds_is_none(tmp_path: Path) -> None:
+    model = make_other(tmp_path, "gemma3_text", sliding_window=128)
+    config, spec = run_of(model)
+    assert fit(config, spec)[0].attention.shared_prompt
+    longer = config.model_copy(update={"data": config.data.model_copy(update={"max_prompt_tokens": 65})})
+    assert not fit(longer, spec)[0].attention.shared_prompt
+
+
+def test_what_the_user_rules_out_is_not_taken(tmp_path: Path) -> None:
+    config, spec = run_of(make_other(tmp_path, "mistral"), attention={"shared_prompt": False})
+    assert fit(config, spec)[0] == config
+    config, spec = run_of(tmp_path, attention={"shared_prompt": False, "implementation": "eager"})
+    assert fit(config, spec)[0] == config
+
+
+def test_recomputed_layers_have_the_same_gradients(tmp_path: Path) -> None:
+    _, spec = run_of(make_other(tmp_path, "granite"))
+    assert tried(spec, SHARED, 128, recompute=True) is None
+
+
+def test_families_with_a_file_need_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "tried", lambda *_: pytest.fail("a trial"))
+    config, spec = run_of(make_model(tmp_path))
+    assert backend_module("fsdp").fit(config, spec) == (config, [])
+
+
+def test_without_the_attentions_own_refusals_the_trial_finds_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: windows and caps that the attention is not told of change log-probs."""
+    whole = huggingface._attend
+
+    def silent(*given: Any, sliding_window: Any = None, softcap: Any = None, s_aux: Any = None, **named: Any) -> Any:
+        return whole(*given, **named)
+
+    monkeypatch.setattr(huggingface, "_attend", silent)
+    for kind in ("gemma3_text", "gemma2", "gpt_oss"):
+        _, spec = run_of(make_other(tmp_path / kind, kind))
+        assert "log-probs differ" in str(tried(spec, SHARED, 128)), kind
+
+
+def _positions_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixLayout, "position_ids", lambda self, *_: torch.arange(self.total))
+
+
+def _no_gradient_through_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pa_npu.backends.fsdp import model
+
+    def cut(hidden: torch.Tensor, weight: torch.Tensor, *given: Any, **named: Any) -> Any:
+        return vocab_parallel_logprobs(hidden, weight.detach(), *given, **named)
+
+    monkeypatch.setattr(model, "vocab_parallel_logprobs", cut)
+
+
+def _half_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = huggingface.shared_prompt_attention
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        return whole(q, k + (k.detach() - k) / 2, v, *given, **named)
+
+    monkeypatch.setattr(huggingface, "shared_prompt_attention", attend)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (_positions_go_on, "log-probs differ"),
+        (_no_gradient_through_the_head, "lm_head.weight gets no gradient"),
+        (_half_a_gradient, "the gradient of"),
+    ],
+)
+def test_faults_are_found(fault: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, spec = run_of(make_other(tmp_path, "mistral"))
+    assert tried(spec, SHARED, 128) is None
+    fault(monkeypatch)
+    assert says in str(tried(spec, SHARED, 128))
+
+
+def test_a_model_that_no_way_is_right_for_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among them one whose context changes nothing: no trial of it could fail."""
+    config, spec = run_of(make_other(tmp_path, "mistral"))
+    monkeypatch.setattr(trial, "_forward", lambda model, tokens, prompt: _uniform(model, tokens, prompt))
+    with pytest.raises(ConfigError) as caught:
+        fit(config, spec)
+    line = str(caught.value)
+    assert line.startswith("model.path: ") and line.endswith("; use another model") and "\n" not in line
+    assert "the prompt changes nothing" in line
+
+
+def _uniform(model: Any, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
+    return torch.zeros(len(tokens) - prompt) + 0.0 * next(model.parameters()).sum()
