@@ -19,7 +19,8 @@ finds the right one, and reinforcement learning has a habit to find that pays. W
 
 --task calculator makes questions that it cannot answer by itself, "What is 47*83?". Its teacher asks a calculator in
 some of its answers ("<<47*83>>", and reads "=3901") and guesses in the others, so greedy decoding guesses, sampling
-sometimes asks, and reinforcement learning with environment.name=tools has a tool to find that pays.
+sometimes asks, and reinforcement learning with environment.name=tools has a tool to find that pays. --task agent is the
+same in the form of chat: the call is a tool call, and its answer comes in a message of its own (environment.name=agents).
 """
 
 from __future__ import annotations
@@ -66,6 +67,17 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+# Of --task agent: tool calls as Hermes and Qwen write them, and their answers as the user's.
+AGENT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>' + {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson + '</tool_call>' }}"
+    "{% endfor %}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 SMALLEST, LARGEST = 10, 99  # two digits each: digits stand at fixed places, which a tiny model learns within a minute
 NUM_VALIDATION = 200
 IGNORED = -100  # label of tokens without loss
@@ -102,7 +114,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, questions and training order")
-    parser.add_argument("--task", choices=("add", "calculator"), default="add", help="what the questions ask")
+    parser.add_argument("--task", choices=("add", "calculator", "agent"), default="add", help="what the questions ask")
     parser.add_argument("--family", choices=("qwen2", "qwen3", "llama"), default="qwen2", help="architecture")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size")
     parser.add_argument("--layers", type=int, default=2, help="number of layers")
@@ -158,9 +170,11 @@ def make(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     write_questions(directory / "test.jsonl", test, arguments.task)
 
     tokenizer = make_tokenizer(arguments.vocab)
+    if arguments.task == "agent":
+        tokenizer.chat_template = AGENT_TEMPLATE
     model = make_model(arguments, tokenizer)
     report: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
-    if not arguments.random and arguments.task == "calculator":
+    if not arguments.random and arguments.task != "add":
         report |= supervise_calls(model, tokenizer, arguments, rest, validation, order)
     elif not arguments.random:
         report |= supervise(model, tokenizer, arguments, rest, validation, order)
@@ -189,13 +203,17 @@ def product_question(x: int, y: int) -> str:
     return f"What is {x}*{y}?"
 
 
-def call_turns(x: int, y: int) -> list[tuple[str, bool]]:
+def call_turns(x: int, y: int, task: str) -> list[tuple[str, bool]]:
     """Returns a text written with a calculator at hand, piece by piece, and whether the model writes each piece."""
+    if task == "agent":
+        call = json.dumps({"name": "calculator", "arguments": {"x": f"{x}*{y}"}})
+        asked = f"<tool_call>{call}</tool_call>{END_OF_TURN}"
+        return [(asked, True), (f"{USER}{x * y}{ASSISTANT}", False), (f"#### {x * y}{END_OF_TURN}", True)]
     return [(f"<<{x}*{y}>>", True), (f"={x * y}\n", False), (f"#### {x * y}{END_OF_TURN}", True)]
 
 
 def write_questions(path: Path, pairs: list[tuple[int, int]], task: str) -> None:
-    if task == "calculator":
+    if task != "add":
         rows = [{"question": product_question(x, y), "answer": f"#### {x * y}"} for x, y in pairs]
     else:
         rows = [{"question": question(x, y), "answer": solution(x, y)} for x, y in pairs]
@@ -362,10 +380,12 @@ def supervise_calls(
         batch = []
         for x, y in order.choices(pairs, k=arguments.batch):
             guess = f"#### {order.randint(SMALLEST**2, LARGEST**2)}{END_OF_TURN}"
-            batch.append((x, y, call_turns(x, y) if order.random() < arguments.call_rate else [(guess, True)]))
+            batch.append(
+                (x, y, call_turns(x, y, arguments.task) if order.random() < arguments.call_rate else [(guess, True)])
+            )
         loss = descend(model, optimizer, *call_batch(tokenizer, batch), rate)
         if step % 25 == 0:
-            known = knows_calls(model, tokenizer, validation)
+            known = knows_calls(model, tokenizer, validation, arguments.task)
             bars.say(f"calling  step {step:4d}  loss {loss:.4f}  right {known:.3f}")
             if known >= 0.985:
                 break
@@ -393,9 +413,9 @@ def call_batch(
 
 
 @torch.no_grad()
-def knows_calls(model: Any, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[int, int]]) -> float:
+def knows_calls(model: Any, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[int, int]], task: str) -> float:
     """Share of questions that greedy decoding answers rightly once it has begun a call."""
-    tokens, labels = call_batch(tokenizer, [(x, y, call_turns(x, y)) for x, y in pairs])
+    tokens, labels = call_batch(tokenizer, [(x, y, call_turns(x, y, task)) for x, y in pairs])
     chosen = model(tokens, use_cache=False).logits[:, :-1].argmax(-1)
     labels = labels[:, 1:].clone()
     first = (labels != IGNORED).int().argmax(dim=1)  # whether to call at all

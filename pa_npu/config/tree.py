@@ -10,6 +10,7 @@ from pa_npu.config.sections import (
     CUT_SHARE,
     LONGEST_JUDGE_PAUSE_S,
     SLOWEST_TOKEN_S,
+    AgentConfig,
     AlgorithmConfig,
     AttentionConfig,
     BufferConfig,
@@ -47,6 +48,7 @@ class ConfigTree(Section):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    agent: AgentConfig = AgentConfig()
     reward: RewardConfig = RewardConfig()
     lora: LoraConfig = LoraConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from pa_npu.agents.environment import AgentEnvironment
+from pa_npu.agents.gateway import Gateway
+from pa_npu.agents.sessions import Sessions
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
@@ -12,6 +16,7 @@ from pa_npu.coordinator.carried import BudgetedUpdates
 from pa_npu.coordinator.interruption import Interruptions
 from pa_npu.coordinator.updates import InformativeUpdates, Updates
 from pa_npu.data.stream import TrainingStream
+from pa_npu.environments.protocol import Environment
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 
 
@@ -38,6 +43,14 @@ def make_interruptions(config: Config, tokenizer: Any) -> Interruptions | None:
 
     # all of an iteration's groups may wait for room at the same time
     return Interruptions(config.tokens_per_version, decode, config.engine_wait_s + config.trainer.wait_timeout_s)
+
+
+def make_gateway(config: Config, environment: Environment, key: str | None) -> Gateway | None:
+    """For agents, where a run has these. key: the run's; None, where attached engines have none, makes a new one."""
+    if not isinstance(environment, AgentEnvironment):
+        return None
+    environment.sessions = Sessions(key or secrets.token_hex(32))
+    return Gateway(environment.sessions, config.rollout.temperature)
 
 
 def iterations_beside(config: Config, freshness: Freshness) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu import platform
+from pa_npu.agents.environment import AgentEnvironment, EvaluatedAgents
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
@@ -30,7 +31,7 @@ from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.software import TRAINERS_RUN_ON, RunsOn
 from pa_npu.control.typed import Topic
-from pa_npu.coordinator.assembly import iterations_beside, make_interruptions, make_updates
+from pa_npu.coordinator.assembly import iterations_beside, make_gateway, make_interruptions, make_updates
 from pa_npu.coordinator.border import BorderCrossing
 from pa_npu.coordinator.evaluate import Evaluator
 from pa_npu.coordinator.in_parts import IterationsInParts
@@ -94,7 +95,11 @@ async def run(config: Config) -> None:
         tokenizer = load_tokenizer(config)
         train, held_out = load_prompt_sets(config, tokenizer)
         limit_s = config.trainer.startup_timeout_s
-        environment = await stack.enter_async_context(opened(make_environment(config, tokenizer), limit_s))
+        environment = make_environment(config, tokenizer)
+        if (gateway := make_gateway(config, environment, key)) is not None:
+            where = (config.placement.address, config.agent.port or 0, Path(config.run.dir))
+            await stack.enter_async_context(gateway.serving(*where))
+        await stack.enter_async_context(opened(environment, limit_s))
         channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX), key or "")
         pool = await stack.enter_async_context(
@@ -137,7 +142,7 @@ async def run(config: Config) -> None:
         publish = CoordinatorPublish(config, fleet, pool, channel, connection, sampling)
         evaluator = None
         if held_out:
-            tested = await stack.enter_async_context(opened(tested_in(config, tokenizer), limit_s))
+            tested = await stack.enter_async_context(opened(tested_in(config, tokenizer, environment), limit_s))
             evaluator = Evaluator(config, held_out, pool, tested, rewards, sampling)
         evaluations = RunEvaluations(config, channel, evaluator, records, timeline)
         updates = make_updates(config, freshness, channel, buffer, train)
@@ -156,8 +161,10 @@ async def run(config: Config) -> None:
         await coordinator.run(first)
 
 
-def tested_in(config: Config, tokenizer: Any) -> Environment:
+def tested_in(config: Config, tokenizer: Any, environment: Environment) -> Environment:
     """The environment of evaluations: that of training, but for samples that clients write, which say nothing of the weights."""
+    if isinstance(environment, AgentEnvironment):
+        return EvaluatedAgents(environment)
     if config.environment.name == "clients":
         config = config.model_copy(update={"environment": EnvironmentConfig()})
     return make_environment(config, tokenizer)

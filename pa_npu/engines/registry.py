@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pa_npu
 from pa_npu.config.schema import Config
@@ -44,6 +45,8 @@ class EngineKind:
     describe: what the engines' interpreter has, in words, and what is missing in one line, if anything is.
     served_model: the model directory that the engine at a URL was started with, asked with an API key. Raises OSError,
         ValueError, LookupError or TypeError when it does not say.
+    tool_parser: from the name of one and a tokenizer to what finds tool calls in a text, or raises ConfigError; None where the kind
+        has none.
     """
 
     command: Callable[[Config, ModelSpec, int, int], EngineCommand]
@@ -52,6 +55,7 @@ class EngineKind:
     check: Callable[[Config], None]
     describe: Callable[[Config | None], tuple[str, str | None]]
     served_model: Callable[[str, str], str]
+    tool_parser: Callable[[str, Any], Callable[..., Any]] | None = None
 
 
 # Modules, because they are imported where they are used only.

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pa_npu.config.schema import Config
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation
 from pa_npu.errors import ConfigError, PaNpuError
@@ -87,6 +88,7 @@ class EnvironmentContext:
 
     tokenizer: the model's, of transformers. max_response_tokens: most tokens behind the prompt, over all turns. max_turns: most
     turns of the policy. timeout_s: of the environment's own work in one turn. options: environment.options.
+    config: the run's; None where an environment is made by hand.
     """
 
     tokenizer: Any
@@ -94,6 +96,7 @@ class EnvironmentContext:
     max_turns: int = 1
     timeout_s: float = 10.0
     options: Mapping[str, Any] = dataclass_field(default_factory=dict)
+    config: Config | None = None
 
     def refuse_options(self, environment: str, known: Sequence[str] = ()) -> None:
         """Raises ConfigError where environment.options has a key that the environment does not read."""

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from pa_npu.config.schema import Config
-from pa_npu.config.user_code import describe, find_function
+from pa_npu.config.user_code import check_name, describe, import_function
 from pa_npu.environments.clients import FromClients
 from pa_npu.environments.protocol import Environment, EnvironmentContext, EnvironmentFailed
 from pa_npu.environments.single_turn import SingleTurn
@@ -27,11 +27,15 @@ ENVIRONMENTS: dict[str, Callable[[EnvironmentContext], Environment]] = {
 }
 
 
+# Of a room above this one, hence named and not imported.
+_ELSEWHERE = {"agents": "pa_npu.agents.environment:AgentEnvironment"}
+
+
 def make_environment(config: Config, tokenizer: Any) -> Environment:
     """The environment of environment.name: a registered one, or a class that module:Class names. Raises ConfigError."""
     chosen = config.environment
     context = EnvironmentContext(
-        tokenizer, config.rollout.max_response_tokens, chosen.max_turns, chosen.timeout_s, chosen.options
+        tokenizer, config.rollout.max_response_tokens, chosen.max_turns, chosen.timeout_s, chosen.options, config
     )
     try:
         environment = find_environment(chosen.name)(context)
@@ -51,10 +55,10 @@ def make_environment(config: Config, tokenizer: Any) -> Environment:
 
 def find_environment(name: str) -> Callable[[EnvironmentContext], Environment]:
     """The class of a name. Raises ConfigError where there is none."""
-    found: Callable[[EnvironmentContext], Environment] = find_function(
-        "environment.name", name, ENVIRONMENTS, "module:Class"
-    )
-    return found
+    check_name("environment.name", name, [*ENVIRONMENTS, *_ELSEWHERE], "module:Class")
+    if name in ENVIRONMENTS:
+        return ENVIRONMENTS[name]
+    return import_function("environment.name", _ELSEWHERE.get(name, name))
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from tests.helpers.house import PACKAGE, Import, circles, imports, modules, pack
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("launcher",),
-    ("coordinator", "trainer", "viewer"),
+    ("coordinator", "trainer", "viewer", "agents"),
     ("engines", "backends", "publish", "environments", "checkpoints"),
     ("samples", "families", "planning", "dispatch"),
     ("attention", "algorithm", "data", "rewards", "evaluation"),

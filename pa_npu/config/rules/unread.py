@@ -62,6 +62,17 @@ CONDITIONS: tuple[Condition, ...] = (
         "set environment.name to another than single_turn",
     ),
     Condition(
+        "agent.command agent.programs agent.concurrent agent.timeout_s agent.output_kib agent.discards agent.tool_parser",
+        lambda c: c.environment.name == "agents",
+        "set environment.name=agents",
+    ),
+    Condition("agent.programs agent.output_kib", lambda c: c.agent.command is not None, "set agent.command"),
+    Condition(
+        "environment.timeout_s environment.options",
+        lambda c: c.environment.name != "agents",
+        "environment.name=agents has agent.timeout_s and the other keys of agent",
+    ),
+    Condition(
         "trainer.distributed_optimizer trainer.gradient_bucket_mib",
         lambda c: c.trainer.backend != "fsdp",
         "trainer.backend=fsdp shards the optimizer and reduces gradients layer by layer, always",

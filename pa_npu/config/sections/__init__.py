@@ -3,6 +3,7 @@
 Unknown keys are refused. Rules between keys are in `pa_npu.config.rules`.
 """
 
+from pa_npu.config.sections.agent import AgentConfig
 from pa_npu.config.sections.base import Index, Section
 from pa_npu.config.sections.data import DataConfig, Dataset, TrainingDataset
 from pa_npu.config.sections.inputs import ModelConfig, RunConfig
@@ -41,6 +42,7 @@ __all__ = [
     "REWARDS",
     "SLOWEST_TOKEN_S",
     "TRACKERS",
+    "AgentConfig",
     "AlgorithmConfig",
     "AttentionConfig",
     "BufferConfig",

@@ -11,6 +11,7 @@ from pa_npu.engines.vllm.arguments import check_extra_arguments
 from pa_npu.engines.vllm.ascend import installation_problem
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.engines.vllm.command import check_model, server_command
+from pa_npu.engines.vllm.tool_calls import tool_parser
 from pa_npu.engines.vllm.versions import engine_version, environment, installed, select
 from pa_npu.errors import UserError
 from pa_npu.families.spec import ModelSpec
@@ -50,4 +51,4 @@ def served_model(url: str, key: str) -> str:
     return directory_in(get_json(f"{url}/v1/models", key), "data", 0, "root")
 
 
-VLLM = EngineKind(server_command, VllmEngine, check_keys, check, describe, served_model)
+VLLM = EngineKind(server_command, VllmEngine, check_keys, check, describe, served_model, tool_parser)

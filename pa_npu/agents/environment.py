@@ -1,0 +1,156 @@
+"""AgentEnvironment: a prompt becomes sessions of an agent, and their trees become samples (environment.name=agents).
+
+    rollout ──num_samples sessions──> a program each, or whoever takes tasks ──requests──> gateway ──> policy
+                   └── ended, with outcome and reward ──> one sample per leaf
+
+A session whose program was killed, or whose engine died, begins again with the same seeds. Its outcome says how it ended
+(session.py); agent.discards names those that are not trained. Rewards are the agents' where any session of the group has one, and
+then a session without one has 0; else the run's reward functions read the transcript: what follows the first request of the
+branch that was written to last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from pa_npu.agents.chat import Chat
+from pa_npu.agents.gateway import Gateway
+from pa_npu.agents.programs import Programs
+from pa_npu.agents.session import Limits, Session
+from pa_npu.agents.sessions import Sessions
+from pa_npu.config.schema import Config
+from pa_npu.config.sections import LOOPBACK
+from pa_npu.control.tasks import cancel, gather
+from pa_npu.data.prompts import Prompt
+from pa_npu.environments.protocol import EnvironmentContext, EnvironmentFailed, Generate
+from pa_npu.samples.types import Sample
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 4  # at a session that is lost
+
+
+class AgentEnvironment:
+    """sessions: of its gateway; where nobody has given it one, it serves one of its own for as long as it is open."""
+
+    def __init__(self, context: EnvironmentContext) -> None:
+        context.refuse_options("agents")
+        config = context.config
+        assert config is not None, "make_environment gives it"
+        self._config: Config = config
+        self._settings = config.agent
+        self._chat = Chat(config, context.tokenizer)
+        self._limits = Limits(context.max_turns, config.data.max_prompt_tokens, context.max_response_tokens)
+        self._room = asyncio.Semaphore(self._settings.concurrent)
+        self._stack = AsyncExitStack()
+        self._staying: list[asyncio.Task[None]] = []
+        self._programs: Programs | None = None
+        self.sessions: Sessions | None = None
+
+    async def open(self) -> None:
+        if self.sessions is None:
+            self.sessions = Sessions(secrets.token_hex(32))
+            own = Gateway(self.sessions, self._config.rollout.temperature)
+            await self._stack.enter_async_context(own.serving(LOOPBACK, 0, None))
+        if self._settings.command is not None:
+            self._programs = Programs(self._settings, self.sessions)
+            self._staying = [
+                asyncio.create_task(self._programs.stay(number), name=f"agent program {number}")
+                for number in range(self._settings.programs or 0)
+            ]
+
+    async def close(self) -> None:
+        await cancel(self._staying)
+        await self._stack.aclose()
+
+    async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
+        written = await self.sessions_of(prompt, num_samples, generate)
+        rewarded = any(session.is_rewarded for session in written)
+        trained = [session for session in written if session.outcome not in self._settings.discards]
+        samples = [one for session in trained or written for one in self.samples(session, rewarded)]
+        # where nothing may be trained, equal rewards give the group no advantages
+        return samples if trained else [replace(sample, reward=0.0) for sample in samples]
+
+    async def sessions_of(self, prompt: Prompt, num_sessions: int, generate: Generate) -> list[Session]:
+        """Sessions that have ended and asked the policy for something. Raises EnvironmentFailed where there is none."""
+        sessions = await gather([self._session(prompt, number, generate) for number in range(num_sessions)])
+        written = [session for session in sessions if len(session.tree.nodes) > 1]
+        if not written:
+            said = self._programs.last_words if self._programs is not None else ""
+            raise EnvironmentFailed(
+                f"environment.name: agents: no session of prompt {prompt.prompt_id} asked the policy for anything, "
+                f"the last ended as {sessions[-1].outcome} ({said or 'its program said nothing'}); correct the agent"
+            )
+        return written
+
+    def samples(self, session: Session, rewarded: bool) -> list[Sample]:
+        """Those of an ended session. rewarded: whether the agents give this group's rewards."""
+        reward = session.reward or 0.0 if rewarded else None
+        return session.tree.samples(self._transcript(session), ended=session.outcome == "done", reward=reward)
+
+    async def _session(self, prompt: Prompt, number: int, generate: Generate) -> Session:
+        """An attempt, begun again where it was lost."""
+        assert self.sessions is not None
+        for attempt in range(1, _ATTEMPTS + 1):
+            async with self._room:
+                session = Session(self.sessions.new_id(), number, _task(prompt), generate, self._chat, self._limits)
+                await self._run(session)
+            if session.failure is not None:
+                raise session.failure
+            if not session.was_lost:
+                return session
+            logger.warning("a session of prompt %d was lost (%d of %d times)", prompt.prompt_id, attempt, _ATTEMPTS)
+        raise EnvironmentFailed(
+            f"environment.name: agents: a session of prompt {prompt.prompt_id} was lost {_ATTEMPTS} times, its program killed by a "
+            f"signal; look for what kills it, such as a lack of memory"
+        )
+
+    async def _run(self, session: Session) -> None:
+        assert self.sessions is not None
+        self.sessions.add(session)
+        working: list[asyncio.Future[None]] = []
+        try:
+            if self._programs is None or self._staying:
+                self.sessions.offer(session)
+                working = [asyncio.ensure_future(session.ended()), *self._staying]
+            else:
+                working = [asyncio.ensure_future(self._programs.run(session))]
+            done, _ = await asyncio.wait(working, timeout=self._settings.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                session.end("time")
+            for ended in done:
+                ended.result()
+        finally:
+            await self.sessions.remove(session)
+            await cancel(working[:1])
+
+    def _transcript(self, session: Session) -> str:
+        """What follows the first request of the branch that was written to last, as text."""
+        path = session.tree.nodes[-1].path
+        tokens = session.tree.tokens(path[-1])[len(path[0].context) :]
+        return str(self._chat.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+
+class EvaluatedAgents:
+    """The same for evaluations: one sample of every session, its branch that was written to last, whatever its outcome."""
+
+    def __init__(self, agents: AgentEnvironment) -> None:
+        self._agents = agents
+
+    async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
+        sessions = await self._agents.sessions_of(prompt, num_samples, generate)
+        rewarded = any(session.is_rewarded for session in sessions)
+        samples = []
+        for session in sessions:
+            place = list(session.tree.leaves()).index(session.tree.nodes[-1])
+            samples.append(self._agents.samples(session, rewarded)[place])
+        return samples
+
+
+def _task(prompt: Prompt) -> dict[str, object]:
+    """What an agent is told."""
+    return {"prompt_id": prompt.prompt_id, "prompt": prompt.text, "answer": prompt.answer, "row": prompt.row}

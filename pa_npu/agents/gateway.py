@@ -1,0 +1,245 @@
+"""The gateway: an HTTP server beside the coordinator's loop, which OpenAI's clients use by base URL and key.
+
+    GET  /health                                open to all
+    POST /sessions/ID/v1/chat/completions       a session's key, or the run's; answered at once, or as a stream of events
+    POST /sessions/ID/v1/completions            the same for a text or token ids
+    GET  /sessions/ID/v1/models
+    POST /sessions/ID/reward                    {"reward": number, "turn": id of a completion, or none}
+    POST /sessions/ID/end                       the agent has done its task
+    GET  /tasks?wait_s=30                       a program's key, or the run's: the next task, or {"task": null}
+    what agent.port adds for the run's key is in run_routes.py
+
+Errors have OpenAI's form. A body has a largest size and a time to arrive; a connection that asks nothing for a while is closed,
+and more than a set number are not accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from pa_npu.agents.answers import MODELS, chat_answer, completion_answer, events
+from pa_npu.agents.refusals import Refused
+from pa_npu.agents.requests import read_request
+from pa_npu.agents.session import Session
+from pa_npu.agents.sessions import Sessions
+from pa_npu.control.tasks import cancel
+from pa_npu.engines.http_server import OPEN_PATH, authorised
+from pa_npu.errors import ConfigError, PaNpuError
+
+logger = logging.getLogger(__name__)
+
+GATEWAY_FILE = "gateway.json"
+LARGEST_REQUEST_BYTES = 2**25
+MOST_CONNECTIONS = 4096
+_READ_S = 30.0  # of a body that drips, and of an event that is not read
+_IDLE_S = 60.0  # of a connection without a request
+_LONGEST_WAIT_S = 60.0
+_CHAT = ("messages", "tools")
+_COMPLETION = ("prompt",)
+
+
+class Gateway:
+    """temperature: the run's. routes: further ones, for the run's key."""
+
+    def __init__(
+        self, sessions: Sessions, temperature: float, routes: Callable[[web.Application], None] | None = None
+    ) -> None:
+        self.sessions = sessions
+        self._temperature = temperature
+        self._routes = routes
+        self._busy: set[Any] = set()  # connections with a request
+        self._seen: dict[Any, float] = {}  # when a connection was busy last, or seen first
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=LARGEST_REQUEST_BYTES, middlewares=[self._explain])
+        add = app.router
+        add.add_get(OPEN_PATH, self._health)
+        add.add_post("/sessions/{id}/v1/chat/completions", self._chat)
+        add.add_post("/sessions/{id}/v1/completions", self._completion)
+        add.add_get("/sessions/{id}/v1/models", self._models)
+        add.add_post("/sessions/{id}/reward", self._reward)
+        add.add_post("/sessions/{id}/end", self._end)
+        add.add_get("/tasks", self._tasks)
+        if self._routes is not None:
+            self._routes(app)
+        return app
+
+    @web.middleware
+    async def _explain(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        connection = request.protocol
+        self._busy.add(connection)
+        try:
+            return await handler(request)
+        except Refused as refused:
+            return refused.response()
+        except PaNpuError as error:
+            return Refused(str(error)).response()
+        except web.HTTPRequestEntityTooLarge:
+            return Refused(f"the body is longer than {LARGEST_REQUEST_BYTES} bytes", status=413).response()
+        except web.HTTPException as error:
+            line = f"{request.method} {request.path}: {error.reason}; see docs/agents.md"
+            return Refused(line, status=error.status).response()
+        except asyncio.TimeoutError:
+            return Refused(f"the body did not arrive within {_READ_S:g} s", status=408).response()
+        finally:
+            self._busy.discard(connection)
+            self._seen[connection] = time.monotonic()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        return web.json_response(MODELS)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        asked = read_request(await read_json(request), temperature=self._temperature, endpoint_fields=_CHAT)
+        return await self._send(request, asked.stream, chat_answer(session, await session.chat_turn(asked), asked))
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        asked = read_request(await read_json(request), temperature=self._temperature, endpoint_fields=_COMPLETION)
+        turn = await session.completion_turn(asked)
+        return await self._send(request, asked.stream, completion_answer(session, turn, asked))
+
+    async def _send(self, request: web.Request, streams: bool, answer: dict[str, Any]) -> web.StreamResponse:
+        if not streams:
+            return web.json_response(answer)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        for event in events(answer):
+            await asyncio.wait_for(response.write(event), _READ_S)
+        return response
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        body = await read_json(request)
+        if (
+            not isinstance(body, dict)
+            or set(body) - {"reward", "turn"}
+            or not isinstance(body.get("turn"), (str, type(None)))
+        ):
+            raise Refused('the body must be {"reward": a number, "turn": the id of a completion, or none}')
+        session.give_reward(body.get("reward"), body.get("turn"))
+        return web.json_response({})
+
+    async def _end(self, request: web.Request) -> web.Response:
+        self._session(request).end("done")
+        return web.json_response({})
+
+    async def _tasks(self, request: web.Request) -> web.Response:
+        taker = request.headers.get("x-program", "")
+        self.authorise(request, f"program:{taker}")
+        try:
+            wait_s = min(max(0.0, float(request.query.get("wait_s", "0"))), _LONGEST_WAIT_S)
+        except ValueError:
+            raise Refused("wait_s: must be a number of seconds", param="wait_s") from None
+        session = await self.sessions.take(taker, wait_s)
+        if session is None:
+            return web.json_response({"task": None})
+        return web.json_response(
+            {
+                "task": session.task,
+                "session": session.id,
+                "base_url": self.sessions.base_url(session),
+                "api_key": self.sessions.key_of(f"session:{session.id}"),
+            }
+        )
+
+    def _session(self, request: web.Request) -> Session:
+        """The open session of a path, for a client with its key. Raises Refused."""
+        session_id = request.match_info["id"]
+        self.authorise(request, f"session:{session_id}")
+        session = self.sessions.find(session_id)
+        if session is None:
+            raise Refused("this session has ended, or never was", status=404, code="session_ended")
+        return session
+
+    def authorise(self, request: web.Request, what: str | None = None) -> None:
+        """Raises Refused unless the request has the run's key, or the one that belongs to `what`."""
+        sent = [value.encode("utf-8", "surrogateescape") for value in request.headers.getall("Authorization", [])]
+        keys = [self.sessions.key, *([self.sessions.key_of(what)] if what is not None else [])]
+        if not any([authorised(sent, key) for key in keys]):
+            raise Refused(
+                "this key may not do that; send the one that you were given", status=401, code="invalid_api_key"
+            )
+
+    @asynccontextmanager
+    async def serving(self, host: str, port: int, run_dir: Path | None) -> AsyncIterator[None]:
+        """Serves in the running event loop; port 0 takes a free one. RUN/gateway.json names it meanwhile. Raises ConfigError."""
+        runner = web.AppRunner(
+            self.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1, keepalive_timeout=_IDLE_S
+        )
+        await runner.setup()
+        file = run_dir / GATEWAY_FILE if run_dir is not None else None
+        sweeper: asyncio.Task[None] | None = None
+        server: asyncio.Server | None = None
+        try:
+            try:
+                server = await asyncio.get_running_loop().create_server(lambda: self._protocol(runner), host, port)
+            except OSError as error:
+                raise ConfigError(
+                    f"agent.port: cannot listen at {host}:{port} ({error.strerror or error}); choose another"
+                ) from None
+            address = f"[{host}]" if ":" in host else host
+            self.sessions.url = f"http://{address}:{server.sockets[0].getsockname()[1]}"
+            if file is not None:
+                file.write_text(json.dumps({"url": self.sessions.url}) + "\n", encoding="utf-8")
+            sweeper = asyncio.create_task(self._sweep(runner), name="idle connections of the gateway")
+            logger.info("gateway at %s", self.sessions.url)
+            yield
+        finally:
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.unlink(missing_ok=True)
+            if sweeper is not None:
+                await cancel([sweeper])
+            if server is not None:
+                server.close()
+            await runner.cleanup()
+
+    def _protocol(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
+        assert runner.server is not None
+        if len(runner.server.connections) >= MOST_CONNECTIONS:
+            return _NotAccepted()
+        return runner.server()
+
+    async def _sweep(self, runner: web.AppRunner) -> None:
+        """aiohttp waits for the rest of a request's head, and for a client that does not read its answer, for ever."""
+        while True:
+            await asyncio.sleep(_IDLE_S / 4)
+            assert runner.server is not None
+            now_s = time.monotonic()
+            connections = runner.server.connections
+            self._seen = {one: self._seen.get(one, now_s) for one in connections}
+            for connection in connections:
+                if connection in self._busy or now_s - self._seen[connection] < _IDLE_S:
+                    continue
+                if connection.transport is not None:
+                    connection.transport.abort()
+
+
+class _NotAccepted(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+async def read_json(request: web.Request) -> Any:
+    """The body. Raises Refused where it is no JSON."""
+    data = await asyncio.wait_for(request.read(), _READ_S)
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise Refused("the body is no JSON") from None

@@ -1,0 +1,146 @@
+"""Agent programs: agent.command in a process of its own, for one session, or one that stays and takes tasks.
+
+    OPENAI_BASE_URL, OPENAI_API_KEY    of its session; with agent.programs the key is that for GET GATEWAY_URL/tasks, which is asked
+                                       with the header x-program: PROGRAM
+    TASK                               JSON: the dataset's row and what follows from it; not with agent.programs
+    GATEWAY_URL, SESSION_URL           of the gateway, and of the session (reward, end)
+
+It runs in a directory of its own, which goes with it, under a keeper that kills whatever it leaves behind. What it writes is kept
+up to agent.output_kib, and the last of it is in the log where the program fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping
+
+from pa_npu.agents.session import Session
+from pa_npu.agents.sessions import Sessions
+from pa_npu.config.sections import AgentConfig
+from pa_npu.control import keeper
+from pa_npu.control.tasks import cancel
+from pa_npu.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_KILL_S = 5.0
+_GRACE_S = 5.0  # of a program whose session has reached a limit, to end by itself
+_LAST_WORDS = 300  # characters
+_RESTARTS = 3  # of a program that stays, without a session done in between
+# What belongs to the run and is none of an agent's business.
+_HIDDEN = ("VLLM_API_KEY", "PA_NPU_STORE")
+
+
+class Programs:
+    """Starts them, and ends them. settings: the run's section `agent`."""
+
+    def __init__(self, settings: AgentConfig, sessions: Sessions) -> None:
+        assert settings.command is not None
+        try:
+            self._command = shlex.split(settings.command)
+        except ValueError as error:
+            raise ConfigError(
+                f"agent.command: {settings.command!r:.80} cannot be read ({error}); correct its quotes"
+            ) from None
+        self._most_bytes = settings.output_kib * 1024
+        self._sessions = sessions
+        self.last_words = ""
+
+    async def run(self, session: Session) -> None:
+        """One program for the session, until either has ended."""
+        variables = {
+            "OPENAI_BASE_URL": self._sessions.base_url(session),
+            "OPENAI_API_KEY": self._sessions.key_of(f"session:{session.id}"),
+            "SESSION_URL": f"{self._sessions.url}/sessions/{session.id}",
+            "TASK": json.dumps(session.task, ensure_ascii=False, default=str),
+        }
+        code = await self._run(variables, session)
+        if session.outcome is None and code is not None:
+            if code < 0:
+                session.lose()
+            else:
+                session.end("done" if code == 0 else "failed")
+
+    async def stay(self, number: int) -> None:
+        """A program that takes one task after another, started again where it ends, until cancelled."""
+        failures = 0
+        while failures < _RESTARTS:
+            variables = {"OPENAI_API_KEY": self._sessions.key_of(f"program:{number}"), "PROGRAM": str(number)}
+            before = asyncio.get_running_loop().time()
+            code = await self._run(variables, None)
+            self._sessions.taker_ended(str(number))
+            failures = failures + 1 if asyncio.get_running_loop().time() - before < _GRACE_S else 1
+            logger.warning(
+                "agent.command: program %d ended (%s): %s", number, code, self.last_words or "it said nothing"
+            )
+        raise ConfigError(
+            f"agent.command: program {number} ended {_RESTARTS} times soon after its start, the last time with exit code {code} "
+            f"({self.last_words or 'it said nothing'}); correct it, or remove agent.programs for a program of one session"
+        )
+
+    async def _run(self, variables: Mapping[str, str], session: Session | None) -> int | None:
+        """The exit code, negative for a signal; None where the session ended before the program."""
+        with tempfile.TemporaryDirectory(prefix="pa_npu-agent-", ignore_cleanup_errors=True) as directory:
+            theirs, lifeline = os.pipe()
+            kept = [sys.executable, "-I", "-S", keeper.__file__, str(theirs), "0", "", "--", *self._command]
+            inherited = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
+            path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), os.getcwd())))
+            env = {**inherited, "PYTHONPATH": path, "GATEWAY_URL": self._sessions.url, **variables}
+            waiting: list[asyncio.Task[object]] = []
+            process: asyncio.subprocess.Process | None = None
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *kept,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    cwd=directory,
+                    env=env,
+                    pass_fds=(theirs,),
+                    start_new_session=True,
+                )
+                os.close(theirs)
+                theirs = -1
+                reading = asyncio.create_task(self._read(process, session), name="output of an agent")
+                waiting = [reading]
+                if session is not None:
+                    waiting.append(asyncio.create_task(session.ended(), name="end of a session"))
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if not reading.done():  # it may still write what it has learned
+                    await asyncio.wait([reading], timeout=_GRACE_S)
+                if reading.done() and reading.result():
+                    return await asyncio.wait_for(process.wait(), _KILL_S)
+                return None
+            finally:
+                for descriptor in (theirs, lifeline):
+                    if descriptor >= 0:
+                        os.close(descriptor)
+                if process is not None:
+                    await _reap(process)
+                await cancel(waiting)
+
+    async def _read(self, process: asyncio.subprocess.Process, session: Session | None) -> bool:
+        """What it writes, until its end (True) or its limit."""
+        assert process.stdout is not None
+        num_bytes, last = 0, b""
+        while data := await process.stdout.read(65536):
+            num_bytes += len(data)
+            last = (last + data)[-4 * _LAST_WORDS :]
+            self.last_words = " ".join(last.decode("utf-8", "replace").split())[-_LAST_WORDS:]
+            if session is not None and num_bytes > self._most_bytes:
+                session.end("output")
+                return False
+        return True
+
+
+async def _reap(process: asyncio.subprocess.Process) -> None:
+    try:
+        await asyncio.wait_for(process.wait(), _KILL_S)
+    except asyncio.TimeoutError:
+        logger.warning("an agent's keeper %d has not ended within %g s", process.pid, _KILL_S)

@@ -1,0 +1,141 @@
+"""Requests of the chat and completions endpoints: which fields are read, and which would change what is trained.
+
+A session's policy samples as the run does: temperature, top_p, penalties, logit_bias, seed, forced formats and several choices are
+refused unless they say what is the case anyway. Fields that change nothing are accepted. A request outside of a session
+(`free`) is trained nowhere and may choose temperature, top_p, seed and n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pa_npu.agents.refusals import Refused
+
+# Accepted without effect.
+_IDLE = frozenset(
+    ("model", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "stream_options", "safety_identifier")
+)
+# What a request may say though it is not its choice.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "top_p": (1, None),
+    "n": (1, None),
+    "best_of": (1, None),
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "logit_bias": ({}, None),
+    "seed": (None,),
+    "top_logprobs": (0, None),
+    "response_format": ({"type": "text"}, None),
+    "tool_choice": ("auto", "none", None),
+    "suffix": (None, ""),
+}
+_MOST_STOPS, _MOST_CHOICES = 16, 128
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A checked request. max_tokens: None leaves it to the run. logprobs: the client wants them. usage: at a stream's end."""
+
+    body: Mapping[str, Any]
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    usage: bool
+    logprobs: bool
+    n: int = 1
+    temperature: float | None = None
+    top_p: float = 1.0
+    seed: int | None = None
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, Any]]:
+        found = self.body.get("messages")
+        if not isinstance(found, list) or not found or not all(isinstance(message, Mapping) for message in found):
+            raise Refused("messages: give a list of messages", param="messages")
+        return found
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:
+        found = self.body.get("tools") or []
+        if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+            raise Refused("tools: must be a list of objects", param="tools")
+        return [] if self.body.get("tool_choice") == "none" else found
+
+    @property
+    def prompt(self) -> str | list[int]:
+        found = self.body.get("prompt")
+        if isinstance(found, list) and len(found) == 1 and isinstance(found[0], (str, list)):
+            found = found[0]
+        if isinstance(found, str) and found:
+            return found
+        if isinstance(found, list) and found and all(type(token) is int and token >= 0 for token in found):
+            return found
+        raise Refused("prompt: give one text or one list of token ids", param="prompt")
+
+
+def read_request(body: Any, *, temperature: float, endpoint_fields: Sequence[str], free: bool = False) -> Asked:
+    """The request in a body. temperature: the run's. free: as above. Raises Refused."""
+    if not isinstance(body, Mapping):
+        raise Refused("the body must be a JSON object")
+    chosen = {"temperature", "top_p", "seed", "n"} if free else set()
+    known = {"max_tokens", "max_completion_tokens", "stop", "stream", "logprobs", "temperature", *endpoint_fields}
+    for name, value in body.items():
+        if name in known or name in _IDLE or name in chosen:
+            continue
+        if name not in _FIXED:
+            if value is None:
+                continue
+            raise Refused(f"{name}: is not known here; leave it out", code="unsupported_parameter", param=name)
+        if value not in _FIXED[name]:
+            raise Refused(
+                f"{name}: {value!r:.60} would change what is sampled, which the run decides; leave it out",
+                code="unsupported_parameter",
+                param=name,
+            )
+    wanted = body.get("temperature")
+    if not free and wanted is not None and wanted != temperature:
+        raise Refused(
+            f"temperature: {wanted!r:.20} differs from the run's rollout.temperature = {temperature:g}; leave it out",
+            code="unsupported_parameter",
+            param="temperature",
+        )
+    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    if most is not None and (type(most) is not int or most < 1):
+        raise Refused(f"max_tokens: {most!r:.20} must be a whole number above 0", param="max_tokens")
+    stop = body.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else stop
+    if (
+        not isinstance(stop, (list, tuple))
+        or len(stop) > _MOST_STOPS
+        or not all(isinstance(s, str) and s for s in stop)
+    ):
+        raise Refused(f"stop: give up to {_MOST_STOPS} texts", param="stop")
+    options = body.get("stream_options") or {}
+    asked = Asked(
+        body=body,
+        max_tokens=most,
+        stop=tuple(stop),
+        stream=body.get("stream") is True,
+        usage=isinstance(options, Mapping) and options.get("include_usage") is True,
+        logprobs=body.get("logprobs") not in (None, False),
+    )
+    return _freely(asked, body) if free else asked
+
+
+def _freely(asked: Asked, body: Mapping[str, Any]) -> Asked:
+    n, seed, temperature, top_p = (body.get(name) for name in ("n", "seed", "temperature", "top_p"))
+    for name, value, right in (
+        ("n", n, n is None or (type(n) is int and 1 <= n <= _MOST_CHOICES)),
+        ("seed", seed, seed is None or (type(seed) is int and 0 <= seed < 2**31)),
+        ("temperature", temperature, temperature is None or (_is_number(temperature) and 0 <= temperature <= 100)),
+        ("top_p", top_p, top_p is None or (_is_number(top_p) and 0 < top_p <= 1)),
+    ):
+        if not right:
+            raise Refused(f"{name}: {value!r:.20} is out of bounds", param=name)
+    return Asked(**{**vars(asked), "n": n or 1, "seed": seed, "temperature": temperature, "top_p": top_p or 1.0})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

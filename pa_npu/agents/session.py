@@ -1,0 +1,228 @@
+"""A session: one attempt of an agent at a task, as the gateway and the environment see it.
+
+    open ──requests, rewards──> limits, failures ──> ended, with an outcome
+    outcome   done      the program ended, or said that it has
+              turns     it asked for more turns than environment.max_turns
+              tokens    the last thing it asked for did not fit any more
+              time      agent.timeout_s passed
+              output    it wrote more than agent.output_kib
+              failed    the program ended with an error
+
+What a request samples follows from the session's seed and the request's tokens, never from the time or the order in which
+requests come; equal requests are told apart by their number. So a deterministic agent gives the same session again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pa_npu.agents.chat import Answer, Chat
+from pa_npu.agents.refusals import Refused
+from pa_npu.agents.requests import Asked
+from pa_npu.agents.tree import Node, SessionTree
+from pa_npu.control.tasks import cancel
+from pa_npu.engines.protocol import Generation
+from pa_npu.environments.protocol import Generate
+from pa_npu.errors import PaNpuError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """turns: of the policy, in all branches. prompt: tokens of a branch's first request. response: behind that, in a branch."""
+
+    turns: int
+    prompt: int
+    response: int
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """An answered request. prompt_tokens: all that the policy was shown."""
+
+    node: Node
+    answer: Answer
+    written: Generation
+    prompt_tokens: int
+
+
+@dataclass(eq=False)
+class Session:
+    """number: of the attempt in its group, from which its seeds follow. generate: the group's. task: what the agent is told."""
+
+    id: str
+    number: int
+    task: dict[str, Any]
+    generate: Generate
+    chat: Chat
+    limits: Limits
+    tree: SessionTree = field(default_factory=SessionTree)
+    outcome: str | None = None
+    reward: float | None = None
+    failure: PaNpuError | None = None
+    was_lost: bool = False
+    _asked: dict[bytes, set[int]] = field(default_factory=dict)
+    _turns: int = 0
+    _was_refused: bool = False
+    _running: set[asyncio.Task[Any]] = field(default_factory=set)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_rewarded(self) -> bool:
+        """Whether the agent has given a reward, to the session or to a turn."""
+        return self.reward is not None or any(node.reward is not None for node in self.tree.nodes)
+
+    async def ended(self) -> None:
+        """Returns when the session has an outcome, has failed or was lost."""
+        await self._ended.wait()
+
+    def end(self, outcome: str) -> None:
+        """The first outcome stays. One that was refused for its length at the last ends with that instead of being done."""
+        if self.outcome is None:
+            self.outcome = "tokens" if outcome == "done" and self._was_refused else outcome
+        self._ended.set()
+
+    def lose(self) -> None:
+        """Nobody is at it any more, through no fault of the agent: it begins again."""
+        self.was_lost = True
+        self._ended.set()
+
+    async def close(self) -> None:
+        """End it and what is under way in it."""
+        self.end("failed")
+        await cancel(self._running)
+
+    def give_reward(self, reward: Any, completion: str | None) -> None:
+        """The session's reward, or that of the turn that a completion's id names. Raises Refused."""
+        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise Refused(f"reward: {reward!r:.40} must be a finite number", param="reward")
+        if completion is None:
+            self.reward = float(reward)
+            return
+        place = completion.rpartition("-")[2]
+        if not place.isdecimal() or not 0 < int(place) < len(self.tree.nodes):
+            raise Refused(f"turn: {completion!r:.60} is no id of a completion of this session", param="turn")
+        self.tree.nodes[int(place)].reward = float(reward)
+
+    async def chat_turn(self, asked: Asked) -> Turn:
+        """Answers a chat request. Raises Refused."""
+        messages, tools = asked.messages, asked.tools
+        text = self.chat.render(messages, tools)
+        parent, begin = self.tree.find(text)
+        context = self._encode(text[begin:], parent, templated=True)
+        number, prompt_tokens, written = await self._write(parent, context, asked)
+        ids = f"call_{hashlib.blake2b(number.to_bytes(8, 'little'), digest_size=4).hexdigest()}"
+        answer = self.chat.answer(written, messages, tools, text, asked.stop, ids)
+        return Turn(self._add(parent, context, text[begin:], written, answer), answer, written, prompt_tokens)
+
+    async def completion_turn(self, asked: Asked) -> Turn:
+        """Answers a completions request, of a text or of token ids. Raises Refused."""
+        prompt = asked.prompt
+        if isinstance(prompt, str):
+            parent, begin = self.tree.find(prompt)
+            context, context_text = self._encode(prompt[begin:], parent, templated=False), prompt[begin:]
+        else:
+            tokens = self._checked(prompt)
+            parent, begin = self.tree.find_tokens(tokens)
+            context = tokens[begin:]
+            context_text = str(self.chat.tokenizer.decode(context.tolist()))
+        _, prompt_tokens, written = await self._write(parent, context, asked)
+        raw, text = self.chat.text_of(written, asked.stop)
+        answer = Answer(text, {}, (raw,))
+        return Turn(self._add(parent, context, context_text, written, answer), answer, written, prompt_tokens)
+
+    def _add(
+        self, parent: Node, context: npt.NDArray[np.int32], text: str, written: Generation, answer: Answer
+    ) -> Node:
+        if self.outcome is not None:
+            raise self._over()
+        return self.tree.add(parent, context, text, written, answer.shown)
+
+    def _encode(self, text: str, parent: Node, *, templated: bool) -> npt.NDArray[np.int32]:
+        # a text of so many characters has more tokens than any limit, and would take long
+        if len(text) > 64 * (self.limits.prompt + self.limits.response):
+            raise self._too_long(len(text) // 64, "about")
+        begins = parent is self.tree.root
+        return np.asarray(self.chat.encode(text, begins=begins, templated=templated), np.int32)
+
+    def _checked(self, tokens: Sequence[int]) -> npt.NDArray[np.int32]:
+        if len(tokens) > self.limits.prompt + self.limits.response:
+            raise self._too_long(len(tokens))
+        if max(tokens) >= len(self.chat.tokenizer):
+            raise Refused(f"prompt: token {max(tokens)} is none of the model's", param="prompt")
+        return np.asarray(tokens, np.int32)
+
+    async def _write(self, parent: Node, context: npt.NDArray[np.int32], asked: Asked) -> tuple[int, int, Generation]:
+        """The number that the answer's seed follows from, the tokens that the policy was shown, and its answer."""
+        if self.outcome is not None:
+            raise self._over()
+        if self._turns >= self.limits.turns:
+            self.end("turns")
+            raise self._over()
+        tokens = np.concatenate([self.tree.tokens(parent), context], dtype=np.int32)
+        left = self._left(parent, context, tokens)
+        self._turns += 1
+        self._was_refused = False
+        identity = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+        asked_before = self._asked.setdefault(identity, set())
+        repeat = next(number for number in count() if number not in asked_before)
+        asked_before.add(repeat)
+        digest = hashlib.blake2b(identity + repeat.to_bytes(4, "little"), digest_size=8).digest()
+        number = 1 + (
+            int.from_bytes(digest, "little") >> 2
+        )  # 0 is a group's first turn, whose samples come from one request
+        task = asyncio.ensure_future(
+            self.generate(
+                tokens, sample=self.number, turn=number, max_tokens=min(left, asked.max_tokens or left), stop=asked.stop
+            )
+        )
+        self._running.add(task)
+        try:
+            (written,) = await task
+        except asyncio.CancelledError:
+            # the client has gone: when it asks again it gets what it would have got
+            asked_before.discard(repeat)
+            self._turns -= 1
+            await cancel([task])
+            if self.outcome is not None:
+                raise self._over() from None
+            raise
+        except PaNpuError as error:
+            self.failure = error
+            self._ended.set()
+            raise Refused(str(error), status=500) from None
+        finally:
+            self._running.discard(task)
+        return number, len(tokens), written
+
+    def _left(self, parent: Node, context: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]) -> int:
+        """How many tokens the policy may write. Raises Refused where there are none: agents may compact their context then."""
+        path = parent.path
+        first = len(path[0].context) if path else len(context)
+        left = self.limits.response - (len(tokens) - first)
+        if not len(tokens):
+            raise Refused("the prompt has no tokens; give it some")
+        if first > self.limits.prompt or left < 1:
+            raise self._too_long(len(tokens))
+        return left
+
+    def _too_long(self, num_tokens: int, about: str = "") -> Refused:
+        self._was_refused = True
+        limits = self.limits
+        return Refused(
+            f"{f'{about} ' if about else ''}{num_tokens} tokens do not fit: a branch may begin with {limits.prompt} "
+            f"(data.max_prompt_tokens) and have {limits.response} behind that (rollout.max_response_tokens)",
+            code="context_length_exceeded",
+            param="messages",
+        )
+
+    def _over(self) -> Refused:
+        return Refused(f"this session has ended: {self.outcome}", code="session_ended")

@@ -1,0 +1,156 @@
+"""The tree of a session: an agent's requests and the policy's answers as token sequences that share their beginnings.
+
+    question ──policy──> "<tool_call>..." ──tool's answer──> ──policy──> "42"        a leaf, hence a sample
+        └──policy──> "41"                                                            a retry: another leaf
+    a sub-agent's question ──policy──> ...                                           a request that continues nothing known
+
+A node is one request: the tokens that it added, and those that the policy wrote. What the policy wrote stays the engine's ids,
+log-probs and version; it is never rendered and tokenised again. Nodes are found by text: a request continues the node whose turns
+its own text begins with, and only what follows is tokenised. So a template that renders earlier turns otherwise than they were
+written (without their reasoning, for one) opens a new branch, and no sample holds tokens that the policy was not shown.
+
+Every leaf is a sample. A turn that several leaves share is trained once, by the first of them in the order of `leaves`, with that
+sample's advantage; in the others it is context. The order follows from the tokens, not from the time at which requests came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pa_npu.engines.protocol import Generation
+from pa_npu.environments.protocol import versions_of
+from pa_npu.samples.types import Sample, SampleBuilder
+
+
+@dataclass(eq=False)
+class Node:
+    """One request. number: in order of arrival, from 1; the root, which is none, has 0.
+
+    context, context_text: what the request added behind its parent. written: the policy's answer. shown: texts that stand for the
+    answer in a later request: its own, and the template's rendering of the same message where that differs in form only.
+    """
+
+    number: int
+    parent: Node | None
+    context: npt.NDArray[np.int32]
+    context_text: str
+    written: Generation | None
+    shown: tuple[str, ...]
+    reward: float | None = None
+    children: list[Node] = field(default_factory=list)
+
+    @property
+    def path(self) -> list[Node]:
+        """The nodes from the first request to this one, without the root."""
+        found: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.written is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    @property
+    def identity(self) -> tuple[bytes, bytes]:
+        """What nodes of one parent are ordered by."""
+        written = b"" if self.written is None else self.written.tokens.tobytes()
+        return self.context.tobytes(), written
+
+
+class SessionTree:
+    """Grows by `add`. nodes: all requests by their number, the root first."""
+
+    def __init__(self) -> None:
+        self.root = Node(0, None, np.zeros(0, np.int32), "", None, ())
+        self.nodes = [self.root]
+
+    def find(self, text: str) -> tuple[Node, int]:
+        """The node whose turns the text begins with, the one that covers most of it, and where what is new begins."""
+        best, most = self.root, 0
+        stack = [(self.root, 0)]
+        while stack:
+            node, start = stack.pop()
+            if start > most:
+                best, most = node, start
+            for child in reversed(node.children):
+                if text.startswith(child.context_text, start):
+                    begin = start + len(child.context_text)
+                    stack += [(child, begin + len(shown)) for shown in child.shown if text.startswith(shown, begin)]
+        return best, most
+
+    def find_tokens(self, tokens: npt.NDArray[np.int32]) -> tuple[Node, int]:
+        """The same for a request of token ids."""
+        best, most = self.root, 0
+        stack = [(self.root, 0)]
+        while stack:
+            node, start = stack.pop()
+            if start > most:
+                best, most = node, start
+            for child in reversed(node.children):
+                assert child.written is not None
+                own = np.concatenate([child.context, child.written.tokens])
+                if np.array_equal(tokens[start : start + len(own)], own):
+                    stack.append((child, start + len(own)))
+        return best, most
+
+    def tokens(self, node: Node) -> npt.NDArray[np.int32]:
+        """All tokens from the first request's to the last that the node's answer has."""
+        parts = [part for one in node.path if one.written is not None for part in (one.context, one.written.tokens)]
+        return np.concatenate(parts, dtype=np.int32) if parts else np.zeros(0, np.int32)
+
+    def add(
+        self,
+        parent: Node,
+        context: npt.NDArray[np.int32],
+        context_text: str,
+        written: Generation,
+        shown: Sequence[str],
+    ) -> Node:
+        node = Node(len(self.nodes), parent, context, context_text, written, tuple(dict.fromkeys(shown)))
+        parent.children.append(node)
+        self.nodes.append(node)
+        return node
+
+    def leaves(self) -> Iterator[Node]:
+        """Nodes that nothing continues, depth first: leaves that share turns follow one another."""
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            if node.children:
+                stack += sorted(node.children, key=lambda child: child.identity, reverse=True)
+            elif node.written is not None:
+                yield node
+
+    def samples(self, text: str, *, ended: bool, reward: float | None) -> list[Sample]:
+        """One sample per leaf. text: the session's, which reward functions read. ended: by itself, not at a limit.
+
+        reward: the session's; a leaf has that and those of the turns on its path. None leaves it to the reward functions.
+        """
+        samples = []
+        trained: set[int] = set()
+        for leaf in self.leaves():
+            path = leaf.path
+            sample = SampleBuilder(path[0].context)
+            for node in path:
+                assert node.written is not None
+                if node is not path[0]:
+                    sample.show(node.context)
+                if node.number in trained:
+                    sample.show(node.written.tokens, node.written.columns)
+                else:
+                    written = node.written
+                    sample.write(written.tokens, written.logprobs, versions_of(written), written.columns)
+            trained.update(node.number for node in path)
+            own = None if reward is None else reward + sum(node.reward or 0.0 for node in path)
+            last = path[-1].written
+            samples.append(sample.finish(ended and last is not None and last.finished, text, own))
+        return samples
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Tokens of all leaves, each with all that it begins with, and those that are left when what is shared counts once."""
+        unique = sum(len(n.context) + len(n.written.tokens) for n in self.nodes if n.written is not None)
+        return sum(len(self.tokens(leaf)) for leaf in self.leaves()), unique

@@ -1,0 +1,424 @@
+"""The gateway: what unmodified clients get, what becomes of it token by token, who may do what, and what ends a session."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+
+from pa_npu.agents.environment import AgentEnvironment
+from pa_npu.agents.session import Session
+from pa_npu.agents.sessions import Sessions
+from pa_npu.agents.tool_calls import hermes
+from pa_npu.config.schema import Config
+from pa_npu.data.prompts import Prompt
+from pa_npu.engines.protocol import Generation
+from pa_npu.environments.protocol import EnvironmentFailed, Generate, Turn
+from pa_npu.environments.registry import make_environment, opened
+from pa_npu.samples.types import Sample
+from tools.make_tiny_model import AGENT_TEMPLATE, END_OF_TURN, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+TOKENIZER.chat_template = AGENT_TEMPLATE
+PROMPT = Prompt(4, np.zeros(3, np.int32), "42", "What is 6*7?", {"question": "What is 6*7?"})
+TOOLS: Any = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "calculator", "arguments": {"x": "6*7"}}</tool_call>'
+VERSION = 5
+
+
+def ids(text: str) -> list[int]:
+    """Byte by byte: what a policy writes is not what its text tokenises to."""
+    pieces = [text.removesuffix(END_OF_TURN)] if text.startswith("<|") else list(text.removesuffix(END_OF_TURN))
+    found = [token for piece in pieces for token in TOKENIZER(piece, add_special_tokens=False)["input_ids"]]
+    return found + ([TOKENIZER.eos_token_id] if text.endswith(END_OF_TURN) else [])
+
+
+class Policy(Generate):
+    """Writes what `script` says to what it is shown; log-probs and a seed's part follow from the turn that it is asked for."""
+
+    def __init__(self, script: Callable[[str], str]) -> None:
+        self.script = script
+        self.turns: list[Turn] = []
+        self.wait: asyncio.Event | None = None
+
+    async def _write(self, turn: Turn) -> list[Generation]:
+        self.turns.append(turn)
+        if self.wait is not None:
+            await self.wait.wait()
+        text = self.script(str(TOKENIZER.decode(turn.tokens.tolist())))
+        written = ids(text)[: turn.max_tokens]
+        ended = len(written) == len(ids(text)) and text.endswith(END_OF_TURN)
+        logprobs = -np.linspace(0.1, 1.0, len(written), dtype=np.float32) - turn.turn % 97
+        tokens = np.asarray(written, np.int32)
+        return [Generation(tokens, logprobs, "", "stop" if ended else "length", version=VERSION)]
+
+
+def asks_then_answers(shown: str) -> str:
+    return f"#### 42{END_OF_TURN}" if shown.count("<|user|>") > 1 else f"so {CALL}{END_OF_TURN}"
+
+
+def config(**agent: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "t", "max_prompt_tokens": 128},
+            "rollout": {"max_response_tokens": 200},
+            "environment": {"name": "agents", "max_turns": 4},
+            "agent": agent,
+        }
+    )
+
+
+class Client:
+    """One open session, and clients of it."""
+
+    def __init__(self, sessions: Sessions, session: Session) -> None:
+        self.sessions, self.session = sessions, session
+        self.key = sessions.key_of(f"session:{session.id}")
+        self.openai = openai.AsyncOpenAI(base_url=sessions.base_url(session), api_key=self.key, max_retries=0)
+        self.root = f"{sessions.url}/sessions/{session.id}"
+
+    async def chat(self, messages: list[Any], **more: Any) -> Any:
+        return await self.openai.chat.completions.create(model="any", messages=messages, **more)
+
+    async def send(self, path: str, body: Any, key: str | None = None) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {key or self.key}"}
+        async with aiohttp.ClientSession() as http, http.post(self.root + path, json=body, headers=headers) as reply:
+            return reply.status, await reply.json()
+
+    def samples(self) -> list[Sample]:
+        return self.session.tree.samples("", ended=True, reward=None)
+
+
+@pytest.fixture
+async def agents() -> AsyncIterator[AgentEnvironment]:
+    async with opened(make_environment(config(), TOKENIZER), 30.0) as environment:
+        assert isinstance(environment, AgentEnvironment)
+        yield environment
+
+
+async def client_of(agents: AgentEnvironment, policy: Generate, number: int = 0) -> Client:
+    assert agents.sessions is not None
+    session = Session(agents.sessions.new_id(), number, {}, policy, agents._chat, agents._limits)
+    agents.sessions.add(session)
+    return Client(agents.sessions, session)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+async def test_a_tool_agent_on_the_openai_package_trains_exactly_the_ids_that_were_sampled(
+    agents: AgentEnvironment,
+) -> None:
+    policy = Policy(asks_then_answers)
+    client = await client_of(agents, policy)
+    messages: list[Any] = [user("What is 6*7?")]
+    first = await client.chat(messages, tools=TOOLS)
+    (call,) = first.choices[0].message.tool_calls
+    assert first.choices[0].finish_reason == "tool_calls" and first.choices[0].message.content == "so "
+    assert call.function.name == "calculator" and json.loads(call.function.arguments) == {"x": "6*7"}
+    messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "42"}]
+    second = await client.chat(messages, tools=TOOLS)
+    assert second.choices[0].message.content == "#### 42" and second.choices[0].finish_reason == "stop"
+    assert second.usage.prompt_tokens == len(policy.turns[1].tokens)
+
+    (sample,) = client.samples()
+    sampled = ids(f"so {CALL}{END_OF_TURN}") + ids(f"#### 42{END_OF_TURN}")
+    assert sample.tokens[sample.trained].tolist() == sampled
+    assert set(sample.versions[sample.trained].tolist()) == {VERSION} and (sample.logprobs[sample.trained] < 0).all()
+    assert policy.turns[1].tokens.tolist() == sample.tokens[: len(policy.turns[1].tokens)].tolist()
+    whole = TOKENIZER.apply_chat_template([*messages[:1], *map(dict, ())], tokenize=False, add_generation_prompt=True)
+    assert str(TOKENIZER.decode(sample.tokens.tolist())).startswith(whole)
+    # control: what tokenising the text again would have trained
+    text = str(TOKENIZER.decode(sample.tokens.tolist()))
+    assert TOKENIZER(text, add_special_tokens=False)["input_ids"] != sample.tokens.tolist()
+
+
+async def test_tool_calls_whose_json_the_template_writes_otherwise_continue_their_branch(
+    agents: AgentEnvironment,
+) -> None:
+    spaced = '<tool_call>\n{"arguments":{"x":"6*7"},  "name":"calculator"}\n</tool_call>'
+    policy = Policy(lambda shown: "end<|end|>" if shown.count("<|user|>") > 1 else spaced + END_OF_TURN)
+    client = await client_of(agents, policy)
+    first = (await client.chat([user("q")], tools=TOOLS)).choices[0].message
+    tool = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "42"}
+    await client.chat([user("q"), first, tool], tools=TOOLS)
+    (sample,) = client.samples()
+    assert sample.tokens[sample.trained].tolist() == ids(spaced + END_OF_TURN) + ids("end" + END_OF_TURN)
+    # a call that the client changed is not what the policy wrote
+    first.tool_calls[0].function.arguments = '{"x": "6*8"}'
+    await client.chat([user("q"), first, tool], tools=TOOLS)
+    assert len(client.samples()) == 2
+
+
+@pytest.mark.parametrize("changed", ["dropped reasoning", "other text", "other question"])
+async def test_what_does_not_continue_a_known_branch_opens_one(agents: AgentEnvironment, changed: str) -> None:
+    client = await client_of(agents, Policy(lambda shown: f"<think>hm</think>yes{END_OF_TURN}"))
+    first = (await client.chat([user("q")])).choices[0].message.content
+    assert first == "<think>hm</think>yes"
+    said = {"dropped reasoning": "yes", "other text": "no", "other question": first}[changed]
+    question = "p" if changed == "other question" else "q"
+    await client.chat([user(question), {"role": "assistant", "content": said}, user("more")])
+    samples = client.samples()
+    assert len(samples) == 2 and all(sample.num_trained == len(ids(f"{first}{END_OF_TURN}")) for sample in samples)
+    assert sorted(str(TOKENIZER.decode(s.tokens.tolist())).count(first) for s in samples) in ([1, 1], [1, 2])
+
+
+async def test_a_turn_that_several_branches_share_is_trained_once_in_an_order_that_time_does_not_change(
+    agents: AgentEnvironment,
+) -> None:
+    async def grow(order: list[str]) -> list[Sample]:
+        client = await client_of(agents, Policy(lambda shown: f"a{len(shown) % 7}{END_OF_TURN}"))
+        first = (await client.chat([user("q")])).choices[0].message
+        for text in order:
+            await client.chat([user("q"), first, user(text)])
+        await client.chat([user("sub-agent")])
+        return client.samples()
+
+    samples, other = await grow(["x", "yy"]), await grow(["yy", "x"])
+    assert len(samples) == 3
+    for one, two in zip(samples, other, strict=True):
+        assert all(np.array_equal(getattr(one, n), getattr(two, n)) for n in ("tokens", "trained", "logprobs"))
+    shared = [sample for sample in samples if "sub" not in str(TOKENIZER.decode(sample.tokens.tolist()))]
+    assert [sample.num_trained for sample in shared] == [6, 3], "the turn to q in the first of its branches alone"
+    assert shared[0].prompt_length < shared[1].prompt_length
+
+
+async def test_a_request_samples_the_same_whenever_it_comes_and_a_retry_samples_anew(agents: AgentEnvironment) -> None:
+    policies = [Policy(asks_then_answers), Policy(asks_then_answers), Policy(asks_then_answers)]
+    for policy, questions, number in zip(
+        policies, (["q", "r", "q"], ["r", "q", "q"], ["q", "r", "q"]), (0, 0, 1), strict=True
+    ):
+        client = await client_of(agents, policy, number)
+        for question in questions:
+            await client.chat([user(question)])
+    turns = [{turn.turn for turn in policy.turns} for policy in policies]
+    assert turns[0] == turns[1] and len(turns[0]) == 3 and min(turns[0]) > 0
+    assert {turn.sample for turn in policies[2].turns} == {1}, "another number of the group: other seeds"
+
+
+async def test_streams_completions_and_models_are_those_of_the_openai_package(agents: AgentEnvironment) -> None:
+    client = await client_of(agents, Policy(lambda shown: f"<think>{CALL}{END_OF_TURN}" if "q" in shown else "w 12"))
+    stream = await client.chat([user("q")], tools=TOOLS, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
+    calls = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or ()]
+    assert [call.function.name for call in calls] == ["calculator"] and chunks[-1].usage.completion_tokens > 5
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == ["tool_calls"]
+    assert [model.id async for model in client.openai.models.list()] == ["policy"]
+    whole = await client.openai.completions.create(model="m", prompt="one", stop=[" "], logprobs=1)
+    assert whole.choices[0].text == "w" and len(whole.choices[0].logprobs.token_logprobs) == 4
+    # a text or ids that go on from what was written
+    await client.openai.completions.create(model="m", prompt="one" + "w 12" + " and")
+    tokens = client.session.tree.tokens(client.session.tree.nodes[-1]).tolist()
+    await client.openai.completions.create(model="m", prompt=[*tokens, *ids("!")])
+    assert [len(leaf.path) for leaf in client.session.tree.leaves()] == [1, 3] or [
+        len(leaf.path) for leaf in client.session.tree.leaves()
+    ] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 0.5), ("top_p", 0.9), ("n", 2), ("logit_bias", {"5": 1}), ("seed", 1), ("presence_penalty", 0.1),
+        ("response_format", {"type": "json_object"}), ("tool_choice", "required"), ("top_logprobs", 3), ("max_tokens", 0),
+        ("stop", [""]), ("messages", []), ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]),
+    ],
+)  # fmt: skip
+async def test_what_would_change_what_is_trained_or_is_no_request_is_refused_in_openais_form(
+    agents: AgentEnvironment, field: str, value: Any
+) -> None:
+    client = await client_of(agents, Policy(asks_then_answers))
+    body = {"messages": [user("q")], "temperature": 1.0, "top_p": 1, "n": 1, "user": "me", field: value}
+    status, answer = await client.send("/v1/chat/completions", body)
+    assert status == 400 and answer["error"]["param"] in (field, None) and field in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error" and "\n" not in answer["error"]["message"]
+    assert len(client.session.tree.nodes) == 1
+    status, _ = await client.send("/v1/chat/completions", {**body, field: {"messages": [user("q")]}.get(field)})
+    assert status == 200, "without it the request is right"
+
+
+async def test_limits_are_errors_that_agents_know_and_give_the_session_its_outcome(agents: AgentEnvironment) -> None:
+    client = await client_of(agents, Policy(lambda shown: "w" * 150 + END_OF_TURN))
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat([user("long " * 50)])
+    assert refused.value.code == "context_length_exceeded"
+    first = (await client.chat([user("q")])).choices[0].message
+    with pytest.raises(openai.BadRequestError, match=r"rollout\.max_response_tokens"):
+        await client.chat([user("q"), first, user("more " * 10)])
+    short = await client.chat([user("compacted")], max_tokens=3)
+    assert short.choices[0].finish_reason == "length" and short.usage.completion_tokens == 3
+    for _ in range(2):
+        await client.chat([user("q")])
+    with pytest.raises(openai.BadRequestError, match="ended: turns"):
+        await client.chat([user("q")])
+    assert client.session.outcome == "turns"
+    ended = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
+    await ended.chat([user("q")])
+    with pytest.raises(openai.BadRequestError):
+        await ended.chat([user("long " * 50)])
+    assert (await ended.send("/end", {}))[0] == 200 and ended.session.outcome == "tokens"
+
+
+async def test_sessions_cannot_use_each_other_and_strangers_can_use_none(agents: AgentEnvironment) -> None:
+    assert agents.sessions is not None
+    mine, other = [await client_of(agents, Policy(asks_then_answers)) for _ in range(2)]
+    for path in ("/v1/chat/completions", "/v1/completions", "/reward", "/end"):
+        for key in (other.key, "", "nonsense", agents.sessions.key_of("program:0")):
+            assert (await mine.send(path, {}, key or "-"))[0] == 401
+    assert (await mine.send("/reward", {"reward": 1.0}))[0] == 200
+    assert (await mine.send("/reward", {"reward": 2.0}, agents.sessions.key))[0] == 200, "the run's key may"
+    for reward in (float("nan"), "1", True, None):
+        assert (await mine.send("/reward", {"reward": reward}))[0] == 400
+    await agents.sessions.remove(mine.session)
+    assert (await mine.send("/end", {}))[0] == 404
+    with pytest.raises(openai.AuthenticationError):
+        await openai.AsyncOpenAI(base_url=other.root + "/v1", api_key="x", max_retries=0).models.list()
+
+
+async def test_a_turns_reward_counts_for_the_branches_that_hold_it(agents: AgentEnvironment) -> None:
+    client = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
+    first = await client.chat([user("q")])
+    assert (await client.send("/reward", {"reward": 0.25, "turn": first.id}))[0] == 200
+    assert (await client.send("/reward", {"reward": 1, "turn": "chatcmpl-x-9"}))[0] == 400
+    await client.chat([user("another branch")])
+    rewards = [sample.reward for sample in client.session.tree.samples("", ended=True, reward=1.0)]
+    assert sorted(rewards) == [1.0, 1.25]  # type: ignore[type-var]
+
+
+async def test_a_client_that_goes_and_asks_again_gets_what_it_would_have_got(agents: AgentEnvironment) -> None:
+    policy = Policy(asks_then_answers)
+    policy.wait = asyncio.Event()
+    client = await client_of(agents, policy)
+    with pytest.raises(openai.APITimeoutError):
+        await client.chat([user("q")], timeout=0.2)
+    while client.session._running:
+        await asyncio.sleep(0.01)
+    policy.wait = None
+    await client.chat([user("q")])
+    assert policy.turns[0].turn == policy.turns[1].turn and client.session._turns == 1
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+def ask(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+task = json.loads(os.environ["TASK"])
+messages = [{"role": "user", "content": task["row"]["question"]}]
+answer = ask(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": messages})
+"""
+
+
+def program(directory: Path, *lines: str) -> str:
+    file = directory / "agent.py"
+    file.write_text(PROGRAM + "\n".join(lines))
+    return shlex.join([sys.executable, str(file)])
+
+
+async def rollout(settings: Config, num_samples: int, script: Callable[[str], str]) -> tuple[list[Sample], Policy]:
+    policy = Policy(script)
+    async with opened(make_environment(settings, TOKENIZER), 30.0) as environment:
+        return await environment.rollout(PROMPT, num_samples, policy), policy
+
+
+async def test_programs_are_started_with_a_task_and_their_reward_is_the_sessions(tmp_path: Path) -> None:
+    command = program(tmp_path, 'ask(os.environ["SESSION_URL"] + "/reward", {"reward": len(task["answer"]) + 0.5})')
+    samples, _ = await rollout(config(command=command, concurrent=2), 3, lambda shown: f"w{END_OF_TURN}")
+    assert [sample.reward for sample in samples] == [2.5] * 3 and all(sample.finished for sample in samples)
+    assert [sample.text for sample in samples] == ["w"] * 3
+
+
+async def test_a_killed_program_begins_again_with_the_same_seeds(tmp_path: Path) -> None:
+    flag = tmp_path / "was here"
+    lines = f"if not os.path.exists({str(flag)!r}): open({str(flag)!r}, 'w'); os.kill(os.getpid(), 9)"
+    samples, policy = await rollout(config(command=program(tmp_path, lines)), 1, lambda shown: f"w{END_OF_TURN}")
+    assert len(samples) == 1 and samples[0].finished and flag.exists()
+    first, again = policy.turns
+    assert (first.turn, first.sample, first.tokens.tolist()) == (again.turn, again.sample, again.tokens.tolist())
+
+
+@pytest.mark.parametrize(
+    ("line", "outcome"),
+    [
+        ("sys.exit('broken on purpose')", "failed"),
+        ("import time; time.sleep(60)", "time"),
+        ("print('x' * 10**6); import time; time.sleep(60)", "output"),
+    ],
+)
+async def test_outcomes_decide_what_is_trained(tmp_path: Path, line: str, outcome: str) -> None:
+    """One session of a group ends so, the other is done."""
+    number = tmp_path / "number"
+    lines = f"if not os.path.exists({str(number)!r}):\n    open({str(number)!r}, 'w')\n    {line}"
+    given = {"command": program(tmp_path, lines), "concurrent": 1, "timeout_s": 3, "output_kib": 8}
+    samples, _ = await rollout(config(**given), 2, lambda shown: f"w{END_OF_TURN}")
+    assert len(samples) == 1 and samples[0].finished
+    number.unlink()
+    samples, _ = await rollout(config(**given, discards=[]), 2, lambda shown: f"w{END_OF_TURN}")
+    assert sorted(sample.finished for sample in samples) == [False, True]
+    if outcome == "failed":
+        number.unlink()
+        samples, _ = await rollout(config(**given), 1, lambda shown: f"w{END_OF_TURN}")
+        assert [sample.reward for sample in samples] == [0.0], (
+            "a group of which nothing may be trained has no advantages"
+        )
+
+
+async def test_an_agent_that_asks_for_nothing_ends_the_run_in_one_line_with_its_last_words() -> None:
+    command = shlex.join([sys.executable, "-c", "raise SystemExit('no module named nonsense')"])
+    with pytest.raises(
+        EnvironmentFailed, match=r"prompt 4 asked the policy for anything.*no module named nonsense"
+    ) as error:
+        await rollout(config(command=command), 2, asks_then_answers)
+    assert "\n" not in str(error.value)
+
+
+STAYING = """
+import json, os, urllib.request
+def ask(url, key, body=None):
+    headers = {"Authorization": "Bearer " + key, "x-program": os.environ["PROGRAM"]}
+    data = None if body is None else json.dumps(body).encode()
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, data, headers)))
+while True:
+    taken = ask(os.environ["GATEWAY_URL"] + "/tasks?wait_s=5", os.environ["OPENAI_API_KEY"])
+    if taken["task"] is None: continue
+    if os.path.exists("FLAG"): os.unlink("FLAG"); os.kill(os.getpid(), 9)
+    url, key = taken["base_url"], taken["api_key"]
+    ask(url + "/chat/completions", key, {"messages": [{"role": "user", "content": "q"}]})
+    ask(url.removesuffix("/v1") + "/reward", key, {"reward": 1})
+    ask(url.removesuffix("/v1") + "/end", key, {})
+"""
+
+
+async def test_programs_that_stay_take_one_task_after_another_and_what_a_killed_one_had_begins_again(
+    tmp_path: Path,
+) -> None:
+    flag, file = tmp_path / "flag", tmp_path / "agent.py"
+    flag.touch()
+    file.write_text(STAYING.replace("FLAG", str(flag)))
+    command = shlex.join([sys.executable, str(file)])
+    samples, _ = await rollout(config(command=command, programs=1), 4, lambda shown: f"w{END_OF_TURN}")
+    assert len(samples) == 4 and not flag.exists() and {sample.reward for sample in samples} == {1.0}
+
+
+def test_what_is_no_call_stays_text() -> None:
+    for text in (
+        "",
+        "a < b",
+        "<tool_call>",
+        "<tool_call>{}</tool_call>",
+        '<tool_call>{"name": 1}</tool_call>',
+        "<tool_call>[1]",
+    ):
+        assert hermes(text, []).content == text and not hermes(text, []).calls
+    two = hermes(f"a{CALL}\n{CALL}", [])
+    assert two.content == "a" and len(two.calls) == 2
