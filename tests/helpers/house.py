@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,7 @@ def _statements(node: ast.AST, at_import: bool) -> Iterator[tuple[ast.Import | a
             yield from _statements(child, at_import and not is_later and not is_for_types)
 
 
+@functools.cache
 def package_imports() -> list[Import]:
     known = modules()
     return [found for name, file in known.items() for found in imports(name, file.read_text(), known)]
@@ -99,6 +101,8 @@ def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
 
 def uses(text: str, dotted: str) -> list[int]:
     """Lines on which the expression `dotted`, such as torch.cuda, or an attribute of it is written."""
+    if dotted.rpartition(".")[2] not in text:  # most files are not read at all
+        return []
     return [
         node.lineno
         for node in ast.walk(ast.parse(text))

@@ -220,7 +220,10 @@ def _readers(key: str, section: str | None) -> set[str]:
         path = file.relative_to(PACKAGE).as_posix()
         if path.startswith("config/") or path == OWN.get(key):
             continue
-        tree = ast.parse(file.read_text())
+        text = file.read_text()
+        if key not in text:
+            continue
+        tree = ast.parse(text)
         aliases = {
             target.id
             for node in ast.walk(tree)
