@@ -144,7 +144,7 @@ class Conformance:
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"not answered within 0\.001 s"):
             await client.generate(prompt(), 4, 0, long, deadline_s=0.001)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
         reference = bits(await ask(client))
         assert bits(await ask(client)) == reference
 

@@ -98,7 +98,7 @@ async def test_a_group_that_is_too_long_ends_the_run_in_one_line_that_names_it(m
         match=r"group 3 of iteration 1 is too long: engine slow works, .* 2 responses of up to 8 tokens within 0.21 s",
     ) as raised:
         await ask(engine)
-    assert 0.2 < time.monotonic() - began < 10 and engine.cancelled
+    assert 0.2 < time.monotonic() - began < 50 and engine.cancelled
     # another attempt would generate the same group
     assert exit_code(raised.value, patience.logger) == BAD_INPUT
 

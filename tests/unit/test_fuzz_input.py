@@ -39,7 +39,7 @@ def refusal(*overrides: str, files: tuple[str, ...] = ()) -> str:
     start_s = time.monotonic()
     with pytest.raises(ConfigError) as refused:
         load_config(files, [*SMALL, *overrides])
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < 60
     text = str(refused.value)
     assert text.isprintable() and len(text) < 1000
     return text
@@ -216,7 +216,7 @@ def test_a_hostile_chat_template_is_one_line(
     with pytest.raises(DataError, match=r"t\.jsonl:1: ") as refused:
         load_prompts(str(file), Tokenizer(template), DataConfig(train="t"))
     assert re.search(expected, str(refused.value))
-    assert time.monotonic() - before_s < 20, "seconds, whatever the template"
+    assert time.monotonic() - before_s < 60, "seconds, whatever the template"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 < before_bytes + 1.1 * RENDER_MEMORY_BYTES
     assert resource.getrlimit(resource.RLIMIT_AS) == limits and _address_space() < used + RENDER_MEMORY_BYTES
     good = load_prompts(str(file), Tokenizer("{{ messages[0].content }} ?"), DataConfig(train="t"))

@@ -320,7 +320,7 @@ def test_publish_without_its_engine_ends_at_the_deadline(tmp_path: Path, monkeyp
     receivers = world.connect(publishers, timeout_s=5.0)
     start = time.monotonic()
     sender, *_ = run_threads(lambda: publishers[0].publish(7), received(receivers[0], 7))
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     assert isinstance(sender, DeadlineExceeded), sender
     for part in ("version 7", "stage 0", "the header", "ranks 1 to 2", "publish.timeout_s"):
         assert part in str(sender)
@@ -382,7 +382,7 @@ def test_engine_that_dies_ends_the_publish_at_once(tmp_path: Path, monkeypatch: 
 
     start = time.monotonic()
     sender, _ = run_threads(lambda: publishers[0].publish(1), die)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     assert isinstance(sender, transport.WeightSyncError), sender
     for part in ("version 1, stage 0, bucket", "the connection broke after", "engine workers (ranks 1 to 1"):
         assert part in str(sender)
@@ -446,7 +446,7 @@ def test_a_publish_that_is_given_up_ends_on_both_sides_and_leaves_the_tp_peers_r
     leader, peer, worker, _ = run_threads(
         lambda: publishers[0].publish(1), lambda: publishers[1].publish(1), received(receivers[0], 1), give_up
     )
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     assert isinstance(leader, transport.WeightSyncError) and "engine b is gone" in str(leader)
     assert isinstance(worker, Exception), worker
     assert isinstance(peer, PublishStats), "the TP peer has come to the end of its gather"

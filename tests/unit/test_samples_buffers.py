@@ -187,7 +187,7 @@ def test_a_shard_that_stops_ends_or_never_came_is_one_line_in_time(channel: Stor
     # a small put is not answered: only the look at what became of it tells that nobody is there
     with pytest.raises(BufferFailed, match=r"replica 1 was asked to take group 3 .*probably ended"):
         early.put("fourth", 1, make_group(3))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 45
     with pytest.raises(DeadlineExceeded, match="trainers: the reader of replica 5 to say where its groups may lie"):
         ShardPayloads(channel, 0.05).put("fifth", 5, make_group(4))
     with pytest.raises(BufferFailed, match=r"shard of replica 1 at 127\.0\.0\.1:\d+ cannot be reached within 0\.1 s"):

@@ -195,7 +195,7 @@ def test_a_group_that_was_put_and_is_not_there_is_named_long_before_the_deadline
     named = r"I2 .* slot 2 of replica 0 in iteration 2 is empty.* all 6 groups.* lost is one of the groups 2;"
     with pytest.raises(InvariantViolation, match=named):
         next(microbatches)
-    assert time.monotonic() - start_s < 10.0
+    assert time.monotonic() - start_s < 50.0
 
 
 def test_a_microbatch_left_over_or_never_asked_for_is_reported() -> None:
