@@ -19,7 +19,7 @@ _RENDER_S, _RENDER_BYTES = 5.0, 1 << 30
 
 @dataclass(frozen=True)
 class Answer:
-    """What the policy wrote, for the client. text: without special tokens and stop texts. shown: as SessionTree.add has it."""
+    """The policy's answer to the client. text: without special tokens and stop texts. shown: as SessionTree.add has it."""
 
     text: str
     message: dict[str, Any]

@@ -129,7 +129,7 @@ class AgentEnvironment:
             await cancel(working[:1])
 
     def _transcript(self, session: Session) -> str:
-        """What follows the first request of the branch that was written to last, as text."""
+        """Returns as text all that follows the first request of the branch that was written to last."""
         path = session.tree.nodes[-1].path
         tokens = session.tree.tokens(path[-1])[len(path[0].context) :]
         return str(self._chat.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
@@ -152,5 +152,5 @@ class EvaluatedAgents:
 
 
 def _task(prompt: Prompt) -> dict[str, object]:
-    """What an agent is told."""
+    """Returns the task that an agent is given."""
     return {"prompt_id": prompt.prompt_id, "prompt": prompt.text, "answer": prompt.answer, "row": prompt.row}

@@ -126,7 +126,7 @@ class Programs:
                 await cancel(waiting)
 
     async def _read(self, process: asyncio.subprocess.Process, session: Session | None) -> bool:
-        """What it writes, until its end (True) or its limit."""
+        """Reads its output until its end (True) or its limit."""
         assert process.stdout is not None
         num_bytes, last = 0, b""
         while data := await process.stdout.read(65536):

@@ -61,7 +61,7 @@ class Sessions:
         return session
 
     def taker_ended(self, taker: str) -> None:
-        """What it has taken and not ended begins again."""
+        """Begins the sessions again that the taker has taken and not ended."""
         for session_id, other in list(self._takers.items()):
             if other == taker and (session := self._open.get(session_id)) is not None and session.outcome is None:
                 session.lose()

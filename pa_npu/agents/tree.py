@@ -55,7 +55,7 @@ class Node:
 
     @property
     def identity(self) -> tuple[bytes, bytes]:
-        """What nodes of one parent are ordered by."""
+        """The key by which nodes of one parent are ordered."""
         written = b"" if self.written is None else self.written.tokens.tobytes()
         return self.context.tobytes(), written
 

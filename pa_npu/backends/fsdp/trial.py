@@ -180,7 +180,7 @@ def _sequences() -> list[_Sequence]:
 
 
 def _weights(number: int) -> torch.Tensor:
-    """What the log-probs of a sequence's response are summed with, so that no gradients cancel by themselves."""
+    """Weights for the sum of a response's log-probs, so that no gradients cancel by themselves."""
     return torch.linspace(0.5, 1.5, number)
 
 
