@@ -42,6 +42,7 @@ SUBCOMMANDS: dict[str, Entry] = {
     "run": Entry("run", "start a run, or continue it"),
     "plan": Entry("plan", "print the resolved configuration and its arithmetic; start nothing"),
     "doctor": Entry("doctor", "say what is installed, what is missing and how to get it"),
+    "selftest": Entry("selftest", "try everything on this machine's devices, and write a report"),
     "engines": Entry("engines", "start engines alone, for runs that attach to them"),
     "join": Entry("join", "add an engine to a running job"),
     "export": Entry("export", "write the policy of a checkpoint as an HF directory"),

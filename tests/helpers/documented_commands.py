@@ -90,6 +90,7 @@ NOT_RUN = {
 }
 PAGES_NOT_RUN = {
     "docs/ascend.md": _DEVICES,
+    "docs/selftest.md": _DEVICES,
     "docs/cuda.md": _DEVICES,
     "docs/cluster.md": _DEVICES,
     "docs/multi_node.md": _DEVICES,

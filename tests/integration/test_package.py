@@ -27,7 +27,7 @@ def run(*argv: object, cwd: Path, **env: str) -> str:
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
         env={**environment, **env},
     )
@@ -93,3 +93,13 @@ def test_the_command_works_where_the_wheel_is_installed(elsewhere: Path, tmp_pat
         *(command, "plan", "--config", ROOT / "configs" / "grpo_qwen2.5_7b.yaml", "--device", "npu"), cwd=tmp_path
     )
     assert "trainer memory" in planned
+
+
+def test_the_self_test_runs_whole_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
+    command = elsewhere / "bin" / "pa-npu"
+    said = run(command, "selftest", "--device", "cpu", "--out", "report", "rollout.backend=transformers", cwd=tmp_path)
+    assert "7 of 7 parts passed" in said
+    report = (tmp_path / "report" / "report.md").read_text()
+    assert "not ok" not in report and "tokens per second per device" in report
+    kept = {path.suffix for path in (tmp_path / "report").rglob("*") if path.is_file()}
+    assert kept <= {".md", ".json", ".jsonl", ".svg", ".log", ".out", ".yaml"}, "no weights in what is sent"

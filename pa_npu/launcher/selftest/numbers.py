@@ -1,0 +1,105 @@
+"""Parts without a run: versions, and what the devices compute against fp64 on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from pa_npu import platform as platforms
+from pa_npu.attention import PrefixLayout, shared_prompt_attention
+from pa_npu.attention.forms import gather_attention, merge_attention
+from pa_npu.attention.kernels.choice import kernel_for, kernel_name
+from pa_npu.attention.lse_merge import available, lse_merge_
+from pa_npu.errors import UserError
+from pa_npu.launcher.doctor import doctor
+from pa_npu.launcher.selftest.parts import Bench, Finding
+
+LAYOUTS = {
+    "group": PrefixLayout.from_groups([(300, [40, 1, 260])]),
+    "three groups": PrefixLayout.from_groups([(7, [3, 5]), (1, [1, 1]), (129, [2, 90, 140])]),
+    "tree": PrefixLayout((50, 33, 2, 1, 74, 0, 2, 66), (-1, 0, 1, 1, 0, 4, 5, -1)),
+}
+# largest difference over largest value: the rounding of a type's products and of what is kept in it
+BOUNDS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+_UNSEEN = 0.1  # at least so far off is attention whose responses do not see their prompt
+
+
+def versions(bench: Bench) -> list[Finding]:
+    """`doctor` for the device; its text is this part's log."""
+    problems = doctor(None, bench.device)
+    return [Finding("problems that doctor names", problems, 0)]
+
+
+def attention(bench: Bench) -> list[Finding]:
+    """Forward and backward of each form in each type over layouts, against dense attention in fp64 on the host."""
+    device = _device(bench)
+    findings = []
+    for dtype, bound in BOUNDS.items():
+        for form in (merge_attention, gather_attention):
+            worst = max(_worst_of(layout, dtype, form, device) for layout in LAYOUTS.values())
+            kernel = kernel_name(torch.empty(1, 1, 64, dtype=dtype, device=device))
+            what = f"{form.__name__.removesuffix('_attention')}, {str(dtype).removeprefix('torch.')}, {kernel}"
+            findings.append(Finding(f"largest difference: {what}", worst, bound))
+    layout = LAYOUTS["three groups"]
+    wide = [x.double() for x in _inputs(layout, torch.float64)[:3]]
+    alone = PrefixLayout(layout.lengths, (-1,) * len(layout.lengths))
+    unseen = _worst(
+        shared_prompt_attention(*wide, alone, impl="dense"), shared_prompt_attention(*wide, layout, impl="dense")
+    )
+    return [*findings, Finding("control: responses that do not see their prompt", unseen, _UNSEEN, least=True)]
+
+
+def operator(bench: Bench) -> list[Finding]:
+    """The merge of partial results on the device, in each type, against the formula in fp64 on the host."""
+    device = _device(bench)
+    status = available()
+    print(f"merges with {status.implementation}: {status.reason}")
+    generator = torch.Generator().manual_seed(0)
+    findings = []
+    for dtype, bound in BOUNDS.items():
+        tokens, heads, dim, rows = 4096, 4, 64, [(5, 1000), (2048, 4000)]
+        count = sum(end - start for start, end in rows)
+        out, part = (torch.randn(n, heads, dim, generator=generator).to(dtype) for n in (tokens, count))
+        stats = [
+            torch.randn(n, heads, 1, generator=generator).abs().expand(-1, -1, 8).contiguous() + low
+            for low in (0.0, 0.5)
+            for n in (tokens, count)
+        ]
+        ours = [x.clone().to(device) for x in (out, stats[0], stats[2], part, stats[1], stats[3])]
+        lse_merge_(*ours, rows)
+        exact = [x.double() for x in (out, stats[0], stats[2], part, stats[1], stats[3])]
+        lse_merge_(*exact, rows, impl="torch")
+        findings.append(Finding(f"merge, {str(dtype).removeprefix('torch.')}", _worst(ours[0].cpu(), exact[0]), bound))
+    return findings
+
+
+def _device(bench: Bench) -> torch.device:
+    platform = platforms.get(bench.device)
+    if platform.device_count() < 1:
+        raise UserError(f"run.device: {bench.device} has no device; check what doctor says")
+    return torch.device(bench.device if bench.device == "cpu" else f"{bench.device}:0")
+
+
+def _inputs(layout: PrefixLayout, dtype: torch.dtype) -> list[torch.Tensor]:
+    """q, k, v and a gradient on the host: 8 query heads, 2 of keys and values."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(layout.total, heads, 64, generator=generator).to(dtype) for heads in (8, 2, 2, 8)]
+
+
+def _worst_of(
+    layout: PrefixLayout, dtype: torch.dtype, form: Callable[..., torch.Tensor], device: torch.device
+) -> float:
+    q, k, v, grad = _inputs(layout, dtype)
+    leaves = [x.clone().to(device).requires_grad_() for x in (q, k, v)]
+    out = form(*leaves, layout, 0.125, kernel_for(leaves[0]))
+    out.backward(grad.to(device))
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    exact = shared_prompt_attention(*wide, layout, scale=0.125, impl="dense")
+    exact.backward(grad.double())
+    pairs = [(out, exact), *((ours.grad, reference.grad) for ours, reference in zip(leaves, wide, strict=True))]
+    return max(_worst(ours.detach().cpu(), reference.detach()) for ours, reference in pairs)
+
+
+def _worst(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((ours.double() - exact).abs().max() / exact.abs().max()).item()

@@ -1,0 +1,143 @@
+"""The parts of the self-test: a table, and how one runs in a process of its own, so that a crash or a hang ends that part alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and on what a part runs. device: npu, cuda or cpu. overrides: key=value for every run, from the command line."""
+
+    folder: Path
+    device: str
+    overrides: tuple[str, ...] = ()
+    model: str | None = None  # of --acceptance
+    data: str | None = None
+    iterations: int = 100
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One figure. limit: what it must stay below, or reach where `least`; None where it is only told."""
+
+    what: str
+    value: float
+    limit: float | None = None
+    least: bool = False
+    unit: str = ""
+
+    @property
+    def ok(self) -> bool:
+        if self.limit is None:
+            return True
+        return self.value >= self.limit if self.least else self.value <= self.limit
+
+
+@dataclass(frozen=True)
+class Part:
+    """function: module:name, from a Bench to findings. shows: the promise that it checks. limit_s: when it is ended."""
+
+    name: str
+    function: str
+    shows: str
+    limit_s: float
+
+
+@dataclass
+class Result:
+    """A part's end. problem: its last words where it failed otherwise than by a figure; see its log."""
+
+    name: str
+    seconds: float = 0.0
+    findings: list[Finding] = field(default_factory=list)
+    problem: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None and all(finding.ok for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok}
+
+
+_HERE = "pa_npu.launcher.selftest"
+# The order is that of trust: what later parts need comes first.
+PARTS = (
+    Part("versions", f"{_HERE}.numbers:versions", "the libraries of a supported row are here, and a device", 120),
+    Part("attention", f"{_HERE}.numbers:attention", "every attention form equals dense attention in fp64", 300),
+    Part("operator", f"{_HERE}.numbers:operator", "the merge operator equals its formula in fp64", 120),
+    Part("learns", f"{_HERE}.runs:learns", "a tiny run learns, and engine, trainer and transformers agree", 900),
+    Part("equal", f"{_HERE}.runs:equal", "the synchronous run has the periodic run's weights, bit for bit", 900),
+    Part("recovers", f"{_HERE}.runs:recovers", "a killed trainer and a killed engine change no weight", 1200),
+    Part("speed", f"{_HERE}.runs:speed", "tokens per second per device, and GB/s of a publish", 900),
+)
+ACCEPTANCE = (
+    Part("periodic", f"{_HERE}.runs:accept_periodic", "the recipe's run, periodic", 86400),
+    Part("synchronous", f"{_HERE}.runs:accept_synchronous", "the same run, synchronous", 86400),
+)
+
+
+def run_part(part: Part, bench: Bench) -> Result:
+    """Run it in a child with a log of its own, ended with everything that it started at its deadline."""
+    log = bench.folder / "logs" / f"{part.name}.log"
+    answer = bench.folder / f"{part.name}.json"
+    answer.unlink(missing_ok=True)
+    asked = json.dumps({**asdict(bench), "folder": str(bench.folder)})
+    start_s = time.monotonic()
+    with log.open("wb") as file:
+        child = subprocess.Popen(
+            [sys.executable, "-m", _HERE, part.function, asked, str(answer)],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        problem = _wait(child, part.limit_s)
+    result = Result(part.name, time.monotonic() - start_s, problem=problem)
+    if problem is None and not answer.is_file():
+        result.problem = f"it ended with code {child.returncode}: {_last_words(log)}"
+    elif answer.is_file():
+        result.findings = [Finding(**finding) for finding in json.loads(answer.read_text())]
+    return result
+
+
+def _wait(child: subprocess.Popen[bytes], limit_s: float) -> str | None:
+    """Wait for it; end its process group, first politely, where it takes too long or this process is interrupted."""
+    try:
+        child.wait(limit_s)
+        return None
+    except subprocess.TimeoutExpired:
+        return f"it was not done after {limit_s:g} s, and was ended"
+    finally:
+        for number in (signal.SIGINT, signal.SIGKILL):
+            if child.poll() is None:
+                os.killpg(child.pid, number)
+                try:
+                    child.wait(60)
+                except subprocess.TimeoutExpired:
+                    continue
+
+
+def _last_words(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "nothing was written"
+
+
+def run_function(function: str, asked: str, answer: str) -> int:
+    """Run a part here, which is the child, and write its findings."""
+    given = json.loads(asked)
+    bench = Bench(**{**given, "folder": Path(given["folder"]), "overrides": tuple(given["overrides"])})
+    module, _, name = function.partition(":")
+    findings: Sequence[Finding] = getattr(import_module(module), name)(bench)
+    Path(answer).write_text(json.dumps([asdict(finding) for finding in findings]))
+    return 0

@@ -1,0 +1,93 @@
+"""`pa-npu selftest`: a part that fails in any way is named, the others go on, and the folder can be sent to others."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from pa_npu.errors import FAILED
+from pa_npu.launcher.cli import main
+from pa_npu.launcher.selftest import parts
+from pa_npu.launcher.selftest.parts import Bench, Finding, Part
+from pa_npu.launcher.subcommands import selftest
+
+KEY = "sk-abcdefghijklmnop1234"
+
+
+def passes(bench: Bench) -> list[Finding]:
+    print(f"Authorization: Bearer {KEY}")
+    return [Finding("difference", 1e-7, 1e-6), Finding("tokens", 3.0)]
+
+
+def misses(bench: Bench) -> list[Finding]:
+    return [Finding("difference", 1e-3, 1e-6), Finding("reward", 0.1, 0.3, least=True)]
+
+
+def crashes(bench: Bench) -> list[Finding]:
+    os.abort()
+
+
+def raises(bench: Bench) -> list[Finding]:
+    raise RuntimeError("no such operator")
+
+
+def hangs(bench: Bench) -> list[Finding]:
+    time.sleep(600)
+    return []
+
+
+def test_each_way_to_fail_is_named_and_the_other_parts_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tuple(
+        Part(function.__name__, f"{__name__}:{function.__name__}", "a promise", 60 if function is not hangs else 3)
+        for function in (misses, crashes, raises, hangs, passes)
+    )
+    monkeypatch.setattr(selftest, "PARTS", table)
+    assert main(["selftest", "--device", "cpu", "--out", str(tmp_path / "out")]) == FAILED
+    said = capsys.readouterr().out
+    assert "difference: 0.001, limit 1e-06" in said and "reward: 0.1, limit 0.3" in said
+    assert "1 of 5 parts passed" in said and "what failed: misses, crashes, raises, hangs" in said
+    report = (tmp_path / "out" / "report.md").read_text()
+    for line in (
+        "Failed: it was not done after 3 s, and was ended. Send logs/hangs.log",
+        "RuntimeError: no such operator",
+        "Failed: it ended with code -6",
+        "| passes | a promise |",
+    ):
+        assert line in report, line
+    known = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {part["name"]: part["ok"] for part in known["parts"]}["passes"] is True
+    assert all(KEY not in file.read_text() for file in (tmp_path / "out").rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "attention,all"], "--only: all is no part; take some of versions, attention"),
+        (["--frobnicate"], "command line: --frobnicate is neither an option of selftest nor key=value"),
+        (["--acceptance", "m", "d", "--iterations", "0"], "--iterations: 0 is below 1"),
+        (["--out", "."], "is there already and not empty; name a new folder"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", "--device", "cpu", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and said in error
+
+
+def test_the_numbers_of_the_host_pass() -> None:
+    from pa_npu.launcher.selftest import numbers
+
+    bench = Bench(Path("."), "cpu")
+    assert all(finding.ok for part in (numbers.attention, numbers.operator) for finding in part(bench))
+
+
+def test_a_limit_is_a_floor_or_a_ceiling() -> None:
+    assert Finding("a", 1.0, 1.0).ok and not Finding("a", 1.1, 1.0).ok
+    assert Finding("a", 1.0, 1.0, least=True).ok and not Finding("a", 0.9, 1.0, least=True).ok
+    assert [part.name for part in parts.PARTS][:2] == ["versions", "attention"], "what others need comes first"
