@@ -42,10 +42,10 @@ def attention(bench: Bench) -> list[Finding]:
             what = f"{form.__name__.removesuffix('_attention')}, {str(dtype).removeprefix('torch.')}, {kernel}"
             findings.append(Finding(f"largest difference: {what}", worst, bound))
     layout = LAYOUTS["three groups"]
-    wide = [x.double() for x in _inputs(layout, torch.float64)[:3]]
+    q, k, v, _ = _inputs(layout, torch.float64)
     alone = PrefixLayout(layout.lengths, (-1,) * len(layout.lengths))
     unseen = _worst(
-        shared_prompt_attention(*wide, alone, impl="dense"), shared_prompt_attention(*wide, layout, impl="dense")
+        shared_prompt_attention(q, k, v, alone, impl="dense"), shared_prompt_attention(q, k, v, layout, impl="dense")
     )
     return [*findings, Finding("control: responses that do not see their prompt", unseen, _UNSEEN, least=True)]
 
@@ -58,19 +58,22 @@ def operator(bench: Bench) -> list[Finding]:
     generator = torch.Generator().manual_seed(0)
     findings = []
     for dtype, bound in BOUNDS.items():
-        tokens, heads, dim, rows = 4096, 4, 64, [(5, 1000), (2048, 4000)]
-        count = sum(end - start for start, end in rows)
-        out, part = (torch.randn(n, heads, dim, generator=generator).to(dtype) for n in (tokens, count))
-        stats = [
-            torch.randn(n, heads, 1, generator=generator).abs().expand(-1, -1, 8).contiguous() + low
-            for low in (0.0, 0.5)
-            for n in (tokens, count)
-        ]
-        ours = [x.clone().to(device) for x in (out, stats[0], stats[2], part, stats[1], stats[3])]
-        lse_merge_(*ours, rows)
-        exact = [x.double() for x in (out, stats[0], stats[2], part, stats[1], stats[3])]
-        lse_merge_(*exact, rows, impl="torch")
-        findings.append(Finding(f"merge, {str(dtype).removeprefix('torch.')}", _worst(ours[0].cpu(), exact[0]), bound))
+        tokens, rows = 4096, [(5, 1000), (2048, 4000)]
+        index = torch.cat([torch.arange(*ends) for ends in rows])
+        out, part = (torch.randn(n, 4, 64, generator=generator).to(dtype) for n in (tokens, len(index)))
+        # a largest score and a sum of exponentials for each query, of the running result and of the part; 8 equal copies
+        m, s, n, t = (
+            torch.rand(count, 4, 1, generator=generator).expand(-1, -1, 8).contiguous() + 0.5
+            for count in (tokens, tokens, len(index), len(index))
+        )
+        running, largest, total = (x.clone().to(device) for x in (out, m, s))
+        lse_merge_(running, largest, total, part.to(device), n.to(device), t.to(device), rows)
+        top = torch.maximum(m[index], n).double()
+        ours, theirs = s[index] * (m[index] - top).exp(), t * (n - top).exp()
+        exact = out.double()
+        weighed = ours[..., :1] * out[index].double() + theirs[..., :1] * part.double()
+        exact[index] = weighed / (ours + theirs)[..., :1]
+        findings.append(Finding(f"merge, {str(dtype).removeprefix('torch.')}", _worst(running.cpu(), exact), bound))
     return findings
 
 
@@ -95,11 +98,16 @@ def _worst_of(
     out = form(*leaves, layout, 0.125, kernel_for(leaves[0]))
     out.backward(grad.to(device))
     wide = [x.double().requires_grad_() for x in (q, k, v)]
-    exact = shared_prompt_attention(*wide, layout, scale=0.125, impl="dense")
+    exact = shared_prompt_attention(wide[0], wide[1], wide[2], layout, scale=0.125, impl="dense")
     exact.backward(grad.double())
-    pairs = [(out, exact), *((ours.grad, reference.grad) for ours, reference in zip(leaves, wide, strict=True))]
+    pairs = [(out, exact), *((_gradient(ours), _gradient(theirs)) for ours, theirs in zip(leaves, wide, strict=True))]
     return max(_worst(ours.detach().cpu(), reference.detach()) for ours, reference in pairs)
 
 
 def _worst(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return ((ours.double() - exact).abs().max() / exact.abs().max()).item()
+
+
+def _gradient(leaf: torch.Tensor) -> torch.Tensor:
+    assert leaf.grad is not None
+    return leaf.grad

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pa_npu.errors import FAILED, UserError
 from pa_npu.launcher.selftest.folder import draw_rewards, tidy, write_report
-from pa_npu.launcher.selftest.parts import ACCEPTANCE, PARTS, Bench, run_part
+from pa_npu.launcher.selftest.parts import ACCEPTANCE, PARTS, Bench, Part, run_part
 from pa_npu.platform import KINDS
 
 
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if wrong := [word for word in rest if "=" not in word or word.startswith("-")]:
         raise UserError(f"command line: {wrong[0]} is neither an option of selftest nor key=value; see --help")
-    parts = ACCEPTANCE if options.acceptance else PARTS
+    parts: tuple[Part, ...] = ACCEPTANCE if options.acceptance else PARTS
     names = [part.name for part in parts]
     if unknown := [name for name in options.only or () if name not in names]:
         raise UserError(f"--only: {unknown[0]} is no part; take some of {', '.join(names)}")
