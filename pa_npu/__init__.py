@@ -1,6 +1,6 @@
 """pa_npu: periodic-asynchronous reinforcement-learning post-training for language models.
 
-    from pa_npu import Client, Config, Run, load_config
+    from pa_npu import Config, Run, load_config
 
 are loaded on first use, because engines' processes import this package too, and have neither pydantic nor time for it.
 """
@@ -10,17 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pa_npu.api.client import Client as Client
     from pa_npu.api.run import Run as Run
     from pa_npu.api.run import RunFailed as RunFailed
     from pa_npu.config.load import load_config as load_config
     from pa_npu.config.schema import Config as Config
 
 __version__ = "0.1.0"
-__all__ = ["Client", "Config", "Run", "RunFailed", "__version__", "load_config"]
+__all__ = ["Config", "Run", "RunFailed", "__version__", "load_config"]
 
 _HOMES = {
-    "Client": "pa_npu.api.client",
     "Config": "pa_npu.config.schema",
     "Run": "pa_npu.api.run",
     "RunFailed": "pa_npu.api.run",

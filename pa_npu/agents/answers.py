@@ -6,60 +6,64 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pa_npu.agents.chat import Answer, Chat
 from pa_npu.agents.requests import Asked
-from pa_npu.agents.session import Session, Turn
 from pa_npu.engines.protocol import Generation
 
 MODEL = "policy"
-MODELS = {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "pa_npu"}]}
+
+Written = Sequence[tuple[Answer, Generation]]
 
 
-def chat_answer(session: Session, turn: Turn, asked: Asked) -> dict[str, Any]:
-    """A chat.completion. Its `weight_version` is that of the newest weights that wrote it."""
-    choice: dict[str, Any] = {
-        "index": 0,
-        "message": turn.answer.message,
-        "finish_reason": _reason(turn),
-        "logprobs": None,
+def models(version: int | None) -> dict[str, Any]:
+    """The one model, and the version of its weights where that is known."""
+    model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "pa_npu", "weight_version": version}
+    return {"object": "list", "data": [model]}
+
+
+def whole_answer(chat: Chat, completion_id: str, written: Written, prompt_tokens: int, asked: Asked) -> dict[str, Any]:
+    """A chat.completion, or a text_completion for an id that begins with `cmpl`, with the version of the weights that wrote it."""
+    is_chat = not completion_id.startswith("cmpl")
+    choices = []
+    for index, (answer, generation) in enumerate(written):
+        choice: dict[str, Any] = {"index": index, "logprobs": None}
+        choice |= {"message": answer.message} if is_chat else {"text": answer.text}
+        ended = "stop" if generation.finished else "length"
+        choice["finish_reason"] = "tool_calls" if answer.message.get("tool_calls") else ended
+        if asked.logprobs and len(generation.logprobs):
+            choice["logprobs"] = _logprobs(chat, generation, is_chat)
+        choices.append(choice)
+    num_written = sum(len(generation.tokens) for _, generation in written)
+    usage = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": num_written,
+        "total_tokens": prompt_tokens + num_written,
     }
-    if asked.logprobs and len(turn.written.logprobs):
-        choice["logprobs"] = {"content": _chat_logprobs(session, turn.written), "refusal": None}
-    return _answer("chat.completion", f"chatcmpl-{session.id}-{turn.node.number}", choice, turn, asked)
+    kind = "chat.completion" if is_chat else "text_completion"
+    version = max((generation.version or 0 for _, generation in written), default=0)
+    head = {"id": completion_id, "object": kind, "created": 0, "model": MODEL, "weight_version": version}
+    return {**head, "choices": choices, "usage": usage}
 
 
-def completion_answer(session: Session, turn: Turn, asked: Asked) -> dict[str, Any]:
-    """A text_completion."""
-    choice: dict[str, Any] = {"index": 0, "text": turn.answer.text, "finish_reason": _reason(turn), "logprobs": None}
-    if asked.logprobs and len(turn.written.logprobs):
-        tokens = [session.chat.tokenizer.decode([token]) for token in turn.written.tokens.tolist()]
-        choice["logprobs"] = {"tokens": tokens, "token_logprobs": turn.written.logprobs.tolist(), "top_logprobs": None}
-    return _answer("text_completion", f"cmpl-{session.id}-{turn.node.number}", choice, turn, asked)
-
-
-def events(answer: dict[str, Any]) -> Iterator[bytes]:
-    """Server-sent events that say the same as an answer."""
-    (choice,) = answer["choices"]
-    head = {name: answer[name] for name in ("id", "created", "model", "weight_version")}
+def events(answer: dict[str, Any], usage: bool) -> Iterator[bytes]:
+    """Server-sent events that say the same as an answer. usage: the client wants it at the end."""
     is_chat = answer["object"] == "chat.completion"
+    head = {name: answer[name] for name in ("id", "created", "model", "weight_version")}
     head["object"] = "chat.completion.chunk" if is_chat else "text_completion"
-    last = {"index": 0, "finish_reason": choice["finish_reason"], "logprobs": None}
-    if is_chat:
-        message = dict(choice["message"])
-        for number, call in enumerate(message.get("tool_calls", ())):
-            call = message["tool_calls"][number] = {"index": number, **call}
-        parts = [
-            {"role": "assistant", "content": ""},
-            {name: value for name, value in message.items() if name != "role"},
-        ]
-        choices = [{"index": 0, "delta": part, "finish_reason": None, "logprobs": None} for part in parts]
-        choices[1]["logprobs"] = choice["logprobs"]
-        last["delta"] = {}
-    else:
-        choices = [{"index": 0, "text": choice["text"], "finish_reason": None, "logprobs": choice["logprobs"]}]
-        last["text"] = ""
-    for one in [*choices, last]:
-        yield _event({**head, "choices": [one]})
-    if answer["with_usage"]:
+    for choice in answer["choices"]:
+        place = {"index": choice["index"], "finish_reason": None, "logprobs": None}
+        said = {**place, "logprobs": choice["logprobs"]}
+        if is_chat:
+            message = {name: value for name, value in choice["message"].items() if name != "role"}
+            calls = [{"index": number, **call} for number, call in enumerate(message.pop("tool_calls", ()))]
+            delta = {**message, **({"tool_calls": calls} if calls else {})}
+            parts = [{**place, "delta": {"role": "assistant", "content": ""}}, {**said, "delta": delta}]
+        else:
+            parts = [{**said, "text": choice["text"]}]
+        last: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
+        for part in [*parts, {**place, **last, "finish_reason": choice["finish_reason"]}]:
+            yield _event({**head, "choices": [part]})
+    if usage:
         yield _event({**head, "choices": [], "usage": answer["usage"]})
     yield b"data: [DONE]\n\n"
 
@@ -68,27 +72,13 @@ def _event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
 
-def _answer(kind: str, completion_id: str, choice: dict[str, Any], turn: Turn, asked: Asked) -> dict[str, Any]:
-    written = len(turn.written.tokens)
-    usage = {
-        "prompt_tokens": turn.prompt_tokens,
-        "completion_tokens": written,
-        "total_tokens": turn.prompt_tokens + written,
-    }
-    answer = {"id": completion_id, "object": kind, "created": 0, "model": MODEL, "choices": [choice], "usage": usage}
-    answer["weight_version"] = turn.written.version
-    return {**answer, "with_usage": asked.usage} if asked.stream else answer
-
-
-def _reason(turn: Turn) -> str:
-    if turn.answer.message.get("tool_calls"):
-        return "tool_calls"
-    return "stop" if turn.written.finished else "length"
-
-
-def _chat_logprobs(session: Session, written: Generation) -> Sequence[dict[str, Any]]:
-    found = []
-    for token, logprob in zip(written.tokens.tolist(), written.logprobs.tolist(), strict=True):
-        text = session.chat.tokenizer.decode([token])
-        found.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-    return found
+def _logprobs(chat: Chat, written: Generation, is_chat: bool) -> dict[str, Any]:
+    texts = [str(chat.tokenizer.decode([token])) for token in written.tokens.tolist()]
+    values = written.logprobs.tolist()
+    if not is_chat:
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": None}
+    content = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(texts, values, strict=True)
+    ]
+    return {"content": content, "refusal": None}

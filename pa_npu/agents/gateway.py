@@ -7,7 +7,7 @@
     POST /sessions/ID/reward                    {"reward": number, "turn": id of a completion, or none}
     POST /sessions/ID/end                       the agent has done its task
     GET  /tasks?wait_s=30                       a program's key, or the run's: the next task, or {"task": null}
-    what agent.port adds for the run's key is in run_routes.py
+    what agent.port adds for the run's key is in coordinator/served_run.py
 
 Errors have OpenAI's form. A body has a largest size and a time to arrive; a connection that asks nothing for a while is closed,
 and more than a set number are not accepted.
@@ -28,10 +28,10 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from pa_npu.agents.answers import MODELS, chat_answer, completion_answer, events
+from pa_npu.agents.answers import events, models, whole_answer
 from pa_npu.agents.refusals import Refused
-from pa_npu.agents.requests import read_request
-from pa_npu.agents.session import Session
+from pa_npu.agents.requests import Asked, read_request
+from pa_npu.agents.session import Session, Turn
 from pa_npu.agents.sessions import Sessions
 from pa_npu.control.tasks import cancel
 from pa_npu.engines.http_server import OPEN_PATH, authorised
@@ -45,15 +45,15 @@ MOST_CONNECTIONS = 4096
 _READ_S = 30.0  # of a body that drips, and of an event that is not read
 _IDLE_S = 60.0  # of a connection without a request
 _LONGEST_WAIT_S = 60.0
-_CHAT = ("messages", "tools")
-_COMPLETION = ("prompt",)
+CHAT_FIELDS = ("messages", "tools")
+TEXT_FIELDS = ("prompt",)
 
 
 class Gateway:
     """temperature: the run's. routes: further ones, for the run's key."""
 
     def __init__(
-        self, sessions: Sessions, temperature: float, routes: Callable[[web.Application], None] | None = None
+        self, sessions: Sessions, temperature: float, routes: Callable[[web.Application, Gateway], None] | None = None
     ) -> None:
         self.sessions = sessions
         self._temperature = temperature
@@ -72,7 +72,7 @@ class Gateway:
         add.add_post("/sessions/{id}/end", self._end)
         add.add_get("/tasks", self._tasks)
         if self._routes is not None:
-            self._routes(app)
+            self._routes(app, self)
         return app
 
     @web.middleware
@@ -101,27 +101,24 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
-        return web.json_response(MODELS)
+        return web.json_response(models(None))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = read_request(await read_json(request), temperature=self._temperature, endpoint_fields=_CHAT)
-        return await self._send(request, asked.stream, chat_answer(session, await session.chat_turn(asked), asked))
+        asked = read_request(await read_json(request), temperature=self._temperature, endpoint_fields=CHAT_FIELDS)
+        return await self._answer(request, session, await session.chat_turn(asked), asked, "chatcmpl")
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = read_request(await read_json(request), temperature=self._temperature, endpoint_fields=_COMPLETION)
-        turn = await session.completion_turn(asked)
-        return await self._send(request, asked.stream, completion_answer(session, turn, asked))
+        asked = read_request(await read_json(request), temperature=self._temperature, endpoint_fields=TEXT_FIELDS)
+        return await self._answer(request, session, await session.completion_turn(asked), asked, "cmpl")
 
-    async def _send(self, request: web.Request, streams: bool, answer: dict[str, Any]) -> web.StreamResponse:
-        if not streams:
-            return web.json_response(answer)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        for event in events(answer):
-            await asyncio.wait_for(response.write(event), _READ_S)
-        return response
+    async def _answer(
+        self, request: web.Request, session: Session, turn: Turn, asked: Asked, kind: str
+    ) -> web.StreamResponse:
+        name = f"{kind}-{session.id}-{turn.node.number}"
+        written = [(turn.answer, turn.written)]
+        return await send(request, whole_answer(session.chat, name, written, turn.prompt_tokens, asked), asked)
 
     async def _reward(self, request: web.Request) -> web.Response:
         session = self._session(request)
@@ -243,3 +240,14 @@ async def read_json(request: web.Request) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError):
         raise Refused("the body is no JSON") from None
+
+
+async def send(request: web.Request, answer: dict[str, Any], asked: Asked) -> web.StreamResponse:
+    """An answer as the request wants it."""
+    if not asked.stream:
+        return web.json_response(answer)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for event in events(answer, asked.usage):
+        await asyncio.wait_for(response.write(event), _READ_S)
+    return response

@@ -121,9 +121,9 @@ class Programs:
                 for descriptor in (theirs, lifeline):
                     if descriptor >= 0:
                         os.close(descriptor)
+                await cancel(waiting)
                 if process is not None:
                     await _reap(process)
-                await cancel(waiting)
 
     async def _read(self, process: asyncio.subprocess.Process, session: Session | None) -> bool:
         """Reads its output until its end (True) or its limit."""
@@ -140,7 +140,8 @@ class Programs:
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:
+    """Until a process whose lifeline is closed has ended; what it still said is dropped."""
     try:
-        await asyncio.wait_for(process.wait(), _KILL_S)
+        await asyncio.wait_for(process.communicate(), _KILL_S)
     except asyncio.TimeoutError:
         logger.warning("an agent's keeper %d has not ended within %g s", process.pid, _KILL_S)

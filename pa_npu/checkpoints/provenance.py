@@ -42,7 +42,7 @@ CHANGES: dict[str, Change] = {
             "telemetry": "samples_per_iteration samples trackers tracker_python project run_name tags metric_names offline "
             "tracker_timeout_s timeline warmup_iterations profile_iterations profile_ranks",
             "placement": "cluster ray_address nnodes devices_per_node join_timeout_s node_timeout_s host store_port engine_port "
-            "api_port engine_devices trainer_devices pin_cores",
+            "engine_devices trainer_devices pin_cores",
             "agent": "port",
         },
         Change.SAME_RUN: {

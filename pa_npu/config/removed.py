@@ -7,6 +7,8 @@ import re
 REMOVED: dict[str, str] = {
     "algorithm.advantage_scale": "use algorithm.advantage, whose group-std and batch-std divide",
     "algorithm.name=ppo": "use algorithm.name=critic-free-ppo; it always had the group's mean reward where PPO has a critic",
+    "environment.name=clients": "use environment.name=agents, whose programs ask the run's policy (docs/agents.md)",
+    "placement.api_port": "use agent.port, whose gateway gives samples and groups to other programs (docs/agents.md)",
     "placement.master_addr": "use placement.host",
     "placement.node_rank": "a cluster's nodes have no rank to set; use placement.cluster=ray",
     "rollout.engine_settings[].via": "every engine gets its weights from the trainers",

@@ -14,6 +14,7 @@ from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
 from pa_npu.coordinator.carried import BudgetedUpdates
 from pa_npu.coordinator.interruption import Interruptions
+from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.coordinator.updates import InformativeUpdates, Updates
 from pa_npu.data.stream import TrainingStream
 from pa_npu.environments.protocol import Environment
@@ -45,12 +46,17 @@ def make_interruptions(config: Config, tokenizer: Any) -> Interruptions | None:
     return Interruptions(config.tokens_per_version, decode, config.engine_wait_s + config.trainer.wait_timeout_s)
 
 
-def make_gateway(config: Config, environment: Environment, key: str | None) -> Gateway | None:
-    """For agents, where a run has these. key: the run's; None, where attached engines have none, makes a new one."""
-    if not isinstance(environment, AgentEnvironment):
+def make_gateway(
+    config: Config, environment: Environment, key: str | None, service: ServedRun | None
+) -> Gateway | None:
+    """For agents, and for other programs, where a run has these. key: the run's; None, of attached engines, makes a new one."""
+    agents = environment if isinstance(environment, AgentEnvironment) else None
+    if agents is None and service is None:
         return None
-    environment.sessions = Sessions(key or secrets.token_hex(32))
-    return Gateway(environment.sessions, config.rollout.temperature)
+    sessions = Sessions(key or secrets.token_hex(32))
+    if agents is not None:
+        agents.sessions = sessions
+    return Gateway(sessions, config.rollout.temperature, service.routes if service is not None else None)
 
 
 def iterations_beside(config: Config, freshness: Freshness) -> int:

@@ -5,7 +5,8 @@
     rolling    an engine that is through with its groups swaps, and the first to have swapped end the wait;
                the border is crossed when all have                                        publish.swap=rolling
 
-Before it, engines are made free: an evaluation beside training ends, clients' responses do, and so does what older versions write.
+Before it, engines are made free: an evaluation beside training ends, samples for other programs do, and so does what older
+versions write.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.run_evaluations import RunEvaluations
-from pa_npu.coordinator.service.rollouts import RolloutService
+from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool, EngineUse
@@ -59,7 +60,7 @@ class BorderCrossing:
         publish: CoordinatorPublish,
         timeline: Timeline,
         evaluations: RunEvaluations,
-        service: RolloutService | None,
+        service: ServedRun | None,
         written: Callable[[int], Awaitable[None]],
     ) -> None:
         self.published: int | None = None

@@ -29,8 +29,8 @@ _TRIED_CALLS = 4  # of a tool, at most
 def check_environment(config: Config, prompt: Prompt | None) -> None:
     """Make and open the environment, and let it make samples of the prompt if there is one. Raises ConfigError in one line."""
     name = config.environment.name
-    by_others = name == "clients" or (name == "agents" and config.agent.command is None)
-    if name == "single_turn" or by_others:  # no code of a user's; others come when the run is there
+    comes_later = name == "agents" and config.agent.command is None
+    if name == "single_turn" or comes_later:  # no code of a user's here
         return
     given = None
     if prompt is not None:

@@ -24,7 +24,6 @@ from pa_npu.agents.environment import AgentEnvironment, EvaluatedAgents
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import EnvironmentConfig
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
@@ -42,8 +41,7 @@ from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.resumed import take_up
 from pa_npu.coordinator.run_evaluations import RunEvaluations
-from pa_npu.coordinator.service.http_api import serving
-from pa_npu.coordinator.service.rollouts import RolloutService
+from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.coordinator.shared_engines import SharedEngines
 from pa_npu.coordinator.termination import run_until_terminated
 from pa_npu.data.mixture import training_stream
@@ -96,10 +94,6 @@ async def run(config: Config) -> None:
         train, held_out = load_prompt_sets(config, tokenizer)
         limit_s = config.trainer.startup_timeout_s
         environment = make_environment(config, tokenizer)
-        if (gateway := make_gateway(config, environment, key)) is not None:
-            where = (config.placement.address, config.agent.port or 0, Path(config.run.dir))
-            await stack.enter_async_context(gateway.serving(*where))
-        await stack.enter_async_context(opened(environment, limit_s))
         channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX), key or "")
         pool = await stack.enter_async_context(
@@ -122,11 +116,11 @@ async def run(config: Config) -> None:
         buffer = open_buffer(config, buffer_channel, ahead=iterations_beside(config, freshness), fills=True)
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.of(config), work)
-        service = None
-        if config.placement.api_port is not None:
-            service = RolloutService(config, pool, environment, rewards, sampling, tokenizer, work)
-            where = (config.placement.address, config.placement.api_port, Path(config.run.dir))
-            logger.info("API at %s", await stack.enter_async_context(serving(service, key or "", *where)))
+        service = ServedRun(config, pool, sampling, tokenizer) if config.agent.port is not None else None
+        if (gateway := make_gateway(config, environment, key, service)) is not None:
+            where = (config.placement.address, config.agent.port or 0, Path(config.run.dir))
+            await stack.enter_async_context(gateway.serving(*where))
+        await stack.enter_async_context(opened(environment, limit_s))
         shared = SharedEngines(pool) if config.num_shared_engines else None
         producer = Producer(
             *(config, pool, environment, rewards, buffer, controller, sampling, timeline, work, store_thread),
@@ -162,11 +156,9 @@ async def run(config: Config) -> None:
 
 
 def tested_in(config: Config, tokenizer: Any, environment: Environment) -> Environment:
-    """The environment of evaluations: that of training, but for samples that clients write, which say nothing of the weights."""
+    """The environment of evaluations: that of training, where agents have one gateway for both, else another of its kind."""
     if isinstance(environment, AgentEnvironment):
         return EvaluatedAgents(environment)
-    if config.environment.name == "clients":
-        config = config.model_copy(update={"environment": EnvironmentConfig()})
     return make_environment(config, tokenizer)
 
 

@@ -11,7 +11,7 @@ producer cannot stall them.
 What a feature does it does at these points (variants.py), for each iteration in this order:
 
     point            when                                                    who is there
-    before_admit     before a group asks for an engine                       the API's pause, the schedule's turns
+    before_admit     before a group asks for an engine                       the schedule's turns
     admitted         a group has room on an engine                           tail and pace; work of a version (interruption.py)
     nothing_left     until another group is scored                           tail
     all_dispatched   engines have had all groups that it began with          the next border (publish.swap=rolling), interruption.py
@@ -19,7 +19,7 @@ What a feature does it does at these points (variants.py), for each iteration in
     generated        all samples of a group are there                        tail, pace
     scored           it has its rewards                                      the iteration's numbers
     deliverable      before what a score has released goes to trainers       shared_engines.py
-    delivered        a group is in the buffer                                the API's tap (service/rollouts.py)
+    delivered        a group is in the buffer                                copies for other programs (served_run.py)
     ended            nothing more is done for a group                        interruption.py
 
 Which scored groups are trained, and which are asked for, is the choice's (dispatch/selection.py; dynamic sampling, token budgets);

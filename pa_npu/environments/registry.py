@@ -10,7 +10,6 @@ from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.config.user_code import check_name, describe, import_function
-from pa_npu.environments.clients import FromClients
 from pa_npu.environments.protocol import Environment, EnvironmentContext, EnvironmentFailed
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.tools import ToolEnvironment
@@ -23,7 +22,6 @@ _CLOSE_S = 10.0  # what is left after that ends with the process that opened it
 ENVIRONMENTS: dict[str, Callable[[EnvironmentContext], Environment]] = {
     "single_turn": SingleTurn,
     "tools": ToolEnvironment,
-    "clients": FromClients,
 }
 
 

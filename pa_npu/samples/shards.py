@@ -11,12 +11,14 @@ were in it are generated again, or come back from the checkpoint. Every attempt 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import torch.distributed as dist
+from safetensors.numpy import load, save
 
 from pa_npu.control.bounded_calls import BoundedCalls, NoAnswer
 from pa_npu.control.channel import StoreChannel, StoreError, connect
@@ -24,12 +26,12 @@ from pa_npu.control.messages import SHARD, ShardAddress
 from pa_npu.control.store_server import host_store
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.samples.columns import NONE, RunColumns
-from pa_npu.samples.data_module import Cells, StoreShard
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import BufferFailed
 from pa_npu.samples.wire import from_tensors, tensor_names, tensors_of
 
 T = TypeVar("T")
+Cells = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,29 @@ def host_shard(channel: StoreChannel, replica: int, address: str) -> OwnShard:
         ) from None
     SHARD.put(channel, ShardAddress(address, server.port), replica=replica)
     return OwnShard(replica, server)
+
+
+class StoreShard:
+    """Rows of columns in a c10d store, of another node for one, which this process is a client of."""
+
+    def __init__(self, channel: StoreChannel) -> None:
+        self._channel = channel
+
+    def put(self, row: str, cells: Cells) -> None:
+        """They are there for everybody who asks when this returns."""
+        for column, value in cells.items():
+            self._channel.put_bytes(f"{row}/{column}", save({column: np.ascontiguousarray(value)}))
+        # a store answers no put; what it is asked after the last one, it answers when it has them all
+        if not all(self._channel.exists(f"{row}/{column}") for column in tuple(cells)[-1:]):
+            raise StoreError(f"{row}: its columns {list(cells)} did not stay where they were put")
+
+    def get(self, row: str, columns: Sequence[str]) -> dict[str, np.ndarray]:
+        """These columns and no others."""
+        return {column: load(self._channel.get_bytes(f"{row}/{column}"))[column] for column in columns}
+
+    def drop(self, row: str, columns: Iterable[str]) -> None:
+        for column in columns:
+            self._channel.delete(f"{row}/{column}")
 
 
 class ShardPayloads:

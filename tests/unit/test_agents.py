@@ -15,6 +15,7 @@ import numpy as np
 import openai
 import pytest
 
+from pa_npu.agents import gateway
 from pa_npu.agents.environment import AgentEnvironment
 from pa_npu.agents.session import Session
 from pa_npu.agents.sessions import Sessions
@@ -422,3 +423,36 @@ def test_what_is_no_call_stays_text() -> None:
         assert hermes(text, []).content == text and not hermes(text, []).calls
     two = hermes(f"a{CALL}\n{CALL}", [])
     assert two.content == "a" and len(two.calls) == 2
+
+
+async def test_half_requests_slow_bodies_and_too_many_connections_are_bounded_and_clients_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway, "MOST_CONNECTIONS", 50)
+    monkeypatch.setattr(gateway, "_IDLE_S", 0.4)
+    monkeypatch.setattr(gateway, "_READ_S", 0.3)
+    monkeypatch.setattr(gateway, "LARGEST_REQUEST_BYTES", 2**16)
+    async with opened(make_environment(config(), TOKENIZER), 30.0) as agents:
+        assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
+        client = await client_of(agents, Policy(asks_then_answers))
+        host, port = agents.sessions.url.removeprefix("http://").split(":")
+        path = f"/sessions/{client.session.id}/v1/chat/completions"
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\nContent-Length: 100\r\n\r\n"
+
+        async def half(text: str) -> bytes:
+            """What the server says to it before it closes the connection, which it does by itself."""
+            reader, writer = await asyncio.open_connection(host, int(port))
+            try:
+                writer.write(text.encode())
+                return await asyncio.wait_for(reader.read(), 30.0)
+            except ConnectionError:
+                return b""
+            finally:
+                writer.close()
+
+        assert set(await asyncio.gather(*(half("POST /sessions/x HTTP/1.1\r\nHo") for _ in range(1000)))) == {b""}
+        assert b" 408 " in await half(head + "{")
+        assert b" 401 " in await half(head.replace(client.key, "stranger") + "{" * 100)
+        assert (await client.send("/v1/chat/completions", {"messages": "x" * 2**17}))[0] == 413
+        answer = await client.chat([user("What is 6*7?")], tools=TOOLS)
+        assert answer.choices[0].finish_reason == "tool_calls"

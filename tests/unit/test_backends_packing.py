@@ -6,10 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
+from pa_npu.agents.tree import SessionTree
 from pa_npu.attention import PrefixLayout
+from pa_npu.engines.protocol import Generation
+from pa_npu.samples.group import Group
+from pa_npu.samples.microbatch import pack
+from pa_npu.samples.types import SampleBuilder
 from tests.helpers.megatron import loaded_stage, model_config, single_process
 from tests.helpers.models import make_model
 
@@ -110,3 +117,60 @@ def test_wrong_shapes_are_refused_with_the_remedy(model: Path, tokens: torch.Ten
     layout = PrefixLayout.from_groups([(PROMPT, list(RESPONSES))])
     with pytest.raises(ValueError, match=r"must be \(1, 22\)"):
         stage(tokens[:, 1:], layout, torch.tensor([0]), torch.tensor([0]), 1.0, 64)
+
+
+def test_a_sessions_tree_has_the_gradients_of_its_branches_one_by_one_at_the_cost_of_its_unique_tokens(
+    model: Path,
+) -> None:
+    """Compaction, a sub-agent and a retry, as samples of a group: log-probs and gradients of the trained tokens."""
+    numbers = np.random.default_rng(5)
+
+    def written(count: int) -> Generation:
+        logprobs = np.full(count, -0.5, np.float32)
+        return Generation(numbers.integers(0, 128, count, dtype=np.int32), logprobs, "", "stop", version=0)
+
+    def shown(count: int) -> npt.NDArray[np.int32]:
+        return numbers.integers(0, 128, count, dtype=np.int32)
+
+    tree = SessionTree()
+    first = tree.add(tree.root, shown(70), "", written(66), ())
+    second = tree.add(first, shown(3), "", written(5), ())
+    tree.add(second, shown(2), "", written(4), ())
+    tree.add(second, shown(2), "", written(3), ())  # a retry
+    tree.add(first, shown(4), "", written(6), ())  # a sub-agent that knows the first turn
+    tree.add(tree.root, shown(9), "", written(7), ())  # a compacted context
+    samples = tree.samples("", ended=True, reward=1.0)
+    assert [sample.num_trained for sample in samples].count(0) == 0 and len(samples) == 4
+    assert sum(sample.num_trained for sample in samples) == 66 + 5 + 4 + 3 + 6 + 7, "each turn once"
+    identity = {"run_seed": 0, "iteration": 0, "index": 0, "prompt_id": 0}
+    ones = np.ones(len(samples), np.float32)
+    group = Group.of_samples(samples, ones, ones, **identity)
+    packed = pack([group], True, 4)
+    total, unique = tree.num_tokens
+    assert (
+        total == sum(len(sample.tokens) for sample in samples) and unique < packed.num_computed_tokens + 1 < total / 2
+    )
+
+    def run(stage: Any, microbatch: Any) -> torch.Tensor:
+        layout = microbatch.layout
+        output = stage(microbatch.tokens[None], layout, microbatch.rows, microbatch.targets, 1.0, 64)
+        output.logprobs.sum().backward()
+        found: torch.Tensor = output.logprobs.detach()
+        return found
+
+    together, apart, twice = (loaded_stage(model) for _ in range(3))
+    logprobs = run(together, packed)
+    alone = torch.cat([run(apart, pack([group[n : n + 1]], False, 1)) for n in range(len(samples))])
+    assert (logprobs - alone).abs().max() < 3e-6
+    assert worst_relative(gradients(together), gradients(apart)) < 5e-6
+    # control: a turn that its branches share would count in each of them
+    for leaf in tree.leaves():
+        sample = SampleBuilder(leaf.path[0].context)
+        for node in leaf.path:
+            if node is not leaf.path[0]:
+                sample.show(node.context)
+            assert node.written is not None
+            sample.write(node.written.tokens, node.written.logprobs, 0)
+        one = Group.of_samples([sample.finish(True, "")], ones[:1], ones[:1], **identity)
+        run(twice, pack([one], False, 1))
+    assert worst_relative(gradients(twice), gradients(apart)) > 0.1

@@ -24,7 +24,7 @@ TOPICS = {
 }
 
 # The keys of the buffer and of the data module's shards hold bytes of samples, no messages.
-_BYTES = re.compile(r"samples/(rollout_buffer|data_module).py|control/(typed|channel).py")
+_BYTES = re.compile(r"samples/(rollout_buffer|shards).py|control/(typed|channel).py")
 
 
 def example(kind: Any) -> Any:

@@ -16,15 +16,10 @@ def broken_placement(c: ConfigTree) -> Iterator[str]:
             f"placement.nnodes: {c.placement.nnodes} with placement.cluster=local, which is this machine alone; set "
             f"placement.cluster=ray, or nnodes to 1"
         )
-    if c.placement.api_port is not None and c.placement.colocate:
+    if c.agent.port is not None and c.placement.colocate:
         yield (
-            "placement.api_port: with placement.colocate engines could write for clients while trainers have the devices; set "
-            "colocate to false, or remove api_port"
-        )
-    if c.environment.name == "clients" and c.placement.api_port is None:
-        yield (
-            "environment.name: clients write samples through the coordinator's API, which is off; set placement.api_port (0 is a "
-            "free one), or another environment"
+            "agent.port: with placement.colocate engines could write for other programs while trainers have the devices; set "
+            "colocate to false, or remove the port"
         )
     if c.buffer.backend == "transfer_queue" and c.placement.cluster == "local":
         yield (

@@ -182,9 +182,9 @@ def _broken_rolling(c: ConfigTree) -> Iterator[str]:
             f"{what} with data.skip={c.data.skip}: which prompts are known to be right or wrong when the next are chosen would "
             f"depend on the clock; set swap to together, or skip to none"
         )
-    if c.placement.api_port is not None:
+    if c.agent.port is not None:
         yield (
-            f"{what} with placement.api_port: clients' groups are of no version; set swap to together, or remove the port"
+            f"{what} with agent.port: samples for other programs would be of no version; set swap to together, or remove the port"
         )
     if c.evaluate.overlap:
         yield f"{what} with evaluate.overlap: engines would go on to the next version while they are evaluated; remove one"

@@ -95,13 +95,6 @@ class PlacementConfig(Section):
     engine_port: int = Field(
         0, ge=0, le=65535, description="Port of the first engine, the others follow; 0 takes free ones."
     )
-    api_port: int | None = Field(
-        None,
-        ge=0,
-        le=65535,
-        description="Port of the coordinator's HTTP API at placement.host (docs/services.md); 0 takes a free one, which "
-        "RUN/api.json names; none serves no API.",
-    )
     engine_devices: tuple[Index, ...] | None = Field(
         None, description="Device indices of the engines; none takes the first ones."
     )

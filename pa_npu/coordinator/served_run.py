@@ -1,0 +1,239 @@
+"""ServedRun: what a gateway with a port of its own (agent.port) offers beside sessions, for the run's key.
+
+    POST /v1/chat/completions, /v1/completions    a sample of the version that the engines hold, which trains nothing
+    GET  /v1/models                               the model, and that version
+    POST /groups                                  copies of the run's groups, by columns; each task gets each group once
+
+Samples are written between two publishes: what is in flight when weights change begins again under the new ones. Copies are in
+memory, the newest of them, and end with the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from aiohttp import web
+
+from pa_npu.agents.answers import models, whole_answer
+from pa_npu.agents.chat import Answer, Chat
+from pa_npu.agents.gateway import CHAT_FIELDS, TEXT_FIELDS, Gateway, read_json, send
+from pa_npu.agents.refusals import Refused
+from pa_npu.agents.requests import Asked, read_request
+from pa_npu.config.schema import Config
+from pa_npu.control.tasks import cancel
+from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.variants import Variant
+from pa_npu.engines.pool import EnginePool
+from pa_npu.engines.protocol import Generation, Sampling
+from pa_npu.errors import PaNpuError
+from pa_npu.samples.group import IDENTITY, PER_SAMPLE, PER_TOKEN, Group
+from pa_npu.samples.seeds import group_seed
+
+# Beside all iterations of training and evaluation, whose groups have seeds of their own.
+_SEED_ITERATION = 2**61
+_MOST_GROUPS, _MOST_TASKS = 1024, 64
+_ABOUT = "about"  # identity and texts
+
+
+class TakeGroups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /groups. policy: in order of arrival, or those of the oldest weights first."""
+
+    task: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    columns: tuple[str, ...]
+    policy: Literal["order", "age"] = "order"
+    most: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    row: int
+    group: Group
+    about: dict[str, Any]
+
+    def column(self, name: str) -> Any:
+        if name == _ABOUT:
+            return self.about
+        if name in PER_TOKEN or name in PER_SAMPLE:
+            return getattr(self.group, name).tolist()
+        for column, values in self.group.columns.items():
+            if column.name == name:
+                return values.tolist()
+        own = ", ".join(column.name for column in self.group.columns)
+        known = ", ".join((_ABOUT, *PER_TOKEN, *PER_SAMPLE)) + (f", {own}" if own else "")
+        raise Refused(f"columns: {name!r:.40} is unknown; there are {known}", param="columns")
+
+
+@dataclass(eq=False)
+class _Task:
+    """taken: rows that it has had."""
+
+    asked: tuple[str, ...]
+    taken: set[int] = field(default_factory=set)
+
+
+class ServedRun(Variant):
+    """Of one coordinator. sampling: the run's, for what a request leaves out."""
+
+    def __init__(self, config: Config, pool: EnginePool, sampling: Sampling, tokenizer: Any) -> None:
+        self._config = config
+        self._pool = pool
+        self._sampling = sampling
+        self._chat = Chat(config, tokenizer)
+        self._rows, self._requests = count(), count()
+        self._kept: deque[_Kept] = deque(maxlen=_MOST_GROUPS)
+        self._tasks: dict[str, _Task] = {}
+        self._arrived = asyncio.Event()
+        self._version: int | None = None
+        self._holds = asyncio.Event()
+        self._running: set[asyncio.Task[list[Generation]]] = set()
+        self._admitting = asyncio.Lock()
+
+    # the coordinator's side
+
+    def published(self, version: int) -> None:
+        """Engines hold `version`: samples are written from here on."""
+        self._version = version
+        self._holds.set()
+
+    async def quiet(self) -> None:
+        """Engines write nothing for others until `published`."""
+        self._holds.clear()
+        await cancel(self._running)
+
+    def delivered(self, group: Group, scored: ScoredGroup) -> None:
+        """One of the run's groups goes to those who ask for them, as it goes to the trainers."""
+        about = {name: getattr(group, name) for name in IDENTITY}
+        about |= {"prompt": scored.prompt.text, "answer": scored.prompt.answer}
+        self._kept.append(_Kept(next(self._rows), group, {**about, "responses": [one.text for one in scored.samples]}))
+        self._arrived.set()
+
+    # the others' side
+
+    def routes(self, app: web.Application, gateway: Gateway) -> None:
+        """Adds its paths to the gateway's."""
+
+        def guarded(handler: Any) -> Any:
+            async def handle(request: web.Request) -> web.StreamResponse:
+                gateway.authorise(request)
+                found: web.StreamResponse = await handler(request)
+                return found
+
+            return handle
+
+        app.router.add_get("/v1/models", guarded(self._models))
+        app.router.add_post("/v1/chat/completions", guarded(self._chat_completion))
+        app.router.add_post("/v1/completions", guarded(self._completion))
+        app.router.add_post("/groups", guarded(self._groups))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response(models(self._version))
+
+    async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
+        asked = await self._read(request, CHAT_FIELDS)
+        text = self._chat.render(asked.messages, asked.tools)
+        tokens = self._chat.encode(text, begins=True, templated=True)
+        number = next(self._requests)
+        written = [
+            (self._chat.answer(one, asked.messages, asked.tools, text, asked.stop, f"call_{number}_{place}_"), one)
+            for place, one in enumerate(await self._sample(tokens, asked, number))
+        ]
+        return await send(request, whole_answer(self._chat, f"chatcmpl-{number}", written, len(tokens), asked), asked)
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        asked = await self._read(request, TEXT_FIELDS)
+        prompt = asked.prompt
+        tokens = self._chat.encode(prompt, begins=True, templated=False) if isinstance(prompt, str) else prompt
+        if max(tokens, default=0) >= len(self._chat.tokenizer):
+            raise Refused(f"prompt: token {max(tokens)} is none of the model's", param="prompt")
+        number = next(self._requests)
+        found = await self._sample(tokens, asked, number)
+        written = [(Answer(self._chat.text_of(one, asked.stop)[1], {}, ()), one) for one in found]
+        return await send(request, whole_answer(self._chat, f"cmpl-{number}", written, len(tokens), asked), asked)
+
+    async def _read(self, request: web.Request, fields: Sequence[str]) -> Asked:
+        body = await read_json(request)
+        return read_request(body, temperature=self._sampling.temperature, endpoint_fields=fields, free=True)
+
+    async def _sample(self, tokens: Sequence[int], asked: Asked, number: int) -> list[Generation]:
+        """Written by one version: again where weights change meanwhile."""
+        longest = self._config.data.max_prompt_tokens + self._sampling.max_tokens
+        left = min(longest - len(tokens), self._sampling.max_tokens)
+        if not tokens or left < 1:
+            line = f"{len(tokens)} tokens; a prompt has at least one, and with its answer at most {longest}"
+            raise Refused(line, code="context_length_exceeded", param="prompt")
+        sampling = replace(
+            self._sampling,
+            max_tokens=min(left, asked.max_tokens or left),
+            temperature=self._sampling.temperature if asked.temperature is None else asked.temperature,
+            top_p=asked.top_p,
+            stop=asked.stop,
+        )
+        seed = group_seed(self._config.run.seed, _SEED_ITERATION, number) if asked.seed is None else asked.seed
+        prompt = np.asarray(tokens, np.int32)
+        while True:
+            try:
+                await asyncio.wait_for(self._holds.wait(), self._config.trainer.wait_timeout_s)
+            except asyncio.TimeoutError:
+                raise Refused("the engines wait for weights; try later", status=503) from None
+            task = asyncio.create_task(self._write(prompt, asked.n, seed, sampling), name=f"sample {number}")
+            self._running.add(task)
+            try:
+                await asyncio.wait({task})
+            finally:
+                self._running.discard(task)
+                await cancel([task])
+            if not task.cancelled():
+                try:
+                    return task.result()
+                except PaNpuError as error:  # a sample for others ends no run
+                    raise Refused(str(error), status=503) from None
+
+    async def _write(self, prompt: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling) -> list[Generation]:
+        tokens = n * (len(prompt) + sampling.max_tokens)
+        async with self._admitting:
+            lease = await self._pool.admit(n, tokens, self._window, self._config.engine_wait_s)
+        with self._pool.session(
+            lease,
+            self._window,
+            deadline_s=self._config.rollout.request_timeout_s,
+            again_deadline_s=self._config.engine_wait_s,
+            what="a sample for another program",
+        ) as session:
+            return await session.generate(prompt, n, seed, sampling)
+
+    def _window(self, _: str) -> int:
+        return self._config.rollout.max_num_seqs
+
+    async def _groups(self, request: web.Request) -> web.Response:
+        try:
+            asked = msgspec.convert(await read_json(request), TakeGroups)
+        except msgspec.ValidationError as error:
+            raise Refused(str(error)) from None
+        if asked.task not in self._tasks and len(self._tasks) >= _MOST_TASKS:
+            raise Refused(f"task: there are {_MOST_TASKS} already; use one of them", param="task")
+        task = self._tasks.get(asked.task, _Task(asked.columns))
+        if task.asked != asked.columns:
+            raise Refused(f"task: {asked.task} takes {list(task.asked)}; give another set another name", param="task")
+        end_s = asyncio.get_running_loop().time() + asked.wait_s
+        while not (left := [one for one in self._kept if one.row not in task.taken]):
+            self._arrived.clear()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), end_s - asyncio.get_running_loop().time())
+            except asyncio.TimeoutError:
+                break
+        if asked.policy == "age":
+            left.sort(key=lambda one: (one.group.version_range[0], one.row))
+        found = [{"id": one.row, **{name: one.column(name) for name in asked.columns}} for one in left[: asked.most]]
+        task.taken = {one.row for one in self._kept if one.row in task.taken} | {one["id"] for one in found}
+        self._tasks[asked.task] = task
+        body = await asyncio.to_thread(msgspec.json.encode, {"groups": found})
+        return web.Response(body=body, content_type="application/json")
