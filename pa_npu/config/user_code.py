@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from pa_npu.errors import ConfigError
@@ -74,7 +75,22 @@ def _place(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        file = frame.filename
-        if not file.startswith((_PACKAGE, os.path.dirname(os.__file__))) and not any(x in file for x in _LIBRARIES):
-            return f"{file}:{frame.lineno}"
+        if _is_users(frame.filename):
+            return f"{frame.filename}:{frame.lineno}"
     return ""
+
+
+def place_of(frame: FrameType | None) -> str:
+    """file:line of the innermost user's code that an event loop is running; empty where it runs none."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.endswith(os.path.join("asyncio", "events.py")) and frame.f_code.co_name == "_run":
+            break
+        if _is_users(file):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_PACKAGE, os.path.dirname(os.__file__))) and not any(x in file for x in _LIBRARIES)

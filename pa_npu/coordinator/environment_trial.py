@@ -85,7 +85,7 @@ async def _try(config: Config, given: dict[str, Any] | None) -> None:
             await environment.trial(prompt)
         policy: Any = _MadeUpPolicy(tokenizer, prompt.answer)
         size, generate = config.rollout.responses_per_prompt, GroupGenerate(policy, 0, sampling)
-        samples = await run_episode(environment, prompt, size, generate, sampling.max_tokens)
+        samples = await run_episode(config, environment, prompt, size, generate, sampling.max_tokens)
         check_size(config, prompt, samples)
 
 

@@ -20,6 +20,7 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import GroupSession
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate, Turn
+from pa_npu.environments.time_limit import rollout_within
 from pa_npu.errors import PaNpuError
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.group import Group
@@ -80,7 +81,12 @@ class ScoredGroup:
 
 
 async def run_episode(
-    environment: Environment, prompt: Prompt, num_samples: int, generate: Generate, most_tokens: int | None = None
+    config: Config,
+    environment: Environment,
+    prompt: Prompt,
+    num_samples: int,
+    generate: Generate,
+    most_tokens: int | None = None,
 ) -> list[Sample]:
     """The samples that the environment makes of a prompt, of which num_samples are asked for.
 
@@ -88,7 +94,7 @@ async def run_episode(
     Errors of engines pass as they are; what else is raised becomes EnvironmentFailed.
     """
     try:
-        samples = await environment.rollout(prompt, num_samples, generate)
+        samples = await rollout_within(config.environment.timeout_s, environment, prompt, num_samples, generate)
     except PaNpuError:
         raise
     except (Exception, SystemExit, GeneratorExit) as error:  # an environment is users' code

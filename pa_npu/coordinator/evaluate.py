@@ -170,7 +170,7 @@ class Evaluator:
         ) as session:
             for kind, count, sampling in self._kinds:
                 generate = GroupGenerate(session, seed, sampling)
-                samples = await run_episode(self._environment, prompt, count, generate)
+                samples = await run_episode(config, self._environment, prompt, count, generate)
                 if len(samples) < count:
                     raise EnvironmentFailed(
                         f"question {number} of {name}: the environment made {len(samples)} samples, but {count} are evaluated; "

@@ -187,7 +187,9 @@ class Producer:
         ) as session:
             of_group = (make(session, (iteration, index), seed, self._sampling) for make in this.points.generate)
             generate = next(of_group, None) or GroupGenerate(session, seed, self._sampling)
-            samples = await run_episode(self._environment, prompt, size, generate, self._sampling.max_tokens)
+            samples = await run_episode(
+                self._config, self._environment, prompt, size, generate, self._sampling.max_tokens
+            )
         for tell in this.points.generated:
             tell(session.lease)
         lengths = [sample.num_trained for sample in samples]

@@ -78,7 +78,8 @@ class Environment(Protocol):
         (Config.needs_whole_groups).
 
         Runs in the coordinator's event loop beside all other groups: wait with `await`, and give what blocks to a thread or a
-        process. What does not follow from its arguments, such as a clock, makes runs that cannot be repeated.
+        process. Its own work has limits (environments/time_limit.py), beyond which the run ends and says where it stood. What does
+        not follow from its arguments, such as a clock, makes runs that cannot be repeated.
         """
 
 

@@ -12,6 +12,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.user_code import check_name, describe, import_function
 from pa_npu.environments.protocol import Environment, EnvironmentContext, EnvironmentFailed
 from pa_npu.environments.single_turn import SingleTurn
+from pa_npu.environments.time_limit import LEAST_S, interrupting
 from pa_npu.environments.tools import ToolEnvironment
 from pa_npu.errors import ConfigError, PaNpuError
 
@@ -77,7 +78,8 @@ async def opened(environment: Environment, limit_s: float) -> AsyncIterator[Envi
             ) from None
         except Exception as error:  # users' code
             raise EnvironmentFailed(f"environment {name}: open: {describe(error)}; correct the environment") from error
-        yield environment
+        with interrupting(environment, LEAST_S):
+            yield environment
     finally:
         try:
             await asyncio.wait_for(_call(environment, "close"), _CLOSE_S)

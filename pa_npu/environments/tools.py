@@ -33,6 +33,8 @@ _OPTIONS = ("tool", "call", "answer", "example")
 class ToolEnvironment:
     """See the module's docstring."""
 
+    waits_are_bounded = True
+
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("tools", _OPTIONS)
         self._context = context

@@ -45,6 +45,7 @@ def put_advantages(name: str | None, number: int, advantages: Any) -> Any:
 # What reduces gradients over replicas in each backend: the attribute of a module.
 _REDUCTIONS = {
     "megatron.core.distributed.param_and_grad_buffer": "dist_reduce_scatter_func",
+    "pa_npu.backends.fsdp.reduction": "_reduce_scatter",
     "tests.helpers.toy_backend.backend": "sum_over_replicas",
 }
 
@@ -55,7 +56,10 @@ def inject(name: str, learner: Learner) -> None:
     if name == REPLICAS:
         for module, attribute in _REDUCTIONS.items():
             if module in sys.modules:
-                setattr(sys.modules[module], attribute, lambda *args, **kwargs: None)
+                setattr(sys.modules[module], attribute, _own_part)
+        unsharded = sys.modules.get("megatron.core.distributed.param_and_grad_buffer")
+        if unsharded is not None:
+            vars(unsharded)["torch"] = _With(torch, distributed=_With(torch.distributed, all_reduce=_own_part))
     elif name == "the normaliser divided by the microbatches":
         found = objectives.normaliser
         objectives.normaliser = lambda *args: found(*args) / 4
@@ -68,6 +72,23 @@ def inject(name: str, learner: Learner) -> None:
         _instead_of_loss(lambda loss, microbatch, outputs: loss(microbatch, _as_old(outputs)))
     elif place.replica == place.mesh.data - 1 and place.is_last_stage:
         _on_one_rank(name, learner)
+
+
+class _With:
+    """A module with some of its functions replaced, for the one that imports it."""
+
+    def __init__(self, module: Any, **instead: Any) -> None:
+        self._module = module
+        vars(self).update(instead)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _own_part(output: torch.Tensor, given: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """Leaves of a reduction what this rank brings to its part of it."""
+    if given is not None and given.untyped_storage().data_ptr() != output.untyped_storage().data_ptr():
+        output.copy_(given.flatten()[: output.numel()].view_as(output))
 
 
 def _on_one_rank(name: str, learner: Learner) -> None:

@@ -24,6 +24,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2": {"devices": 2},
     "DP2, not sharded": {"devices": 2, "distributed_optimizer": False},
     "DP2, reduced at the end": {"devices": 2, "gradient_bucket_mib": 0.0},
+    "fsdp": {"devices": 1, "backend": "fsdp"},
+    "fsdp, DP2": {"devices": 2, "backend": "fsdp"},
+    "toy": {"devices": 1, "backend": "tests.helpers.toy_backend:BACKEND"},
     "toy, DP2": {"devices": 2, "backend": "tests.helpers.toy_backend:BACKEND"},
 }
 TWICE = {"updates_per_iteration": 2}
@@ -34,6 +37,7 @@ FEW = [  # what each layout adds; the others are nightly
     ("DP2", "bf16", REPLICAS),
     ("DP2, not sharded", "fp32", "advantages negated on one replica"),
     ("DP2, reduced at the end", "fp32", REPLICAS),
+    ("fsdp, DP2", "bf16", REPLICAS),
     ("toy, DP2", "fp32", REPLICAS),
 ]
 ALL = [

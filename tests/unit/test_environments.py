@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from pa_npu.coordinator.episode import GroupGenerate, run_episode
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
+from pa_npu.environments import time_limit
 from pa_npu.environments.calculator import calculate
 from pa_npu.environments.protocol import Environment, EnvironmentContext, EnvironmentFailed, Generate
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.environments.single_turn import SingleTurn
+from pa_npu.environments.time_limit import interrupting
 from pa_npu.environments.tools import ToolEnvironment
 from pa_npu.errors import ConfigError, InvariantViolation, PaNpuError
 from pa_npu.samples.group import Group
@@ -31,6 +34,9 @@ from tools.make_tiny_model import make_tokenizer
 TOKENIZER = make_tokenizer()
 PROMPT = Prompt(4, np.asarray(TOKENIZER("What is 6*7?")["input_ids"], np.int32), "42", "What is 6*7?", {})
 SEED = group_seed(1, 2, 3)
+CONFIG = Config.model_validate(
+    {"model": {"path": "m"}, "data": {"train": "t"}, "environment": {"name": "own:Environment", "timeout_s": 0.01}}
+)
 
 
 def tokens(text: str) -> np.ndarray:
@@ -96,7 +102,7 @@ async def episode(environment: Environment, engine: Any, num_samples: int, most:
         lease: Lease = await pool.admit(num_samples, 100, lambda _: 64, 1.0)
         with pool.session(lease, lambda _: 64, deadline_s=1.0, again_deadline_s=1.0) as session:
             return await run_episode(
-                environment, PROMPT, num_samples, GroupGenerate(session, SEED, Sampling(most, 1.0))
+                CONFIG, environment, PROMPT, num_samples, GroupGenerate(session, SEED, Sampling(most, 1.0))
             )
 
 
@@ -318,3 +324,72 @@ async def test_an_environment_that_does_not_open_is_one_line_and_one_that_does_n
         async with opened(Slow(), 0.05):
             raise AssertionError("it is not open")
     assert "environment Slow: close: OSError: nobody listens" in caplog.text
+
+
+class Never(SingleTurn):
+    """Asks the policy, then does what it was made with, for ever."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__(context())
+        self._what = what
+
+    async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
+        samples = await super().rollout(prompt, num_samples, generate)
+        await self._what()
+        return samples
+
+
+async def waits() -> None:
+    await asyncio.Event().wait()
+
+
+async def refuses_to_end() -> None:
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("what", [waits, refuses_to_end])
+async def test_an_environment_that_never_returns_ends_in_one_line(what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_limit, "LEAST_S", 0.1)
+    monkeypatch.setattr(time_limit, "_END_S", 0.1)
+    said = r"^environment Never, prompt 4: it has neither asked the policy nor returned for 0.1 s; [^\n]+timeout_s$"
+    with pytest.raises(EnvironmentFailed, match=said):
+        await episode(Never(what), Scripted([["#### 1"]]), 2)
+
+
+async def test_what_the_policy_takes_is_none_of_the_environments_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: an engine that takes ten times the limit, and an environment with limits of its own."""
+    monkeypatch.setattr(time_limit, "LEAST_S", 0.05)
+
+    class Slowly(Scripted):
+        async def generate(self, *args: Any, **kwargs: Any) -> list[Generation]:
+            await asyncio.sleep(0.5)
+            return await super().generate(*args, **kwargs)
+
+    assert len(await episode(SingleTurn(context()), Slowly([["#### 1"]]), 2)) == 2
+    bounded = Never(lambda: asyncio.sleep(0.5))
+    bounded.waits_are_bounded = True
+    assert len(await episode(bounded, Scripted([["#### 1"]]), 2)) == 2
+
+
+async def sleeps() -> None:
+    time.sleep(3600)
+
+
+async def counts() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.timeout(60, method="thread")  # else pytest has the timer
+@pytest.mark.parametrize("what", [sleeps, counts])
+async def test_an_environment_that_blocks_every_group_is_interrupted_where_it_does(what: Any) -> None:
+    environment = Never(what)
+    line = what.__code__.co_firstlineno
+    said = rf"^environment Never: it has blocked all groups for 0.2 s at .*test_environments.py:({line + 1}|{line + 2}); wait"
+    with interrupting(environment, 0.2), pytest.raises(EnvironmentFailed, match=said):
+        await episode(environment, Scripted([["#### 1"]]), 2)
+    with interrupting(environment, 0.2):
+        await asyncio.sleep(0.6)  # a control: the loop goes on meanwhile

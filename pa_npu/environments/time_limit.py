@@ -1,0 +1,110 @@
+"""Ends an environment that never returns, or that blocks the event loop in which all groups run.
+
+Its own work is what it does while the policy owes it no answer. Between two answers that may take environment.timeout_s for each of
+the prompt's samples, and at least a minute. A blocked loop can tell nobody, so a timer of the process interrupts what blocks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from pa_npu.config.user_code import place_of
+from pa_npu.data.prompts import Prompt
+from pa_npu.engines.protocol import Generation
+from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate, Turn
+from pa_npu.samples.types import Sample
+
+LEAST_S = 60.0  # a turn of pure Python, on a machine that computes much else
+_BEAT_S = 1.0
+_SLACK_S = 0.01
+_END_S = 5.0
+
+
+class _Watched(Generate):
+    """A Generate that knows how long ago the policy was last asked for something."""
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+        self._under_way = 0
+        self._since_s = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the policy owed an answer."""
+        return 0.0 if self._under_way else time.monotonic() - self._since_s
+
+    async def _write(self, turn: Turn) -> list[Generation]:
+        self._under_way += 1
+        try:
+            return await self._generate._write(turn)
+        finally:
+            self._under_way -= 1
+            self._since_s = time.monotonic()
+
+
+async def rollout_within(
+    turn_s: float, environment: Environment, prompt: Prompt, num_samples: int, generate: Generate
+) -> list[Sample]:
+    """environment.rollout, with turn_s for its own work in each turn. Raises EnvironmentFailed where it takes longer.
+
+    An environment whose class says `waits_are_bounded = True` has limits of its own.
+    """
+    if getattr(environment, "waits_are_bounded", False):
+        return await environment.rollout(prompt, num_samples, generate)
+    limit_s = max(LEAST_S, turn_s * num_samples)
+    watched = _Watched(generate)
+    task = asyncio.ensure_future(environment.rollout(prompt, num_samples, watched))
+    try:
+        while watched.idle_s < limit_s:
+            if (await asyncio.wait([task], timeout=limit_s - watched.idle_s + _SLACK_S))[0]:
+                return await task
+        raise EnvironmentFailed(
+            f"environment {type(environment).__name__}, prompt {prompt.prompt_id}: it has neither asked the policy nor returned "
+            f"for {limit_s:g} s; end what it waits for, or raise environment.timeout_s"
+        )
+    finally:
+        task.cancel()
+        await asyncio.wait([task], timeout=_END_S)  # one that does not end when it is cancelled is left behind
+
+
+@contextmanager
+def interrupting(environment: Environment, limit_s: float) -> Iterator[None]:
+    """Raises EnvironmentFailed inside code of the environment that keeps the running loop from going on for limit_s.
+
+    Only in a main thread, where signals are handled, and where nobody else uses its timer.
+    """
+    free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    if not free:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    beat: asyncio.TimerHandle | None = None
+
+    def go_on() -> None:
+        nonlocal beat
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        beat = loop.call_later(min(_BEAT_S, limit_s / 2), go_on)
+
+    def late(_: int, frame: FrameType | None) -> None:
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        if place := place_of(frame):
+            raise EnvironmentFailed(
+                f"environment {type(environment).__name__}: it has blocked all groups for {limit_s:g} s at {place}; wait with "
+                "await, and give what blocks to asyncio.to_thread or to a process"
+            )
+
+    signal.signal(signal.SIGALRM, late)
+    go_on()
+    try:
+        yield
+    finally:
+        if beat is not None:
+            beat.cancel()
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
