@@ -51,6 +51,12 @@ def check_files(directory: Path, rank: int = 0, ranks: int = 1) -> None:
     A checkpoint of an earlier release has none; rank 0 says so. Raises UserError where the checkpoint is not complete, DataError
     naming the first file that is not what was written and the next older checkpoint.
     """
+    if wrong := content_problem(directory, rank, ranks):
+        raise damaged(directory, wrong)
+
+
+def content_problem(directory: Path, rank: int = 0, ranks: int = 1) -> str:
+    """The first file of this rank's share that is not what was written, and how; empty where all are."""
     meta = store.read_meta(directory)
     if not meta.digests and rank == 0:
         logger.warning(
@@ -63,7 +69,8 @@ def check_files(directory: Path, rank: int = 0, ranks: int = 1) -> None:
             mine, threads.map(lambda name: _wrong(directory / name, meta.digests[name]), mine), strict=True
         ):
             if wrong:
-                raise damaged(directory, f"{name} {wrong}")
+                return f"{name} {wrong}"
+    return ""
 
 
 def damaged(directory: Path, what: str) -> DataError:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -106,14 +106,18 @@ def complete(parent: Path) -> list[Path]:
     return [path for path in _named(parent) if problem(path) is None]
 
 
-def newest(parent: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest complete checkpoint in `parent`; `say` hears of each newer one that is not complete."""
+def newest(parent: Path, damaged: Mapping[Path, str] | None = None) -> tuple[Path | None, str]:
+    """The newest complete checkpoint in `parent`, and why each newer one is passed over, in words.
+
+    damaged: what is wrong with checkpoints whose content was looked at.
+    """
+    skipped = ""
     for path in reversed(_named(parent)):
-        reason = problem(path)
+        reason = problem(path) or (damaged or {}).get(path)
         if reason is None:
-            return path
-        say(f"checkpoint {path} is skipped: {reason}")
-    return None
+            return path, skipped
+        skipped += f"checkpoint {path} is skipped: {reason}; "
+    return None, skipped
 
 
 def next_older(directory: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pa_npu.checkpoints import directories as store
@@ -11,24 +11,29 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 
 
-def resolve_resume(config: Config, say: Callable[[str], None], *, restart: bool = False) -> Config:
+def resolve_resume(
+    config: Config,
+    say: Callable[[str], None],
+    *,
+    restart: bool = False,
+    damaged: Mapping[Path, str] | None = None,
+) -> Config:
     """The configuration with checkpoint.load set to the newest complete checkpoint of run.dir.
 
     Only with checkpoint.resume=auto, or where `restart` says that this run itself begins again. Without any checkpoint the
-    configuration stays as it is: the run begins with checkpoint.load, or from the beginning. `say` hears, in a line each, of
-    newer checkpoints that are damaged and of the one that was chosen. Reads only.
+    configuration stays as it is: the run begins with checkpoint.load, or from the beginning. `say` hears, in one line, of the one
+    that was chosen and of newer ones that are damaged, to which `damaged` adds. Reads only.
     """
     if config.checkpoint.resume != "auto" and not restart:
         return config
     directory = checkpoints_directory(config)
-    found = store.newest(directory, say)
+    found, skipped = store.newest(directory, damaged)
     if found is None:
         if directory.is_dir() or restart:  # on a first run there is nothing to tell
-            say(
-                f"no complete checkpoint in {directory}: the run starts from {config.checkpoint.load or 'the beginning'}"
-            )
+            begin = config.checkpoint.load or "the beginning"
+            say(f"{skipped}no complete checkpoint in {directory}: the run starts from {begin}")
         return config
-    say(f"the run continues from {found}")
+    say(f"{skipped}the run continues from {found}")
     checkpoint = config.checkpoint.model_copy(update={"load": str(found)})
     return config.model_copy(update={"checkpoint": checkpoint})
 

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from pa_npu import __version__
 from pa_npu.checkpoints import directories
+from pa_npu.checkpoints.digests import content_problem
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
@@ -138,7 +139,8 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     roster = announce(config, plan.store, urls, plan.key)
     console.say(f"engines can join with: pa-npu join {plan.store.address}")
     recovery = Recovery(
-        config, cluster.processes, console, roster, plan.attempt_again, cluster.engine_url, plan.newest_checkpoint
+        *(config, cluster.processes, console, roster, plan.attempt_again, cluster.engine_url),
+        *(plan.newest_checkpoint, plan.is_damaged),
     )
     for engine in cluster.extra_engines():
         recovery.expect(engine)
@@ -181,6 +183,7 @@ class Plan:
     store: Store
     key: str
     console: Console
+    damaged: dict[Path, str] = field(default_factory=dict)  # checkpoints, and what is wrong with their content
 
     def attempt(self, config: Config, number: int) -> Attempt:
         """The commands of an attempt that has `config` in the run directory."""
@@ -197,12 +200,20 @@ class Plan:
         last = attempt_prefix(number - 1).rstrip("/")
         Abandonment(self.store.host, self.store.port, last).declare("coordinator and trainers were started again")
         self.cluster.await_nodes()
-        config = resolve_resume(self.config, self.console.complain, restart=True)
+        config = resolve_resume(self.config, self.console.complain, restart=True, damaged=self.damaged)
         begin_attempt(config, self.console.complain)
         return self.attempt(config, number)
 
     def newest_checkpoint(self) -> Path | None:
-        return directories.newest(checkpoints_directory(self.config), lambda line: None)
+        return directories.newest(checkpoints_directory(self.config), self.damaged)[0]
+
+    def is_damaged(self, number: int) -> bool:
+        """Whether attempt `number` went on with a chosen checkpoint whose content is damaged; no later attempt takes that one."""
+        chosen = self.newest_checkpoint() if number or self.config.checkpoint.resume == "auto" else None
+        wrong = content_problem(chosen) if chosen is not None else ""
+        if chosen is not None and wrong:
+            self.damaged[chosen] = wrong
+        return bool(wrong)
 
 
 def announce(config: Config, store: Store, urls: Sequence[str], key: str) -> Roster:

@@ -70,8 +70,13 @@ def inject(name: str, learner: Learner) -> None:
         objectives.Objective._denominator = _current  # type: ignore[method-assign]
     elif name == RATIOS[1]:
         _instead_of_loss(lambda loss, microbatch, outputs: loss(microbatch, _as_old(outputs)))
-    elif place.replica == place.mesh.data - 1 and place.is_last_stage:
+    elif place.is_last_stage and (place.replica == place.mesh.data - 1 or _waits_for_others(name, learner)):
         _on_one_rank(name, learner)
+
+
+def _waits_for_others(name: str, learner: Learner) -> bool:
+    """Whether a backward more or less on one rank alone would never end: shards are gathered and reduced by all in it."""
+    return "backward " in name and "fsdp" in type(learner.backend).__module__
 
 
 class _With:

@@ -136,8 +136,7 @@ def test_one_rank_that_fails_costs_all_the_checkpoint_and_a_killed_one_leaves_th
     assert "usable: " + str(tmp_path / "checkpoints" / "iteration_000002") in lines[0]
 
     checkpoints = tmp_path / "checkpoints"
-    said: list[str] = []
-    assert store.newest(checkpoints, said.append) == checkpoints / "iteration_000006" and not said
+    assert store.newest(checkpoints) == (checkpoints / "iteration_000006", "")
     assert (checkpoints / ".iteration_000008.incomplete").is_dir(), "the kill came in the middle of the save"
     store.clean(checkpoints)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["iteration_000002", "iteration_000006"]

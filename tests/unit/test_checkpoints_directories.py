@@ -102,11 +102,10 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_one_line_and_the_next_older
     damage: object, reason: str, tmp_path: Path
 ) -> None:
     older, newest = write(tmp_path, 2), write(tmp_path, 4)
-    said: list[str] = []
-    assert store.newest(tmp_path, said.append) == newest and not said
+    assert store.newest(tmp_path) == (newest, "")
     damage(newest)  # type: ignore[operator]
-    assert store.newest(tmp_path, said.append) == older
-    assert len(said) == 1 and str(newest) in said[0] and reason in said[0]
+    found, said = store.newest(tmp_path)
+    assert found == older and said.count("is skipped") == 1 and str(newest) in said and reason in said
     with pytest.raises(UserError, match=r"checkpoint.load: .* is not a complete checkpoint: .*; give another"):
         store.read_meta(newest)
 
@@ -134,8 +133,8 @@ def test_any_meta_data_are_those_of_a_checkpoint_or_what_is_wrong_in_one_line(wr
         assert store.read_meta(written).files.items() <= {"__0_0.distcp": 7, ".metadata": 5}.items()
         return
     assert problem.isprintable() and len(problem) < 500, problem
-    said: list[str] = []
-    assert store.newest(written.parent, said.append) is None and len(said) == 1
+    found, said = store.newest(written.parent)
+    assert found is None and said.count("is skipped") == 1
 
 
 def test_meta_data_that_are_a_pipe_are_not_waited_for(tmp_path: Path) -> None:
@@ -148,11 +147,11 @@ def test_meta_data_that_are_a_pipe_are_not_waited_for(tmp_path: Path) -> None:
 def test_what_is_not_complete_is_neither_found_nor_left_behind(tmp_path: Path) -> None:
     write(tmp_path, 2)
     store.start(tmp_path, 4)
-    assert store.newest(tmp_path, print) == tmp_path / "iteration_000002"
+    assert store.newest(tmp_path) == (tmp_path / "iteration_000002", "")
     said = store.clean(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["iteration_000002"]
     assert said == [f"checkpoint {tmp_path / 'iteration_000004'}: its incomplete files are removed"]
-    assert store.newest(tmp_path / "nowhere", print) is None and store.clean(tmp_path / "nowhere") == []
+    assert store.newest(tmp_path / "nowhere") == (None, "") and store.clean(tmp_path / "nowhere") == []
 
 
 @pytest.mark.parametrize("killed_before", [1, 2, 3])

@@ -53,8 +53,9 @@ class Supervised:
         run_restarts: int = 2,
         engine_restarts: int = 2,
         window_s: float = 3600.0,
+        damaged: bool = False,
     ):
-        """others: further engines."""
+        """others: further engines. damaged: the first attempt is given a damaged checkpoint."""
         self.directory = directory
         self.attempts: list[int] = []
         config = Config.model_validate(
@@ -78,7 +79,8 @@ class Supervised:
             ProcessTree(logs, 1.0, signals.insisted) as tree,
         ):
             recovery = Recovery(
-                config, tree, console, self.roster, lambda number: self._attempt(worker, number), url_of
+                *(config, tree, console, self.roster, lambda number: self._attempt(worker, number), url_of),
+                damaged=lambda number: damaged and number == 0,
             )
             supervisor = Supervisor(tree, console, Timeline(None, "launcher"), signals, recovery)
             first = self._attempt(worker, 0)
@@ -116,6 +118,14 @@ def test_attempts_are_counted_and_the_last_failure_ends_the_run(tmp_path: Path) 
 def test_bad_input_and_broken_invariants_are_never_tried_again(tmp_path: Path, code: int, expected: int) -> None:
     run = Supervised(tmp_path, SERVES, f"raise SystemExit({code})")
     assert run.code == expected and run.attempts == [0]
+
+
+@pytest.mark.parametrize(("code", "attempts"), [(2, [0, 1]), (3, [0])])
+def test_bad_input_that_was_a_damaged_checkpoint_is_tried_once_more(
+    tmp_path: Path, code: int, attempts: list[int]
+) -> None:
+    run = Supervised(tmp_path, SERVES, f"raise SystemExit({code})", damaged=True)
+    assert run.code == (2 if code == 2 else 1) and run.attempts == attempts
 
 
 def test_an_engine_that_ends_is_started_again_and_announced(tmp_path: Path) -> None:

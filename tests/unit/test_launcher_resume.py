@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -28,6 +28,7 @@ from pa_npu.coordinator.main import first_version
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.resume import check_checkpoint, resolve_resume
+from pa_npu.launcher.run import Plan
 from pa_npu.launcher.run_directory import check_run_directory, own_run_directory
 
 
@@ -82,10 +83,31 @@ def test_auto_takes_the_newest_complete_checkpoint_of_the_run_and_says_which_it_
     said: list[str] = []
     resolved = resolve_resume(config, said.append)
     assert resolved.checkpoint.load == str(older) and first_version(resolved) == 2
-    assert said == [f"checkpoint {newest} is skipped: shard is missing", f"the run continues from {older}"]
+    assert said == [f"checkpoint {newest} is skipped: shard is missing; the run continues from {older}"]
     assert resolved.model_copy(update={"checkpoint": config.checkpoint}) == config, "nothing else has changed"
     write(config, 6)
     assert first_version(resolve_resume(resolved, said.append)) == 6, "once more, after a restart"
+
+
+def test_a_newest_checkpoint_of_damaged_content_is_found_out_and_the_next_older_one_taken(
+    model: Path, tmp_path: Path
+) -> None:
+    """As the launcher does when trainers have refused what the first attempt gave them."""
+    config = make_config(model, tmp_path, checkpoint=AUTO)
+    older, newest = write(config, 2), write(config, 4)
+    plan = Plan(resolve_resume(config, print), *[cast(Any, None)] * 5)
+    assert plan.config.checkpoint.load == str(newest) and not plan.is_damaged(0), "a control: nothing is wrong yet"
+    (newest / "shard").write_bytes(b"weightz")
+    assert plan.is_damaged(0) and plan.newest_checkpoint() == older and not plan.is_damaged(1)
+    said: list[str] = []
+    resolved = resolve_resume(config, said.append, restart=True, damaged=plan.damaged)
+    assert first_version(resolved) == 2
+    (line,) = said
+    assert line.startswith(f"checkpoint {newest} is skipped: shard is not what was written (sha256 ")
+    assert line.endswith(f"; the run continues from {older}")
+
+    explicit = make_config(model, tmp_path, checkpoint={"load": str(newest)})
+    assert not Plan(explicit, *[cast(Any, None)] * 5).is_damaged(0), "who names a checkpoint gets that one or a refusal"
 
 
 def test_without_a_checkpoint_auto_begins_where_the_run_would_have_begun(model: Path, tmp_path: Path) -> None:
@@ -187,7 +209,7 @@ def test_a_continued_run_keeps_its_records_and_tidies_up_what_was_half_written(m
             assert [json.loads(line)["iteration"] for line in lines] == [0, 1], name
     assert (directory / "earlier" / "1" / "checkpoints" / "iteration_000004").is_dir()
     assert not (directory / "earlier" / "1" / "metrics.jsonl").exists(), "records were set aside"
-    assert len(said) == 4 and "iteration_000006: its incomplete files are removed" in said[2], said
+    assert len(said) == 3 and "iteration_000006: its incomplete files are removed" in said[1], said
 
 
 def make_record(iteration: int) -> dict[str, Any]:

@@ -65,7 +65,8 @@ class _Engine:
 class Recovery:
     """Starts ended processes of a run again. attempt: prepares the n-th attempt, from the newest checkpoint; no worker runs then.
 
-    url_of: an engine's URL. progress: changes with every checkpoint that the run writes.
+    url_of: an engine's URL. progress: changes with every checkpoint that the run writes. damaged: whether the n-th attempt was
+    given a checkpoint whose content is damaged, which the next one will not take.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Recovery:
         attempt: Callable[[int], Attempt],
         url_of: Callable[[Startable], str],
         progress: Callable[[], object] = lambda: None,
+        damaged: Callable[[int], bool] = lambda number: False,
     ) -> None:
         self._config = config
         self._run_budget = RestartBudget(config.run.restarts, config.run.restart_window_s, progress)
@@ -85,6 +87,7 @@ class Recovery:
         self._roster = roster
         self._attempt = attempt
         self._url_of = url_of
+        self._damaged = damaged
         self._attempts = 0
         self._engines: list[_Engine] = []
         self._looked_s = time.monotonic()
@@ -117,7 +120,8 @@ class Recovery:
 
     def next_attempt(self, ended: Sequence[Process]) -> Attempt | None:
         """Stop coordinator and trainers and prepare another attempt, after some of them ended; None when the run must end."""
-        hopeless = any(process.exit_code in (BAD_INPUT, MUST_NOT_CONTINUE) for process in ended)
+        codes = {process.exit_code for process in ended}
+        hopeless = MUST_NOT_CONTINUE in codes or (BAD_INPUT in codes and not self._damaged(self._attempts))
         if hopeless or not self._run_budget.allows():
             return None
         count = self._run_budget.spend()
