@@ -15,7 +15,9 @@ _RECENT_ITERATIONS = 8
 def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float | None) -> str:
     """One line from an iteration record; every field keeps its width, what a run does not have shows as `-`.
 
-    | iteration  3/20 | reward  0.512 acc 0.481 | loss  0.0123 KL  0.00012 entropy  1.234 grad   0.451 | ...
+    The iteration has the number that it has in files and in the viewer, from 0; in brackets is how many are done.
+
+    | iteration  2 ( 3/20) | reward  0.512 acc 0.481 | loss  0.0123 KL  0.00012 entropy  1.234 grad   0.451 | ...
     """
     width = len(str(total_iterations))
 
@@ -26,7 +28,7 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
         return f"{value * scale:{layout}}"
 
     fields = [
-        f"iteration {record['iteration'] + 1:{width}d}/{total_iterations}",
+        f"iteration {record['iteration']:{width}d} ({record['iteration'] + 1:{width}d}/{total_iterations})",
         f"reward {show('reward_mean', '6.3f')} acc {show('accuracy', '5.3f')}",
         f"loss {show('loss', '8.4f')} KL {show('kl', '8.5f')} entropy {show('entropy', '6.3f')} "
         f"grad {show('grad_norm', '7.3f')}",

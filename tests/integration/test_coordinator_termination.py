@@ -64,7 +64,7 @@ def test_the_record_of_a_completed_iteration_is_whole_when_the_run_is_ended_righ
     (record,) = run.lines("metrics.jsonl")
     assert (record["iteration"], record["groups"], record["border_wait_s"]) == (0, GROUPS, 0.125)
     assert len(run.lines("samples.jsonl")) > 0
-    assert "| iteration 1/2" in output, "the console has it too"
+    assert "| iteration 0 (1/2)" in output, "the console has it too"
     timeline = run.dir / "timeline" / "coordinator.jsonl"
     assert all(json.loads(line) for line in timeline.read_text().splitlines()), "every line is whole"
     events = read_events(timeline)

@@ -60,7 +60,7 @@ def test_a_run_on_a_full_disk_goes_on_until_its_last_checkpoint_and_later_from_t
     arguments = settings(tiny, run_dir, schedule__iterations=ITERATIONS, checkpoint__every=1)
     run = Launched(tmp_path, "run", *arguments)
     try:
-        run.wait_for(lambda: "iteration 2/" in run.output, "two iterations are done", RUN_TIMEOUT_S)
+        run.wait_for(lambda: "iteration 1 (2/" in run.output, "two iterations are done", RUN_TIMEOUT_S)
         fill(filler)
         code = run.popen.wait(RUN_TIMEOUT_S)
     finally:

@@ -78,7 +78,7 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
         for record in records:
             assert all(record[f"memory_{kind}_bytes"] > 2**20 for kind in kinds), "memory of every kind of process"
             assert record["memory_engine_host_bytes"] > 500 * 2**20, "the server and what it started"
-        assert "iteration 1/2" in run.output and "iteration 2/2" in run.output and "TPSPD" in run.output
+        assert "iteration 0 (1/2)" in run.output and "iteration 1 (2/2)" in run.output and "TPSPD" in run.output
         names = {path.name for path in directory.iterdir()}
         assert {"config.yaml", "samples.jsonl", "timeline.json", "logs", "checkpoints", "hf"} <= names
         assert json.loads((directory / "timeline.json").read_text())["traceEvents"]

@@ -105,7 +105,7 @@ def test_a_run_over_two_nodes_equals_the_run_on_one_bit_for_bit(
 ) -> None:
     run = tmp_path / "run"
     launched.wait_for(
-        lambda: f"iteration  2/{ITERATIONS}" in launched.output, "two iterations have ended", RUN_TIMEOUT_S
+        lambda: f"( 2/{ITERATIONS})" in launched.output, "two iterations have ended", RUN_TIMEOUT_S
     )
     seen = processes_of(run)
     addresses = {address for _, address, _ in listening(list(seen))}
@@ -143,7 +143,7 @@ def test_a_raylet_that_is_killed_in_the_middle_changes_nothing(
     launched: Launched, cluster: Raylets, on_one: Path, tmp_path: Path
 ) -> None:
     launched.wait_for(
-        lambda: f"iteration  2/{ITERATIONS}" in launched.output, "two iterations have ended", RUN_TIMEOUT_S
+        lambda: f"( 2/{ITERATIONS})" in launched.output, "two iterations have ended", RUN_TIMEOUT_S
     )
     seen = processes_of(tmp_path / "run")
     cluster.kill(OTHER)
@@ -166,7 +166,7 @@ def test_an_engine_that_comes_and_goes_with_its_node_serves_meanwhile_and_ends_n
         "placement__trainer_devices": "[1,3]",
     }
     launched = launch(**keys, schedule__iterations=2000, checkpoint__every=0)
-    launched.wait_for(lambda: "iteration    2/2000" in launched.output, "two iterations have ended", RUN_TIMEOUT_S)
+    launched.wait_for(lambda: "(   2/2000)" in launched.output, "two iterations have ended", RUN_TIMEOUT_S)
     cluster.add(third, 1)
     log = tmp_path / "run" / "logs" / "coordinator.log"
 

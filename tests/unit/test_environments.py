@@ -369,8 +369,11 @@ async def test_what_the_policy_takes_is_none_of_the_environments_time(monkeypatc
             return await super().generate(*args, **kwargs)
 
     assert len(await episode(SingleTurn(context()), Slowly([["#### 1"]]), 2)) == 2
-    bounded = Never(lambda: asyncio.sleep(0.5))
-    bounded.waits_are_bounded = True
+
+    class Bounded(Never):
+        waits_are_bounded = True
+
+    bounded = Bounded(lambda: asyncio.sleep(0.5))
     assert len(await episode(bounded, Scripted([["#### 1"]]), 2)) == 2
 
 

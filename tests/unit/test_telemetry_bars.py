@@ -72,7 +72,7 @@ def test_a_progress_line_leaves_out_what_does_not_fit(columns: int) -> None:
     line = progress_line(RECORD, 20, 312.0).removeprefix("| ")
     shown = fitted(line, columns)
     assert len(shown) <= columns
-    assert shown.startswith("iteration  3/20 | reward  0.512") and shown.endswith("ETA   5m12s")
+    assert shown.startswith("iteration  2 ( 3/20) | reward  0.512") and shown.endswith("ETA   5m12s")
     assert (shown == line) == (columns >= len(line))
     assert fitted("evaluation of version 3: " + "x" * 200, 80).endswith("x" * 200), "other lines stay whole"
 

@@ -29,7 +29,7 @@ RECORD: dict[str, Any] = {
 
 def test_the_line_shows_every_number() -> None:
     assert progress_line(RECORD, 20, 312.0) == (
-        "| iteration  3/20 | reward  0.512 acc 0.481 | loss  -0.0123 KL  0.00012 entropy  1.234 grad   0.451 | "
+        "| iteration  2 ( 3/20) | reward  0.512 acc 0.481 | loss  -0.0123 KL  0.00012 entropy  1.234 grad   0.451 | "
         "length  123.4 | TPSPD   1234.5 | idle trainer  12% engine   5% | publish   0.12 s | ETA   5m12s"
     )
 
