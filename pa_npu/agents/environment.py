@@ -37,6 +37,8 @@ _ATTEMPTS = 4  # at a session that is lost
 class AgentEnvironment:
     """sessions: of its gateway; where nobody has given it one, it serves one of its own for as long as it is open."""
 
+    waits_are_bounded = True  # by agent.timeout_s
+
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("agents")
         config = context.config
@@ -137,6 +139,8 @@ class AgentEnvironment:
 
 class EvaluatedAgents:
     """The same for evaluations: one sample of every session, its branch that was written to last, whatever its outcome."""
+
+    waits_are_bounded = True  # by agent.timeout_s
 
     def __init__(self, agents: AgentEnvironment) -> None:
         self._agents = agents

@@ -104,9 +104,7 @@ def test_a_run_over_two_nodes_equals_the_run_on_one_bit_for_bit(
     launched: Launched, on_one: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    launched.wait_for(
-        lambda: f"( 2/{ITERATIONS})" in launched.output, "two iterations have ended", RUN_TIMEOUT_S
-    )
+    launched.wait_for(lambda: f"( 2/{ITERATIONS})" in launched.output, "two iterations have ended", RUN_TIMEOUT_S)
     seen = processes_of(run)
     addresses = {address for _, address, _ in listening(list(seen))}
     store = re.search(r"pa-npu join (\S+):(\d+)", launched.output)
@@ -142,9 +140,7 @@ def test_a_run_over_two_nodes_equals_the_run_on_one_bit_for_bit(
 def test_a_raylet_that_is_killed_in_the_middle_changes_nothing(
     launched: Launched, cluster: Raylets, on_one: Path, tmp_path: Path
 ) -> None:
-    launched.wait_for(
-        lambda: f"( 2/{ITERATIONS})" in launched.output, "two iterations have ended", RUN_TIMEOUT_S
-    )
+    launched.wait_for(lambda: f"( 2/{ITERATIONS})" in launched.output, "two iterations have ended", RUN_TIMEOUT_S)
     seen = processes_of(tmp_path / "run")
     cluster.kill(OTHER)
     cluster.add(OTHER, 2)
