@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of a 7B model (or of any recipe in configs/) on Ascend NPUs, on CUDA GPUs, or its structure on two CPU cores.
 #
-#   bash launch/run_grpo_7b.sh [--device npu|cuda|cpu] [--config OVERLAY.yaml ...]
+#   bash launch/run_grpo_7b.sh [--device npu|cuda|cpu] [--backend megatron|fsdp] [--config OVERLAY.yaml ...]
 #                              [--dry-run [--full]] [key=value ...]
 #
 # RECIPE             the configuration, configs/grpo_qwen2.5_7b.yaml unless set
@@ -21,10 +21,17 @@ device=npu dry_run='' full=''
 configs=() overrides=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --device | --config)
+    --device | --backend | --config)
       [ $# -ge 2 ] || fail "$1: needs a value; see the head of launch/run_grpo_7b.sh"
       case $1 in
         --device) device=$2 ;;
+        --backend)
+          case $2 in
+            megatron) ;;
+            fsdp) configs+=(--config configs/fsdp.yaml) ;;
+            *) fail "--backend: $2 is not megatron or fsdp" ;;
+          esac
+          ;;
         --config) configs+=(--config "$2") ;;
       esac
       shift

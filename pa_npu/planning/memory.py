@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import Work, work
+from pa_npu.planning.sharded import gathered_bytes, sharded_parts
 from pa_npu.planning.shared_way import device_way
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
 from pa_npu.weight_transfer.handover import NUM_SLOTS
@@ -48,7 +49,13 @@ class Memory:
 def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
     """The fullest rank of a replica."""
     stages = range(config.trainer.pipeline_parallel)
-    return max((_stage_memory(config, spec, stage) for stage in stages), key=lambda memory: memory.total)
+    fullest = max((_stage_memory(config, spec, stage) for stage in stages), key=lambda memory: memory.total)
+    if config.trainer.backend != "fsdp":
+        return fullest
+    element = _BYTES[config.model.dtype]
+    held = sharded_parts(config, spec, element, _BYTES[config.frozen_dtype])
+    parts = [(name, held.get(name, size)) for name, size in fullest.parts]
+    return Memory(fullest.role, (*parts, ("gathered layers", gathered_bytes(config, spec, element))))
 
 
 def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:

@@ -26,12 +26,11 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
 
     own_memory: devices have memory of their own; otherwise (cpu) all share the host's.
     """
-    trainer, rollout, amount = config.trainer, config.rollout, work(config)
+    rollout, amount = config.rollout, work(config)
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     lines = [
         f"devices               {_devices(config)}{_nodes(config)}{_shared(config)}",
-        f"trainer ranks         TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.data_parallel}"
-        + (", sequence parallel" if trainer.sequence_parallel else ""),
+        f"trainer ranks         {_ranks(config)}",
         f"groups per iteration  {config.schedule.prompts_per_iteration} (x {counted(rollout.responses_per_prompt, 'response')} = "
         f"{counted(amount.sequences, 'sequence')}), {config.groups_per_replica} per replica",
         f"microbatches          {_microbatches(config, amount)}",
@@ -70,6 +69,15 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
     if device_bytes is not None:
         lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))
     return lines
+
+
+def _ranks(config: Config) -> str:
+    trainer, mesh = config.trainer, config.mesh
+    if trainer.backend == "fsdp":
+        copies = f" x {mesh.data // mesh.shards} copies" if mesh.shards < mesh.data else ""
+        return f"{mesh.shards} shards of every weight{copies}, each rank a replica"
+    after = ", sequence parallel" if trainer.sequence_parallel else ""
+    return f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.data_parallel}{after}"
 
 
 def _devices(config: Config) -> str:

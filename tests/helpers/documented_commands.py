@@ -73,6 +73,8 @@ NOT_RUN = {
     "bash tests/run.sh": _CI,
     "bash tests/run.sh unit": _CI,
     "bash launch/install_cpu.sh dev docs": _CI,
+    "bash launch/run_grpo_7b.sh --device npu --backend fsdp --dry-run": "tests/integration/test_launch_scripts.py::"
+    "test_the_recipe_script_plans_sharded_trainers",
     "bash launch/run_grpo_tiny.sh trainer.backend=fsdp": "slow; test_backends_fsdp trains on it",
     "bash launch/run_grpo_tiny.sh rollout.backend=transformers run.dir=runs/slow": "slow; test_launcher_run has a smaller one",
     "pa-npu plan --from runs/grpo_qwen2.5_7b": _RECORDS,

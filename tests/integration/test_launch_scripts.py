@@ -49,12 +49,20 @@ def test_the_recipe_script_runs_two_iterations_on_cpu(backend: str, tiny: Path, 
     )
 
 
+@pytest.mark.parametrize("device", ["npu", "cuda"])
+def test_the_recipe_script_plans_sharded_trainers(device: str) -> None:
+    done = run("bash", str(SCRIPT), "--device", device, "--backend", "fsdp", "--dry-run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 shards of every weight" in done.stdout and "gathered layers" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--device", "tpu"], "--device: tpu is not npu, cuda or cpu"),
         (["--frobnicate"], "--frobnicate: unknown option"),
         (["--config"], "--config: needs a value"),
+        (["--backend", "fsdp2"], "--backend: fsdp2 is not megatron or fsdp"),
         (["oops"], "oops: neither an option nor key=value"),
         (["--dry-run", "placement.nnodes=4"], "placement.nnodes: 4 with placement.cluster=local"),
     ],

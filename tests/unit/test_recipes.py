@@ -21,6 +21,7 @@ from pa_npu.errors import ConfigError
 from pa_npu.planning.known_models import KNOWN, known_spec
 from pa_npu.planning.memory import engine_memory, kv_bytes_per_token, trainer_memory, wanted_tokens
 from pa_npu.planning.model_rules import check_model
+from pa_npu.planning.plan_text import derived_lines
 from pa_npu.planning.shortages import USABLE, shortages
 from tests.helpers.recipes import RECIPES, ROOT, claims, dry_run, quoted
 
@@ -34,6 +35,25 @@ OVERLAYS = {
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("kind", ["npu", "cuda"])
+def test_the_7b_recipe_fits_sharded_and_its_plan_says_how(kind: str) -> None:
+    """Exact parts are the model's parameters, in fp32 with both moments, over the shards."""
+    recipe = ROOT / "configs" / "grpo_qwen2.5_7b.yaml"
+    memory, spec = platforms.typical_memory(kind), known_spec("Qwen2.5-7B")
+    assert memory is not None and spec is not None
+    config = load_config([recipe, ROOT / "configs" / "fsdp.yaml"], [f"run.device={kind}"])
+    parts = dict(trainer_memory(config, spec).parts)
+    assert parts["weights"] == parts["gradients"] == parts["optimizer"] // 2 == spec.num_parameters * 4 // 4
+    assert parts["frozen models"] == spec.num_parameters * 2 // 4
+    layer = (spec.num_parameters - 2 * spec.vocab_size * spec.hidden_size) // spec.num_layers
+    assert parts["gathered layers"] > 2 * 2 * layer and parts["gathered layers"] < 2 * spec.num_parameters
+    assert not shortages(config, spec, memory[1], own_memory=True)
+    lines = derived_lines(config, spec, memory[1], True)
+    assert "trainer ranks         4 shards of every weight, each rank a replica" in lines
+    copied = load_config([recipe, ROOT / "configs" / "fsdp.yaml"], [f"run.device={kind}", "trainer.shards=2"])
+    assert dict(trainer_memory(copied, spec).parts)["optimizer"] == 2 * parts["optimizer"]
 
 
 def size_of(recipe: Path) -> str:

@@ -17,6 +17,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.cluster import EngineSpeed
 from pa_npu.planning.memory import kv_bytes_per_token
 from pa_npu.planning.publish_time import Link, publish_seconds, weight_bytes
+from pa_npu.planning.sharded import gather_seconds
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, TypicalSpeed
 
 _BYTES = {"fp32": 4, "bf16": 2}
@@ -113,14 +114,18 @@ def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> T
     ranks, replicas = config.mesh.replica_size, config.mesh.data
     parameters = spec.num_parameters / ranks
     reduced_s = 2.0 * (replicas - 1) / replicas * 4 * parameters / typical.wire_bytes
-    shards = replicas if trainer.distributed_optimizer else 1
+    sharded = trainer.backend == "fsdp"
+    shards = config.mesh.shards if sharded else replicas if trainer.distributed_optimizer else 1
+    if sharded:  # with each microbatch, not with the step
+        reduced_s = 0.0
     step_s = (
         reduced_s + _STEP_BYTES * parameters / shards / typical.memory_bytes + _COLLECTIVE_S * math.log2(2 * replicas)
     )
     link = Link(typical.wire_bytes, typical.node_bytes)
+    between = typical.node_bytes if config.mesh.shards <= config.devices_per_node else typical.wire_bytes
     publish_s = publish_seconds(weight_bytes(spec, element), LARGEST_BUCKET_BYTES, trainer.tensor_parallel, link)
     return TrainerCost(
-        typical.group_s * _of_layers(spec, typical),
+        typical.group_s * _of_layers(spec, typical) + gather_seconds(config, spec, element, between),
         1.0 / (typical.flops * typical.training),
         step_s,
         publish_s + _BORDER_MESSAGES_S,
