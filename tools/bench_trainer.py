@@ -5,6 +5,7 @@ One process, TP1. Rows alternate inside one invocation, so that noise hits all o
   HF           transformers model on right-padded batches of a group's responses, torch.optim.AdamW, same loss
   separate     this trainer with attention.shared_prompt=false (each response with its own copy of the prompt)
   shared       this trainer with attention.shared_prompt=true
+  fsdp separate, fsdp shared    the same with trainer.backend=fsdp
 Before timing, loss and gradient norm of all rows are compared. Afterwards a profile names where the time goes.
 
     python tools/bench_trainer.py [--model DIR] [--prompt 64] [--response 64] [--responses 8] [--groups 4] [--repetitions 7]
@@ -149,13 +150,13 @@ def compare(model: str, args: argparse.Namespace) -> dict[str, object]:
     rows: dict[str, Callable[[], tuple[float, float]]] = {}
     hf = TransformersTrainer(config)
     rows["HF"] = lambda: hf.iteration(groups)
-    learner = make_learner(config, spec)
-    for name, shared in (("separate", False), ("shared", True)):
-        rows[name] = partial(megatron_iteration, learner, groups, config, shared)
+    for prefix, learner in (("", make_learner(config, spec)), ("fsdp ", make_sharded(config, spec))):
+        for name, shared in (("separate", False), ("shared", True)):
+            rows[prefix + name] = partial(iteration, learner, groups, config, shared)
 
     first = {
         name: row() for name, row in rows.items()
-    }  # also the warm-up; rows share the first weights only for HF and separate
+    }  # also the warm-up; rows share the first weights only for HF and the two separate
     seconds: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(args.repetitions):
         for name, row in rows.items():
@@ -169,7 +170,7 @@ def compare(model: str, args: argparse.Namespace) -> dict[str, object]:
             "separate": sum(g.num_tokens for g in groups),
             "shared": sum(g.prompt_lengths()[0] + g.num_trained for g in groups),
         },
-        "agreement": {"HF": first["HF"], "separate": first["separate"]},
+        "agreement": {name: first[name] for name in ("HF", "separate", "fsdp separate")},
         "seconds": medians,
         "spread": {name: (min(v), max(v)) for name, v in seconds.items()},
         "speedup": {name: medians["HF"] / value for name, value in medians.items()},
@@ -230,7 +231,23 @@ def make_learner(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-de
     return Learner(config, backend, platform, timeline)
 
 
-def megatron_iteration(learner, groups: list[Group], config: Config, shared: bool) -> tuple[float, float]:  # type: ignore[no-untyped-def]
+def make_sharded(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-def]
+    """In the process group that `make_learner` has joined."""
+    from pa_npu.backends.registry import backend_module
+    from pa_npu.telemetry.timeline import Timeline
+    from pa_npu.trainer.learner import Learner
+
+    trainer = config.trainer.model_copy(update={"backend": "fsdp"})
+    config, platform, timeline = (
+        config.model_copy(update={"trainer": trainer}),
+        platforms.get("cpu"),
+        Timeline(None, ""),
+    )
+    backend = backend_module("fsdp").create(config, spec, platform, dist.HashStore(), 0, 0, timeline)
+    return Learner(config, backend, platform, timeline)
+
+
+def iteration(learner, groups: list[Group], config: Config, shared: bool) -> tuple[float, float]:  # type: ignore[no-untyped-def]
     microbatches = [m for g in groups for m in build_microbatches(g, config.rollout.responses_per_prompt, shared, 1)]
     learner.accumulate(FixedMicrobatches(microbatches))
     report = learner.step().report
@@ -259,13 +276,13 @@ def render(result: dict) -> str:
         "first iteration, (loss, gradient norm): "
         + ", ".join(f"{k} ({a:.7f}, {b:.7f})" for k, (a, b) in agreement.items())
     )
-    lines.append(f"\n{'row':<10} {'median s':>9} {'min':>7} {'max':>7} {'speed against HF':>17}")
+    lines.append(f"\n{'row':<14} {'median s':>9} {'min':>7} {'max':>7} {'speed against HF':>17}")
     for name, median in result["seconds"].items():
         low, high = result["spread"][name]
-        lines.append(f"{name:<10} {median:>9.3f} {low:>7.3f} {high:>7.3f} {result['speedup'][name]:>16.2f}x")
-    lines.append(f"\n{'where the time goes':<28}" + "".join(f"{name:>10}" for name in result["profile"]))
+        lines.append(f"{name:<14} {median:>9.3f} {low:>7.3f} {high:>7.3f} {result['speedup'][name]:>16.2f}x")
+    lines.append(f"\n{'where the time goes':<28}" + "".join(f"{name:>15}" for name in result["profile"]))
     for kind in next(iter(result["profile"].values())):
-        lines.append(f"{kind:<28}" + "".join(f"{shares[kind]:>10.1%}" for shares in result["profile"].values()))
+        lines.append(f"{kind:<28}" + "".join(f"{shares[kind]:>15.1%}" for shares in result["profile"].values()))
     return "\n".join(lines)
 
 
