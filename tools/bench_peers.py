@@ -55,6 +55,7 @@ MAX_NUM_SEQS = 256
 LEARNING_RATE = 1e-4  # large enough that engines with old weights show in the log-prob difference
 TEMPLATE_TOKENS = 2  # of the tiny model's chat template around a prompt
 END_SCALE = 2.2  # of the output row of the end token: responses of a random model then have free lengths
+LORA_RANK, LORA_ALPHA = 16, 32  # of all linear layers, in TRL as here
 TRL_ROWS = 16  # responses of a microbatch in TRL
 ENVIRONMENT = ROOT / ".cache" / "peers"
 REQUIREMENTS = ROOT / "requirements" / "peers.txt"
@@ -100,11 +101,23 @@ SYSTEMS = {
         "computed once for responses packed together",
         "engine and trainer one each, at the same time",
     ),
+    "trl-lora": System(
+        "TRL GRPOTrainer, vLLM server, LoRA",
+        "as with the server",
+        "repeated in each padded row",
+        "engine and trainer one each, in turn",
+    ),
     "sync": System("this, synchronous", _ON_POLICY, "computed once", "engine and trainer one each, in turn"),
     "colocate": System(
         "this, colocated", _ON_POLICY, "computed once", "engine and trainer on both, a pair of processes each, in turn"
     ),
     "periodic": System("this, periodic", _ON_POLICY, "computed once", "engine and trainer one each, at the same time"),
+    "fsdp": System(
+        "this, periodic, fsdp", _ON_POLICY, "computed once", "engine and trainer one each, at the same time"
+    ),
+    "lora": System(
+        "this, periodic, fsdp, LoRA", _ON_POLICY, "computed once", "engine and trainer one each, at the same time"
+    ),
     "stale": System(
         "this, max_staleness=1",
         "PPO ratio against the proximal policy, truncated weights of tokens; nothing is dropped",
@@ -117,6 +130,13 @@ OURS: dict[str, tuple[str, ...]] = {
     "sync": ("schedule.stream=false",),
     "colocate": ("placement.colocate=true", "schedule.stream=false", "rollout.engines=2", "trainer.devices=2"),
     "periodic": ("schedule.stream=true",),
+    "fsdp": ("schedule.stream=true", "trainer.backend=fsdp"),
+    "lora": (
+        "schedule.stream=true",
+        "trainer.backend=fsdp",
+        f"lora.rank={LORA_RANK}",
+        f"lora.alpha={LORA_ALPHA}",
+    ),
     "stale": ("schedule.max_staleness=1", "algorithm.importance_sampling=token"),
 }
 
@@ -264,7 +284,8 @@ class Bench:
         return read_records(directory / "run")
 
     def _trl(self, shape: Shape, system: str, prompts: Path, directory: Path, iterations: int) -> list[dict[str, Any]]:
-        mode = system.removeprefix("trl-")
+        adapters = system == "trl-lora"
+        mode = "server" if adapters else system.removeprefix("trl-")
         ranks = 2 if mode == "colocate" else 1
         options = {"per_device_train_batch_size": TRL_ROWS, "gradient_accumulation_steps": SAMPLES // TRL_ROWS // ranks}
         cores = [self._engine_core, self._trainer_core] if mode == "colocate" else [self._trainer_core]
@@ -284,6 +305,7 @@ class Bench:
             "max_model_len": 512,
             "block_size": HOST_PREFIX_BLOCK,
             "learning_rate": LEARNING_RATE,
+            "lora": {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"} if adapters else None,
             "options": options,
         }
         specification = directory / "work.json"

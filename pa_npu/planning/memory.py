@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.adapters import adapter_parts
 from pa_npu.planning.amounts import Work, work
 from pa_npu.planning.sharded import gathered_bytes, sharded_parts
 from pa_npu.planning.shared_way import device_way
@@ -54,6 +55,8 @@ def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
         return fullest
     element = _BYTES[config.model.dtype]
     held = sharded_parts(config, spec, element, _BYTES[config.frozen_dtype])
+    if config.has_adapters:
+        held = adapter_parts(config, spec, element)
     parts = [(name, held.get(name, size)) for name, size in fullest.parts]
     return Memory(fullest.role, (*parts, ("gathered layers", gathered_bytes(config, spec, element))))
 
@@ -150,7 +153,7 @@ def _head_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
     chunk = min(rows, config.model.head_chunk_tokens)
     logits = (2 + (config.algorithm.entropy_coef > 0)) * chunk * vocabulary * _FP32
     sum_bytes = _FP32 if element < _FP32 and chunk < rows else 0
-    gradient = vocabulary * spec.hidden_size * (element + sum_bytes)
+    gradient = 0 if config.has_adapters else vocabulary * spec.hidden_size * (element + sum_bytes)
     hidden = amount.microbatch_tokens * spec.hidden_size * element * (3 + _num_beside(config))
     return logits + gradient + hidden
 

@@ -54,6 +54,8 @@ ELSEWHERE = {
     "bash launch/run_grpo_tiny.sh schedule.iterations=5 schedule.stream=false run.dir=runs/sync": _QUICK_START,
     "pa-npu run --config ... checkpoint.every=10 checkpoint.resume=auto": "tests/integration/test_recovery.py::"
     "test_trainers_coordinator_reward_workers_and_launcher_that_are_killed_whenever_change_nothing",
+    "pa-npu export --checkpoint RUN/checkpoints/iteration_000010 --output DIR [--merged]": "tests/unit/test_backends_lora.py::"
+    "test_exports_load_in_peft_and_transformers_and_give_the_trainers_logprobs",
     "pa-npu export --checkpoint RUN/checkpoints/iteration_000010 --output HF_DIR": "tests/integration/test_backends_hf_export.py::"
     "test_export_of_a_parallel_job_is_the_model",
     "pa-npu run --config configs/grpo_tiny.yaml 'telemetry.trackers=[tensorboard, wandb]' telemetry.project=arithmetic "
@@ -75,6 +77,8 @@ NOT_RUN = {
     "bash launch/install_cpu.sh dev docs": _CI,
     "bash launch/run_grpo_7b.sh --device npu --backend fsdp --dry-run": "tests/integration/test_launch_scripts.py::"
     "test_the_recipe_script_plans_sharded_trainers",
+    "bash launch/run_grpo_tiny.sh trainer.backend=fsdp lora.rank=8 optimizer.learning_rate=2e-3": "slow; test_recovery trains "
+    "adapters",
     "bash launch/run_grpo_tiny.sh trainer.backend=fsdp": "slow; test_backends_fsdp trains on it",
     "bash launch/run_grpo_tiny.sh rollout.backend=transformers run.dir=runs/slow": "slow; test_launcher_run has a smaller one",
     "pa-npu plan --from runs/grpo_qwen2.5_7b": _RECORDS,

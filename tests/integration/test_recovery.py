@@ -372,6 +372,28 @@ def test_a_run_with_an_engine_on_a_trainers_device_ends_with_the_weights_of_one_
     assert any(record["shared_engine_busy"] > 0 for record in records), "negative control: it generated"
 
 
+@pytest.mark.parametrize(
+    ("backend", "kills"),
+    [
+        pytest.param("transformers", (("trainer-1", "training"), ("coordinator", "generation")), id="some"),
+        pytest.param("vllm", tuple(each([VLLM[1], *WORKERS])), id="vllm-all", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_periodic_run_of_adapters_ends_with_those_of_the_synchronous_one_whatever_is_killed(
+    backend: str, kills: Kills, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+) -> None:
+    adapters = {"trainer.backend": "fsdp", "lora.rank": 4, "lora.export_merged": "true", "algorithm.kl_coef": 0.01}
+    calm = launch(*keys(tiny, tmp_path / "calm", backend, schedule__stream="false", **adapters))
+    calm.popen.wait(TIMEOUT_S)
+    assert calm.popen.returncode == 0, calm.output
+
+    watched = watched_when_ready(launch(*keys(tiny, tmp_path / "run", backend, **adapters)))
+    kill_all(watched, kills)
+    watched.run.popen.wait(TIMEOUT_S)
+    assert watched.run.popen.returncode == 0 and "the run continues from" in watched.run.output, watched.run.output
+    Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
+
+
 AHEAD = 1
 
 

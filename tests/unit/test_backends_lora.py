@@ -24,6 +24,7 @@ from pa_npu.checkpoints.directories import directory_name
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.errors import DataError
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.memory import trainer_memory
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
 from pa_npu.weight_transfer.manifest import Assembler
@@ -193,6 +194,18 @@ def saved(learner: Learner, run: Path) -> Path:
     )
     Checkpointing(config, learner, lambda version: {}, Timeline(None, "")).finish(1)
     return run / "checkpoints" / directory_name(1)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "up_proj"], r".*layers\.1\..*(k|v)_proj"])
+def test_the_plan_counts_the_adapters_that_are_made(targets: Any, model: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(model, tmp_path / "adapter", target_modules=targets, r=3)
+    config = model_config(model, model={"adapter": str(adapter)}, algorithm={"kl_coef": 0.1}, **FSDP)
+    spec, made = ModelSpec.of(config), sum(tensor.numel() for tensor in weights(adapter).values())
+    held = dict(trainer_memory(config, spec).parts)
+    assert (held["gradients"], held["optimizer"], held["frozen models"]) == (4 * made, 8 * made, 4 * made)
+    assert held["weights"] == 4 * (made + sum(tensor.numel() for tensor in weights(model).values()))
+    begun = model_config(model, lora={"rank": 3}, algorithm={"kl_coef": 0.1}, **FSDP)
+    assert dict(trainer_memory(begun, spec).parts)["frozen models"] == 0, "the reference is the adapters' being off"
 
 
 def test_a_checkpoint_holds_adapters_and_goes_on_as_if_nothing_had_been(model: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from trl.experimental.async_grpo import (
     AsyncGRPOConfig,
@@ -112,6 +113,7 @@ def synchronous(work: dict[str, Any], common: dict[str, Any], dataset: Any, toke
         args=GRPOConfig(**common, **vllm, shuffle_dataset=False),
         train_dataset=dataset,
         processing_class=tokenizer,
+        peft_config=LoraConfig(**work["lora"], task_type="CAUSAL_LM") if work["lora"] else None,
     )
 
 
