@@ -77,7 +77,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     logprobs: dict[int, torch.Tensor] = {}
 
     class RecordingBackend(MegatronBackend):
-        def accumulate(self, microbatches: Any, objective: Any) -> None:
+        def accumulate(self, microbatches: Any, objective: Any) -> Any:
             of_group = objective.loss
 
             def loss(microbatch: Any, outputs: Any) -> torch.Tensor:
@@ -88,7 +88,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
                 return of_group(microbatch, outputs)
 
             objective.loss = loss
-            super().accumulate(microbatches, objective)
+            return super().accumulate(microbatches, objective)
 
     class CountingChannel(StoreChannel):
         num_reads = 0
