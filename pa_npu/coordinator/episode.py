@@ -86,11 +86,11 @@ async def run_episode(
     prompt: Prompt,
     num_samples: int,
     generate: Generate,
-    most_tokens: int | None = None,
+    most_tokens: int,
 ) -> list[Sample]:
     """The samples that the environment makes of a prompt, of which num_samples are asked for.
 
-    most_tokens: of a sample behind its prompt; None sets no limit, where engines and trainers are not made for one.
+    most_tokens: of a sample behind its prompt.
     Errors of engines pass as they are; what else is raised becomes EnvironmentFailed.
     """
     try:
@@ -105,7 +105,7 @@ async def run_episode(
     return samples
 
 
-def _check(environment: Environment, prompt: Prompt, samples: Sequence[Sample], most_tokens: int | None) -> None:
+def _check(environment: Environment, prompt: Prompt, samples: Sequence[Sample], most_tokens: int) -> None:
     what = f"environment {type(environment).__name__}, prompt {prompt.prompt_id}"
     several = isinstance(samples, Sequence)
     if not several or not samples or not all(isinstance(sample, Sample) for sample in samples):
@@ -121,7 +121,7 @@ def _check(environment: Environment, prompt: Prompt, samples: Sequence[Sample], 
                 f"put it together with SampleBuilder"
             )
         written = len(sample.tokens) - sample.prompt_length
-        if most_tokens is not None and written > most_tokens:
+        if written > most_tokens:
             raise EnvironmentFailed(
                 f"{what}: sample {number} has {written} tokens behind its prompt, more than rollout.max_response_tokens = "
                 f"{most_tokens}; end it sooner"

@@ -170,7 +170,8 @@ class Evaluator:
         ) as session:
             for kind, count, sampling in self._kinds:
                 generate = GroupGenerate(session, seed, sampling)
-                samples = await run_episode(config, self._environment, prompt, count, generate)
+                most = config.rollout.max_response_tokens  # what engines are made for
+                samples = await run_episode(config, self._environment, prompt, count, generate, most)
                 if len(samples) < count:
                     raise EnvironmentFailed(
                         f"question {number} of {name}: the environment made {len(samples)} samples, but {count} are evaluated; "

@@ -121,16 +121,16 @@ class _Worker:
             problem = f"no verdict on {missing} of {len(values)} responses ({function.problem})" if missing else None
             return values, problem, False
         async with self._turn:
-            task = asyncio.ensure_future(function(group))
+            task = asyncio.ensure_future(_held(function, group))
             done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
         if not done:
             task.cancel()
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
             return [0.0] * len(nothing), f"not done within reward.timeout_s = {self._timeout_s:g} s", False
-        failed = asyncio.CancelledError() if task.cancelled() else task.exception()
+        returned, failed = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
         if failed is not None:
             return [0.0] * len(nothing), describe(failed), False
-        rewards, problem = checked_rewards(function, group, task.result())
+        rewards, problem = checked_rewards(function, group, returned)
         return list(rewards), problem, False
 
     async def _say_alive(self) -> None:
@@ -141,6 +141,16 @@ class _Worker:
     def _reply(self, message: dict[str, Any]) -> None:
         self._replies.write(json.dumps(message).encode() + b"\n")
         self._replies.flush()
+
+
+async def _held(function: Any, group: RewardInput) -> tuple[Any, BaseException | None]:
+    """What a user's function returns, or what it raises: SystemExit, left to a task, would end the process and all its groups."""
+    try:
+        return await function(group), None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        return None, error
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ from pa_npu.coordinator.evaluate import Evaluator
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
-from pa_npu.environments.protocol import EnvironmentContext
+from pa_npu.environments.protocol import EnvironmentContext, EnvironmentFailed, write
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.errors import InvariantViolation, PaNpuError
 from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.samples.types import SampleBuilder
 from tests.helpers.stuck import comes
 
 # what waits for room on an engine has the deadlines of a run, which are longer
@@ -69,7 +70,20 @@ class Rewards:
         return RewardResult(right.astype(np.float32), {"math": right.astype(np.float32)}, right, ())
 
 
-def make(engine: Engine, **evaluate: Any) -> Evaluator:
+class TooLong(SingleTurn):
+    """Shows the policy more than any engine holds."""
+
+    async def rollout(self, prompt, num_samples, generate):
+        sample = SampleBuilder(prompt.tokens)
+        (first,) = await generate(sample.tokens)
+        write(sample, first)
+        sample.show(np.ones(30, np.int32))
+        (second,) = await generate(sample.tokens, turn=1)
+        write(sample, second)
+        return [sample.finish(second.finished, second.text)] * num_samples
+
+
+def make(engine: Engine, kind: type[SingleTurn] = SingleTurn, **evaluate: Any) -> Evaluator:
     config = Config.model_validate(
         {
             "model": {"path": "m"},
@@ -86,7 +100,7 @@ def make(engine: Engine, **evaluate: Any) -> Evaluator:
         for name, offset in (("test", 0), ("other", QUESTIONS // 2))
     }
     pool = EnginePool([engine])
-    environment = SingleTurn(EnvironmentContext(None, 24))
+    environment = kind(EnvironmentContext(None, 24))
     return Evaluator(config, sets, pool, environment, Rewards(), Sampling(24, 1.0, (2,)))
 
 
@@ -147,6 +161,13 @@ async def test_one_that_is_cut_short_counts_the_questions_before_the_first_that_
 async def test_an_answer_of_other_weights_ends_the_evaluation() -> None:
     with pytest.raises(InvariantViolation, match="version 4 answered, version 5 is evaluated"):
         await make(Engine()).evaluate(5)
+
+
+async def test_a_sample_beyond_the_runs_limits_ends_the_evaluation() -> None:
+    with pytest.raises(
+        EnvironmentFailed, match=r"sample 0 has 36 tokens .*, more than rollout.max_response_tokens = 24"
+    ):
+        await make(Engine(), TooLong).evaluate(4)
 
 
 async def test_without_questions_there_is_no_evaluation() -> None:

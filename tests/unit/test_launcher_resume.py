@@ -112,7 +112,12 @@ def test_a_newest_checkpoint_of_damaged_content_is_found_out_and_the_next_older_
 
 def test_without_a_checkpoint_auto_begins_where_the_run_would_have_begun(model: Path, tmp_path: Path) -> None:
     config = make_config(model, tmp_path, checkpoint=AUTO)
-    assert resolve_resume(config, print) == config and first_version(config) == 0
+    said: list[str] = []
+    assert resolve_resume(config, said.append) == config and first_version(config) == 0
+    assert not said, "a first run has nothing to tell"
+    assert (
+        resolve_resume(config, said.append, restart=True) == config and "the run starts from the beginning" in said[0]
+    )
     other = write(config, 7, tmp_path / "another run")
     from_other = make_config(model, tmp_path, checkpoint={**AUTO, "load": str(other)})
     assert resolve_resume(from_other, print) == from_other and first_version(from_other) == 7

@@ -30,6 +30,8 @@ async def waits(group):
         await asyncio.sleep(0.005)
     if row.get("raise"):
         raise KeyError("no such thing")
+    if row.get("leaves"):
+        raise SystemExit("and all groups with it")
     if row.get("blocks"):
         time.sleep(600)
     if row.get("exit"):
@@ -86,6 +88,7 @@ async def test_groups_do_not_wait_for_each_other_and_get_their_own_rewards(tmp_p
     ("row", "reason"),
     [
         ({"raise": True}, "KeyError: 'no such thing', "),
+        ({"leaves": True}, "SystemExit: and all groups with it, "),
         ({"rewards": [1.0]}, "returned 1 rewards for 2 responses"),
         ({"rewards": [1.0, float("nan")]}, "not finite"),
         ({"rewards": None}, "TypeError"),
