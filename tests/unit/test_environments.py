@@ -102,7 +102,7 @@ async def episode(environment: Environment, engine: Any, num_samples: int, most:
         lease: Lease = await pool.admit(num_samples, 100, lambda _: 64, 1.0)
         with pool.session(lease, lambda _: 64, deadline_s=1.0, again_deadline_s=1.0) as session:
             return await run_episode(
-                CONFIG, environment, PROMPT, num_samples, GroupGenerate(session, SEED, Sampling(most, 1.0))
+                CONFIG, environment, PROMPT, num_samples, GroupGenerate(session, SEED, Sampling(most, 1.0)), 1000
             )
 
 
