@@ -128,6 +128,23 @@ def test_faults_are_found(fault: Any, says: str, tmp_path: Path, monkeypatch: py
     assert says in str(tried(spec, SHARED, 128))
 
 
+def test_a_weight_without_a_gradient_from_some_microbatches_is_for_one_device_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks would reduce different weights together."""
+    from pa_npu.backends.fsdp import model
+
+    _, spec = run_of(make_other(tmp_path, "mixtral"))
+    assert tried(spec, SHARED, 128, ranks=2) is None
+
+    def cut(hidden: torch.Tensor, weight: torch.Tensor, *given: Any, **named: Any) -> Any:
+        return vocab_parallel_logprobs(hidden, weight if len(hidden) > 1 else weight.detach(), *given, **named)
+
+    monkeypatch.setattr(model, "vocab_parallel_logprobs", cut)
+    assert tried(spec, SHARED, 128) is None
+    assert "lm_head.weight gets no gradient from some microbatches" in str(tried(spec, SHARED, 128, ranks=2))
+
+
 def test_a_model_that_no_way_is_right_for_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ def fit(config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     refused: list[str] = []
     for way in ways(config):
-        problem = tried(spec, way, longest, config.trainer.recompute == "full")
+        problem = tried(spec, way, longest, config.trainer.recompute == "full", config.mesh.size)
         if problem is None:
             said = {
                 "shared": "prompts are shared",
@@ -91,8 +91,11 @@ def ways(config: Config) -> Iterator[Way]:
         yield from (Way(name, one) for one in own)
 
 
-def tried(spec: ModelSpec, way: Way, longest: int, recompute: bool = False) -> str | None:
-    """Why a way is wrong for this model, None where it is right. longest: tokens of the run's longest sequence."""
+def tried(spec: ModelSpec, way: Way, longest: int, recompute: bool = False, ranks: int = 1) -> str | None:
+    """Why a way is wrong for this model, None where it is right. longest: tokens of the run's longest sequence.
+
+    ranks: trainer ranks, which reduce together what each microbatch has a gradient for, and so must all have one for the same.
+    """
     model = few_layers(spec, longest)
     sequences = _sequences()
     expected = _alone(model, sequences)
@@ -121,7 +124,19 @@ def tried(spec: ModelSpec, way: Way, longest: int, recompute: bool = False) -> s
         difference = float((parameter.grad - wanted[name]).abs().max()) / max(size, 1e-6)
         if not difference <= MOST_DIFFERENT:
             return f"the gradient of {name} differs by {difference:.2g} of it"
-    return None
+    return None if ranks == 1 else _depends_on_tokens(scored)
+
+
+def _depends_on_tokens(model: ScoredModel) -> str | None:
+    """Name a weight that has a gradient from the trial's sequences, but none from a microbatch of one token."""
+    had = [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    zero = torch.zeros(1, dtype=torch.int64)
+    model(zero, PrefixLayout.from_sequences([1]), zero, zero, 1.0, 16)[0].sum().backward()
+    missing = [name for name, parameter in had if parameter.grad is None]
+    return (
+        f"{missing[0]} gets no gradient from some microbatches, which several trainer devices need" if missing else None
+    )
 
 
 def few_layers(spec: ModelSpec, longest: int) -> Any:
