@@ -137,8 +137,7 @@ def run(kind: str, engine: str, tiny: Path, work: Path) -> tuple[list[dict[str, 
 
 def row(kind: str, engine: str, records: list[dict[str, float]], way: str) -> str:
     differences = " | ".join(f"{r['logprob_diff_mean']:.1e}, {r['logprob_diff_max']:.1e}" for r in records)
-    moved = records[-1]["grad_norm"]
-    return f"| {kind} | {way} | {engine} | {differences} | {moved:.2g} |"
+    return f"| {kind} | {way} | {engine} | {differences} | {records[0]['grad_norm']:.2g} |"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -27,6 +27,8 @@ def attention_kernels(
     """For q [tokens, heads, head_dim] of this type on this device. implementation: attention.implementation."""
     if implementation == "dense":
         return AttentionKernels("dense", "none")
+    if implementation in ("sdpa", "eager"):
+        return AttentionKernels(f"transformers {implementation}", "none")
     kernel = kernel_name(torch.empty(1, heads, head_dim, dtype=dtype, device=device))
     if kernel == "npu-fusion":
         from pa_npu.attention.lse_merge import kernel_obstacle

@@ -13,6 +13,7 @@ from pa_npu.checkpoints import directories as store
 from tests.helpers.megatron import model_config
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import Job, run_job
+from tools import try_models
 
 pytestmark = pytest.mark.integration
 
@@ -77,3 +78,16 @@ def test_two_ranks_train_as_one_sharded_or_copied_and_one_goes_on_from_their_che
     export_checkpoint(middle.with_name(store.directory_name(2)), tmp_path / "exported", merged=True)
     exported = weights(tmp_path / "exported")
     assert exported.keys() == two.keys() and all(torch.equal(exported[name], tensor) for name, tensor in two.items())
+
+
+def test_a_model_without_a_family_file_trains_and_its_engine_has_what_was_trained(tiny: Path, tmp_path: Path) -> None:
+    """From the trial to the export, with scaled logits, embeddings and residuals."""
+    found = try_models.run("granite", "transformers", tiny, tmp_path)
+    assert not isinstance(found, str), found
+    records, way = found
+    assert way == "prompts are shared"
+    assert all(record["logprob_diff_max"] < 1e-5 for record in records) and len(records) == 2
+    assert records[0]["grad_norm"] > 0.01, "the second publish is of weights that were trained"
+    before, after = (weights(tmp_path / "granite" / name) for name in ("model", "transformers/hf"))
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before)

@@ -15,6 +15,7 @@ CPU = torch.device("cpu")
 def test_on_the_cpu_the_flash_kernel_merges_by_torch_which_is_no_fallback() -> None:
     assert attention_kernels(CPU, torch.float32, 4, 32, "auto") == AttentionKernels("cpu-flash", "torch", "")
     assert attention_kernels(CPU, torch.float32, 4, 32, "dense") == AttentionKernels("dense", "none", "")
+    assert attention_kernels(CPU, torch.float32, 4, 32, "sdpa").kernel == "transformers sdpa"
 
 
 def test_without_the_platforms_merge_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,17 @@ def test_a_weight_without_a_gradient_from_some_microbatches_is_for_one_device_al
     assert "lm_head.weight gets no gradient from some microbatches" in str(tried(spec, SHARED, 128, ranks=2))
 
 
+def test_a_torch_that_is_too_old_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    config, spec = run_of(make_model(tmp_path))
+    monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter")
+    with pytest.raises(ConfigError, match=r"trainer.backend: fsdp needs .*; install torch 2.10 or later"):
+        backend_module("fsdp").fit(config, spec)
+
+
 def test_a_model_that_no_way_is_right_for_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from pa_npu.config.schema import Config
+from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.timeline import Timeline
@@ -18,13 +20,27 @@ if TYPE_CHECKING:
     from pa_npu.backends.fsdp.backend import FsdpBackend
 
 
+_NEEDED = (
+    "set_custom_reduce_scatter",
+    "set_all_reduce_hook",
+    "set_force_sum_reduction_for_comms",
+    "set_gradient_divide_factor",
+)
+
+
 def changes() -> list[str]:
     """See BackendModule: nothing of another package is changed."""
     return []
 
 
 def fit(config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
-    """See BackendModule: by a trial."""
+    """See BackendModule: by a trial. Raises ConfigError where torch is too old."""
+    missing = [name for name in _NEEDED if not hasattr(FSDPModule, name)]
+    if missing:
+        raise ConfigError(
+            f"trainer.backend: fsdp needs FSDPModule.{missing[0]}, which torch {torch.__version__} lacks; install torch 2.10 or "
+            f"later"
+        )
     if not spec.is_any:  # families with a file share prompts, as tests show
         return config, []
     from pa_npu.backends.fsdp.trial import fit
