@@ -26,7 +26,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections import LOOPBACK
 from pa_npu.control.tasks import cancel, gather
 from pa_npu.data.prompts import Prompt
-from pa_npu.environments.protocol import EnvironmentContext, EnvironmentFailed, Generate
+from pa_npu.environments.protocol import Environment, EnvironmentContext, EnvironmentFailed, Generate
 from pa_npu.samples.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -153,6 +153,11 @@ class EvaluatedAgents:
             place = list(session.tree.leaves()).index(session.tree.nodes[-1])
             samples.append(self._agents.samples(session, rewarded)[place])
         return samples
+
+
+def evaluated(environment: Environment) -> Environment:
+    """The environment as evaluations use it."""
+    return EvaluatedAgents(environment) if isinstance(environment, AgentEnvironment) else environment
 
 
 def _task(prompt: Prompt) -> dict[str, object]:

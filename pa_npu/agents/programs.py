@@ -5,8 +5,8 @@
     TASK                               JSON: the dataset's row and what follows from it; not with agent.programs
     GATEWAY_URL, SESSION_URL           of the gateway, and of the session (reward, end)
 
-It runs in a directory of its own, which goes with it, under a keeper that kills whatever it leaves behind. What it writes is kept
-up to agent.output_kib, and the last of it is in the log where the program fails.
+`python` in the command is the run's interpreter. It runs in a directory of its own, which goes with it, under a keeper that kills
+whatever it leaves behind. What it writes is kept up to agent.output_kib, and the last of it is in the log where the program fails.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 from pa_npu.agents.session import Session
 from pa_npu.agents.sessions import Sessions
@@ -43,7 +44,7 @@ class Programs:
     def __init__(self, settings: AgentConfig, sessions: Sessions) -> None:
         assert settings.command is not None
         try:
-            self._command = shlex.split(settings.command)
+            self._command = [_found(part) for part in shlex.split(settings.command)]
         except ValueError as error:
             raise ConfigError(
                 f"agent.command: {settings.command!r:.80} cannot be read ({error}); correct its quotes"
@@ -137,6 +138,13 @@ class Programs:
                 session.end("output")
                 return False
         return True
+
+
+def _found(part: str) -> str:
+    """A part of the command as it is from any directory: files by their whole path, and `python` is the run's own."""
+    if part == "python":
+        return sys.executable
+    return str(Path(part).absolute()) if Path(part).is_file() else part
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:

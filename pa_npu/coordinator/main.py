@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu import platform
-from pa_npu.agents.environment import AgentEnvironment, EvaluatedAgents
+from pa_npu.agents.environment import AgentEnvironment, evaluated
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
@@ -158,7 +158,7 @@ async def run(config: Config) -> None:
 def tested_in(config: Config, tokenizer: Any, environment: Environment) -> Environment:
     """The environment of evaluations: that of training, where agents have one gateway for both, else another of its kind."""
     if isinstance(environment, AgentEnvironment):
-        return EvaluatedAgents(environment)
+        return evaluated(environment)
     return make_environment(config, tokenizer)
 
 

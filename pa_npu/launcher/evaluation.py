@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pa_npu.agents.environment import evaluated
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.coordinator.environment_trial import check_environment
@@ -18,7 +19,7 @@ from pa_npu.data.prompts import PromptSet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
 from pa_npu.engines.registry import engine_kind
-from pa_npu.environments.registry import make_environment
+from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 from pa_npu.evaluation.results import Judged, compare, read_results, results_file, summarise, write_results
 from pa_npu.evaluation.statistics import Estimate
@@ -167,5 +168,7 @@ async def _evaluate(
             pool.serve(client)
         rewards = await stack.enter_async_context(RewardPool(config.reward, config.run.dir))
         sampling = Sampling(config.rollout.max_response_tokens, 1.0, stop_token_ids=spec.eos_token_ids)
-        evaluator = Evaluator(config, sets, pool, make_environment(config, tokenizer), rewards, sampling)
+        environment = make_environment(config, tokenizer)
+        await stack.enter_async_context(opened(environment, config.trainer.startup_timeout_s))
+        evaluator = Evaluator(config, sets, pool, evaluated(environment), rewards, sampling)
         return await evaluator.evaluate(_VERSION)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +17,7 @@ import openai
 import pytest
 
 from pa_npu.agents import gateway
-from pa_npu.agents.environment import AgentEnvironment
+from pa_npu.agents.environment import AgentEnvironment, evaluated
 from pa_npu.agents.session import Session
 from pa_npu.agents.sessions import Sessions
 from pa_npu.agents.tool_calls import hermes
@@ -352,15 +353,20 @@ async def test_a_killed_program_begins_again_with_the_same_seeds(tmp_path: Path)
     ("line", "outcome"),
     [
         ("sys.exit('broken on purpose')", "failed"),
-        ("import time; time.sleep(60)", "time"),
-        ("print('x' * 10**6); import time; time.sleep(60)", "output"),
+        ("import time; time.sleep(90)", "time"),
+        ("print('x' * 10**6); import time; time.sleep(90)", "output"),
     ],
 )
 async def test_outcomes_decide_what_is_trained(tmp_path: Path, line: str, outcome: str) -> None:
     """One session of a group ends so, the other is done."""
     number = tmp_path / "number"
     lines = f"if not os.path.exists({str(number)!r}):\n    open({str(number)!r}, 'w')\n    {line}"
-    given = {"command": program(tmp_path, lines), "concurrent": 1, "timeout_s": 3, "output_kib": 8}
+    given = {
+        "command": program(tmp_path, lines),
+        "concurrent": 1,
+        "timeout_s": 8 if outcome == "time" else 60,
+        "output_kib": 8,
+    }
     samples, _ = await rollout(config(**given), 2, lambda shown: f"w{END_OF_TURN}")
     assert len(samples) == 1 and samples[0].finished
     number.unlink()
@@ -456,3 +462,15 @@ async def test_half_requests_slow_bodies_and_too_many_connections_are_bounded_an
         assert (await client.send("/v1/chat/completions", {"messages": "x" * 2**17}))[0] == 413
         answer = await client.chat([user("What is 6*7?")], tools=TOOLS)
         assert answer.choices[0].finish_reason == "tool_calls"
+
+
+async def test_an_evaluation_has_one_sample_of_every_session_whatever_its_outcome(tmp_path: Path) -> None:
+    """Two branches in each session; the program is named by a path relative to the working directory."""
+    lines = 'ask(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": messages + messages}); sys.exit("no good end")'
+    command = program(tmp_path, lines).replace(sys.executable, "python")
+    command = command.replace(str(tmp_path), os.path.relpath(tmp_path))
+    environment = make_environment(config(command=command), TOKENIZER)
+    async with opened(environment, 30.0):
+        samples = await evaluated(environment).rollout(PROMPT, 2, Policy(lambda shown: f"w{END_OF_TURN}"))
+    assert len(samples) == 2
+    assert all(str(TOKENIZER.decode(sample.tokens.tolist())).count("6*7") == 2 for sample in samples), "the last branch"
