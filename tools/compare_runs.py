@@ -18,7 +18,9 @@ from typing import Any
 
 from pa_npu.errors import UserError
 from pa_npu.telemetry import plots
-from pa_npu.telemetry.compare import (
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.run_curves import (
     AXES,
     METRICS,
     Difference,
@@ -28,7 +30,7 @@ from pa_npu.telemetry.compare import (
     differences,
     group_runs,
     load_runs,
-)
+)  # isort: skip
 
 _HEADER = ("metric", "runs", "mean", "difference", "95% interval", "largest gap, same seed")
 

@@ -9,7 +9,7 @@ from typing import Any
 from pa_npu.config.words import counted
 from pa_npu.errors import DataError
 from pa_npu.telemetry.metrics import EVALUATIONS, METRICS, read_evaluations, read_records
-from pa_npu.telemetry.report import load_report, render_text
+from pa_npu.telemetry.report import each_run, load_report, render_text
 from pa_npu.telemetry.timeline import MERGED
 from pa_npu.telemetry.tpspd import number
 
@@ -35,7 +35,7 @@ def summarise(run_dir: Path | str) -> str:
     records = read_records(run_dir)
     parts = [_accuracy_line(_evaluations(run_dir, records), len(records))]
     try:
-        parts.append(render_text([load_report(run_dir)]))
+        parts.append(render_text(each_run([load_report(run_dir)])))
     except DataError as error:
         parts.append(f"Throughput: none ({error})")
     listing = [f"  {run_dir / name!s:<40} {meaning}" for name, meaning in _WRITTEN if (run_dir / name).exists()]

@@ -1,15 +1,15 @@
-"""Throughput as pictures and one page: TPSPD over time, and where the seconds of every iteration went."""
+"""Throughput as pictures and one page: TPSPD over time, and what the seconds of an iteration go into."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from pa_npu.telemetry import plots
-from pa_npu.telemetry.metrics import read_records
-from pa_npu.telemetry.report import RunReport, labels, notes, table_rows
+from pa_npu.telemetry.report import Column, notes, table_rows
 
 PARTS = (
     "generate while trainers wait",
@@ -20,7 +20,6 @@ PARTS = (
     "checkpoint",
     "other",
 )
-_MOST_BARS = 60
 
 
 def iteration_parts(record: Mapping[str, Any]) -> dict[str, float]:
@@ -43,17 +42,21 @@ def iteration_parts(record: Mapping[str, Any]) -> dict[str, float]:
     return dict(zip(PARTS, (*parts, max(0.0, total - sum(parts))), strict=True))
 
 
-def draw_tpspd(reports: Sequence[RunReport]) -> Any:
-    """TPSPD of every iteration over the run's own wall time, one line per run."""
+def draw_tpspd(columns: Sequence[Column]) -> Any:
+    """TPSPD of every iteration over wall time: a line through the medians, and a band from a group's lowest run to its highest."""
     figure, (panel,) = plots.new_figure(width_in=6.5, height_in=3.0)
-    for number, (label, report) in enumerate(zip(labels(reports), reports, strict=True)):
-        clock, points = 0.0, []
-        for record in read_records(report.directory):
-            clock += float(record.get("iteration_s") or 0.0)
-            points.append((clock, record.get("tpspd")))
-        points = [point for point in points if isinstance(point[1], (int, float))]
-        if points:
-            panel.plot(*zip(*points, strict=True), label=label, **plots.line_style(number))
+    for number, column in enumerate(columns):
+        points = tpspd_over_time(column)
+        if not points:
+            continue
+        seconds, middle, low, high = zip(*points, strict=True)
+        style = plots.line_style(number)
+        several = len(column.reports) > 1
+        panel.plot(
+            seconds, middle, label=f"{column.label} (n={len(column.reports)})" if several else column.label, **style
+        )
+        if several:
+            panel.fill_between(seconds, low, high, color=style["color"], alpha=0.18, linewidth=0)
     panel.set_xlabel("wall time in s")
     panel.set_ylabel("tokens / s / device")
     panel.set_title("TPSPD", loc="left")
@@ -62,42 +65,63 @@ def draw_tpspd(reports: Sequence[RunReport]) -> Any:
     return figure
 
 
-def draw_parts(report: RunReport) -> Any:
-    """Stacked bars, one per iteration (evenly drawn ones where there are more than 60), and what the seconds went into."""
-    records = read_records(report.directory)
-    step = -(-len(records) // _MOST_BARS)
-    shown = records[::step]
-    figure, (panel,) = plots.new_figure(width_in=6.5, height_in=3.2)
-    x = [int(record.get("iteration", number * step)) for number, record in enumerate(shown)]
-    parts = [iteration_parts(record) for record in shown]
-    base = [0.0] * len(shown)
+def tpspd_over_time(column: Column) -> list[tuple[float, float, float, float]]:
+    """(wall seconds, median, lowest, highest) of each iteration that all runs of the column have."""
+    runs = []
+    for report in column.reports:
+        clock, points = 0.0, []
+        for record in report.records:
+            clock += float(record.get("iteration_s") or 0.0)
+            points.append((clock, float(record.get("tpspd") or 0.0)))
+        runs.append(points)
+    found = []
+    for at in zip(*runs, strict=False):
+        rates = [rate for _, rate in at]
+        found.append((median(clock for clock, _ in at), median(rates), min(rates), max(rates)))
+    return found
+
+
+def draw_parts(columns: Sequence[Column]) -> Any:
+    """What an iteration's seconds go into: a stacked bar per column."""
+    figure, (panel,) = plots.new_figure(width_in=6.5, height_in=1.2 + 0.45 * len(columns))
+    parts = [mean_parts(column) for column in columns]
+    base = [0.0] * len(columns)
     for number, name in enumerate(PARTS):
-        heights = [part[name] for part in parts]
-        if max(heights, default=0.0) > 0:
-            panel.bar(x, heights, 0.85 * step, bottom=base, label=name, **plots.bar_style(number))
-            base = [low + height for low, height in zip(base, heights, strict=True)]
-    panel.xaxis.get_major_locator().set_params(integer=True)
-    panel.set_xlabel("iteration" + (f" (every {step}th)" if step > 1 else ""))
-    panel.set_ylabel("s")
-    panel.set_title(f"{report.name}: seconds of an iteration", loc="left")
-    handles, names = panel.get_legend_handles_labels()
-    figure.legend(handles[::-1], names[::-1], loc="outside right upper")
+        widths = [part[name] for part in parts]
+        if max(widths) > 0:
+            panel.barh(range(len(columns)), widths, 0.7, left=base, label=name, **plots.bar_style(number))
+            base = [low + width for low, width in zip(base, widths, strict=True)]
+    panel.set_yticks(range(len(columns)), [column.label for column in columns])
+    panel.invert_yaxis()
+    panel.set_xlabel("s of an iteration")
+    panel.set_title("Seconds of an iteration", loc="left")
+    figure.legend(loc="outside right upper")
     return figure
 
 
-def write_plots(reports: Sequence[RunReport], directory: Path) -> list[Path]:
-    """DIRECTORY/tpspd and DIRECTORY/parts-RUN, as PNG and SVG."""
-    written = plots.save(draw_tpspd(reports), directory / "tpspd")
-    for label, report in zip(labels(reports), reports, strict=True):
-        name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in label)
-        written += plots.save(draw_parts(report), directory / f"parts-{name}")
-    return written
+def mean_parts(column: Column) -> dict[str, float]:
+    """Seconds by name of PARTS, means over the iterations after the warm-up and over runs."""
+    found = [
+        iteration_parts(record)
+        for report in column.reports
+        for record in report.records[report.result.dropped_iterations :]
+    ]
+    return {name: fmean(parts[name] for parts in found) for name in PARTS}
 
 
-def render_html(reports: Sequence[RunReport], further: Sequence[tuple[str, str]] = ()) -> str:
-    """One page that needs nothing beside itself. further: headings and contents, HTML already, that come first."""
-    table = plots.html_table(["", *labels(reports)], [[title, *cells] for title, cells in table_rows(reports)])
-    said = "".join(f"<p>{html.escape(line)}</p>" for line in notes(reports))
-    sections = [*further, ("Throughput", table + said), ("TPSPD over time", plots.svg_fragment(draw_tpspd(reports)))]
-    sections += [(f"Seconds of {report.name}", plots.svg_fragment(draw_parts(report))) for report in reports]
+def write_plots(columns: Sequence[Column], directory: Path) -> list[Path]:
+    """Writes DIRECTORY/tpspd and DIRECTORY/parts, as PNG and SVG."""
+    return plots.save(draw_tpspd(columns), directory / "tpspd") + plots.save(draw_parts(columns), directory / "parts")
+
+
+def render_html(columns: Sequence[Column]) -> str:
+    """One page that needs nothing beside itself."""
+    header = ["", *(column.label for column in columns)]
+    table = plots.html_table(header, [[title, *cells] for title, cells in table_rows(columns)])
+    said = "".join(f"<p>{html.escape(line)}</p>" for line in notes(columns))
+    sections = [
+        ("Throughput", table + said),
+        ("TPSPD over time", plots.svg_fragment(draw_tpspd(columns))),
+        ("Seconds of an iteration", plots.svg_fragment(draw_parts(columns))),
+    ]
     return plots.html_page("Throughput", sections)

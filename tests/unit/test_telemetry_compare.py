@@ -14,7 +14,7 @@ import pytest
 
 from pa_npu.errors import DataError, UserError
 from pa_npu.telemetry import plots
-from pa_npu.telemetry.compare import curve, differences, group_runs, load_runs, welch_half_width
+from tools.run_curves import curve, differences, group_runs, load_runs, welch_half_width
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.telemetry.metrics import MetricsWriter
-from pa_npu.telemetry.report import load_report, render_text, table_rows
+from pa_npu.telemetry.report import each_run, load_report, render_text, table_rows
 from pa_npu.telemetry.summary import overlap_line, summarise
 from pa_npu.telemetry.throughput_page import iteration_parts
 
@@ -68,7 +68,7 @@ def test_markdown_and_text_show_the_same_cells_and_say_what_was_dropped(tmp_path
     markdown = report(*runs, "--markdown").stdout
     assert "| ratio to the first run | 1.000 | 1.600 |" in markdown.splitlines()
     assert "| trainer idle | 50.0% | 50.0% |" in markdown.splitlines()
-    text = render_text([load_report(run) for run in runs])
+    text = render_text(each_run([load_report(run) for run in runs]))
     for line in (markdown, text):
         assert "Warm-up iterations dropped: sync 1, a-rather-long-run-directory-name 2." in line
         assert "a device is one CPU core" in line
@@ -83,7 +83,7 @@ def test_what_a_run_has_learned_and_its_synchronous_iterations_have_rows_of_thei
         record |= {"periodic": bool(number % 2), "reward_mean": number - 6.25, "accuracy": number / 10}
         record["iteration_s"] = 4.0 if record["periodic"] else 6.0
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    rows = dict(table_rows([load_report(run)]))
+    rows = dict(table_rows(each_run([load_report(run)])))
     assert (rows["iteration s"], rows["  synchronous iteration s"]) == (["4.000"], ["6.000"])
     assert (rows["reward, last quarter"], rows["accuracy, last quarter"]) == (["0.250"], ["0.650"])
 
@@ -92,7 +92,7 @@ def test_engines_on_devices_of_another_kind_are_named_below_the_table(tmp_path: 
     run = make_run(tmp_path / "mixed", 8.0)
     with (run / "config.yaml").open("a") as file:
         file.write("rollout: {engine_settings: [{engines: [1], device: cuda A100}]}\n")
-    assert "Engines of mixed by device: cuda A100 (engine 1)." in render_text([load_report(run)]).splitlines()
+    assert "Engines of mixed by device: cuda A100 (engine 1)." in render_text(each_run([load_report(run)])).splitlines()
 
 
 def test_warm_up_can_be_overridden_and_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_last_iterations_are_synchronous_in_turn_where_they_are_to_be_compar
 
 def test_tail_waste_and_imbalance_are_shown_where_the_records_have_them(tmp_path: Path) -> None:
     older = make_run(tmp_path / "older", 8.0, balance=False)
-    rows = render_text([load_report(older), load_report(make_run(tmp_path / "run", 8.0))]).splitlines()
+    rows = render_text(each_run([load_report(older), load_report(make_run(tmp_path / "run", 8.0))])).splitlines()
     cells = {line.split("|")[1].strip(): line.split("|")[2:4] for line in rows if line.count("|") >= 4}
     assert [cell.strip() for cell in cells["tail waste"]] == ["-", "12.5%"]
     assert [cell.strip() for cell in cells["replica imbalance"]] == ["-", "6.2%"]
@@ -203,10 +203,10 @@ def test_pictures_and_a_page_of_runs_side_by_side(tmp_path: Path) -> None:
     runs = make_run(tmp_path / "sync", 8.0), make_run(tmp_path / "periodic", 5.0)
     done = report(*runs, "--plots", tmp_path / "out", "--html", tmp_path / "out" / "page.html")
     assert done.returncode == 0, done.stderr
-    names = {"tpspd", "parts-sync", "parts-periodic"}
+    names = {"tpspd", "parts"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *(f"{name}{suffix}" for name in names for suffix in (".png", ".svg")),
         "page.html",
     }
     page = (tmp_path / "out" / "page.html").read_text()
-    assert page.count("<svg") == 3 and "<td>TPSPD</td><td>250.0</td><td>400.0</td>" in page
+    assert page.count("<svg") == 2 and "<td>TPSPD</td><td>250.0</td><td>400.0</td>" in page

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pa_npu.launcher.cli import main
-from pa_npu.telemetry.report import load_report
-from pa_npu.telemetry.report_groups import bands, group_reports, mean_parts, render_text, tpspd_over_time
+from pa_npu.telemetry.report import bands, grouped, load_report, render_text
+from pa_npu.telemetry.throughput_page import mean_parts, tpspd_over_time
 
 SECONDS = {"sync": (8.0, 10.0, 9.0), "periodic": (5.0, 4.0, 6.0)}
 
@@ -59,23 +59,24 @@ def runs(tmp_path: Path) -> list[Path]:
 
 
 def test_a_group_has_the_median_of_its_runs_and_the_band_between_them(runs: list[Path]) -> None:
-    sync, periodic = group_reports([load_report(run) for run in runs])
+    sync, periodic = grouped([load_report(run) for run in runs])
     assert (sync.label, periodic.label) == ("stream=False", "stream=True")
     assert [report.name for report in periodic.reports] == ["periodic-0", "periodic-1", "periodic-2"]
-    found = bands(periodic, sync)
+    found = bands(periodic, [sync, periodic])
     assert (found["tpspd"].median, found["tpspd"].low, found["tpspd"].high) == pytest.approx((400, 2000 / 6, 500))
     assert found["ratio"].median == pytest.approx((2000 / 5) / (2000 / 9)), "to the median of the first group"
     assert found["memory_engine_host_bytes"].median == 101, "MiB, the warm-up left out"
-    assert bands(sync, sync)["memory_engine_host_bytes"].median is None
+    assert bands(sync, [sync, periodic])["memory_engine_host_bytes"].median is None
     text = render_text([sync, periodic])
     assert "400.0 (333.3 to 500.0)" in text and "ratio to the first group" in text
     assert (
-        "Runs by group: stream=False: sync-0, sync-1, sync-2; stream=True: periodic-0, periodic-1, periodic-2." in text
+        "Runs by group: stream=False: sync-0, sync-1, sync-2; stream=True: periodic-0, periodic-1, periodic-2. Medians"
+        in text
     )
 
 
 def test_curves_and_bars_are_of_whole_groups(runs: list[Path]) -> None:
-    sync, periodic = group_reports([load_report(run) for run in runs])
+    sync, periodic = grouped([load_report(run) for run in runs])
     seconds, *band = tpspd_over_time(periodic)[1]
     assert seconds == 10.0 and band == pytest.approx([400, 2000 / 6, 500])
     parts = mean_parts(sync)
@@ -91,8 +92,8 @@ def test_the_command_prints_groups_and_writes_their_pictures_and_page(
     sync, periodic = json.loads(capsys.readouterr().out)["groups"]
     assert periodic["iteration_s"] == {"median": 5.0, "low": 4.0, "high": 6.0} and sync["runs"][0] == "sync-0"
     names = {path.name for path in pictures.iterdir()}
-    assert {"tpspd-groups.png", "tpspd-groups.svg", "parts-groups.svg", "tpspd.svg", "parts-sync-0.png"} <= names
+    assert names == {"tpspd.png", "tpspd.svg", "parts.png", "parts.svg"}
     text = page.read_text()
-    assert "Groups of runs" in text and text.index("Groups of runs") < text.index("Throughput</h2>")
+    assert text.count("<svg") == 2 and "Runs by group: stream=False" in text
     assert main(["report", *map(str, runs), "--groups", "--markdown"]) == 0
     assert "| iteration s | 9.000 (8.000 to 10.000) | 5.000 (4.000 to 6.000) |" in capsys.readouterr().out

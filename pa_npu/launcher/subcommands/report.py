@@ -28,29 +28,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print a markdown table")
     parser.add_argument(
-        "--plots", type=Path, metavar="DIR", help="write pictures there: TPSPD over time, seconds by iteration"
+        "--plots", type=Path, metavar="DIR", help="write pictures there: TPSPD over time, the seconds of an iteration"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write table and pictures as one page")
 
 
 def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     configuration.refuse(rest)
-    from pa_npu.telemetry import plots, report, report_groups, throughput_page
+    from pa_npu.telemetry import plots, report, throughput_page
 
     reports = [report.load_report(run, options.warmup) for run in options.runs]
-    groups = report_groups.group_reports(reports) if options.groups else []
-    written = throughput_page.write_plots(reports, options.plots) if options.plots else []
-    if options.plots and groups:
-        written += report_groups.write_plots(groups, options.plots)
+    columns = report.grouped(reports) if options.groups else report.each_run(reports)
+    written = throughput_page.write_plots(columns, options.plots) if options.plots else []
     if options.html:
-        further = report_groups.page_sections(groups) if groups else ()
-        written.append(plots.write_text(options.html, throughput_page.render_html(reports, further)))
+        written.append(plots.write_text(options.html, throughput_page.render_html(columns)))
     if options.json:
-        print(json.dumps(report_groups.as_json(groups) if groups else report.as_json(reports), indent=2))
-    elif options.markdown:
-        print(report_groups.render_markdown(groups) if groups else report.render_markdown(reports))
+        print(json.dumps(report.as_json(columns), indent=2))
     else:
-        print(report_groups.render_text(groups) if groups else report.render_text(reports))
+        print(report.render_markdown(columns) if options.markdown else report.render_text(columns))
     if written:
         print("\nWritten: " + ", ".join(map(str, written)), file=sys.stderr)
     return 0
