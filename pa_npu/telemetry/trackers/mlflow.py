@@ -21,10 +21,6 @@ _LONGEST_VALUE = 500  # characters of a parameter, the least that any server tak
 _PARAMETERS_AT_ONCE = 100
 
 
-def start(run: TrackedRun) -> MLflow:
-    return MLflow(run)
-
-
 class MLflow:
     def __init__(self, run: TrackedRun) -> None:
         directory = Path(run.run_dir).resolve() / "trackers"
@@ -62,3 +58,6 @@ class MLflow:
 def metric_name(name: str) -> str:
     """The name with the characters that MLflow refuses replaced; "@" as verl does."""
     return _REFUSED.sub("_", name.replace("@", "_at_"))
+
+
+start = MLflow

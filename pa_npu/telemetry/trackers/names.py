@@ -105,15 +105,6 @@ def tracked_evaluation(record: Mapping[str, Any], convention: Convention) -> dic
     return values
 
 
-def names_table() -> str:
-    """The table of the documentation, in Markdown."""
-    lines = ["| record | TRL | verl | what it is |", "|---|---|---|---|"]
-    for name in NAMES:
-        shown = [f"`{text}`" if text else "" for text in (name.field, name.trl, name.verl)]
-        lines.append(f"| {' | '.join(shown)} | {name.meaning} |")
-    return "\n".join(lines)
-
-
 def _own(field: str) -> str:
     return f"{OWN_PREFIX}/{field.replace('.', '/')}"
 

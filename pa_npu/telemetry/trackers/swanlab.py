@@ -12,10 +12,6 @@ import swanlab
 from pa_npu.telemetry.trackers.protocol import TrackedRun
 
 
-def start(run: TrackedRun) -> SwanLab:
-    return SwanLab(run)
-
-
 class SwanLab:
     def __init__(self, run: TrackedRun) -> None:
         directory = Path(run.run_dir) / "trackers" / "swanlab"
@@ -43,3 +39,6 @@ class SwanLab:
 
     def finish(self) -> None:
         swanlab.finish()
+
+
+start = SwanLab

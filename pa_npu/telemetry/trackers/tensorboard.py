@@ -19,10 +19,6 @@ from pa_npu.telemetry.trackers.protocol import TrackedRun
 DIRECTORY = "tensorboard"
 
 
-def start(run: TrackedRun) -> TensorBoard:
-    return TensorBoard(run)
-
-
 class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         self.id = run.id
@@ -60,3 +56,6 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _cell(value: Any) -> str:
     return " ".join(str(value).split()).replace("|", "\\|")
+
+
+start = TensorBoard

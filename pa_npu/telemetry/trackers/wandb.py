@@ -14,10 +14,6 @@ STEP = "iteration"
 """The axis of all curves: wandb's own step cannot go back, and an evaluation may come later than the iteration after it."""
 
 
-def start(run: TrackedRun) -> WandB:
-    return WandB(run)
-
-
 class WandB:
     def __init__(self, run: TrackedRun) -> None:
         directory = Path(run.run_dir) / "trackers"
@@ -45,3 +41,6 @@ class WandB:
 
     def finish(self) -> None:
         self._run.finish()
+
+
+start = WandB
