@@ -42,6 +42,7 @@ from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.agreement import FALSE_STOP_RATE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RESPONSES = (32, 256, 2048)
@@ -176,7 +177,7 @@ def measure(model: Path, dtype: str, pool: int, tokens: int, draws: int) -> tupl
 
     def share_of_limit(rows: Rows, yardstick: Rows, number: int) -> tuple[bool, float]:
         sums = rows.draw(rng, number)
-        bound = limits(yardstick.draw(rng, YARDSTICK), sums, margin, publish.false_stop_rate)
+        bound = limits(yardstick.draw(rng, YARDSTICK), sums, margin, FALSE_STOP_RATE)
         shares = (
             sums.absolute_mean / bound.absolute,
             sums.k3_trimmed / bound.k3,

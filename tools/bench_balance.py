@@ -298,7 +298,7 @@ def configuration(case: Case, dispatch: str, stream: bool) -> Config:
             },
             "trainer": {"devices": case.replicas},
             "schedule": {"prompts_per_iteration": case.groups, "dispatch": dispatch, "stream": stream},
-            "telemetry": {"samples_per_iteration": 0, "samples": 0},
+            "telemetry": {"samples": 0},
         }
     )
 

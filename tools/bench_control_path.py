@@ -217,7 +217,7 @@ def measure(
                 "window": GROUPS_IN_FLIGHT * responses,
             },
             "schedule": {"prompts_per_iteration": GROUPS_PER_ITERATION},
-            "telemetry": {"samples_per_iteration": 0, "samples": 0},
+            "telemetry": {"samples": 0},
         }
     )
     sampling = Sampling(length, 1.0, ignore_eos=True)

@@ -30,8 +30,8 @@ CHANGES: dict[str, Change] = {
     key: change
     for change, sections in {
         Change.SILENT: {
-            "run": "dir device restarts restart_window_s",
-            "rollout": "key_file request_timeout_s startup_timeout_s probe_every_s probe_timeout_s restarts restart_window_s",
+            "run": "dir device restarts",
+            "rollout": "key_file request_timeout_s startup_timeout_s probe_timeout_s restarts",
             "reward": "workers judge.api_key_variable judge.concurrency judge.timeout_s judge.attempts judge.cache "
             "code.concurrency",
             "trainer": "wait_timeout_s startup_timeout_s",
@@ -39,7 +39,7 @@ CHANGES: dict[str, Change] = {
             "buffer": "backend shards timeout_s",
             "checkpoint": "every load resume asynchronous timeout_s keep_last keep_best export_hf",
             "lora": "export_merged",
-            "telemetry": "samples_per_iteration samples trackers tracker_python project run_name tags metric_names offline "
+            "telemetry": "samples trackers tracker_python project run_name tags metric_names offline "
             "tracker_timeout_s timeline warmup_iterations profile_iterations profile_ranks",
             "placement": "cluster ray_address nnodes devices_per_node join_timeout_s node_timeout_s host store_port engine_port "
             "engine_devices trainer_devices pin_cores",
@@ -58,18 +58,18 @@ CHANGES: dict[str, Change] = {
             "code.processes code.timeout_s code.require",
             "trainer": "devices shards tensor_parallel pipeline_parallel sequence_parallel recompute frozen_pass "
             "gradient_bucket_mib",
-            "microbatch": "responses max_tokens pad_to_multiple_of",
+            "microbatch": "responses max_tokens",
             "attention": "shared_prompt implementation",
             "evaluate": "sets greedy samples temperature top_p max_response_tokens overlap metric stop_at patience",
             "schedule": "iterations stream compare_iterations dispatch dynamic_sampling_limit evaluate_every",
             "placement": "colocate",
-            "publish": "mode swap probe_tokens probe_tolerance false_stop_rate noise_margin",
+            "publish": "mode swap probe_tokens probe_tolerance noise_margin",
         },
         Change.NEW_RUN: {
             "model": "frozen_dtype",
             "data": "train question_column answer_column max_rows chat_template template_options system_prompt instruction "
             "max_prompt_tokens overlong_prompt shuffle skip skip_after skip_epochs",
-            "rollout": "responses_per_prompt max_response_tokens temperature top_p top_k ignore_eos",
+            "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
             "environment": "name max_turns options",
             "agent": "command discards tool_parser",
             "reward": "functions judge.model judge.api judge.system judge.template judge.score_pattern judge.score_key "

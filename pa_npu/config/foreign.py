@@ -126,7 +126,7 @@ def _from_trl(work: _Import) -> None:
     work.choose("bf16", "model.dtype", {True: "bf16", False: None})
     work.choose("gradient_checkpointing", "trainer.recompute", {True: "full", False: "none"})
     work.choose("lr_scheduler_type", "optimizer.decay", _DECAYS)
-    work.choose("top_k", "rollout.top_k", {0: -1, -1: -1})
+    _whole_distribution(work, "top_p", "top_k")
     work.choose("importance_sampling_level", "algorithm.loss", {"token": None, "sequence": "gspo"})
     work.choose(
         "scale_rewards",
@@ -212,7 +212,7 @@ def _from_verl(work: _Import) -> None:
     work.choose("actor_rollout_ref.model.enable_gradient_checkpointing", "trainer.recompute", recompute)
     work.choose("data.truncation", "data.overlong_prompt", {"error": "refuse", "left": "truncate"})
     work.choose("data.filter_overlong_prompts", "data.overlong_prompt", {True: "skip", False: None})
-    work.choose(f"{rollout}.top_k", "rollout.top_k", {0: -1, -1: -1})
+    _whole_distribution(work, f"{rollout}.top_p", f"{rollout}.top_k")
     work.choose(f"{rollout}.dtype", "model.dtype", _DTYPES)
     work.choose(f"{rollout}.enforce_eager", "rollout.graph_mode", {True: False, False: None})
     for name in (f"{optim}.lr_decay_style", f"{optim}.lr_scheduler_type", f"{optim}.warmup_style"):
@@ -320,6 +320,12 @@ def _dataset(work: _Import, name: str, ours: str) -> None:
     if isinstance(value, str) and Path(value).suffix in (".jsonl", ".parquet"):
         return work.set(ours, value)
     work.lose(name, value, f"is no JSONL or parquet file; download it and name one in {ours}")
+
+
+def _whole_distribution(work: _Import, top_p: str, top_k: str) -> None:
+    """Engines sample from all of it, whose log-probs the trainer matches exactly."""
+    work.choose(top_p, "rollout.temperature", {1.0: None})
+    work.choose(top_k, "rollout.temperature", {0: None, -1: None})
 
 
 def _trackers(work: _Import, name: str) -> None:

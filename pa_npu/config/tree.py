@@ -134,9 +134,8 @@ class ConfigTree(Section):
 
     @property
     def pad_multiple(self) -> int:
-        """Packed lengths are multiples of this, resolved."""
-        default = self.trainer.tensor_parallel if self.trainer.sequence_parallel else 1
-        return self.microbatch.pad_to_multiple_of or default
+        """Packed lengths are multiples of this."""
+        return self.trainer.tensor_parallel if self.trainer.sequence_parallel else 1
 
     @property
     def groups_per_replica(self) -> int:

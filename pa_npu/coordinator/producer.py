@@ -154,8 +154,7 @@ class Producer:
             config.schedule.updates_per_iteration,
             self._planner.work(prompts),
         )
-        telemetry = config.telemetry
-        production = Production(iteration, telemetry.samples_per_iteration, kept_groups(telemetry.samples))
+        production = Production(iteration, kept_groups(config.telemetry.samples))
         tail, pace = TailMeter(self._pool), self._planner.pace(iteration, prompts)
         points = Points([*self._variants, tail, pace, production, *variants])
         kind = Delivery if config.streams(iteration) else HeldDelivery

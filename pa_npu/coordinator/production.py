@@ -15,7 +15,7 @@ from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.variants import Variant
 from pa_npu.data.difficulty import Outcome
 from pa_npu.samples.group import Group
-from pa_npu.telemetry.sample_store import KeptResponse
+from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,14 @@ class Produced:
 class Production(Variant):
     """Accumulates the groups of one iteration: all as they are scored, and those that are trained (add, put).
 
-    num_samples: the groups of the lowest dispatch indices, this many, are kept as samples; which ones does not depend on timing.
-    num_kept: the same for those that are kept with their tokens.
+    num_kept: the groups of the lowest dispatch indices, this many, are kept with their tokens, and the first SAMPLES_IN_SHORT of
+    these in short; which ones does not depend on timing.
     """
 
-    def __init__(self, iteration: int, num_samples: int, num_kept: float = 0) -> None:
+    def __init__(self, iteration: int, num_kept: float = 0) -> None:
         self.iteration = iteration
         self._samples: list[dict[str, Any]] = []
         self._kept: list[KeptResponse] = []
-        self._num_samples = num_samples
         self._num_kept = num_kept
         self._start_s = time.perf_counter()
         self._seconds = 0.0
@@ -101,7 +100,7 @@ class Production(Variant):
         for name, number in result.no_verdict.items():
             self._no_verdict[name] = self._no_verdict.get(name, 0) + number
         self._equal += not result.is_informative
-        if index < self._num_samples:
+        if index < min(self._num_kept, SAMPLES_IN_SHORT):
             self._samples.append(_sample(self.iteration, index, group))
             self._samples.sort(key=lambda sample: sample["index"])
 

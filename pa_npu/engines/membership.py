@@ -321,7 +321,7 @@ class Fleet:
     def _is_probe_due(self, member: Member) -> bool:
         waited_s = time.monotonic() - member.probed_s
         idle = member.state == "serving" and not member.tasks and not self._border.locked()
-        return idle and waited_s > self._config.probe_every_s
+        return idle and waited_s > self._config.probe_timeout_s / 2
 
     async def _probe(self, member: Member) -> None:
         try:

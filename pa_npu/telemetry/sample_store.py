@@ -18,6 +18,8 @@ from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.errors import DataError
 from pa_npu.telemetry.record_file import attempt, note_lost
 
+SAMPLES_IN_SHORT = 2
+"""Groups of an iteration that samples.jsonl and trackers' tables hold, of those that are kept."""
 SAMPLES_DIRECTORY = "samples"
 TRAINER_DIRECTORY = "samples_trainer"
 _FILE = re.compile(r"iteration_(\d{6,10})(?:\.\w+)?\.parquet")

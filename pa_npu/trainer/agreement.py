@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 # yardstick costs 0.5% of the trainers' time.
 YARDSTICK_EVERY = 32
 YARDSTICK_RESPONSES = 32
+# Chance per iteration that chance alone exceeds the limits at a margin of 1, which are the wider the fewer responses are compared.
+FALSE_STOP_RATE = 1e-7
 # Mean |d| and K3, where a device has no type wider than fp32: 7 times what fp32 against fp64 shows on models of 0.5 M parameters.
 _FP32_ROUNDING = DifferenceSums(responses=64, n=64.0, nn=64.0, a=64e-6, aa=64e-12, an=64e-6, k=64e-12, kk=64e-24)
 
@@ -45,7 +47,7 @@ _FP32_ROUNDING = DifferenceSums(responses=64, n=64.0, nn=64.0, a=64e-6, aa=64e-1
 class Agreement:
     def __init__(self, config: Config, learner: Learner) -> None:
         self._config = config
-        self._margin, self._rate = config.publish.noise_margin, config.publish.false_stop_rate
+        self._margin, self._rate = config.publish.noise_margin, FALSE_STOP_RATE
         self._learner = learner
         self._probes = config.data_parallel if config.probe_rides else 1
         self._yardstick: DifferenceSums | None = None

@@ -124,7 +124,7 @@ def test_a_judge_that_fails_and_a_tracker_that_hangs_are_counted_and_the_run_goe
 
     reward = {"functions": [{"name": "judge"}], "max_failing_share": 1.0}
     judge_keys = {"model": "m", "template": "{response}", "on_failure": "neutral"}
-    telemetry = {"trackers": ["wandb"], "tracker_timeout_s": 10.0, "samples_per_iteration": 1, "project": "proof"}
+    telemetry = {"trackers": ["wandb"], "tracker_timeout_s": 10.0, "project": "proof"}
     with fake_judge(judged) as judge, stand_in_engines(2, Speed(step_s=0.001, stride=4)) as engines:
         reward["judge"] = {**judge_keys, "url": judge.url}
         run = Run(tmp_path, engines, environment, reward=reward, telemetry=telemetry)
@@ -284,7 +284,7 @@ def test_a_hung_engine_is_found_by_a_probe_and_its_health_page_does_not_count(tm
             tmp_path,
             engines,
             data=no_evaluation(tmp_path),
-            rollout=rollout | {"probe_every_s": 0.2, "probe_timeout_s": 6.0, "request_timeout_s": 600},
+            rollout=rollout | {"probe_timeout_s": 6.0, "request_timeout_s": 600},
         )
         runs.append(run)
         run.announce_weights()

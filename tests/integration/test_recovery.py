@@ -328,7 +328,7 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
     launch: Callable[..., Launched], tiny: Path, tmp_path: Path, undisturbed: Callable[[str], Result]
 ) -> None:
     directory = tmp_path / "run"
-    others = {"rollout.probe_every_s": 1.0, "rollout.probe_timeout_s": 15.0, "publish.timeout_s": 60.0}
+    others = {"rollout.probe_timeout_s": 15.0, "publish.timeout_s": 60.0}
     watched = watched_when_ready(launch(*keys(tiny, directory, "vllm", **others)))
     kill_all(watched, each(["keeper of engine-0"]))
     kill_all(watched, each(["VLLM::EngineCore"]), signal.SIGSTOP)

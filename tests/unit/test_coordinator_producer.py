@@ -328,7 +328,7 @@ async def test_window_of_one_group_runs_one_at_a_time_in_order(store_thread):
 
 async def test_numbers_and_samples_of_an_iteration(store_thread):
     production, shelf = await produce(
-        config(telemetry={"samples_per_iteration": 2, "samples": 3}),
+        config(telemetry={"samples": 3}),
         [ScriptedEngine("a", [4, 1, 0, 2, 3, 7, 6, 5])],
         store_thread,
     )

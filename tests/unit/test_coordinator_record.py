@@ -30,7 +30,7 @@ def sample(prompt: np.ndarray, length: int, finished: bool) -> Sample:
 
 def test_every_number_is_what_its_definition_gives() -> None:
     rng = np.random.default_rng(1)
-    production = Production(4, num_samples=0)
+    production = Production(4)
     lengths, prompts, totals, correct, finished = [], [], [], [], []
     for index in range(4):
         prompt = Prompt(prompt_id=index, text="", tokens=np.arange(3 + index, dtype=np.int32), answer="", row={})

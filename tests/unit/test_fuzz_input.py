@@ -49,7 +49,6 @@ def refusal(*overrides: str, files: tuple[str, ...] = ()) -> str:
     ("override", "expected"),
     [
         ("microbatch.responses=0", "microbatch.responses: 0 is out of range"),
-        ("microbatch.pad_to_multiple_of=0", "microbatch.pad_to_multiple_of: 0 is out of range"),
         ("microbatch.max_tokens=0", "microbatch.max_tokens: 0 is out of range"),
         ("reward.workers=100000", "reward.workers: 100000 is out of range"),
         ("rollout.engines=1000000000", "rollout.engines: 1000000000 is out of range"),

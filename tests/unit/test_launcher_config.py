@@ -94,7 +94,7 @@ def test_override_values_are_yaml(base: str) -> None:
         ("  temperature: 0", 9, "rollout.temperature: 0 is out of range; use number > 0, <= 10"),
         ("  max_num_seqs: 1.5", 9, "rollout.max_num_seqs: 1.5 is not allowed; use int >= 1"),
         ("  max_num_seqs: true", 9, "rollout.max_num_seqs: true is not"),
-        ("  top_p: 0.9", 9, "rollout.top_p: 0.9: the trainer's log-probs would not match"),
+        ("  top_p: 0.9", 9, "rollout.top_p: removed in an earlier release; engines sample from the whole distribution"),
         ("  engines: 3", 9, "rollout.engines: written twice"),
         ("  a: [", 10, "not valid YAML"),
         ("schedule: 3", 9, "schedule: 3 is not a section"),
@@ -165,7 +165,6 @@ BESIDE = {
     "trainer.distributed_optimizer": ["trainer.backend=fsdp"],
     "trainer.gradient_bucket_mib": ["trainer.backend=fsdp"],
     "publish.probe_tolerance": ["publish.probe_tokens=0"],
-    "publish.false_stop_rate": ["publish.noise_margin=null"],
     "buffer.shards": ["buffer.backend=transfer_queue"],
     **{
         f"telemetry.{name}": ["telemetry.trackers=[]"]
@@ -225,7 +224,7 @@ LONG = "a" * 5000
         ("evaluate.sets={a/b: t}", "is no name of a set"),
         ("schedule.iterations=9223372036854775808", "schedule.iterations: '9223372036854775808' is beyond any run"),
         ("microbatch.max_tokens=99999999999", "microbatch.max_tokens: '99999999999' is beyond any run"),
-        ("telemetry.samples_per_iteration=2147483648", "telemetry.samples_per_iteration: "),
+        ("telemetry.samples=2147483648", "telemetry.samples: "),
     ],
 )
 def test_names_and_counts_that_no_run_can_have_are_refused(override: str, expected: str) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pa_npu.config import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.roster import PREFIX, Roster
+from pa_npu.launcher.process import recovery
 from pa_npu.launcher.process.commands import Command, Startable
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import ProcessTree
@@ -52,7 +53,6 @@ class Supervised:
         *others: str,
         run_restarts: int = 2,
         engine_restarts: int = 2,
-        window_s: float = 3600.0,
         damaged: bool = False,
     ):
         """others: further engines. damaged: the first attempt is given a damaged checkpoint."""
@@ -63,7 +63,7 @@ class Supervised:
                 "model": {"path": "m"},
                 "data": {"train": "t"},
                 "run": {"restarts": run_restarts},
-                "rollout": {"restarts": engine_restarts, "restart_window_s": window_s},
+                "rollout": {"restarts": engine_restarts},
             }
         )
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -179,7 +179,8 @@ def test_an_engine_that_keeps_dying_is_left_out_while_another_serves_and_tried_a
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Roster, "ask_leave", let_go)
-        run = Supervised(tmp_path, engine, worker, SERVES, engine_restarts=1, window_s=1.0)
+        patch.setattr(recovery, "RESTART_WINDOW_S", 1.0)
+        run = Supervised(tmp_path, engine, worker, SERVES, engine_restarts=1)
     assert run.code == 0, run.said
     assert "engine-0 ended 2 times within 1 s (rollout.restarts), at last: exit code 7; the others serve" in run.said
     assert "engine-0: starting at http://127.0.0.1:0" in run.said

@@ -256,7 +256,7 @@ def test_a_run_that_ended_for_want_of_restarts_or_patience_goes_on_with_more(
         if has_checkpoint:
             write(config, 2)
     more = {
-        "rollout": {"restarts": 9, "restart_window_s": 60, "probe_every_s": 90, "probe_timeout_s": 600},
+        "rollout": {"restarts": 9, "probe_timeout_s": 600},
         "run": {"restarts": 9},
     }
     again = resolve_resume(make_config(model, tmp_path, checkpoint=AUTO, **more), print)
@@ -271,7 +271,7 @@ def test_keys_that_an_earlier_version_did_not_have_count_with_their_defaults(mod
     config = make_config(model, tmp_path)
     saved = config_tree(config)
     saved["placement"]["gone"] = 1
-    del saved["optimizer"]["beta1"], saved["telemetry"]["profile_ranks"], saved["run"]["restart_window_s"]
+    del saved["optimizer"]["beta1"], saved["telemetry"]["profile_ranks"], saved["run"]["restarts"]
     assert differences(saved, config) == ["placement.gone"] and check_continuation(saved, config, "C") is None
     changed = make_config(model, tmp_path, optimizer={"beta1": 0.5})
     assert differences(saved, changed) == ["optimizer.beta1", "placement.gone"]

@@ -139,10 +139,10 @@ def test_a_tracker_gets_every_record_and_the_samples_and_a_resumed_run_goes_on_u
 ) -> None:
     """The first attempt is killed after iteration 4 was told and before 2 became its last checkpoint; 1 was never delivered."""
     run = tmp_path / "runs" / "sums"
-    settings = telemetry(project="arithmetic", tags=("a", "b"), samples_per_iteration=1)
+    settings = telemetry(project="arithmetic", tags=("a", "b"))
     with MetricsWriter(run) as metrics, Trackers(run, settings, {"run.seed": 1}) as trackers:
         for iteration in range(5):
-            kept = [response(iteration, 0, "x" * 9000 + "\ud800"), response(iteration, 1)]
+            kept = [response(iteration, 0, "x" * 9000 + "\ud800"), *(response(iteration, number) for number in (1, 2))]
             trackers.write_iteration(metrics.write(record(iteration)), kept)
         trackers.write_evaluation(metrics.write_evaluation(evaluation(0)))
     (init,) = fake.inits()
@@ -154,7 +154,7 @@ def test_a_tracker_gets_every_record_and_the_samples_and_a_resumed_run_goes_on_u
     assert columns == [
         *("step", "prompt", "completion", "answer", "math", "reward", "advantage", "correct", "tokens"),
     ]
-    assert len(rows) == 1 and rows[0][:2] == [0, "2+2?"] and rows[0][3:] == ["4", 1.0, 1.0, 0.5, True, 2]
+    assert len(rows) == 2 and rows[0][:2] == [0, "2+2?"] and rows[0][3:] == ["4", 1.0, 1.0, 0.5, True, 2]
     assert len(rows[0][2]) < 4200 and rows[0][2].endswith("x?") and "[...]" in rows[0][2]
 
     kept_identity = run / "trackers" / "wandb.json"

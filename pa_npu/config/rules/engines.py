@@ -18,10 +18,6 @@ def broken_engines(c: ConfigTree) -> Iterator[str]:
             f"rollout.temperature: {r.temperature}: engines sample at {_LEAST_TEMPERATURE} instead of less, and the trainer's "
             f"log-probs would not match; set it to {_LEAST_TEMPERATURE} or more"
         )
-    if r.top_p != 1.0:
-        yield f"rollout.top_p: {r.top_p}: the trainer's log-probs would not match a truncated distribution; set it to 1.0"
-    if r.top_k != -1:
-        yield f"rollout.top_k: {r.top_k}: the trainer's log-probs would not match a truncated distribution; set it to -1"
     if r.attach and len(r.attach) != c.num_engines:
         beside = f" + rollout.shared_engines = {r.shared_engines}" if r.shared_engines else ""
         yield f"rollout.attach: {len(r.attach)} URLs for rollout.engines = {r.engines}{beside}; list one URL per engine"

@@ -56,11 +56,6 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
             f"microbatch.responses: {c.microbatch.responses} does not divide rollout.responses_per_prompt = "
             f"{c.rollout.responses_per_prompt}; set it to a divisor"
         )
-    if t.sequence_parallel and c.pad_multiple % t.tensor_parallel:
-        yield (
-            f"microbatch.pad_to_multiple_of: {c.microbatch.pad_to_multiple_of}: sequence parallelism needs lengths that are "
-            f"multiples of trainer.tensor_parallel = {t.tensor_parallel}; remove the key or set it to a multiple"
-        )
     if c.microbatch.max_tokens is not None and t.pipeline_parallel > 1:
         yield (
             f"microbatch.max_tokens: {c.microbatch.max_tokens}: packing does not know the number of microbatches in advance, "

@@ -118,7 +118,6 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition("publish.divergence", lambda c: c.publish.when == "divergence", "set publish.when=divergence"),
     Condition("publish.probe_tolerance", lambda c: c.publish.probe_tokens > 0, "set publish.probe_tokens above 0"),
-    Condition("publish.false_stop_rate", lambda c: c.publish.noise_margin is not None, "set publish.noise_margin"),
     Condition("buffer.shards", lambda c: c.buffer.backend == "store", "set buffer.backend=store"),
     Condition(
         "buffer.timeout_s",

@@ -19,10 +19,7 @@ class RunConfig(Section):
         3,
         ge=0,
         description="How often coordinator and trainers are started again, from the newest checkpoint, when one of them ends; "
-        "counted within restart_window_s, and as long as no newer checkpoint has been written.",
-    )
-    restart_window_s: float = Field(
-        3600.0, gt=0, description="Starts longer ago than this no longer count towards run.restarts."
+        "counted within an hour, and as long as no newer checkpoint has been written.",
     )
     deterministic: bool = Field(True, description="Use deterministic kernels where the platform has a choice.")
 

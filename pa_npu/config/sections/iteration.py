@@ -164,13 +164,6 @@ class PublishConfig(Section):
         "rounding (bf16 against fp32, fp32 against fp64; K3: its square), over a probe or an iteration's tokens (I5); 4 lets an "
         "engine round three times as much as the trainer. None only records.",
     )
-    false_stop_rate: float = Field(
-        1e-7,
-        gt=0,
-        le=0.01,
-        description="Chance per iteration that chance alone exceeds the limits of noise_margin = 1; they are the wider the fewer "
-        "responses are compared.",
-    )
 
 
 class CheckpointConfig(Section):

@@ -167,11 +167,6 @@ class MicrobatchConfig(Section):
         description="Pack microbatches of responses, also of several groups, together up to so many tokens, padding included; "
         "a larger one goes alone. Only without pipeline parallelism; none packs nothing.",
     )
-    pad_to_multiple_of: int | None = Field(
-        None,
-        ge=1,
-        description="Pad packed lengths to a multiple; none means trainer.tensor_parallel with sequence parallelism, else 1.",
-    )
 
 
 class AttentionConfig(Section):

@@ -13,7 +13,6 @@ TRACKERS: tuple[str, ...] = get_args(TrackerName)
 
 
 class TelemetryConfig(Section):
-    samples_per_iteration: int = Field(2, ge=0, description="Groups written to samples.jsonl per iteration.")
     samples: Literal["all"] | Annotated[int, Field(ge=0)] = Field(
         4,
         description="Groups of each iteration kept in RUN/samples (parquet) with rewards, advantages, tokens and log-probs; "

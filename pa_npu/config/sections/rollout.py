@@ -95,10 +95,6 @@ class RolloutConfig(Section):
     responses_per_prompt: int = Field(8, ge=2, description="G, the number of responses per prompt (one group).")
     max_response_tokens: int = Field(256, ge=1, description="Longest response in tokens.")
     temperature: float = Field(1.0, gt=0.0, le=10.0, description="Sampling temperature; the trainer applies the same.")
-    top_p: float = Field(
-        1.0, gt=0.0, le=1.0, description="Nucleus sampling; only 1.0, which the trainer can match exactly."
-    )
-    top_k: int = Field(-1, description="Top-k sampling; only -1 (off), which the trainer can match exactly.")
     ignore_eos: bool = Field(False, description="Always generate max_response_tokens (benchmarks with fixed work).")
     window: Literal["auto"] | int = Field(
         "auto",
@@ -150,20 +146,17 @@ class RolloutConfig(Section):
         "a quarter of the tokens. Which groups are cut depends on the clock, so not with schedule.order=prompt.",
     )
     startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for an engine to become ready.")
-    probe_every_s: float = Field(
-        30.0, gt=0, description="Time between two probes of a serving engine: a token that it must generate."
-    )
     probe_timeout_s: float = Field(
-        60.0, gt=0, description="Deadline of a probe; an engine that does not answer is taken for hung and replaced."
+        60.0,
+        gt=0,
+        description="Deadline of a probe, a token that a serving engine must generate; one that does not is taken for hung and "
+        "replaced. Engines are probed twice in that time.",
     )
     restarts: int = Field(
         3,
         ge=0,
-        description="How often each engine that ends or hangs is started again within restart_window_s; beyond that the run goes "
+        description="How often each engine that ends or hangs is started again within an hour; beyond that the run goes "
         "on without it where others serve.",
-    )
-    restart_window_s: float = Field(
-        3600.0, gt=0, description="Starts longer ago than this no longer count towards rollout.restarts."
     )
     extra_args: tuple[str, ...] = Field((), description="Further arguments for the vLLM server.")
     env: dict[str, str] = Field(default_factory=dict, description="Further environment variables for the engines.")

@@ -25,6 +25,7 @@ from pa_npu.launcher.process.processes import Process, Processes
 from pa_npu.launcher.process.readiness import Awaited
 from pa_npu.launcher.process.restart_budget import RestartBudget
 
+RESTART_WINDOW_S = 3600.0  # starts longer ago no longer count
 _LOOK_EVERY_S = 0.5
 _LOG_LINES = 5
 
@@ -81,7 +82,7 @@ class Recovery:
         damaged: Callable[[int], bool] = lambda number: False,
     ) -> None:
         self._config = config
-        self._run_budget = RestartBudget(config.run.restarts, config.run.restart_window_s, progress)
+        self._run_budget = RestartBudget(config.run.restarts, RESTART_WINDOW_S, progress)
         self._tree = tree
         self._console = console
         self._roster = roster
@@ -140,8 +141,7 @@ class Recovery:
         return self._attempt(self._attempts)
 
     def _engine_budget(self) -> RestartBudget:
-        rollout = self._config.rollout
-        return RestartBudget(rollout.restarts, rollout.restart_window_s)
+        return RestartBudget(self._config.rollout.restarts, RESTART_WINDOW_S)
 
     def _restart(self, engine: _Engine, reason: str) -> None:
         assert engine.process is not None and engine.index is not None

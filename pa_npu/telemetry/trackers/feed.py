@@ -23,7 +23,7 @@ import pa_npu
 from pa_npu.config.sections import TelemetryConfig
 from pa_npu.telemetry.metrics import drop_records
 from pa_npu.telemetry.record_file import RecordFile, json_line, note_lost, say
-from pa_npu.telemetry.sample_store import KeptResponse
+from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
 from pa_npu.telemetry.trackers.identity import DIRECTORY, RECORDS, KeptIdentity
 from pa_npu.telemetry.trackers.names import SAMPLES_TABLE, tracked, tracked_evaluation
 
@@ -44,7 +44,6 @@ class Trackers:
         self, run_dir: Path | str, telemetry: TelemetryConfig, config: Mapping[str, Any], first_iteration: int = 0
     ) -> None:
         self._convention = telemetry.metric_names
-        self._table_groups = telemetry.samples_per_iteration
         self._timeout_s = telemetry.tracker_timeout_s
         self._followers: list[_Follower] = []
         if telemetry.trackers:
@@ -58,7 +57,7 @@ class Trackers:
     def write_iteration(self, record: Mapping[str, Any], kept: Sequence[KeptResponse] = ()) -> None:
         """One finished iteration with its kept samples; returns at once."""
         message = {"kind": "iteration", "step": int(record["iteration"]), "log": tracked(record, self._convention)}
-        if rows := [row for row in kept if row.index < self._table_groups]:
+        if rows := [row for row in kept if row.index < SAMPLES_IN_SHORT]:
             message["table"] = _table(SAMPLES_TABLE[self._convention], record["iteration"], rows)
         self._write(message)
 

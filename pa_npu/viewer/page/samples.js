@@ -14,7 +14,7 @@ function groupMatches(group, filter, wanted) {
 
 async function samplesView(main) {
   const available = state.run.sample_iterations;
-  if (!available.length) { fill(main, h("div", { class: "panel empty" }, "No samples were kept (telemetry.samples, telemetry.samples_per_iteration).")); return; }
+  if (!available.length) { fill(main, h("div", { class: "panel empty" }, "No samples were kept (telemetry.samples).")); return; }
   const chosen = chosenIteration(available), address = place.read();
   const data = await load("samples/" + chosen);
   if (!data) { fill(main, h("div", { class: "bar" }, iterationPicker(available, chosen, (i) => show("samples", { i }))), h("div", { class: "panel empty" }, "This iteration's samples are not in the page.")); return; }
