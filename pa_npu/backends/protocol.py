@@ -98,7 +98,7 @@ class TrainBackend(Protocol):
         """Returns this rank's part of a publish; None on ranks of replicas other than the first, which send nothing.
 
         late_from: for engines that come inside an iteration, sent from a thread: of which model ("policy", or a copy), gathered
-        over a group of its own.
+        in host memory over a group of its own.
         """
 
     def name_policy(self, weights: PolicyState) -> None:

@@ -30,7 +30,7 @@
 
     inside an iteration, for an engine that was started again: LATE_REQUEST ... LATE_BROKEN (late_engines draws it).
 
-Where things are: messages and their keys in `messages`; what the coordinator makes of digests in `arrival`; when training stands
-still for a late engine in `version_gate`; sizes and seconds in `sizing`. The wire itself - groups, buckets, digests, and the
-engine's end, which runs inside engines - is the room below, pa_npu.weight_transfer.
+Where things are: messages and their keys in `messages`; what the coordinator makes of digests in `arrival`; which version a late
+engine may be sent in `version_gate`; sizes and seconds in `sizing`. The wire itself - groups, buckets, digests, and the engine's
+end, which runs inside engines - is the room below, pa_npu.weight_transfer.
 """

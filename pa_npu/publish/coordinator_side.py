@@ -276,7 +276,7 @@ class CoordinatorPublish:
         """
         number, self._late_number = self._late_number, self._late_number + 1
         engine = member.engine
-        LATE_REQUEST.put(self._channel, LateRequest(version, self._workers, self._groups.way(member)), number=number)
+        LATE_REQUEST.put(self._channel, LateRequest(version, self._workers), number=number)
         answers = [
             await LATE_ANSWER.wait_async(self._channel, self._deadline_s, number=number, rank=rank)
             for rank in self._config.mesh.senders()
@@ -415,7 +415,7 @@ class CoordinatorPublish:
                 Abandonment(*self._connection.store, stage.by(way).of_epoch(epoch).name).declare(reason)
 
     async def _load_late(self, member: Member, version: int, number: int) -> LoadedWeights:
-        groups = self._groups.of_late(member, number)
+        groups = self._groups.of_late(number)
         await member.engine.join_weight_groups(groups, deadline_s=self._deadline_s + _GRACE_S)
         return await self._load_on(member.engine, version, None)
 

@@ -65,20 +65,20 @@ class EngineGroups:
         """
         ways = [self.way(member) for member in members]
         return [
-            self._joined(member, ways[:number].count(way), ways.count(way), self._connection.stages, epoch)
+            self._joined(member, ways[:number].count(way), ways.count(way), epoch)
             for number, (member, way) in enumerate(zip(members, ways, strict=True))
         ]
 
-    def of_late(self, member: Member, number: int) -> WeightGroups:
-        """Those of late delivery `number`, in which it is alone with the stages' leaders."""
-        return self._joined(member, 0, 1, self._connection.late_stages, number)
+    def of_late(self, number: int) -> WeightGroups:
+        """Those of late delivery `number`, in host memory, in which one engine is alone with the stages' leaders."""
+        named = [stage.of_epoch(number).to_json() for stage in self._connection.late_stages]
+        timeout_s = self._config.publish.timeout_s
+        return WeightGroups(self._connection.store, 1, 1 + self._workers, named, HOST_BACKEND, timeout_s)
 
-    def _joined(
-        self, member: Member, place: int, count: int, stages: Sequence[StageManifest], epoch: int
-    ) -> WeightGroups:
+    def _joined(self, member: Member, place: int, count: int, epoch: int) -> WeightGroups:
         """The groups that the stages' leaders lead, of `count` engines, of which this one is the place-th."""
         way = self.way(member)
         backend = {"group": self._connection.backend, "handles": HANDLES, "host": HOST_BACKEND}[way]
-        named = [stage.by(way).of_epoch(epoch).to_json() for stage in stages]
+        named = [stage.by(way).of_epoch(epoch).to_json() for stage in self._connection.stages]
         rank, world_size = 1 + place * self._workers, 1 + count * self._workers
         return WeightGroups(self._connection.store, rank, world_size, named, backend, self._config.publish.timeout_s)

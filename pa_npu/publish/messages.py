@@ -150,11 +150,10 @@ ENGINES_SWAPPED = Topic("publish/{version}/swapped", EnginesSwapped, "the engine
 
 @dataclass(frozen=True)
 class LateRequest:
-    """One engine of `workers` workers wants `version` inside its iteration. way: of its groups, one of transport.WAYS."""
+    """One engine of `workers` workers wants `version` inside its iteration."""
 
     version: int
     workers: int
-    way: str = "group"
 
 
 LATE_REQUEST = Topic("late/{number}", LateRequest, "the coordinator to ask for late delivery {number}")
@@ -182,27 +181,5 @@ class LateDecision:
 LATE_DECISION = Topic("late/{number}/decision", LateDecision, "the coordinator to decide about late delivery {number}")
 
 
-@dataclass(frozen=True)
-class LatePosition:
-    """The microbatch border that a rank is at, or that it comes to next; borders are counted from the start of the process."""
-
-    border: int
-
-
-LATE_POSITION = Topic(
-    "late/{number}/{step}/position/{rank}", LatePosition, "trainer rank {rank} to say which microbatch it is at"
-)
-
-
-@dataclass(frozen=True)
-class LateStepDone:
-    """A stage has done a step of a delivery (joined the groups, sent its weights): the next stage may stop training for it."""
-
-    stage: int
-
-
-LATE_STEP_DONE = Topic(
-    "late/{number}/{step}/done/{stage}", LateStepDone, "stage {stage} to do its part of late delivery {number}: {step}"
-)
 LATE_SENT = Topic("late/{number}/sent/{stage}", SentWeights, "stage {stage} to say what it sent to a late engine")
 LATE_BROKEN = Topic("late/{number}/broken", PublishBroken, BROKEN.what)

@@ -254,8 +254,9 @@ class Publisher:
 
     def _start(self, tensor: torch.Tensor) -> list[transport.Work]:
         """A broadcast on every wire; copies to host memory, which the works keep, are made meanwhile."""
-        direct = [transport.broadcast(wire.group, tensor) for wire in self._wires if wire.device == self._device]
-        copied = [wire for wire in self._wires if wire.device != self._device]
+        here = tensor.device.type
+        direct = [transport.broadcast(wire.group, tensor) for wire in self._wires if wire.device.type == here]
+        copied = [wire for wire in self._wires if wire.device.type != here]
         if not copied:
             return direct
         host = tensor.to(_HOST)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import numpy as np
@@ -51,7 +50,6 @@ class MicrobatchIterator(Iterator[Microbatch]):
     links: between the ranks of the replica, None when it has one rank.
     size: where the number of groups is not known in advance: asked for it until it says a number; `groups` is the most then.
     advantage: algorithm.advantage, by which groups' advantages are checked against their rewards; None checks nothing.
-    border: entered for every wait for a group, while nothing of training is in flight (VersionGate.border).
     dispatched: what the coordinator says of the iteration when its last group is in the buffer; None before. From then on a slot
     that is empty is lost, and no deadline is waited for.
 
@@ -80,7 +78,6 @@ class MicrobatchIterator(Iterator[Microbatch]):
         timeline: Timeline | None = None,
         freshness: Freshness = EXACT,
         advantage: str | None = None,
-        border: Callable[[], AbstractContextManager[None]] = nullcontext,
         size: Callable[[], int | None] | None = None,
         dispatched: Callable[[], Dispatched | None] = lambda: None,
     ) -> None:
@@ -100,7 +97,6 @@ class MicrobatchIterator(Iterator[Microbatch]):
         self.advantages: dict[int, list[float]] = {}
         """Of the groups taken so far, by dispatch index, each sample's as its rewards give it."""
         self._timeline = timeline or Timeline(None, "")
-        self._border = border
         self._size = size
         self._dispatched = dispatched
         self._pending: deque[Group] = deque()
@@ -192,8 +188,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         """
         if self._size is not None:
             start_s = now()
-            with self._border():
-                self._groups = self._end = self._wait_for_size(self._size)
+            self._groups = self._end = self._wait_for_size(self._size)
             self._size = None
             self.waited_s += now() - start_s
             self._timeline.complete("wait for groups", start_s, now(), lane="wait")
@@ -252,11 +247,10 @@ class MicrobatchIterator(Iterator[Microbatch]):
     def _take(self, slot: int, wait: bool) -> list[Group]:
         """The pieces of the slot's group; without `wait` none where it has not arrived."""
         start_s = now()
-        with self._border() if wait else nullcontext():
-            if wait and self._ends_at(slot):
-                return []
-            looked_s = 0.0 if self._size is None else now() - start_s
-            taken = self._source.take(slot, wait)
+        if wait and self._ends_at(slot):
+            return []
+        looked_s = 0.0 if self._size is None else now() - start_s
+        taken = self._source.take(slot, wait)
         if taken is None:
             return []
         if wait and taken.waited_s is not None:

@@ -34,6 +34,7 @@ from pa_npu.trainer.border import Border
 from pa_npu.trainer.checks import IterationChecks
 from pa_npu.trainer.learner import Learner, late_source
 from pa_npu.trainer.runs_on import trainers_run_on
+from pa_npu.weight_transfer.transport import HOST_BACKEND
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def assemble_rank(
     publisher, late = None, None
     if weights is not None and late_weights is not None:
         publisher = make_publisher(config, platform, store, backend, weights)
-        late_publisher = make_publisher(config, platform, store, backend, late_weights)
+        late_publisher = make_publisher(config, platform, store, backend, late_weights, late=True)
         late = LateEngines(late_publisher, channel, learner.gate, platform, backend.place, config.publish.timeout_s)
         if publisher.is_leader:
             stage = backend.place.stage
@@ -98,15 +99,21 @@ def assemble_rank(
 
 
 def make_publisher(
-    config: Config, platform: Platform, store: dist.TCPStore, backend: TrainBackend, weights: WeightSource
+    config: Config,
+    platform: Platform,
+    store: dist.TCPStore,
+    backend: TrainBackend,
+    weights: WeightSource,
+    late: bool = False,
 ) -> Publisher:
+    """late: for engines that come late, which are sent theirs beside training, through host memory."""
     return Publisher(
         weights,
         store_host=store.host,
         store_port=store.port,
         timeout_s=config.publish.timeout_s,
-        backend=platform.comm_backend,
-        device=backend.device,
+        backend=HOST_BACKEND if late else platform.comm_backend,
+        device=torch.device("cpu") if late else backend.device,
         scope=attempt_prefix(),
         memory=platform,
     )
@@ -161,7 +168,6 @@ def rollout_source(
             timeline=timeline,
             freshness=freshness,
             advantage=config.algorithm.advantage,
-            border=learner.gate.border,
             size=partial(size, iteration) if is_told else None,
             dispatched=partial(DISPATCHED.get_if_there, channel, iteration=iteration),
         )

@@ -103,15 +103,14 @@ class Border:
             return version == self._config.schedule.iterations, 0.0
         start_s = time.perf_counter()
         # a border of training too: an engine that comes late to the evaluation gets its weights meanwhile
-        with self._learner.gate.border(), self._timeline.span("wait for evaluation", version=version):
+        with self._timeline.span("wait for evaluation", version=version):
             end = RUN_END.wait(self._channel, self._config.trainer.wait_timeout_s, version=version)
         return end.why is not None, time.perf_counter() - start_s
 
     def before_step(self) -> None:
         """The weights are about to change: engines that swap later have swapped by then, so that late ones get what they have."""
         if self._swaps_to is not None:
-            with self._learner.gate.border():  # a late engine may need its weights for the swap to come about
-                self._publish.wait_swapped(self._swaps_to)
+            self._publish.wait_swapped(self._swaps_to)
             self._learner.engines_swapped()
             self._swaps_to = None
 

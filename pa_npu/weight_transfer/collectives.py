@@ -10,8 +10,8 @@
            are abort_hccl_comm(reason), which ends communicators, and clear_workmeta_list(), which makes the watchdog forget.
 
 Collectives of two groups on one device at the same time: gloo runs them side by side. NCCL may deadlock unless all members launch
-them in one order (its user guide, "Using multiple NCCL communicators concurrently"), and HCCL promises nothing, so there they take
-turns (pa_npu.publish.version_gate).
+them in one order (its user guide, "Using multiple NCCL communicators concurrently"), and HCCL promises nothing. So what runs beside
+training goes through host memory (pa_npu.publish.late_engines).
 
 Read in torch's ProcessGroupNCCL (2.7) and torch_npu's ProcessGroupHCCL (2.7.1), and tested against stand-ins that behave so. Not
 shown without such devices: that aborting ends a broadcast whose kernel already runs, that it unblocks a communicator that is
@@ -37,8 +37,6 @@ class Gloo:
 
     lazy: ClassVar[bool] = False
     """Whether the first collective makes the communicator."""
-    overlaps: ClassVar[bool] = True
-    """Whether collectives of two groups may run on one device at the same time."""
     shares_device: ClassVar[bool] = True
     """Whether two ranks of a group may be on one device."""
     environment: ClassVar[Mapping[str, str]] = {}
@@ -78,7 +76,6 @@ class Gloo:
 
 class Nccl(Gloo):
     lazy = True
-    overlaps = False
     shares_device = False
     environment: ClassVar[Mapping[str, str]] = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
 
@@ -89,7 +86,6 @@ class Nccl(Gloo):
 
 class Hccl(Gloo):
     lazy = True
-    overlaps = False
     shares_device = False
     environment: ClassVar[Mapping[str, str]] = {"HCCL_ASYNC_ERROR_HANDLING": "0"}
     # a rank table makes every group the table's; groups derived from another know nothing of engines

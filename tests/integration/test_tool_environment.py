@@ -38,10 +38,8 @@ def launch(asking: Path, directory: Path, **others: object) -> Launched:
         environment__max_turns=3,
         rollout__responses_per_prompt=4,
         rollout__max_response_tokens=40,
-        rollout__probe_every_s=1,
         schedule__iterations=ITERATIONS,
         schedule__order="prompt",
-        telemetry__samples_per_iteration=4,
         **others,
     )
     return Launched(directory, "run", *arguments)

@@ -128,10 +128,13 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
                     store_host="127.0.0.1",
                     store_port=port,
                     timeout_s=TIMEOUT_S / 2,
-                    backend=platform.comm_backend,
-                    device=device,
+                    backend=comm_backend,
+                    device=memory,
                 )
-                for source in (weights, late_weights)
+                for source, comm_backend, memory in (
+                    (weights, platform.comm_backend, device),
+                    (late_weights, "gloo", torch.device("cpu")),
+                )
             ]
             found |= publish(publishers[0], channel, place.stage, engine_workers)
             serve_late(publishers[1], channel, learner, platform)
@@ -161,7 +164,7 @@ def publish(publisher: Any, channel: Any, stage: int, engine_workers: int) -> di
 
 
 def serve_late(publisher: Any, channel: Any, learner: Any, platform: Any) -> None:
-    """As a trainer between two microbatches, until the test says that it is over."""
+    """As a trainer inside an iteration, until the test says that it is over."""
     from pa_npu.publish.late_engines import LateEngines
     from pa_npu.publish.messages import LATE_MANIFEST
 
@@ -169,8 +172,7 @@ def serve_late(publisher: Any, channel: Any, learner: Any, platform: Any) -> Non
     with LateEngines(publisher, channel, learner.gate, platform, place, TIMEOUT_S / 2):
         if publisher.is_leader:
             LATE_MANIFEST.put(channel, publisher.manifest(), stage=place.stage)
-        with learner.gate.border():
-            channel.wait_bytes(LATE_OVER, TIMEOUT_S, "the test to have received late")
+        channel.wait_bytes(LATE_OVER, TIMEOUT_S, "the test to have received late")
 
 
 if __name__ == "__main__":

@@ -213,10 +213,6 @@ def test_a_broadcast_that_cannot_be_started_is_a_failed_publish(join: Make, memb
         transport.broadcast(group, torch.zeros(1))
 
 
-def test_which_backends_run_two_groups_side_by_side() -> None:
-    assert [collectives.rules(name).overlaps for name in ("gloo", "nccl", "hccl")] == [True, False, False]
-
-
 @pytest.mark.parametrize("variable", ["RANK_TABLE_FILE", "ROOTINFO_SUBCOMM_ENABLE"])
 def test_variables_under_which_hccl_makes_other_groups_are_refused(
     variable: str, join: Make, members: Any, monkeypatch: pytest.MonkeyPatch

@@ -99,8 +99,8 @@ def test_engines_on_other_devices_get_weights_through_host_memory_and_workers_ar
     assert shape == [("hccl", "s.7", 1, 5), ("hccl", "s.7", 3, 5), ("gloo", "s.host.7", 1, 3)]
     receivers = groups.receivers(members, 7)
     assert (receivers.workers, receivers.host_workers, receivers.handles_workers) == (4, 2, 0)
-    late = groups.of_late(members[2], 9)
-    assert (late.backend, late.stages[0]["name"], late.world_size) == ("gloo", "late.host.9", 3)
+    late = groups.of_late(9)
+    assert (late.backend, late.stages[0]["name"], late.world_size) == ("gloo", "late.9", 3)
 
 
 def test_the_dry_run_says_what_is_particular_to_which_engines() -> None:

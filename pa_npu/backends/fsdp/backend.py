@@ -39,6 +39,7 @@ from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import ReplicaLinks
 from pa_npu.telemetry.timeline import Timeline, now
 from pa_npu.weight_transfer.digest import digest_of
+from pa_npu.weight_transfer.transport import HOST_BACKEND as HOST
 
 
 class FsdpBackend:
@@ -96,7 +97,7 @@ class FsdpBackend:
     def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> ShardedWeights | None:
         group = self._shard_group
         if late_from is not None and group is not None:  # on all ranks: making a group is collective
-            groups = {ranks: dist.new_group(list(ranks)) for ranks in self.place.mesh.shard_groups()}
+            groups = {ranks: dist.new_group(list(ranks), backend=HOST) for ranks in self.place.mesh.shard_groups()}
             group = groups[self.place.shard_group]
         if not self.place.sends:
             return None

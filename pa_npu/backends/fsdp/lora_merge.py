@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pa_npu.backends.fsdp.lora import Adapted
 from pa_npu.backends.fsdp.optimizer import local
-from pa_npu.backends.fsdp.weights import Rows, rows_of
+from pa_npu.backends.fsdp.weights import Rows, memory_of, rows_of
 from pa_npu.families.wire_names import WireWeight
 
 
@@ -49,11 +49,12 @@ class _MergedRows(Rows):
     def gather(self, group: dist.ProcessGroup | None) -> None:
         if not self._whole:
             own = rows_of(self.down, 0, True)
-            whole = torch.zeros(self.down.numel(), dtype=torch.float32, device=own.shard.device)
+            device = own.shard.device
+            whole = torch.zeros(self.down.numel(), dtype=torch.float32, device=memory_of(group, device))
             whole[own.start : own.start + own.shard.numel()].copy_(own.shard)
             if group is not None:
                 dist.all_reduce(whole, group=group)  # a sum with zeros
-            self._whole.append(whole.view(self.down.shape))
+            self._whole.append(whole.to(device).view(self.down.shape))
 
     @torch.no_grad()
     def read(self, first: int, last: int) -> torch.Tensor:

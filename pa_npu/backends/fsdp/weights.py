@@ -102,7 +102,7 @@ class ShardedWeights:
     @torch.no_grad()
     def _start(self, bucket: Bucket, weights: dict[str, Rows]) -> tuple[torch.Tensor, transport.Work | None]:
         """Lay this rank's rows of a bucket out, and begin to add the other ranks'."""
-        device = next(iter(weights.values())).shard.device
+        device = memory_of(self._group, next(iter(weights.values())).shard.device)
         words = torch.zeros(-(-bucket.num_bytes // _WORD_BYTES), dtype=torch.int32, device=device)
         flat, offset = words.view(self._dtype), 0
         for segment in bucket.segments:
@@ -117,6 +117,11 @@ class ShardedWeights:
         if self._group is None:
             return words, None
         return words, dist.reduce(words, group=self._group, group_dst=0, async_op=True)
+
+
+def memory_of(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Where the group's collectives take tensors from: host memory for one of a thread beside training, else the device."""
+    return torch.device("cpu") if group is not None and dist.get_backend(group) == transport.HOST_BACKEND else device
 
 
 def plan_segments(shapes: dict[str, tuple[int, ...]], most: int) -> list[tuple[Segment, ...]]:

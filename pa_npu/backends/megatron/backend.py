@@ -100,10 +100,11 @@ class MegatronBackend:
     def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> StageTensors | None:
         place, group = self.place, self.tensor_group
         if late_from is not None and group is not None:  # on all ranks: making a group is collective
-            group = parallel.side_tensor_group()
+            group = parallel.host_tensor_group()
         if not place.sends:
             return None
-        return StageTensors(self._stage.model(late_from or "policy"), self._spec, place, bucket_bytes, group)
+        model, to_host = self._stage.model(late_from or "policy"), late_from is not None
+        return StageTensors(model, self._spec, place, bucket_bytes, group, to_host)
 
     def name_policy(self, weights: PolicyState) -> None:
         self._stage.weights["policy"] = weights

@@ -20,6 +20,7 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.platform.base import Platform
 from pa_npu.samples.replica_feed import ReplicaLinks
+from pa_npu.weight_transfer.transport import HOST_BACKEND
 
 
 def initialise_parallel(
@@ -78,9 +79,9 @@ def tensor_group() -> dist.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def side_tensor_group() -> dist.ProcessGroup:
-    """The ranks of `tensor_group` again, for a thread whose collectives must not mix with training's. A collective of all."""
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in place().mesh.groups("tensor")}
+def host_tensor_group() -> dist.ProcessGroup:
+    """The ranks of `tensor_group` again, in host memory, for a thread beside training. A collective of all."""
+    groups = {ranks: dist.new_group(list(ranks), backend=HOST_BACKEND) for ranks in place().mesh.groups("tensor")}
     return groups[place().group("tensor")]
 
 

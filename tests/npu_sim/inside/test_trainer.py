@@ -177,7 +177,7 @@ class EngineWorker:
             answers = [LATE_ANSWER.wait(self.channel, TIMEOUT_S, number=0, rank=rank) for rank in range(replica)]
             assert all(answer.held for answer in answers)
             LATE_DECISION.put(self.channel, LateDecision(True), number=0)
-            late, digests = self._read(self._join(late_manifests, 0))
+            late, digests = self._read(self._join(late_manifests, 0, "gloo"), "cpu")
         sent = [LATE_SENT.wait(self.channel, TIMEOUT_S, number=0, stage=stage).digests for stage in self.stages]
         assert sent == digests, "what arrived late is not what was sent"
         self.channel.put_bytes(LATE_OVER, b"over")
@@ -192,21 +192,21 @@ class EngineWorker:
             time.sleep(0.02)
         return [topic.get(self.channel, stage=stage) for stage in self.stages]
 
-    def _join(self, manifests: list[StageManifest], epoch: int) -> Receiver:
+    def _join(self, manifests: list[StageManifest], epoch: int, backend: str = "hccl") -> Receiver:
         return Receiver.join(
             ("127.0.0.1", self.store.port),
             [manifest.of_epoch(epoch).to_json() for manifest in manifests],
             rank=1,
             world_size=2,
-            backend="hccl",
+            backend=backend,
             device=torch.device("npu", 0),
             timeout_s=TIMEOUT_S / 2,
             model=AutoConfig.from_pretrained(self.run.model),
         )
 
-    def _read(self, receiver: Receiver) -> tuple[dict[str, torch.Tensor], list[str]]:
+    def _read(self, receiver: Receiver, memory: str = "npu") -> tuple[dict[str, torch.Tensor], list[str]]:
         tensors = dict(receiver.receive(ITERATIONS))
-        assert {tensor.device.type for tensor in tensors.values()} == {"npu"}
+        assert {tensor.device.type for tensor in tensors.values()} == {memory}
         on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
         digests = list(receiver.digests)
         receiver.close()

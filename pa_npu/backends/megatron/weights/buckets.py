@@ -56,8 +56,10 @@ class StageTensors:
         place: Place,
         bucket_bytes: int,
         tensor_group: dist.ProcessGroup | None = None,
+        to_host: bool = False,
     ) -> None:
-        """tensor_group: the ranks of place.group("tensor"), None where that is one."""
+        """tensor_group: the ranks of place.group("tensor"), None where that is one. to_host: it is one of host memory."""
+        self._to_host = to_host
         self._tensor_size = place.mesh.tensor
         check_tensor_division(spec, self._tensor_size)
         self._spec = spec
@@ -107,14 +109,17 @@ class StageTensors:
                 continue
             if key not in buffers:
                 largest = max(b.num_elements for b in self.manifest.buckets if b.dtype == bucket.dtype)
-                device = self._parameters[pieces[0].tensor.parameter].device
-                buffers[key] = torch.empty(largest, dtype=bucket.torch_dtype, device=device)
+                buffers[key] = torch.empty(largest, dtype=bucket.torch_dtype, device=self._memory(pieces[0].tensor))
             target = buffers[key][: bucket.num_elements]
             self._fill(target, pieces, gathered)
             yield target
 
     def _dtype(self, tensor: HfTensor) -> torch.dtype:
         return self._parameters[tensor.parameter].dtype
+
+    def _memory(self, tensor: HfTensor) -> torch.device:
+        """Where its bucket is put together."""
+        return torch.device("cpu") if self._to_host else self._parameters[tensor.parameter].device
 
     def _rows(self, piece: Piece) -> torch.Tensor:
         """This rank's rows of a piece as a view (or, for a part of an interleaved tensor, a copy) [..., columns]."""
@@ -136,7 +141,7 @@ class StageTensors:
         rows = [self._rows(piece) for piece in pieces if piece.tensor.shard_dim is not None]
         if size == 1 or not rows:
             return None
-        shards = rows[0].new_empty(size, sum(row.numel() for row in rows))
+        shards = rows[0].new_empty(size, sum(row.numel() for row in rows), device=self._memory(pieces[0].tensor))
         packed, offset = shards[self._place.tensor], 0
         for row in rows:
             packed[offset : offset + row.numel()].view(row.shape).copy_(row)
