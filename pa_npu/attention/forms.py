@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from pa_npu.attention.dense import dense_attention
 from pa_npu.attention.kernels.base import Partial, VarlenKernel
 from pa_npu.attention.kernels.choice import kernel_for
 from pa_npu.attention.layout import PrefixLayout
@@ -171,3 +170,20 @@ class _Merge(torch.autograd.Function):
             for total, addend, rows in zip((dq, dk, dv), parts, (q_rows, k_rows, k_rows), strict=True):
                 rows.add_(total, addend)
         return dq, dk, dv, None, None, None
+
+
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout, scale: float
+) -> torch.Tensor:
+    """Softmax(q k^T scale + mask) v written out; [heads, total, total] scores in fp32 (fp64 for fp64).
+
+    q [total, heads, head_dim], k and v [total, kv_heads, head_dim] -> [total, heads, head_dim].
+    """
+    total, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    accumulate = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(accumulate).view(total, kv_heads, heads // kv_heads, head_dim)
+    scores = torch.einsum("ignd,jgd->gnij", grouped, k.to(accumulate)) * scale
+    scores = scores.masked_fill(~layout.dense_mask(q.device), float("-inf"))
+    out = torch.einsum("gnij,jgd->ignd", scores.softmax(-1), v.to(accumulate))
+    return out.reshape(total, heads, head_dim).to(q.dtype)

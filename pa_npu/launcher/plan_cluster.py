@@ -15,7 +15,7 @@ from pa_npu.launcher.subcommands import configuration
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.prediction.calibration import calibrate, published
 from pa_npu.planning.prediction.cluster_plan import Basis, plan_cluster, planning_base
-from pa_npu.planning.prediction.plan_report import as_json, plan_lines
+from pa_npu.planning.prediction.plan_report import as_json, plan_lines, write_plot
 from pa_npu.planning.prediction.records import read_run
 from pa_npu.planning.prediction.virtual_run import against_itself
 from pa_npu.planning.prediction.workload import assumed_workload, seen_workload
@@ -30,8 +30,6 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     basis = _basis(options, rest)
     plans = [plan_cluster(basis, count) for count in counts]
     if options.plot:
-        from pa_npu.planning.prediction.plan_plot import write_plot
-
         write_plot(plans, options.plot)
     if options.json:
         print(json.dumps(as_json(basis, plans), indent=2))

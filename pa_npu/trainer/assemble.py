@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform as python
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,13 +11,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from pa_npu.attention.runs_on import attention_kernels
 from pa_npu.backends.protocol import TrainBackend
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import DISPATCHED, UPDATE_SIZE
-from pa_npu.control.software import TRAINERS_RUN_ON
+from pa_npu.control.software import TRAINERS_RUN_ON, TrainersRunOn
 from pa_npu.control.store_server import ADDRESS_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
@@ -33,7 +35,6 @@ from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.border import Border
 from pa_npu.trainer.checks import IterationChecks
 from pa_npu.trainer.learner import Learner, late_source
-from pa_npu.trainer.runs_on import trainers_run_on
 from pa_npu.weight_transfer.transport import HOST_BACKEND
 
 
@@ -173,3 +174,27 @@ def rollout_source(
         )
 
     return microbatches
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def trainers_run_on(config: Config, spec: ModelSpec, platform: Platform, backend: TrainBackend) -> TrainersRunOn:
+    """As this rank finds it; the others have the same installation."""
+    heads = spec.num_heads // config.trainer.tensor_parallel
+    kernels = attention_kernels(
+        backend.device, _DTYPES[config.model.dtype], heads, spec.head_dim, config.attention.implementation
+    )
+    return TrainersRunOn(
+        ranks=config.trainer.devices,
+        device=platform.name,
+        collectives=platform.comm_backend,
+        python=python.python_version(),
+        torch=torch.__version__,
+        backend=backend.software,
+        dtype=config.model.dtype,
+        attention=config.attention.implementation,
+        kernel=kernels.kernel,
+        merge=kernels.merge,
+        fallback=kernels.fallback,
+    )

@@ -16,8 +16,7 @@ from pa_npu.launcher.process import recovery
 from pa_npu.launcher.process.commands import Command, Startable
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import ProcessTree
-from pa_npu.launcher.process.recovery import Attempt, Recovery
-from pa_npu.launcher.process.restart_budget import RestartBudget
+from pa_npu.launcher.process.recovery import Attempt, Recovery, RestartBudget
 from pa_npu.launcher.process.supervisor import Supervisor, stop_signals
 from pa_npu.telemetry.timeline import Timeline
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pa_npu.config.schema import Config
 from pa_npu.control.roster import Roster
@@ -23,7 +23,6 @@ from pa_npu.launcher.process.commands import Startable
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.processes import Process, Processes
 from pa_npu.launcher.process.readiness import Awaited
-from pa_npu.launcher.process.restart_budget import RestartBudget
 
 RESTART_WINDOW_S = 3600.0  # starts longer ago no longer count
 _LOOK_EVERY_S = 0.5
@@ -36,6 +35,38 @@ class Failure(Exception):
 
     reason: str
     process: Process | None = None
+
+
+@dataclass
+class RestartBudget:
+    """`limit` restarts within `window_s`. A restart that led nowhere counts for longer: until there is progress.
+
+    progress: something that changes when the run gets on, the newest checkpoint for example; None where time alone counts.
+    """
+
+    limit: int
+    window_s: float
+    progress: Callable[[], object] | None = None
+    clock: Callable[[], float] = time.monotonic
+    _spent: list[tuple[float, object]] = field(default_factory=list)
+
+    def spent(self) -> int:
+        """Restarts that count now."""
+        now, mark = self.clock(), self.progress() if self.progress else None
+        self._spent = [
+            (when, then)
+            for when, then in self._spent
+            if now - when < self.window_s or (self.progress is not None and then == mark)
+        ]
+        return len(self._spent)
+
+    def allows(self) -> bool:
+        return self.spent() < self.limit
+
+    def spend(self) -> int:
+        """One more restart; returns how many count now."""
+        self._spent.append((self.clock(), self.progress() if self.progress else None))
+        return self.spent()
 
 
 @dataclass(frozen=True)

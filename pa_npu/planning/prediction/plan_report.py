@@ -1,16 +1,17 @@
-"""Plans of clusters as text of 80 columns, and as JSON."""
+"""Plans of clusters as text of 80 columns, as JSON and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from pa_npu.config.words import counted
 from pa_npu.planning.memory import format_bytes
 from pa_npu.planning.prediction.cluster_plan import Basis, ClusterPlan
 from pa_npu.planning.prediction.figures import Figure
-from pa_npu.platform.typical import published_speeds
+from pa_npu.telemetry.plots import line_style, new_figure, save
 
 _LABEL = 24
 # Work grows with the devices, and an iteration should not: two sizes are alike whose iterations differ by no more.
@@ -125,18 +126,6 @@ def _per_group(plan: ClusterPlan) -> float:
     return plan.iteration_s.value * plan.devices / plan.config.schedule.prompts_per_iteration
 
 
-def device_table() -> list[str]:
-    """Published figures of devices, as text."""
-    lines = [f"{'device':30s} {'Tflop/s':>8s} {'TB/s':>6s} {'GiB':>5s} {'link GB/s':>10s}  source (all estimated)"]
-    for device in published_speeds():
-        memory = "" if device.memory_gib is None else str(device.memory_gib)
-        figures = (
-            f"{device.flops / 1e12:8.3g} {device.memory_bytes / 1e12:6.3g} {memory:>5s} {device.wire_bytes / 1e9:10.3g}"
-        )
-        lines.append(f"{device.name:30s} {figures}  {device.source}")
-    return lines
-
-
 def as_json(basis: Basis, plans: Sequence[ClusterPlan]) -> dict[str, Any]:
     """Everything, with origin and interval of each figure."""
     return {
@@ -210,3 +199,25 @@ def _limit(plan: ClusterPlan) -> str:
     limit = plan.first_limit
     where = "in its border" if limit.in_border else "beside it"
     return f"{limit.seconds:.2g} s an iteration {where}, {limit.share(plan.iteration_s.value):.0%} of it"
+
+
+def write_plot(plans: Sequence[ClusterPlan], path: Path | str) -> list[Path]:
+    """PNG or SVG by the suffix; returns what was written. Raises UserError without matplotlib."""
+    figure, (seconds, tokens) = new_figure(2)
+    devices = [plan.devices for plan in plans]
+    curves = (
+        ("predicted", [plan.iteration_s.value for plan in plans]),
+        ("separate devices, bound", [plan.separate_bound_s.value for plan in plans]),
+        ("colocated", [plan.colocated_s.value for plan in plans]),
+        ("perfect", [plan.perfect_s.value for plan in plans]),
+    )
+    for number, (name, values) in enumerate(curves):
+        seconds.plot(devices, values, label=name, **{**line_style(number), "markevery": 1})
+    tokens.plot(devices, [plan.tpspd.value for plan in plans], **{**line_style(0), "markevery": 1})
+    for axes, label in ((seconds, "iteration (s), estimated or calibrated"), (tokens, "tokens / s / device")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("devices")
+        axes.set_ylabel(label)
+    seconds.legend()
+    return save(figure, path)
