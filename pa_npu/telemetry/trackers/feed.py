@@ -24,7 +24,7 @@ from pa_npu.config.sections import TelemetryConfig
 from pa_npu.telemetry.metrics import drop_records
 from pa_npu.telemetry.record_file import RecordFile, json_line, note_lost, say
 from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
-from pa_npu.telemetry.trackers.identity import DIRECTORY, RECORDS, KeptIdentity
+from pa_npu.telemetry.trackers.identity import DIRECTORY, EXPLAINED, RECORDS, KeptIdentity
 from pa_npu.telemetry.trackers.names import SAMPLES_TABLE, tracked, tracked_evaluation
 
 STARTS = 3  # processes in a row that may end without having taken anything
@@ -119,14 +119,15 @@ class _Follower:
         """Counts what was lost, starts the process again where it has ended; returns whether it goes on."""
         if self._done:
             return False
-        ended = self._process.poll() if self._process is not None else 1  # asked first: it writes before it ends
+        ended = EXPLAINED if self._process is None else self._process.poll()  # asked first: it writes before it ends
         found = self._identity.read()
         for _ in range(found.lost - self._lost):
             self._lose(found.reason)
-        if ended and found.lost == self._lost:
+        if ended and ended != EXPLAINED:
             self._lose("its process ended")
-        if ended:
-            self._failed = 1 if found.delivered > self._delivered else self._failed + 1
+        if found.delivered > self._delivered:
+            self._failed = 0
+        self._failed += bool(ended)
         self._lost, self._delivered = found.lost, found.delivered
         self._done = ended == 0 or self._failed >= STARTS
         if ended and not self._done:

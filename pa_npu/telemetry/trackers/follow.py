@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pa_npu.telemetry.trackers.identity import DIRECTORY, RECORDS, KeptIdentity
+from pa_npu.telemetry.trackers.identity import DIRECTORY, EXPLAINED, RECORDS, KeptIdentity
 from pa_npu.telemetry.trackers.protocol import TrackedRun, Tracker, find_start
 
 _NICENESS = 10  # nobody waits for it
@@ -42,7 +42,7 @@ def main() -> int:
             tracker = find_start(name)(run)
     except BaseException as error:  # a library may raise anything, also SystemExit, where it finds no key
         identity.lose(_reason(error))
-        return 1
+        return EXPLAINED
     identity.update(id=tracker.id, known=True)
     for message in _follow(Path(run_dir) / DIRECTORY / RECORDS):
         if not identity.value.lacks(message):
@@ -81,7 +81,7 @@ class _Watch:
             now_s, since_s = time.monotonic(), self._since_s
             if since_s is not None and now_s - since_s > self._timeout_s:
                 self._identity.lose(f"no answer within telemetry.tracker_timeout_s = {self._timeout_s:g} s")
-                os._exit(1)
+                os._exit(EXPLAINED)
             if os.getppid() != _PARENT:
                 orphan_s = orphan_s or now_s
                 if now_s - orphan_s > self._timeout_s:

@@ -15,6 +15,8 @@ from pa_npu.telemetry.record_file import attempt, json_line
 DIRECTORY = "trackers"
 RECORDS = "records.jsonl"
 """The file in DIRECTORY that trackers follow: {"kind": iteration or version, "step": its number, "log": ..., "table": ...}."""
+EXPLAINED = 3
+"""Exit code of a tracker's process that has noted why it ends."""
 _ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 21  # within what each of the trackers takes
 
