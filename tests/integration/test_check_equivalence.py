@@ -1,10 +1,10 @@
-"""tools/check_equivalence.py, shortened: two iterations on one real engine; it passes what is equal and fails what is not."""
+"""tools/check_equivalence.py, shortened: two iterations on one real engine; it passes equal runs and fails others."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 START_TIMEOUT_S = 400.0
+PERIODIC, COMPLETION, CONTROL = VARIANTS
 # Equal to the reference but for a hundredth of the learning rate: what must be bit-identical is not.
 BROKEN = Variant(
     "broken, order=prompt", ("schedule.stream=true", "schedule.order=prompt", "optimizer.learning_rate=0.000202")
@@ -40,9 +41,11 @@ def attach(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
         engines.close()
 
 
-def test_periodic_runs_equal_synchronous_ones_and_a_run_that_does_not_fails_the_check(
+@pytest.fixture
+def checked(
     attach: list[str], tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+) -> Callable[..., tuple[int, dict[str, str]]]:
+    """Checks variants against a synchronous run; gives the exit code and the line of each."""
     common = [setting for setting in settings(tiny, tmp_path) if not setting.startswith(("run.dir=", "data.test="))]
     # a reward that a random model gets now and then, so that there is something to learn
     common += [
@@ -50,12 +53,29 @@ def test_periodic_runs_equal_synchronous_ones_and_a_run_that_does_not_fails_the_
         "checkpoint.every=0",
         "telemetry.trackers=[]",
     ]
-    periodic, completion, control = VARIANTS
-    arguments = ["--iterations", "2", "--work", str(tmp_path / "work"), *common, *attach]
-    code = check_equivalence.main(arguments, (periodic, completion, control, BROKEN))
-    lines = {line.split("  ")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
-    assert lines[periodic.name].endswith("bit-identical"), lines
-    assert "below 1e-05" in lines[completion.name], lines
-    assert lines[control.name].endswith("differs, as it must"), lines
+
+    def check(*variants: Variant) -> tuple[int, dict[str, str]]:
+        arguments = ["--iterations", "2", "--work", str(tmp_path / "work"), *common, *attach]
+        code = check_equivalence.main(arguments, variants)
+        return code, {line.split("  ")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
+
+    return check
+
+
+def test_periodic_runs_equal_synchronous_ones_and_a_run_that_does_not_fails_the_check(
+    checked: Callable[..., tuple[int, dict[str, str]]],
+) -> None:
+    code, lines = checked(PERIODIC, BROKEN)
+    assert lines[PERIODIC.name].endswith("bit-identical"), lines
     assert "FAILED: must be bit-identical" in lines[BROKEN.name], lines
     assert code == 1, "a broken bound must end the tool with 1"
+
+
+@pytest.mark.nightly
+def test_the_order_of_arrival_changes_rounding_alone_and_another_seed_all(
+    checked: Callable[..., tuple[int, dict[str, str]]],
+) -> None:
+    code, lines = checked(COMPLETION, CONTROL)
+    assert "below 1e-05" in lines[COMPLETION.name], lines
+    assert lines[CONTROL.name].endswith("differs, as it must"), lines
+    assert code == 0

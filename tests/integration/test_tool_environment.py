@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from tests.helpers.launched import ENGINE_SERVERS, Launched, find, settings
 from tools import make_tiny_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+# it trains a model for half a minute; in CI sessions of several samples are compared (test_exact_schedules.py)
+pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 TIMEOUT_S = 300.0
 ITERATIONS = 2

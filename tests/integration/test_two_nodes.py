@@ -137,6 +137,7 @@ def test_a_run_over_two_nodes_equals_the_run_on_one_bit_for_bit(
     assert {HEAD, OTHER} & addresses and all(address.startswith("127.") for address in addresses), addresses
 
 
+@pytest.mark.nightly  # with stand-in commands: tests/unit/test_launcher_ray.py
 def test_a_raylet_that_is_killed_in_the_middle_changes_nothing(
     launched: Launched, cluster: Raylets, on_one: Path, tmp_path: Path
 ) -> None:

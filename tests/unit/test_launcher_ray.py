@@ -75,7 +75,6 @@ def test_a_launcher_that_is_stopped_or_killed_leaves_nothing_on_any_node(
     launcher.wait_for(lambda: not any(alive(pid) for pid in pids), "nothing is left")
 
 
-@pytest.mark.nightly  # tests/integration/test_two_nodes.py kills one in a real run
 def test_a_killed_raylet_is_named_not_those_who_lost_contact_and_its_processes_are_gone(
     launcher: RayLauncher, two: Raylets
 ) -> None:
