@@ -81,7 +81,7 @@ class _Task:
 
 
 class ServedRun(Variant):
-    """Of one coordinator. sampling: the run's, for what a request leaves out."""
+    """The run of one coordinator, as the gateway sees it. sampling: the run's, for what a request leaves out."""
 
     def __init__(self, config: Config, pool: EnginePool, sampling: Sampling, tokenizer: Any) -> None:
         self._config = config

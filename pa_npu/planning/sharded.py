@@ -9,7 +9,7 @@ _FP32 = 4
 
 
 def sharded_parts(config: Config, spec: ModelSpec, element: int, frozen_element: int) -> dict[str, int]:
-    """What is held all the time by a rank, by purpose: trained weights, gradients and both moments in fp32, all of it sharded.
+    """Bytes that a rank holds all the time, by purpose: trained weights, gradients and both moments in fp32, all of it sharded.
 
     element, frozen_element: bytes of a weight in model.dtype, and in the type of frozen models.
     """

@@ -446,7 +446,7 @@ async def test_half_requests_slow_bodies_and_too_many_connections_are_bounded_an
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\nContent-Length: 100\r\n\r\n"
 
         async def half(text: str) -> bytes:
-            """What the server says to it before it closes the connection, which it does by itself."""
+            """Returns the server's words before it closes the connection by itself."""
             reader, writer = await asyncio.open_connection(host, int(port))
             try:
                 writer.write(text.encode())

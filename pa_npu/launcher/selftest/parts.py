@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and on what a part runs. device: npu, cuda or cpu. overrides: key=value for every run, from the command line."""
+    """The place of a part. device: npu, cuda or cpu. overrides: key=value for every run, from the command line."""
 
     folder: Path
     device: str
