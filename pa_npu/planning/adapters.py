@@ -25,7 +25,7 @@ def adapter_parameters(config: Config, spec: ModelSpec) -> int:
 
 
 def adapter_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, int]:
-    """What is held all the time by a rank, by purpose. element: bytes of a weight in model.dtype."""
+    """Bytes that a rank holds all the time, by purpose. element: bytes of a weight in model.dtype."""
     own = _FP32 * adapter_parameters(config, spec)
     copies = [name for name in config.model_copies if name != "reference" or config.keeps_reference]
     published = copies.count("published")

@@ -144,7 +144,7 @@ class _Worker:
 
 
 async def _held(function: Any, group: RewardInput) -> tuple[Any, BaseException | None]:
-    """What a user's function returns, or what it raises: SystemExit, left to a task, would end the process and all its groups."""
+    """Returns a user's function's result, or what it raises: SystemExit, left to a task, would end the process and all groups."""
     try:
         return await function(group), None
     except asyncio.CancelledError:
