@@ -45,7 +45,7 @@ class RewardServer:
 
     @property
     def names(self) -> list[str]:
-        """What reward.functions calls them."""
+        """Returns their names in reward.functions."""
         return [f"{MODULE}:{name}" for name in self._functions]
 
     def start(self) -> dict[str, str]:

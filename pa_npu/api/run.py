@@ -149,7 +149,7 @@ class Run:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Of the held-out prompts, by weight version."""
+        """Returns the evaluations of the held-out prompts, by weight version."""
         return read_evaluations(self.dir)
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -214,7 +214,7 @@ def _load(config: Config | str | Path | Sequence[str | Path], keys: Mapping[str,
 
 
 def _run_dir(config: Config | str | Path | Sequence[str | Path], keys: Mapping[str, Any]) -> str:
-    """Where the run will be; its other required keys may still be missing."""
+    """Returns the directory of the run; its other required keys may still be missing."""
     needed = {"data.train": "unknown", **keys}
     return _load(config, needed).run.dir
 

@@ -82,7 +82,7 @@ def tpspd_over_time(column: Column) -> list[tuple[float, float, float, float]]:
 
 
 def draw_parts(columns: Sequence[Column]) -> Any:
-    """What an iteration's seconds go into: a stacked bar per column."""
+    """Draws the parts of an iteration's seconds: a stacked bar per column."""
     figure, (panel,) = plots.new_figure(width_in=6.5, height_in=1.2 + 0.45 * len(columns))
     parts = [mean_parts(column) for column in columns]
     base = [0.0] * len(columns)

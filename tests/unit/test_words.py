@@ -12,7 +12,7 @@ from tests.helpers.house import PACKAGE
 ROOT = PACKAGE.parent
 OPENINGS = {"of", "what", "where"}
 # Rooms whose successors are not there yet.
-NOT_YET = ("pa_npu/api/", "pa_npu/planning/iteration_model/")
+NOT_YET = ("pa_npu/planning/iteration_model/",)
 
 
 def broken(text: str) -> Iterator[str]:

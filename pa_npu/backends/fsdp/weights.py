@@ -120,7 +120,7 @@ class ShardedWeights:
 
 
 def memory_of(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Where the group's collectives take tensors from: host memory for one of a thread beside training, else the device."""
+    """The device of the group's collectives: host memory for one of a thread beside training, else the device."""
     return torch.device("cpu") if group is not None and dist.get_backend(group) == transport.HOST_BACKEND else device
 
 

@@ -52,7 +52,7 @@ class KeptIdentity:
         self.read()
 
     def read(self) -> Identity:
-        """What is there now: the tracker's process writes it while it runs."""
+        """Reads the identity as it is now: the tracker's process writes it while it runs."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             self.value = Identity(**json.loads(self._path.read_text(encoding="utf-8")))
         return self.value

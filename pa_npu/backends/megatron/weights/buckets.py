@@ -118,7 +118,7 @@ class StageTensors:
         return self._parameters[tensor.parameter].dtype
 
     def _memory(self, tensor: HfTensor) -> torch.device:
-        """Where its bucket is put together."""
+        """The device on which its bucket is put together."""
         return torch.device("cpu") if self._to_host else self._parameters[tensor.parameter].device
 
     def _rows(self, piece: Piece) -> torch.Tensor:
