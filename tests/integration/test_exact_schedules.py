@@ -61,6 +61,15 @@ def synchronous(run: Callable[..., Any]) -> Any:
     return run(**{"schedule.stream": "false"})
 
 
+def test_sharded_trainers_end_with_the_synchronous_runs_weights_too(run: Callable[..., Any]) -> None:
+    backend = {"trainer.backend": "fsdp", "schedule.iterations": 3}
+    weights, _ = run(**backend)
+    synchronous, _ = run(**backend, **{"schedule.stream": "false"})
+    initial, _ = run(**backend, **{"schedule.stream": "false", "optimizer.learning_rate": "1e-9"})
+    assert weights.keys() == synchronous.keys() and all(torch.equal(weights[n], synchronous[n]) for n in weights)
+    assert any(not torch.equal(weights[name], initial[name]) for name in weights), "something was learned"
+
+
 @pytest.mark.parametrize(
     "engines",
     [
