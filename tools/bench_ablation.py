@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--groups: {args.groups} cannot be divided into {UPDATES} updates")
     tables, found = [], {}
     with tempfile.TemporaryDirectory(prefix="bench_ablation_") as scratch:
-        bench = Bench(Path(scratch), argparse.Namespace(response=args.response, shared_engines=0))
+        bench = Bench(Path(scratch), argparse.Namespace(response=args.response))
         with bench.engines(1):
             for stages in map(int, args.pipeline.split(",")):
                 rows = measure(bench, args, stages)

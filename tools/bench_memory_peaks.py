@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     case = Case("memory", args.groups, prompt=args.prompt)
     rows: dict[str, Mapping[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="bench_memory_peaks_") as scratch:
-        bench = Bench(Path(scratch), argparse.Namespace(response=args.response, shared_engines=0))
+        bench = Bench(Path(scratch), argparse.Namespace(response=args.response))
         with bench.engines(1):
             directory = bench.run(case, args.prompt, args.iterations, ["schedule.stream=alternate"])
             records = read_records(directory)[WARMUP:]

@@ -23,8 +23,7 @@ lengths known; these speeds; and how far the model's predictions were off.
 
     python tools/bench_schedule.py [--iterations 16] [--rows equal-16,...] [--constant 16,32,64] [--json FILE] [--markdown FILE]
     python tools/bench_schedule.py --simulate             # what any schedule can reach, by the engine's speed; no engines, a minute
-    python tools/bench_schedule.py --shared-engines 1     # each row also with an engine on the trainer's core, runs in turn
-    python tools/bench_schedule.py --colocated            # each row also on the same devices in turn (placement.colocate)
+    python tools/bench_schedule.py --colocated            # each row also with placement.colocate: in turns, and with roles
     python tools/bench_schedule.py --max-num-seqs 32      # engines whose memory holds 32 sequences
     python tools/bench_schedule.py --paced 12,0.5,0.12    # devices of this speed: ms a step, a sequence, a token of a prompt
     python tools/bench_schedule.py --engine-args=--block-size,128    # rollout.extra_args
@@ -115,9 +114,8 @@ class Row:
     overlapped_train_s: Tt of the periodic iterations, in which the engine's core has no time for what serves both.
     cores_busy: share of the machine's cores, during the run.
 
-    shared_s: periodic iterations without border of each run with shared engines, shared_busy: the share of them that these
-    generated. Tg and Tt are always those without. colocated_s: synchronous iterations of as many engines as devices and as many
-    replicas, each pair on a device in turn.
+    turns_s, roles_s: iterations, border included, of as many engines as devices and as many replicas, one of each on a device:
+    all decode, then all train; and with roles that follow the work.
     """
 
     name: str
@@ -137,11 +135,8 @@ class Row:
     cores_busy: float
     constant_s: float | None = None
     constant_window: int | None = None
-    shared_s: list[float] | None = None
-    shared_busy: float | None = None
-    shared_errors: list[float] | None = None
-    shared_schedule: str | None = None
-    colocated_s: float | None = None
+    turns_s: float | None = None
+    roles_s: float | None = None
 
     @property
     def longer_s(self) -> float:
@@ -185,11 +180,10 @@ def main() -> int:
     parser.add_argument("--engine-args", default="", help="further arguments of the engines (rollout.extra_args)")
     parser.add_argument("--rows", default=",".join(case.name for case in CASES), help="which rows, by name")
     parser.add_argument("--constant", default="", help="constant windows to run beside it, a run each, in sequences")
-    parser.add_argument("--shared-engines", type=int, default=0, help="further engines, on the trainer's core")
     parser.add_argument(
         "--colocated",
         action="store_true",
-        help="also engines and trainers on the same cores in turn, both on all of them",
+        help="also engines and trainers on the same devices, both on all of them, in turns and with roles that follow the work",
     )
     parser.add_argument(
         "--shared-prompt", action="store_true", help="measure attention.shared_prompt on and off instead"
@@ -210,8 +204,8 @@ def main() -> int:
     if args.iterations <= WARMUP + 1 or args.iterations % 2:
         parser.error(f"--iterations: {args.iterations} is not an even number above {WARMUP + 1}")
 
-    if args.paced and (args.colocated or args.shared_prompt or args.simulate or args.staleness):
-        parser.error("--paced is for rows alone, without --colocated, --shared-prompt, --simulate and --staleness")
+    if args.paced and (args.shared_prompt or args.simulate or args.staleness):
+        parser.error("--paced is for rows alone, without --shared-prompt, --simulate and --staleness")
 
     end_on_sigterm()
     if args.simulate:
@@ -322,8 +316,8 @@ class Bench:
         self._scratch = scratch
         self._args = args
         self._runs = 0
-        self._beside = max(args.shared_engines, int(getattr(args, "colocated", False)))  # engines on the trainer's core
-        self._urls: list[str] = []  # of shared engines last
+        self._beside = int(getattr(args, "colocated", False))  # engines on the trainer's device, the last
+        self._urls: list[str] = []
         self._dedicated = 0
         self._model = scratch / "tiny" / "model"
         self._environment = dict(os.environ)
@@ -343,7 +337,11 @@ class Bench:
         self._urls = [f"http://127.0.0.1:{port}" for port in ports]
         log = self._scratch / f"engines{count}.log"
         settings = [f"placement.engine_port={ports[0]}", f"run.dir={self._scratch / f'engines{count}'}"]
-        settings.append(f"rollout.shared_engines={self._beside}")
+        settings.append(f"rollout.engines={count}")
+        if self._beside and not self._args.paced:
+            settings.append(
+                f"placement.engine_devices={[*self._engine_cores(), self._trainer_core()]}".replace(" ", "")
+            )
         with started(self._command("engines", settings), log, self._environment) as process:
             if not serve(process, self._urls, 300 * count):
                 raise SystemExit(f"bench_schedule: no engine: {reason_of(log)}\n{log.read_text()[-2000:]}")
@@ -362,10 +360,9 @@ class Bench:
             else:
                 prompt = case.prompt or self._prompt_for(group_generate_s / case.ratio, train_at)
             row = self._measure(case, prompt, [])
-            if self._args.shared_engines:
-                row = self._with_shared(case, row)
-            if self._args.colocated and self._dedicated == 1:
-                row = replace(row, colocated_s=self._colocated_s(case, prompt))
+            if self._args.colocated:
+                turns_s, roles_s = (self._colocated_s(case, prompt, streams) for streams in ("false", "true"))
+                row = replace(row, turns_s=turns_s, roles_s=roles_s)
             for window in [int(text) for text in self._args.constant.split(",") if text]:
                 constant = self._measure(case, prompt, [f"rollout.window={window}"])
                 seconds = constant.periodic_s - constant.border_s
@@ -377,28 +374,13 @@ class Bench:
             print(f"# {row.over_bound:.3f} {row}", file=sys.stderr, flush=True)
         return rows
 
-    def _with_shared(self, case: Case, row: Row) -> Row:
-        """With shared engines, without once more, and with them once more; the means of the runs without."""
-        runs = [self._measure(case, row.prompt_tokens, [], shared=shared) for shared in (True, False, True)]
-        first, again, second = runs
-        names = ("generate_s", "train_s", "overlapped_train_s", "border_s", "sync_s", "periodic_s", "optimum_s")
-        means = {name: statistics.mean([getattr(row, name), getattr(again, name)]) for name in names}
-        return replace(
-            row,
-            **means,
-            shared_s=[run.periodic_s - run.border_s for run in (first, second)],
-            shared_busy=statistics.mean([first.shared_busy or 0.0, second.shared_busy or 0.0]),
-            shared_errors=first.errors + second.errors,
-            shared_schedule=second.schedule,
-        )
-
-    def _colocated_s(self, case: Case, prompt: int) -> float:
-        """An iteration of two engines and two replicas on the two cores, border included."""
+    def _colocated_s(self, case: Case, prompt: int, streams: str) -> float:
+        """An iteration of an engine and a replica on each device, border included."""
         engines = len(self._urls)
         settings = [
             "placement.colocate=true",
             "placement.engine_devices=null",
-            "schedule.stream=false",
+            f"schedule.stream={streams}",
             f"rollout.engines={engines}",
             f"rollout.attach=[{','.join(self._urls)}]",
             f"trainer.devices={engines}",
@@ -457,10 +439,10 @@ class Bench:
         prompt = p0 + (train_s - t0) * (p1 - p0) / (t1 - t0)
         return int(min(max(prompt, 8), MAX_PROMPT))
 
-    def _measure(self, case: Case, prompt: int, overrides: list[str], *, shared: bool = False) -> Row:
+    def _measure(self, case: Case, prompt: int, overrides: list[str]) -> Row:
         settings = ["rollout.window=auto", "schedule.stream=alternate", *overrides]
         psutil.cpu_percent()  # the next one is of the time since this one
-        every = self._records(case, prompt, self._args.iterations, settings, shared=shared)
+        every = self._records(case, prompt, self._args.iterations, settings)
         cores_busy = psutil.cpu_percent() / 100
         records = every[WARMUP:]
         sync, periodic = ([r for r in records if r["iteration"] % 2 == odd] for odd in (0, 1))
@@ -480,7 +462,6 @@ class Bench:
             1000 * every[-1]["learned"]["decode_sequence_s"],
             statistics.median(r["train_s"] for r in periodic),
             cores_busy,
-            shared_busy=statistics.median(r["shared_engine_busy"] for r in periodic) if shared else None,
         )
 
     def _optimum_s(self, case: Case, prompt: int, record: dict[str, Any], learned: dict[str, float]) -> float:
@@ -510,15 +491,11 @@ class Bench:
         limit = MOST_OF_MEAN * self._args.response
         return median_for(self._args.response, limit), limit
 
-    def _records(
-        self, case: Case, prompt: int, iterations: int, overrides: list[str], *, shared: bool = False
-    ) -> list[dict[str, Any]]:
+    def _records(self, case: Case, prompt: int, iterations: int, overrides: list[str]) -> list[dict[str, Any]]:
         """The iteration records of one run."""
-        return read_records(self.run(case, prompt, iterations, overrides, shared=shared))
+        return read_records(self.run(case, prompt, iterations, overrides))
 
-    def run(
-        self, case: Case, prompt: int, iterations: int, overrides: Sequence[str], *, shared: bool = False, seed: int = 0
-    ) -> Path:
+    def run(self, case: Case, prompt: int, iterations: int, overrides: Sequence[str], *, seed: int = 0) -> Path:
         """One run on the engines that are there; its directory, which stays as long as `scratch`. seed: of its prompts, none being
         those of no other run."""
         self._runs += 1
@@ -531,8 +508,7 @@ class Bench:
             f"data.train={data}",
             f"schedule.iterations={iterations}",
             f"schedule.prompts_per_iteration={case.groups}",
-            f"rollout.shared_engines={self._args.shared_engines if shared else 0}",
-            f"rollout.attach=[{','.join(self._urls if shared else self._urls[: self._dedicated])}]",
+            f"rollout.attach=[{','.join(self._urls[: self._dedicated])}]",
             f"rollout.key_file={engines / 'api_key'}",
             f"rollout.max_response_tokens={self._args.response}",
             *overrides,
@@ -555,6 +531,14 @@ class Bench:
         if result.returncode:
             raise SystemExit(f"bench_schedule: a run failed:\n{(result.stdout + result.stderr)[-3000:]}")
         return run_dir
+
+    def _engine_cores(self) -> list[int]:
+        """Those of engines alone; engines that have no core each share the first."""
+        own = len(os.sched_getaffinity(0)) > self._dedicated
+        return list(range(self._dedicated)) if own else [0] * self._dedicated
+
+    def _trainer_core(self) -> int:
+        return max(self._engine_cores()) + 1
 
     def _command(self, action: str, settings: list[str]) -> list[str]:
         engines = self._dedicated
@@ -580,11 +564,9 @@ class Bench:
             extra += ["--worker-cls", "tools.paced.engine.PacedWorker"]
             common |= {"placement.pin_cores": "false", "trainer.backend": "tools.paced.trainer:BACKEND"}
         else:
-            # the trainer has the last core to itself; engines that have no core each share the first
-            engine_cores = list(range(engines)) if len(os.sched_getaffinity(0)) > engines else [0] * engines
             common |= {
-                "placement.engine_devices": str(engine_cores).replace(" ", ""),
-                "placement.trainer_devices": f"[{max(engine_cores) + 1}]",
+                "placement.engine_devices": str(self._engine_cores()).replace(" ", ""),
+                "placement.trainer_devices": f"[{self._trainer_core()}]",
             }
         common["rollout.extra_args"] = json.dumps(extra)
         keys = [f"{key}={value}" for key, value in common.items()]
@@ -700,35 +682,19 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
         cells += [f"{(r.generate_s + r.train_s) / r.longer_s:.2f}x"]
         cells += [f"{r.step_ms:.1f} + {r.sequence_ms:.2f}", f"{statistics.median(errors):.1%}, {max(errors):.1%}"]
         lines.append(f"| {' | '.join(cells)} |")
-    if args.shared_engines:
+    if args.colocated:
         lines += [
             "",
-            f"With rollout.shared_engines={args.shared_engines}, in turn with the runs above (without, with, without, with); over "
-            f"max(Tg, Tt) of the runs without, which separate devices cannot go below:",
+            "placement.colocate: an engine and a replica on each device, all decoding, then all training, and with roles that "
+            "follow the work; border included.",
             "",
-            "| row | without | with, each run | with | shared engine busy | model's error: median, worst |",
-            "|---|---:|---:|---:|---:|---:|",
+            "| row | sync s | periodic s | turns s | roles s | turns / roles | periodic / roles |",
+            "|---|---:|---:|---:|---:|---:|---:|",
         ]
         for r in rows:
-            runs = [seconds / r.longer_s for seconds in r.shared_s or []]
-            errors = [abs(error) for error in r.shared_errors or []] or [math.nan]
-            cells = [r.name, f"{r.over_bound:.2f}", ", ".join(f"{value:.2f}" for value in runs)]
-            cells += [f"{statistics.mean(runs):.2f}", f"{r.shared_busy or 0.0:.0%}"]
-            cells += [f"{statistics.median(errors):.1%}, {max(errors):.1%}"]
-            lines.append(f"| {' | '.join(cells)} |")
-        lines += ["", *(f"- {r.name}, with a shared engine: {r.shared_schedule}" for r in rows)]
-    if any(r.colocated_s for r in rows):
-        lines += [
-            "",
-            "Colocated (placement.colocate): an engine and a replica on each of the two cores, in turn; border included.",
-            "",
-            "| row | sync s | periodic s | colocated s | periodic against colocated |",
-            "|---|---:|---:|---:|---:|",
-        ]
-        for r in rows:
-            if r.colocated_s:
-                cells = [r.name, *(f"{t:.2f}" for t in (r.sync_s, r.periodic_s, r.colocated_s))]
-                lines.append(f"| {' | '.join([*cells, f'{r.colocated_s / r.periodic_s:.2f}x'])} |")
+            turns_s, roles_s = r.turns_s or math.nan, r.roles_s or math.nan
+            cells = [r.name, *(f"{t:.2f}" for t in (r.sync_s, r.periodic_s, turns_s, roles_s))]
+            lines.append(f"| {' | '.join([*cells, f'{turns_s / roles_s:.2f}', f'{r.periodic_s / roles_s:.2f}'])} |")
     lines += ["", "Schedules of the last periodic iterations:", "", *(f"- {r.name}: {r.schedule}" for r in rows)]
     return "\n".join(lines)
 

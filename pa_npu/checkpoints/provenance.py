@@ -49,7 +49,7 @@ CHANGES: dict[str, Change] = {
             "run": "deterministic",
             "model": "path head_chunk_tokens trust_remote_code",
             "data": "test max_test_rows",
-            "rollout": "backend engines max_engines shared_engines attach engine_settings tensor_parallel python "
+            "rollout": "backend engines max_engines attach engine_settings tensor_parallel python "
             "window max_num_batched_tokens max_num_seqs memory_fraction shared_memory_fraction kv_cache_gib graph_mode "
             "prefix_caching batch_invariant expandable_segments too_long extra_args env",
             "environment": "timeout_s",

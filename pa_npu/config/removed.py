@@ -17,6 +17,7 @@ REMOVED: dict[str, str] = {
     "rollout.engine_settings[].via": "every engine gets its weights from the trainers",
     "rollout.probe_every_s": "use rollout.probe_timeout_s, in which an engine is probed twice",
     "rollout.restart_window_s": "rollout.restarts counts within an hour",
+    "rollout.shared_engines": "use placement.colocate, with which every device decodes, then trains",
     "rollout.top_k": "engines sample from the whole distribution, which trainers match exactly; use rollout.temperature",
     "rollout.top_p": "engines sample from the whole distribution, which trainers match exactly; use rollout.temperature",
     "run.restart_window_s": "run.restarts counts within an hour",

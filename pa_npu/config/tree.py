@@ -147,8 +147,8 @@ class ConfigTree(Section):
 
     @property
     def reduces_in_buckets(self) -> bool:
-        """Whether gradients are reduced beside the last backward: with a budget of tokens nobody knows which one that is."""
-        return self.trained_groups is not None
+        """Whether gradients are reduced beside the last backward, where it is known beforehand which one that is."""
+        return self.trained_groups is not None and not self.unequal_groups
 
     @property
     def generated_groups(self) -> int | None:
@@ -333,16 +333,33 @@ class ConfigTree(Section):
     @property
     def num_engines(self) -> int:
         """Engines that the run starts with: those with devices of their own first, then those on the trainers' devices."""
-        return self.rollout.engines + self.rollout.shared_engines
+        return self.rollout.engines
 
     @property
     def num_shared_engines(self) -> int:
         """Engines on the trainers' devices, the last of num_engines: all of them with placement.colocate."""
-        return self.num_engines if self.placement.colocate else self.rollout.shared_engines
+        return self.num_engines if self.placement.colocate else 0
+
+    @property
+    def follows_work(self) -> bool:
+        """Whether devices decode and train inside one iteration."""
+        return self.placement.colocate and self.schedule.stream is not False
+
+    @property
+    def unequal_groups(self) -> bool:
+        """Whether replicas may train different numbers of an iteration's groups."""
+        together = self.mesh.pipeline > 1 or self.mesh.shards > 1 or self.schedule.updates_per_iteration > 1
+        return self.follows_work and self.schedule.order == "completion" and not together
+
+    def ranks_beside(self, index: int) -> tuple[int, ...]:
+        """The trainer ranks on whose devices a shared engine is: replica after replica."""
+        first = index * self.rollout.tensor_parallel
+        ranks = [rank for replica in range(self.mesh.data) for rank in self.mesh.replica(replica)]
+        return tuple(ranks[first : first + self.rollout.tensor_parallel])
 
     def is_shared(self, index: int) -> bool:
         """Whether engine `index` is on a trainer's device; engines that join the run have devices of their own."""
-        return self.num_engines - self.num_shared_engines <= index < self.num_engines
+        return index < self.num_shared_engines
 
     @property
     def num_devices(self) -> int:

@@ -60,7 +60,7 @@ class Planner:
         schedule = self._controller.begin_iteration(self._outlook(iteration, prompts), iteration)
         if not self._is_timed:  # a turn might wait for a group that waits for the next version
             schedule = replace(schedule, turns=())
-        return Pace(schedule, self._pool.num_places(everywhere=schedule.everywhere))
+        return Pace(schedule, len(self._pool.engines))
 
     def tokens(self, prompt: Prompt) -> int:
         """Expected tokens of a group, prompts and responses."""
@@ -90,12 +90,12 @@ class Planner:
         ]
         uses = self._pool.use()
         names = tuple(engine.name for engine in self._pool.engines)
-        shared = tuple(name for name in names if uses[name].shared)
         # trainers that are behind wait for no group: what counts is when the last one is there
         streams = self._config.streams(iteration) and not self._config.iterations_ahead
+        streams = streams and not self._config.follows_work
         windows = {name: own for name in names if (own := uses[name].window) is not None}
         speeds = {name: uses[name].speed for name in names if uses[name].speed != 1.0}
-        return IterationOutlook(groups, names, streams, shared, windows, speeds)
+        return IterationOutlook(groups, names, streams, windows, speeds)
 
 
 class Admission:
@@ -136,8 +136,6 @@ class Admission:
         # every group in flight ends by its own deadline, and an engine that is gone is replaced by its own
         lease = await self._pool.admit(
             *(self._planner.num_samples, tokens, self._pace.window, self._planner.wait_s),
-            place=self._pace.place(),
-            everywhere=self._pace.schedule.everywhere,
             version=self._version,
         )
         if (taken := self._pace.taken_by(lease.engine.name)) is not None:
@@ -162,7 +160,8 @@ class Admission:
             delivered_s=scored_s - end_s + put_s,
             trained=self._choice.trains(group),
         )
-        self._planner.observe(timing, self._iteration)
+        if lease.first is lease:  # what several engines did says nothing of one
+            self._planner.observe(timing, self._iteration)
 
     def end(self) -> None:
         """All groups have been delivered."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 from pa_npu.agents.environment import AgentEnvironment
@@ -17,6 +16,7 @@ from pa_npu.coordinator.interruption import Interruptions
 from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.coordinator.updates import InformativeUpdates, Updates
 from pa_npu.data.stream import TrainingStream
+from pa_npu.engines.handing_on import Decode
 from pa_npu.environments.protocol import Environment
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 
@@ -39,11 +39,15 @@ def make_interruptions(config: Config, tokenizer: Any) -> Interruptions | None:
     if not config.interrupts:
         return None
 
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-
     # all of an iteration's groups may wait for room at the same time
-    return Interruptions(config.tokens_per_version, decode, config.engine_wait_s + config.trainer.wait_timeout_s)
+    return Interruptions(
+        config.tokens_per_version, decoder(tokenizer), config.engine_wait_s + config.trainer.wait_timeout_s
+    )
+
+
+def decoder(tokenizer: Any) -> Decode:
+    """The text of responses in parts."""
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def make_gateway(

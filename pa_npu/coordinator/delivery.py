@@ -2,6 +2,7 @@
 
 Delivery       each group as soon as it is released                        schedule.stream=true
 HeldDelivery   all groups when the last one is there, by the same steps    schedule.stream=false
+RolesDelivery  each when its replica's devices decode no more (roles.py)   placement.colocate with schedule.stream
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from typing import Any
 
 import numpy as np
 
@@ -63,9 +65,19 @@ class Delivery:
         self._assignment.finish(num_groups)
         return self._assignment.imbalance
 
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """More of the iteration's numbers for its record."""
+        return {}
+
+    async def close(self) -> None:
+        """End what runs beside the iteration, which may have failed."""
+
     async def _deliver(self, number: int, scored: ScoredGroup) -> None:
-        advantages = group_advantages(scored.rewards, self._kind)
-        await self._put(number, scored, advantages, self._assignment.assign(number, self._work(scored)))
+        await self._deliver_to(number, scored, self._assignment.assign(number, self._work(scored)))
+
+    async def _deliver_to(self, number: int, scored: ScoredGroup, slot: tuple[int, int]) -> None:
+        await self._put(number, scored, group_advantages(scored.rewards, self._kind), slot)
 
     async def _put(self, number: int, scored: ScoredGroup, advantages: np.ndarray, slot: tuple[int, int]) -> None:
         group = scored.group(self._seed, self._production.iteration, number, advantages)

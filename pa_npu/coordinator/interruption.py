@@ -15,7 +15,7 @@ What has been written of groups that are not trained yet goes into checkpoints; 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from pa_npu.control.tasks import gather
 from pa_npu.coordinator.variants import Variant
+from pa_npu.engines.handing_on import Decode
 from pa_npu.engines.pool import GroupSession, Lease
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import Generate, Turn
@@ -30,9 +31,6 @@ from pa_npu.samples.columns import Values
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import turn_seed
 from pa_npu.samples.types import Sample, SampleBuilder
-
-Decode = Callable[[Sequence[int]], str]
-"""Tokens to text, special tokens left out."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,7 @@ from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.software import TRAINERS_RUN_ON, RunsOn
 from pa_npu.control.typed import Topic
-from pa_npu.coordinator.assembly import iterations_beside, make_gateway, make_interruptions, make_updates
+from pa_npu.coordinator.assembly import decoder, iterations_beside, make_gateway, make_interruptions, make_updates
 from pa_npu.coordinator.border import BorderCrossing
 from pa_npu.coordinator.evaluate import Evaluator
 from pa_npu.coordinator.in_parts import IterationsInParts
@@ -40,9 +40,9 @@ from pa_npu.coordinator.loop import Coordinator
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.resumed import take_up
+from pa_npu.coordinator.roles import make_roles
 from pa_npu.coordinator.run_evaluations import RunEvaluations
 from pa_npu.coordinator.served_run import ServedRun
-from pa_npu.coordinator.shared_engines import SharedEngines
 from pa_npu.coordinator.termination import run_until_terminated
 from pa_npu.data.mixture import training_stream
 from pa_npu.data.prompts import PromptSet, load_prompts, load_training
@@ -97,7 +97,7 @@ async def run(config: Config) -> None:
         channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX), key or "")
         pool = await stack.enter_async_context(
-            EnginePool((), config.rollout.probe_timeout_s, config.rollout.too_long == "cut")
+            EnginePool((), config.rollout.probe_timeout_s, config.rollout.too_long == "cut", decoder(tokenizer))
         )
         fleet = await stack.enter_async_context(
             Fleet(config.rollout, pool, roster, lambda url: kind.client(url, spec.vocab_size, key))
@@ -121,11 +121,11 @@ async def run(config: Config) -> None:
             where = (config.placement.address, config.agent.port or 0, Path(config.run.dir))
             await stack.enter_async_context(gateway.serving(*where))
         await stack.enter_async_context(opened(environment, limit_s))
-        shared = SharedEngines(pool) if config.num_shared_engines else None
         producer = Producer(
             *(config, pool, environment, rewards, buffer, controller, sampling, timeline, work, store_thread),
-            [variant for variant in (service, shared, interruptions) if variant is not None],
+            [variant for variant in (service, interruptions) if variant is not None],
             is_timed=interruptions is None,
+            roles=make_roles(config, pool, timeline, controller),
         )
         await fleet.wait_all_ready()
         device = platform.get(config.run.device)

@@ -36,10 +36,6 @@ class Pace(Variant):
             except asyncio.TimeoutError:
                 return
 
-    def place(self) -> str | None:
-        """The shared engine that the next group is for, if it is for one."""
-        return self._dispatching.place()
-
     def index(self, number: int) -> int:
         """Returns the index of the number-th group that goes, if known before its engine is. Beyond the order it is `number`."""
         if number >= len(self.schedule.order):
@@ -54,11 +50,11 @@ class Pace(Variant):
 
     def admitted(self, lease: Lease) -> None:
         """The next group has been given to an engine."""
-        self._dispatching.dispatched(lease.engine.name)
+        self._dispatching.dispatched()
 
     def generated(self, lease: Lease) -> None:
         """The last response of a group is there, which had this engine at last."""
-        self._dispatching.completed(self._now_s(), lease.engine.name)
+        self._dispatching.completed(self._now_s())
         self._completed.set()
 
     def window(self, engine: str) -> int:

@@ -17,8 +17,7 @@ What a feature does it does at these points (variants.py), for each iteration in
     all_dispatched   engines have had all groups that it began with          the next border (publish.swap=rolling), interruption.py
     generate         what the environment writes with                        interruption.py
     generated        all samples of a group are there                        tail, pace
-    scored           it has its rewards                                      the iteration's numbers
-    deliverable      before what a score has released goes to trainers       shared_engines.py
+    scored           it has its rewards                                      the iteration's numbers; changes of roles (roles.py)
     delivered        a group is in the buffer                                copies for other programs (served_run.py)
     ended            nothing more is done for a group                        interruption.py
 
@@ -32,7 +31,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
@@ -41,6 +40,7 @@ from pa_npu.coordinator.delivery import Delivery, GroupCost, HeldDelivery
 from pa_npu.coordinator.episode import GroupGenerate, Rewards, ScoredGroup, run_episode, score
 from pa_npu.coordinator.pacing import Pace
 from pa_npu.coordinator.production import Produced, Production
+from pa_npu.coordinator.roles import Roles, RolesDelivery
 from pa_npu.coordinator.tail import TailMeter
 from pa_npu.coordinator.variants import Points, Variant
 from pa_npu.data.prompts import Prompt
@@ -75,7 +75,7 @@ class Producer:
     """Produces iterations, one at a time; with responses that go on under newer weights the next may begin beside one.
 
     work: what training a group costs. store_thread: a single-threaded executor for the buffer's blocking calls; one thread keeps
-    their order. variants: the features that this run uses. is_timed: Planner's.
+    their order. variants: the features that this run uses. is_timed: Planner's. roles: where devices decode and train.
     """
 
     def __init__(
@@ -93,8 +93,10 @@ class Producer:
         variants: Sequence[Variant] = (),
         *,
         is_timed: bool = True,
+        roles: Roles | None = None,
     ) -> None:
         self._config = config
+        self._roles = roles
         self._pool = pool
         self._environment = environment
         self._rewards = rewards
@@ -103,7 +105,7 @@ class Producer:
         self._timeline = timeline
         self._work = work
         self._store_thread = store_thread
-        self._variants = variants
+        self._variants = variants if roles is None else [*variants, roles]
         self._planner = Planner(config, pool, controller, work, is_timed=is_timed)
 
     async def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
@@ -125,17 +127,21 @@ class Producer:
         variants: further ones, of this iteration.
         """
         this = self._plan(iteration, prompts, choice, version, variants)
-        for number, group in this.choice.begin():
-            await this.delivery.take(number, group)
-        async with TaskScope() as scope:
-            while (admitted := await this.admission.next()) is not None:
-                scope.start(self._complete(this, admitted), f"group {admitted.index} of iteration {iteration}")
-                if this.choice.is_dispatched:
-                    for tell in this.points.all_dispatched:
-                        tell()
-        imbalance = await this.delivery.finish(this.choice.size)
+        try:
+            for number, group in this.choice.begin():
+                await this.delivery.take(number, group)
+            async with TaskScope() as scope:
+                while (admitted := await this.admission.next()) is not None:
+                    scope.start(self._complete(this, admitted), f"group {admitted.index} of iteration {iteration}")
+                    if this.choice.is_dispatched:
+                        for tell in this.points.all_dispatched:
+                            tell()
+            imbalance = await this.delivery.finish(this.choice.size)
+        finally:
+            await this.delivery.close()
         this.admission.end()
-        return this.production.end(this.pace.schedule.largest_window, this.tail.tail_waste, imbalance)
+        produced = this.production.end(this.pace.schedule.largest_window, this.tail.tail_waste, imbalance)
+        return replace(produced, numbers=produced.numbers | this.delivery.numbers)
 
     def _plan(
         self,
@@ -153,12 +159,17 @@ class Producer:
             config.mesh.per_replica(choice.most),
             config.schedule.updates_per_iteration,
             self._planner.work(prompts),
+            unequal=config.unequal_groups,
         )
         production = Production(iteration, kept_groups(config.telemetry.samples))
         tail, pace = TailMeter(self._pool), self._planner.pace(iteration, prompts)
         points = Points([*self._variants, tail, pace, production, *variants])
-        kind = Delivery if config.streams(iteration) else HeldDelivery
-        delivery = kind(config, production, assignment, self._work, self._buffer, self._store_thread, points.delivered)
+        parts = (config, production, assignment, self._work, self._buffer, self._store_thread, points.delivered)
+        delivery = Delivery(*parts)
+        if not config.streams(iteration):
+            delivery = HeldDelivery(*parts)
+        elif self._roles is not None:
+            delivery = RolesDelivery(self._roles, *parts)
         admission = Admission(self._planner, self._pool, iteration, choice, pace, version, points)
         return _Iteration(iteration, version, choice, pace, tail, points, admission, production, delivery)
 
@@ -206,8 +217,6 @@ class Producer:
             tell(index, group)
         scored_s = time.perf_counter()
         released = this.choice.scored(index, group)
-        for wait in this.points.deliverable:
-            await wait(this.pace.schedule)
         start_s = time.perf_counter()
         for number, chosen in released:
             await this.delivery.take(number, chosen)

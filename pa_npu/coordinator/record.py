@@ -143,9 +143,7 @@ def iteration_record(
         Work(numbers["tokens_prompt"], numbers["tokens_response"], tokens_computed, iteration_s, devices)
     )
     use_before = {name: EngineUse() for name in use_after} | dict(use_before)  # an engine may be new
-    busy = {name: (use.busy_s - use_before[name].busy_s) / iteration_s for name, use in use_after.items()}
-    dedicated = [busy[name] for name, use in use_after.items() if not use.shared]
-    shared = [busy[name] for name, use in use_after.items() if use.shared]
+    busy = [(use.busy_s - use_before[name].busy_s) / iteration_s for name, use in use_after.items()]
     engine = {"host": publish.memory.host_bytes, "device": publish.memory.device_bytes} if publish.memory else {}
     return {
         **report.record(),
@@ -167,9 +165,7 @@ def iteration_record(
         "evaluation_s": evaluation["seconds"] if evaluation else None,
         "eval_accuracy": evaluation["accuracy"] if evaluation else None,
         "trainer_idle": min(1.0, (report.training.wait_s + border.border_wait_s) / iteration_s),
-        # of engines on the trainers' devices alone where there are no others: then it is what training takes
-        "engine_idle": max(0.0, 1.0 - sum(dedicated or shared) / max(1, len(dedicated or shared))),
-        "shared_engine_busy": sum(shared) / len(shared) if shared else None,
+        "engine_idle": max(0.0, 1.0 - sum(busy) / max(1, len(busy))),
         "tpspd": rates.tpspd,
         "tpspd_response": rates.tpspd_response,
         "tpspd_computed": rates.tpspd_computed,

@@ -69,10 +69,7 @@ class TailMeter(Variant):
 
     def _advance(self) -> None:
         use = self._pool.use()
-        all_shared = all(use[engine.name].shared for engine in self._pool.engines)
         for engine in self._pool.engines:
-            if use[engine.name].shared and not all_shared:
-                continue  # it is the trainers' device that would be idle
             self._advance_engine(engine.name, self._last.get(engine.name, use[engine.name]), use[engine.name])
         self._last = use
 

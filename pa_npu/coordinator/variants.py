@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.dispatch.schedule import Schedule
 from pa_npu.engines.pool import GroupSession, Lease
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Generate
@@ -38,9 +37,6 @@ class Variant:
     def scored(self, index: int, group: ScoredGroup) -> None:
         """A group has its rewards, whether it is trained or not."""
 
-    async def deliverable(self, schedule: Schedule) -> None:
-        """Before the groups that a score has released go to trainers."""
-
     def delivered(self, group: Group, scored: ScoredGroup) -> None:
         """A group is in the buffer."""
 
@@ -64,7 +60,6 @@ class Points:
         self.generate: list[Callable[[GroupSession, tuple[int, int], int, Sampling], Generate]] = at("generate")
         self.generated: list[Callable[[Lease], None]] = at("generated")
         self.scored: list[Callable[[int, ScoredGroup], None]] = at("scored")
-        self.deliverable: list[Callable[[Schedule], Awaitable[None]]] = at("deliverable")
         self.delivered: list[Callable[[Group, ScoredGroup], None]] = at("delivered")
         self.ended: list[Callable[[], None]] = at("ended")
         self.all_dispatched: list[Callable[[], None]] = at("all_dispatched")

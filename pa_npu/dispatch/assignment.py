@@ -23,7 +23,8 @@ class Assignment:
     All together (assign_all), by falling work, each to the replica with the least so far. Either way within each share of
     the iteration's groups that makes an optimizer step of its own, since replicas wait for each other at a step.
 
-    shares: optimizer steps per iteration. expected_work: of all groups together, as estimated beforehand; None: unknown.
+    shares: optimizer steps per iteration. expected_work: of all groups together, as estimated beforehand; None: unknown. unequal: a
+    replica may get any number of groups from one on, with one share, where each is assigned to a replica that is named (assign_to).
     """
 
     def __init__(
@@ -33,10 +34,13 @@ class Assignment:
         groups_per_replica: int,
         shares: int = 1,
         expected_work: float | None = None,
+        *,
+        unequal: bool = False,
     ) -> None:
         self._order = order
+        self._unequal = unequal
         self._groups_per_replica = groups_per_replica
-        self._per_share = groups_per_replica // shares
+        self._per_share = groups_per_replica * (num_replicas if unequal else 1) // shares
         self._expected_work = expected_work
         self._work = [[0.0] * num_replicas for _ in range(shares)]
         self._filled = [0] * num_replicas
@@ -46,6 +50,29 @@ class Assignment:
         """(replica, slot) of group `index`, whose training costs `work`, in any unit."""
         self._take(index)
         return self._put(index, work, 0 if self._order == "prompt" else self._by_projection(work))
+
+    def assign_to(self, index: int, work: float, replica: int) -> tuple[int, int]:
+        """The same for a replica that has room; with order=prompt it has to be the group's own."""
+        self._take(index)
+        return self._put(index, work, replica)
+
+    @property
+    def by_index(self) -> bool:
+        """Whether a group's replica follows from its index."""
+        return self._order == "prompt"
+
+    def replica_of(self, index: int) -> int:
+        """With order=prompt."""
+        return index % len(self._filled)
+
+    def has_room(self, replica: int) -> bool:
+        """Whether the replica may get a further group."""
+        return self._filled[replica] < self._per_share * len(self._work)
+
+    @property
+    def untouched(self) -> list[int]:
+        """Replicas without a group."""
+        return [replica for replica, filled in enumerate(self._filled) if not filled]
 
     def assign_all(self, indices: Sequence[int], works: Sequence[float]) -> list[tuple[int, int]]:
         """(replica, slot) of all groups of an iteration, which are given in the order in which they are to be trained."""
@@ -62,6 +89,8 @@ class Assignment:
     def finish(self, num_groups: int | None = None) -> None:
         """Asserts that every slot is filled (I2). num_groups: of the iteration, where it turned out to be fewer than its slots."""
         each = self._groups_per_replica if num_groups is None else num_groups // len(self._filled)
+        if self._unequal and min(self._filled) and sum(self._filled) == each * len(self._filled):
+            return
         if any(filled != each for filled in self._filled):
             raise InvariantViolation(f"I2 exactly once: replicas got {self._filled} groups, each must get {each}")
 

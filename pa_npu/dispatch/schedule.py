@@ -10,12 +10,6 @@ Three things keep groups from going out at once:
   turns     "not before so many groups are complete, and so many seconds after the last of these": with equal lengths all groups
             that begin together end together, so they begin one after another, as fast as trainers will take them
 
-Engines on the trainers' devices (rollout.shared_engines) are a case of their own: they take the first groups of the order, each
-named by the schedule, at the iteration's beginning, when trainers have nothing to do yet, and nothing later. Trainers are given
-nothing before these groups have ended, so that an engine and a trainer never compute on one device at the same time. What keeps
-groups from going out at once is for the other engines alone. Where trainers wait for the whole batch (schedule.stream=false),
-and where no other engine serves, they take groups as the others do.
-
 What is sampled follows from a group's index, so a schedule changes times and, with schedule.order=completion, slots, never a token.
 """
 
@@ -77,16 +71,12 @@ class Schedule:
 
     name: what the log and the record call it. Groups beyond `order` (replacements) follow it as they come, without turns.
     reach: which of the groups that are left an engine takes, where that is not the next in order.
-    shared: the shared engines of the first groups in order; turns and windows are of the groups behind them. everywhere: shared
-    engines have windows and take groups like the others.
     """
 
     name: str
     order: tuple[int, ...]
     windows: tuple[Windows, ...]
     turns: tuple[Turn, ...] = ()
-    shared: tuple[str, ...] = ()
-    everywhere: bool = False
     reach: Reach | None = None
 
     @property
@@ -107,36 +97,24 @@ class Dispatching:
     schedule: Schedule
     num_engines: int
     num_dispatched: int = 0
-    # of these, given to the engines that schedule.shared names, and complete there
-    _num_shared: int = 0
-    _num_shared_completed: int = 0
     _completed_s: list[float] = field(default_factory=list)
     _level: int = 0  # of the windows in force
 
-    def place(self) -> str | None:
-        """The shared engine that the next group is for, if it is for one."""
-        shared = self.schedule.shared
-        return shared[self.num_dispatched] if self.num_dispatched < len(shared) else None
-
-    def dispatched(self, engine: str = "") -> None:
+    def dispatched(self) -> None:
         """The next group has been given to an engine."""
-        self._num_shared += engine == self.place()
         self.num_dispatched += 1
         windows = self.schedule.windows
         while self._level + 1 < len(windows) and windows[self._level + 1].from_group <= self.num_dispatched:
             self._level += 1
 
-    def completed(self, at_s: float, engine: str = "") -> None:
+    def completed(self, at_s: float) -> None:
         """A group's last response is there."""
-        if engine in self.schedule.shared and self._num_shared_completed < self._num_shared:
-            self._num_shared_completed += 1
-        else:
-            self._completed_s.append(at_s)
+        self._completed_s.append(at_s)
 
     def ready_at(self) -> float:
         """When the next group may go, if an engine has room: a time, which may be past, or inf: not before another completes."""
-        number = self.num_dispatched - self._num_shared
-        if self.place() is not None or number >= len(self.schedule.turns):
+        number = self.num_dispatched
+        if number >= len(self.schedule.turns):
             return 0.0
         num_completed = len(self._completed_s)
         if number - num_completed < self.num_engines:
@@ -152,10 +130,7 @@ class Dispatching:
 
 
 class Load(Protocol):
-    """An engine's load in flight: sequences, and the tokens that are expected of them. shared: it is on a trainer's device."""
-
-    @property
-    def shared(self) -> bool: ...
+    """An engine's load in flight: sequences, and the tokens that are expected of them."""
 
     @property
     def in_flight_sequences(self) -> int: ...
@@ -168,23 +143,15 @@ def engine_with_room(
     loads: Mapping[str, Load],
     sequences: int,
     window: Callable[[str], int],
-    place: str | None = None,
-    *,
-    everywhere: bool = False,
 ) -> str | None:
     """The engine for `sequences` more: among those with room the one with the fewest tokens in flight for its window.
 
     An engine with twice the window is one that is twice as fast, so it is as full with twice the tokens. An idle engine takes
     anything, so that a group larger than the window still runs. None: no engine has room.
 
-    place, everywhere: as Dispatching.place and Schedule.everywhere have it. A shared engine takes what is for it, if it is there,
-    and else nothing as long as there are others.
     """
-    if place is not None and place in loads:
-        return place
     best, least = None, math.inf
-    dedicated = {name: load for name, load in loads.items() if everywhere or not load.shared}
-    for name, load in (dedicated or loads).items():
+    for name, load in loads.items():
         limit = window(name)
         if load.in_flight_sequences and load.in_flight_sequences + sequences > limit:
             continue

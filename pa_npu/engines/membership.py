@@ -259,7 +259,9 @@ class Fleet:
                 task.cancel()
             self._start(member, predecessor.engine.close, "close")
         self._members[entry.index] = member
-        self._pool.add(member.engine, shared=member.shared, settings=self._config.settings_of(entry.index))
+        self._pool.add(
+            member.engine, seat=entry.index, shared=member.shared, settings=self._config.settings_of(entry.index)
+        )
         bring_up = partial(self._bring_up, member, is_replacement=predecessor is not None)
         self._start(member, bring_up, "bring up")
 
@@ -304,6 +306,7 @@ class Fleet:
                 f"engine {member.name} has {found.num_workers} workers, but rollout.tensor_parallel = "
                 f"{self._config.tensor_parallel}; start it with the same, or change the key"
             )
+        self._pool.continues &= found.continues
         if not found.loads_weights:
             raise ConfigError(
                 f"engine {member.name} cannot load weights, so that it would never be on-policy; use another"

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -61,6 +61,8 @@ class EngineUse:
     """Integral of in_flight_sequences over time."""
     busy_s: float = 0.0
     """Time with anything in flight."""
+    seat: int | None = None
+    """The engine's index, which its successor has too."""
     shared: bool = False
     """Whether the engine is on a trainer's device."""
     window: int | None = None
@@ -97,6 +99,8 @@ class Lease:
         self.start_s = use.updated_s
         self._closed = False
         self.duration_s = 0.0
+        self.first: Lease = self
+        """The one under which its group began, on this engine or another."""
 
     def expect(self, tokens: int) -> None:
         """Say how many tokens the lease's sequences are expected to have, where that was not known at admission."""
@@ -259,11 +263,13 @@ class GroupSession:
                 await self._admit_again()
 
     async def _admit_again(self) -> None:
+        first = self.lease.first
         self.lease = await self._pool.admit(
             *(self.lease.sequences, self.lease.tokens, self._window, self._again_deadline_s),
             again=True,
             version=self._version,
         )
+        self.lease.first = first
 
 
 class EnginePool:
@@ -283,9 +289,9 @@ class EnginePool:
         self.probe_timeout_s = probe_timeout_s
         self.cuts = cuts
         self.decode = decode
-        self.continues = False
+        self.continues = True
         """Whether every engine goes on with what another one has begun."""
-        self._resting: frozenset[str] = frozenset()
+        self._resting: frozenset[int] = frozenset()  # seats
         self._engines = {engine.name: engine for engine in engines}
         self._uses = {engine.name: EngineUse() for engine in engines}
         if len(self._uses) != len(engines):
@@ -311,16 +317,21 @@ class EnginePool:
         """Those that serve."""
         return tuple(engine for name, engine in self._engines.items() if name in self._serving)
 
-    def num_places(self, *, everywhere: bool) -> int:
-        """Engines that serve and take groups by their windows: shared ones do with `everywhere`, or where there are no others."""
-        dedicated = [engine for engine in self.engines if everywhere or not self._uses[engine.name].shared]
-        return len(dedicated or self.engines)
+    def add(
+        self,
+        engine: RolloutEngine,
+        *,
+        seat: int | None = None,
+        shared: bool = False,
+        settings: EngineSettings | None = None,
+    ) -> None:
+        """One more engine; it does not serve yet.
 
-    def add(self, engine: RolloutEngine, *, shared: bool = False, settings: EngineSettings | None = None) -> None:
-        """One more engine; it does not serve yet. shared: it is on a trainer's device. settings: what is particular to it."""
+        seat: its index. shared: it is on a trainer's device. settings: what is particular to it.
+        """
         self._engines[engine.name] = engine
         use = self._uses.setdefault(engine.name, EngineUse())
-        use.shared = shared
+        use.seat, use.shared = seat, shared
         if settings is not None:
             use.window, use.speed, use.device = settings.window, settings.speed, settings.device
 
@@ -373,8 +384,6 @@ class EnginePool:
         deadline_s: float,
         *,
         again: bool = False,
-        place: str | None = None,
-        everywhere: bool = False,
         version: int | None = None,
     ) -> Lease:
         """Wait until an engine has room for `sequences` more, of about `tokens` together, and take it.
@@ -393,7 +402,7 @@ class EnginePool:
                 found = None
                 if again or not self._again:
                     limit = self._own_or(window)
-                    found = engine_with_room(self._able(version), sequences, limit, place, everywhere=everywhere)
+                    found = engine_with_room(self._able(version), sequences, limit)
                 if found is not None:
                     use = self._uses[found]
                     if version is not None and use.version not in (None, version):
@@ -451,7 +460,7 @@ class EnginePool:
     def _able(self, version: int | None) -> dict[str, EngineUse]:
         """Engines that may take what this version has to write: those that write by it. Where the last of these is lost after
         others have gone on to a later version, the others: what they write is fresher, but not what the run would have had."""
-        working = [engine.name for engine in self.engines if engine.name not in self._resting]
+        working = [engine.name for engine in self.engines if self._uses[engine.name].seat not in self._resting]
         uses = {name: self._uses[name] for name in working}
         if version is None:
             return uses
@@ -488,13 +497,19 @@ class EnginePool:
 
     def rests(self, engine: RolloutEngine) -> bool:
         """Whether the engine takes nothing because its device has other work."""
-        return engine.name in self._resting
+        use = self._uses.get(engine.name)
+        return use is not None and use.seat in self._resting
 
-    def rest(self, engines: Sequence[RolloutEngine]) -> None:
-        """These engines and no others take nothing more until `rest` names others; a group that comes back to one goes elsewhere.
-        With none, all work."""
-        self._resting = frozenset(engine.name for engine in engines)
+    def rest(self, seats: frozenset[int]) -> None:
+        """Engines with these indices, and their successors, and no others take nothing more until `rest` names others; a group that
+        comes back to one goes elsewhere. With none, all work."""
+        self._resting = seats
         self._room.set()
+
+    def by_seat(self) -> dict[int, EngineUse]:
+        """Uses of the engines that serve, by index."""
+        uses = (self._uses[engine.name] for engine in self.engines)
+        return {use.seat: use for use in uses if use.seat is not None}
 
     @contextmanager
     def asking(self, engine: RolloutEngine) -> Iterator[None]:
@@ -507,25 +522,28 @@ class EnginePool:
             use.asked -= 1
             self._room.set()
 
-    async def hand_on(self, engines: Sequence[RolloutEngine], deadline_s: float) -> None:
+    async def hand_on(self, seats: Collection[int], deadline_s: float) -> None:
         """Until nothing is asked of these engines, which rest: where engines continue each other's responses, they end theirs as
-        they stand, else they finish them. Raises EngineError and DeadlineExceeded."""
+        they stand, else they finish them. One that fails is lost: what it had begins again elsewhere."""
 
         async def empty(engine: RolloutEngine) -> None:
             # a request that was on its way when the engine handed on is handed on in the next turn
-            while self._uses[engine.name].asked:
-                if self.continues:
-                    await engine.hand_on(deadline_s=deadline_s)
+            use, is_lost = self._uses[engine.name], False
+            while use.asked:
+                if self.continues and not is_lost:
+                    try:
+                        await engine.hand_on(deadline_s=deadline_s)
+                    except (EngineError, DeadlineExceeded) as error:
+                        is_lost = True
+                        if not await self.report_lost(engine, str(error)):
+                            raise
                 again = asyncio.get_running_loop().call_later(_LATE_REQUEST_S, self._room.set)
                 self._room.clear()
                 await self._room.wait()
                 again.cancel()
 
+        engines = [engine for engine in self._engines.values() if self._uses[engine.name].seat in seats]
         await gather([empty(engine) for engine in engines])
-
-    async def shared_idle(self) -> None:
-        """Until no engine on a trainer's device has anything in flight, which groups' own deadlines bring about."""
-        await self.until(lambda: not any(use.shared and use.in_flight_sequences for use in self._uses.values()))
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Until this is so; asked again when a group ends on an engine, and when one serves, is lost or changes version."""

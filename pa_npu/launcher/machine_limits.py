@@ -46,7 +46,7 @@ def _open_files(config: Config) -> Iterator[str]:
     except ImportError:  # no such limits
         return
     rollout = config.rollout
-    sequences = ((rollout.max_engines or rollout.engines) + rollout.shared_engines) * rollout.max_num_seqs
+    sequences = (rollout.max_engines or rollout.engines) * rollout.max_num_seqs
     needed = _FILES_OF_A_PROCESS + max(sequences, 4 * config.trainer.devices)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

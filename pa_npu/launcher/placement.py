@@ -20,7 +20,7 @@ _FREE_PORTS = range(20000, 32000)
 class Placement:
     """Devices and cores of one node's processes. An engine has rollout.tensor_parallel devices. cores: empty if unpinned.
 
-    Shared engines (rollout.shared_engines, placement.colocate), the last ones, have devices of trainers. engines, ranks: which
+    Shared engines (placement.colocate) have devices of trainers. engines, ranks: which
     engines and trainer ranks of the run these are, in the order of the other fields.
     """
 
@@ -142,9 +142,9 @@ def place_nodes(config: Config) -> list[Placement]:
 
 
 def _shared_units(config: Config, trainers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the shared engines' devices: those of the first trainer ranks, in order. trainers: devices of all ranks."""
-    size, count = config.rollout.tensor_parallel, config.num_shared_engines
-    return tuple(tuple(trainers[at : at + size]) for at in range(0, size * count, size))
+    """Devices of shared engines: those of the trainer ranks beside each. trainers: of all ranks."""
+    shared = range(config.num_engines - config.num_shared_engines, config.num_engines)
+    return tuple(tuple(trainers[rank] for rank in config.ranks_beside(index)) for index in shared)
 
 
 def place_extra_engine(config: Config, index: int) -> Placement:

@@ -29,7 +29,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
     rollout, amount = config.rollout, work(config)
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     lines = [
-        f"devices               {_devices(config)}{_nodes(config)}{_shared(config)}",
+        f"devices               {_devices(config)}{_nodes(config)}",
         f"trainer ranks         {_ranks(config)}",
         f"groups per iteration  {config.schedule.prompts_per_iteration} (x {counted(rollout.responses_per_prompt, 'response')} = "
         f"{counted(amount.sequences, 'sequence')}), {config.groups_per_replica} per replica",
@@ -83,9 +83,7 @@ def _ranks(config: Config) -> str:
 def _devices(config: Config) -> str:
     engines = f"{counted(config.rollout.engines, 'engine')} x {config.rollout.tensor_parallel}"
     if config.placement.colocate:
-        return (
-            f"{config.num_devices} = {counted(config.trainer.devices, 'trainer rank')}, with {engines} on them in turn"
-        )
+        return f"{config.num_devices} = {counted(config.trainer.devices, 'trainer rank')}, with {engines} on them"
     return f"{config.num_devices} = {engines} + {counted(config.trainer.devices, 'trainer rank')}"
 
 
@@ -97,13 +95,6 @@ def _settings(entry: EngineSettings) -> str:
     ]
     numbers = f"engine{'s' if len(entry.engines) > 1 else ''} {', '.join(map(str, entry.engines))}"
     return f"{numbers}: {', '.join(filter(None, said)) or 'nothing is said of them'}"
-
-
-def _shared(config: Config) -> str:
-    shared = config.rollout.shared_engines
-    if not shared:
-        return ""
-    return f"; {shared} more {'engine' if shared == 1 else 'engines'} x {config.rollout.tensor_parallel} on trainers' devices"
 
 
 def _shared_weights(config: Config, trainers: Memory, one_group: bool) -> str:

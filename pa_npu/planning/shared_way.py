@@ -1,4 +1,4 @@
-"""How weights reach engines on the trainers' devices (rollout.shared_engines, placement.colocate): publish.shared_through."""
+"""How weights reach engines on the trainers' devices (placement.colocate): publish.shared_through."""
 
 from __future__ import annotations
 

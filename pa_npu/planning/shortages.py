@@ -184,8 +184,7 @@ def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     proposal = _search(config, spec, moves, fits)
     after = "" if proposal is None else f"together {format_bytes(together(_changed(config, proposal)))}"
     if proposal is None:
-        alone = "placement.colocate" if config.placement.colocate else "rollout.shared_engines"
-        proposal, after = {alone: 0 if alone.endswith("engines") else False}, "engines on devices of their own alone"
+        proposal, after = {"placement.colocate": False}, "engines on devices of their own alone"
     yield Shortage("shared engine", what, too_small, proposal, after)
 
 

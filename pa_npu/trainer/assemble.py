@@ -148,8 +148,14 @@ def rollout_source(
     most = config.groups_per_replica * (1 + freshness.max_staleness * is_told)
 
     def size(iteration: int) -> int | None:
+        if config.unequal_groups:
+            dispatched = DISPATCHED.get_if_there(channel, iteration=iteration)
+            return None if dispatched is None else sum(group.replica == replica for group in dispatched.groups)
         found = UPDATE_SIZE.get_if_there(channel, iteration=iteration)
         return None if found is None else found.groups
+
+    def unequal(iteration: int) -> bool:
+        return config.unequal_groups and config.streams(iteration)
 
     def microbatches(iteration: int) -> MicrobatchIterator:
         return MicrobatchIterator(
@@ -157,7 +163,7 @@ def rollout_source(
             replica=replica,
             num_replicas=config.mesh.data,
             iteration=iteration,
-            groups=most,
+            groups=config.schedule.prompts_per_iteration if unequal(iteration) else most,
             order=config.schedule.order,
             responses_per_microbatch=config.microbatch_responses,
             shared_prompt=config.attention.shared_prompt,
@@ -169,7 +175,7 @@ def rollout_source(
             timeline=timeline,
             freshness=freshness,
             advantage=config.algorithm.advantage,
-            size=partial(size, iteration) if is_told else None,
+            size=partial(size, iteration) if is_told or unequal(iteration) else None,
             dispatched=partial(DISPATCHED.get_if_there, channel, iteration=iteration),
         )
 

@@ -51,7 +51,8 @@ class IterationChecks:
         size = self._config.groups_per_replica
         if self._config.trained_groups is None:
             size = UPDATE_SIZE.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=iteration).groups
-        check_dispatched(dispatched, iteration, self._config.mesh.data, size)
+        unequal = self._config.unequal_groups and self._config.streams(iteration)
+        check_dispatched(dispatched, iteration, self._config.mesh.data, size, unequal=unequal)
         check_trained(dispatched, self._replica, trained)
         check_normalisers(dispatched, normalisers, self._config)
         return self._agreement.check_trained(iteration, exact, aged)

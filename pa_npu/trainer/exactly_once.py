@@ -17,8 +17,13 @@ from pa_npu.errors import InvariantViolation
 _NAMED = 4
 
 
-def check_dispatched(dispatched: Dispatched, iteration: int, replicas: int, groups_per_replica: int) -> None:
-    """Raises InvariantViolation where the iteration is no whole: a group twice, one from nowhere, a replica with too few."""
+def check_dispatched(
+    dispatched: Dispatched, iteration: int, replicas: int, groups_per_replica: int, *, unequal: bool = False
+) -> None:
+    """Raises InvariantViolation where the iteration is no whole: a group twice, one from nowhere, a replica with too few.
+
+    unequal: replicas may have any numbers, which are those of all groups together.
+    """
     where = f"I2 exactly once: iteration {iteration}"
     if dispatched.iteration != iteration:
         raise InvariantViolation(f"{where}: the coordinator speaks of iteration {dispatched.iteration}")
@@ -33,6 +38,8 @@ def check_dispatched(dispatched: Dispatched, iteration: int, replicas: int, grou
                 f"{where}: group {index} was dispatched, but groups go from 0 to {replicas * groups_per_replica - 1}"
             )
     counts = Counter(group.replica for group in dispatched.groups)
+    if unequal and counts.total() == replicas * groups_per_replica:
+        return
     if counts != {replica: groups_per_replica for replica in range(replicas)}:
         raise InvariantViolation(
             f"{where}: the replicas got {dict(sorted(counts.items()))} groups instead of {groups_per_replica} each"

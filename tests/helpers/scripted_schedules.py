@@ -1,4 +1,5 @@
-"""An environment that is the usual one, whose construction makes its process follow six schedules that differ in everything.
+"""An environment that is the usual one, whose construction makes its process follow six schedules that differ in everything, and,
+where devices decode and train, change a role at every chance.
 
 environment.name has it constructed in the coordinator's process, and importing it changes nothing: tests import the names below.
 """
@@ -6,17 +7,16 @@ environment.name has it constructed in the coordinator's process, and importing 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+from pa_npu.coordinator import roles
+from pa_npu.dispatch.roles import Rest, Speeds
 from pa_npu.dispatch.schedule import Schedule, Turn, Windows, same_windows
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import IterationOutlook
 
-# Groups that begin on each shared engine, if there are any, in the iterations of these numbers.
-ON_SHARED = (0, 0, 2, 1, 4, 0)
-NAMES = ("ramp", "one after another", "shared first", "all at once", "half on shared, thinning", "one at a time")
+NAMES = ("ramp", "one after another", "rotated", "all at once", "thinning", "one at a time")
 
 
 class Scripted(SingleTurn):
@@ -25,11 +25,24 @@ class Scripted(SingleTurn):
     def __init__(self, context: EnvironmentContext) -> None:
         super().__init__(context)
         ScheduleController.begin_iteration = _begin_scripted  # type: ignore[method-assign]
+        roles.decoding_units = _one_fewer
+
+
+class ChangesRoles(SingleTurn):
+    """SingleTurn as it is, in a process that changes a role at every chance."""
+
+    def __init__(self, context: EnvironmentContext) -> None:
+        super().__init__(context)
+        roles.decoding_units = _one_fewer
+
+
+def _one_fewer(rest: Rest, speeds: Speeds) -> tuple[int, float, float]:
+    return max(1, rest.decoding - 1), 0.0, 0.0
 
 
 def scripted(number: int, outlook: IterationOutlook, responses: int) -> Schedule:
     """The schedule of iteration `number`."""
-    groups, engines = len(outlook.groups), outlook.dedicated
+    groups, engines = len(outlook.groups), outlook.engines
 
     def windows(*steps: tuple[int, int]) -> tuple[Windows, ...]:
         """steps: (groups per engine, from which group dispatched on)."""
@@ -48,9 +61,8 @@ def scripted(number: int, outlook: IterationOutlook, responses: int) -> Schedule
         windows((3, 0), (1, 5)),
         windows((1, 0)),
     )
-    shared = outlook.shared * ON_SHARED[number]
     assert sorted(order[number]) == list(indices), "each group once"
-    return Schedule(NAMES[number], order[number], limits[number], turns if number == 1 else (), shared)
+    return Schedule(NAMES[number], order[number], limits[number], turns if number == 1 else ())
 
 
 _begin = ScheduleController.begin_iteration
@@ -60,9 +72,8 @@ _begun = 0
 def _begin_scripted(self: ScheduleController, outlook: IterationOutlook, iteration: int = 0) -> Schedule:
     """As chosen, but for what is scripted; what is recorded is what was followed."""
     global _begun
-    chosen = _begin(self, outlook, iteration)
-    made = scripted(_begun % len(NAMES), outlook.without_roles, self._rules.responses)
+    _begin(self, outlook, iteration)
     running = self._running[iteration]
-    running.schedule = replace(made, everywhere=chosen.everywhere)
+    running.schedule = scripted(_begun % len(NAMES), outlook, self._rules.responses)
     _begun += 1
     return running.schedule

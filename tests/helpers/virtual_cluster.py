@@ -45,11 +45,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Case:
-    """train: seconds of training all groups on one replica's worth of devices, over the shortest generation (Tt / Tg).
-
-    shared: number of engines on the trainers' devices, as fast as the first engine; the references
-    (bound_s, optimum_s, constant windows) are without them.
-    """
+    """train: seconds of training all groups on one replica's worth of devices, over the shortest generation (Tt / Tg)."""
 
     name: str
     engines: tuple[EngineSpeed, ...]
@@ -62,7 +58,6 @@ class Case:
     replicas: int = 1
     border_s: float = 0.0
     noise: float = 0.2  # of the logarithm of what is known of a prompt's length
-    shared: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,13 +66,6 @@ class Case:
     @property
     def cluster(self) -> Cluster:
         return Cluster(dict(zip(self.names, self.engines, strict=True)), self.max_num_seqs, self.replicas)
-
-    @property
-    def with_shared(self) -> Cluster:
-        """The cluster with its shared engines."""
-        shared = tuple(f"shared {number}" for number in range(self.shared))
-        engines = {**self.cluster.engines, **dict.fromkeys(shared, self.engines[0])}
-        return replace(self.cluster, engines=engines, shared=shared)
 
     @property
     def most_places(self) -> int:
@@ -210,10 +198,8 @@ def run_controller(
     results = []
     for number in range(iterations):
         groups, outlooks = case.work(number)
-        cluster = replace(disturb(number, case.with_shared), order=rules.order, updates=rules.updates)
-        schedule = controller.begin_iteration(
-            IterationOutlook(outlooks, tuple(cluster.engines), streams(number), cluster.shared)
-        )
+        cluster = replace(disturb(number, case.cluster), order=rules.order, updates=rules.updates)
+        schedule = controller.begin_iteration(IterationOutlook(outlooks, tuple(cluster.engines), streams(number)))
         outcome = simulate(cluster, groups, schedule, streams=streams(number))
         for timing in outcome.timings:
             stretched = timing.start_s + (timing.end_s - timing.start_s) * rng.lognormal(0.0, noise)

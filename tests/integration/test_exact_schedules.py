@@ -1,6 +1,6 @@
 """Invariant I4: with order=prompt, a periodic run ends with the synchronous run's weights bit for bit, whatever its schedules are.
 
-Real engines and trainers; the schedules differ from iteration to iteration in order, windows, turns and what shared engines take.
+Real engines and trainers; schedules differ in order, windows and turns from iteration to iteration, and roles change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.launched import Launched, settings
-from tests.helpers.scripted_schedules import NAMES, ON_SHARED
+from tests.helpers.scripted_schedules import NAMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
@@ -73,13 +73,8 @@ def test_sharded_trainers_end_with_the_synchronous_runs_weights_too(run: Callabl
 @pytest.mark.parametrize(
     "engines",
     [
-        pytest.param({"rollout.shared_engines": 2}, id="shared engines"),
+        pytest.param({"rollout.engines": 2, "placement.colocate": "true"}, id="roles"),
         pytest.param({"rollout.engines": 2}, id="two engines", marks=pytest.mark.nightly),
-        pytest.param(
-            {"rollout.shared_engines": 1, "publish.shared_through": "host"},
-            id="through host",
-            marks=pytest.mark.nightly,
-        ),
     ],
 )
 def test_whatever_the_schedules_weights_are_those_of_the_synchronous_run(
@@ -87,8 +82,10 @@ def test_whatever_the_schedules_weights_are_those_of_the_synchronous_run(
 ) -> None:
     weights, records = run(**{"environment.name": "tests.helpers.scripted_schedules:Scripted"}, **engines)
     assert [record["schedule"] for record in records] == list(NAMES), "the schedules were followed"
-    if "rollout.shared_engines" in engines:
-        assert [record["shared_engine_busy"] > 0 for record in records] == [count > 0 for count in ON_SHARED]
+    if "placement.colocate" in engines:
+        assert [record["role_changes"] for record in records] == [0, 1, 1, 1, 1, 1], (
+            "the first teaches how fast engines are"
+        )
     expected, held = synchronous
     assert [(r["reward_mean"], r["loss"]) for r in records] == [(r["reward_mean"], r["loss"]) for r in held]
     assert weights.keys() == expected.keys()

@@ -55,7 +55,7 @@ def test_a_speed_that_is_none_is_refused_in_one_line(
     )
 
 
-@pytest.mark.parametrize("other", [["--colocated"], ["--shared-prompt"], ["--simulate"], ["--staleness", "1"]])
+@pytest.mark.parametrize("other", [["--shared-prompt"], ["--simulate"], ["--staleness", "1"]])
 def test_what_paced_devices_are_not_for_is_refused(
     other: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,7 +55,6 @@ def test_every_number_is_what_its_definition_gives() -> None:
         "a": EngineUse(requests=8, tokens=160, busy_s=6.0),
         "new": EngineUse(requests=2, tokens=40, busy_s=1.0, device="npu 910B"),
     }
-    after["beside a trainer"] = EngineUse(requests=1, tokens=20, busy_s=2.0, shared=True)
     record = iteration_record(
         Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}),
         produced,
@@ -97,7 +96,6 @@ def test_every_number_is_what_its_definition_gives() -> None:
         "trainer_idle": 2.0 / SECONDS,
         # two engines that serve at the end: one busy for 4 s of the 8, one new and busy for 1
         "engine_idle": 1 - (4.0 + 1.0) / (2 * SECONDS),
-        "shared_engine_busy": 2.0 / SECONDS,
         "tpspd": (tokens + prompt_tokens) / SECONDS / DEVICES,
         "tpspd_response": tokens / SECONDS / DEVICES,
         "tpspd_computed": 70 / SECONDS / DEVICES,
@@ -120,7 +118,6 @@ def test_every_number_is_what_its_definition_gives() -> None:
     assert record["engines"] == {
         "a": {"requests": 3, "tokens": 60},
         "new": {"requests": 2, "tokens": 40, "device": "npu 910B"},
-        "beside a trainer": {"requests": 1, "tokens": 20},
     }
     assert [(g.index, g.replica, list(g.response_tokens)) for g in produced.dispatched.groups] == [
         (index, index % 2, length[index].tolist()) for index in range(3)

@@ -16,7 +16,6 @@ from helpers.virtual_cluster import CPU_ENGINE
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.pacing import Pace
 from pa_npu.coordinator.producer import Producer
-from pa_npu.coordinator.shared_engines import SharedEngines
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.schedule import Reach, Schedule, Turn, same_windows
 from pa_npu.engines.pool import EnginePool
@@ -124,10 +123,9 @@ def run(
     engines: dict[str, EngineSpeed],
     follow: Schedule | None = None,
     iterations: int = 1,
-    shared: Sequence[str] = (),
     **schedule: object,
 ) -> tuple[Recording, list[Shelf], list[float]]:
-    """Iterations of the real producer; returns also when each had ended. shared: of the engines, those on trainers' devices."""
+    """Iterations of the real producer; returns also when each had ended."""
     config = Config.model_validate(
         {
             "model": {"path": "m"},
@@ -143,7 +141,7 @@ def run(
         async with EnginePool() as pool:
             for name, speed in engines.items():
                 engine = Engine(name, speed, lengths)
-                pool.add(engine, shared=name in shared)
+                pool.add(engine)
                 pool.serve(engine)
             producer: Any = Producer(
                 config,
@@ -156,7 +154,6 @@ def run(
                 Timeline(None, ""),
                 lambda prompt, responses: prompt + sum(responses),
                 Inline(),
-                [SharedEngines(pool)] if shared else [],
             )
             for iteration in range(iterations):
                 shelves.append(Shelf())
@@ -183,13 +180,12 @@ def model(
     engines: dict[str, EngineSpeed],
     schedule: Schedule,
     tokens: int = 64,
-    shared: Sequence[str] = (),
 ):
     groups = [
         VirtualGroup(i, PROMPT, tuple(map(float, row)), TRAIN_S, RESPONSES * (PROMPT + tokens))
         for i, row in enumerate(lengths)
     ]
-    return simulate(Cluster(engines, 10**6, shared=tuple(shared)), groups, schedule)
+    return simulate(Cluster(engines, 10**6), groups, schedule)
 
 
 EQUAL = [[64] * RESPONSES] * GROUPS
@@ -266,32 +262,3 @@ async def test_a_turn_that_waits_for_a_completion_is_woken_by_it_and_one_in_the_
     await asyncio.wait_for(waiting, 5)
     pace.admitted(lease)
     await asyncio.wait_for(pace.before_admit(), 1)
-
-
-def test_the_coordinator_dispatches_to_shared_engines_as_the_model_does():
-    engines = {"a": CPU_ENGINE, "b": CPU_ENGINE}
-    turns = tuple(Turn(max(0, i - 5), 0.2 * i if i < 5 else 0.05) for i in range(GROUPS - 1))
-    for lengths, more in ((EQUAL, ()), (EQUAL, turns), (MIXED, ())):
-        first = 1  # a short one, which ends before any other
-        order = (first, *(i for i in range(GROUPS) if i != first))
-        schedule = Schedule("s", order, (same_windows("a", 24),), more, shared=("b",))
-        controller, _, ends_s = run(lengths, engines, schedule, shared=("b",))
-        outcome = model(lengths, engines, schedule, shared=("b",))
-        real = {t.index: (t.engine, t.start_s, t.end_s) for t in controller.timings}
-        assert {t.index: t.engine for t in outcome.timings} == {index: engine for index, (engine, _, _) in real.items()}
-        assert [index for index, (engine, _, _) in real.items() if engine == "b"] == [first]
-        for timing in outcome.timings:
-            assert real[timing.index][1:] == pytest.approx((timing.start_s, timing.end_s), abs=1e-6)
-        assert ends_s[0] == pytest.approx(outcome.end_s, abs=1e-6)
-
-
-@pytest.mark.parametrize("lengths", [EQUAL, MIXED], ids=["equal", "mixed"])
-def test_with_prompt_order_the_same_bytes_are_trained_in_the_same_slots_with_and_without(lengths):
-    engines = {"a": CPU_ENGINE, "b": CPU_ENGINE}
-    controller, shelves, _ = run(lengths, engines, iterations=4, order="prompt", shared=("b",))
-    assert any(schedule.shared for schedule in controller.schedules), "negative control: some groups were there"
-    _, held, _ = run(lengths, {"a": CPU_ENGINE}, iterations=4, order="prompt", stream=False)
-    synchronous, everywhere, _ = run(lengths, engines, iterations=4, order="prompt", stream=False, shared=("b",))
-    assert {timing.engine for timing in synchronous.timings} == {"a", "b"}, "where nobody trains, all engines generate"
-    for number in range(4):
-        assert shelves[number].groups == held[number].groups == everywhere[number].groups

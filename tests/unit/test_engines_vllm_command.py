@@ -11,6 +11,7 @@ import pytest
 
 import pa_npu
 from pa_npu.config.schema import Config
+from pa_npu.config.sections import PlacementConfig
 from pa_npu.engines.vllm import command as engine
 from pa_npu.engines.vllm.command import EngineCommand
 from pa_npu.engines.vllm.versions import VERSIONS, EngineVersion
@@ -113,7 +114,8 @@ def test_device_memory_engine_gets_its_share_of_it(monkeypatch):
     monkeypatch.setattr(engine.platform, "get", lambda kind: Device())
     command = server_command(config({"memory_fraction": 0.7, "graph_mode": True}), SPEC, 0, 1)
     assert option(command.argv, "--gpu-memory-utilization") == "0.7"
-    shared = server_command(config({"shared_engines": 1, "shared_memory_fraction": 0.25}), SPEC, 1, 1)
+    beside = config({"shared_memory_fraction": 0.25}).model_copy(update={"placement": PlacementConfig(colocate=True)})
+    shared = server_command(beside, SPEC, 0, 1)
     assert option(shared.argv, "--gpu-memory-utilization") == "0.25", "beside a trainer"
     assert command.env["FROM_PLATFORM"] == "engine"
     assert "--kv-cache-memory-bytes" not in command.argv and "--enforce-eager" not in command.argv

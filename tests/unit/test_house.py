@@ -195,12 +195,14 @@ def test_the_search_finds_what_it_looks_for() -> None:
 FEATURE_KEYS = {
     **dict.fromkeys(("max_staleness", "tokens_per_update", "dynamic_sampling", "dynamic_sampling_limit"), "schedule"),
     **dict.fromkeys(("on_publish", "tokens_per_version", "updates_per_iteration", "compare_iterations"), "schedule"),
-    **dict.fromkeys(("engine_settings", "shared_engines", "too_long"), "rollout"),
+    **dict.fromkeys(("engine_settings", "too_long"), "rollout"),
     **dict.fromkeys(("mode", "swap", "when", "divergence"), "publish"),
     "colocate": "placement",
     **dict.fromkeys(("command", "programs", "port", "discards", "tool_parser"), "agent"),
     **dict.fromkeys(("interrupts", "iterations_ahead", "swaps_in_turn", "delays", "keeps_published"), None),
-    **dict.fromkeys(("num_shared_engines", "trained_groups", "needs_whole_groups"), None),
+    **dict.fromkeys(
+        ("num_shared_engines", "trained_groups", "needs_whole_groups", "follows_work", "unequal_groups"), None
+    ),
     **dict.fromkeys(("generated_groups", "reduces_in_buckets", "updates"), None),
 }
 MOST_READERS = 3

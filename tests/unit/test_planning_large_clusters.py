@@ -52,19 +52,18 @@ def observe_iteration(
     return end_s + 2.0
 
 
-@pytest.mark.parametrize("kind", ["equal", "unequal", "shared"])
+@pytest.mark.parametrize("kind", ["equal", "unequal"])
 @pytest.mark.parametrize(("engines", "each"), [(4, 4), (64, 16), (512, 8)])
 def test_choosing_never_takes_more_than_a_few_percent_of_an_iteration(
     simulated: list[float], kind: str, engines: int, each: int
 ) -> None:
     """4 engines with 16 groups, 64 with 1,024 and 512 with 4,096: the choice, and what is learned from its error."""
     names = tuple(f"{kind} engine {number}" for number in range(engines))
-    shared = tuple(f"shared {number}" for number in range(engines // 4)) if kind == "shared" else ()
     rules = Rules("auto", "auto", 8, 256, 1024, max(1, engines // 4), "completion", 1)
     rng = np.random.default_rng(7)
     prompts = [GroupOutlook(100, float(longest), 0.6 * longest) for longest in rng.lognormal(5.5, 0.5, engines * each)]
     controller = ScheduleController(rules, lambda prompt, lengths: prompt + sum(lengths))
-    outlook = IterationOutlook(prompts, names + shared, True, shared)
+    outlook = IterationOutlook(prompts, names, True)
     for number in range(3):
         simulated.clear()
         schedule = controller.begin_iteration(outlook)

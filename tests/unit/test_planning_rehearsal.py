@@ -38,16 +38,6 @@ def test_the_side_that_is_slower_waits_least():
     assert many.train_s > many.generate_s and many.trainers_idle < many.engines_idle
 
 
-def test_engines_on_the_trainers_devices_shorten_iterations_that_wait_for_engines_and_no_other():
-    waiting = ("rollout.engines=1", "schedule.prompts_per_iteration=64", "rollout.ignore_eos=true")
-    _, apart = rehearsed(*waiting)
-    _, shared = rehearsed(*waiting, "rollout.shared_engines=4")
-    assert shared.iteration_s < 0.95 * apart.iteration_s
-    assert (shared.generate_s, shared.train_s) == pytest.approx((apart.generate_s, apart.train_s), rel=0.01)
-    busy = ("rollout.engines=16", "trainer.devices=4", "schedule.prompts_per_iteration=64")
-    assert rehearsed(*busy, "rollout.shared_engines=4")[1].iteration_s <= rehearsed(*busy)[1].iteration_s
-
-
 def test_a_7b_model_decodes_and_trains_as_fast_as_is_assumed_of_such_devices():
     """18 ms and 0.045 ms per sequence on an NPU; a GSM8K iteration of 128 x 8 on 4 + 4 devices takes tens of seconds."""
     config, found = rehearsed("schedule.prompts_per_iteration=128")

@@ -123,14 +123,6 @@ def test_trainers_that_are_the_slower_side_get_short_groups_first():
     assert "shortest-first" in ran[-1].schedule.name
 
 
-def test_a_shared_engine_that_holds_few_sequences_begins_with_more_than_it_holds():
-    """Its queue is begun before trainers have anything to do: separate devices cannot go below max(Tg, Tt)."""
-    case = replace(CPU, max_num_seqs=16, train=0.5, shared=1)
-    ran = run_controller(case, 6)
-    assert len(ran[-1].schedule.shared) > case.max_num_seqs // case.responses, ran[-1].schedule.name
-    assert mean_s(ran) <= 0.9 * case.bound_s([0]) < 0.95 * mean_s(run_controller(replace(case, shared=0), 6))
-
-
 def test_engines_of_unequal_speed_have_windows_of_their_own():
     fast = NPU.engines[0]
     mild = Lengths(400, 1024, 0.2, 0.2)

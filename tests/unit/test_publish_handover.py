@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +17,16 @@ from pa_npu import platform as platforms
 from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.config import Config
 from pa_npu.config.mesh import Mesh
+from pa_npu.engines.membership import Member
+from pa_npu.engines.pool import EnginePool
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.memory import trainer_memory
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.planning.shared_way import way_to_shared
 from pa_npu.platform.accelerator import AcceleratorPlatform
-from pa_npu.publish.messages import PublishMembers
+from pa_npu.publish.engine_groups import Connection, EngineGroups
+from pa_npu.publish.messages import PublishMembers, StageManifest
 from pa_npu.publish.publisher import Publisher, PublishStats
 from pa_npu.weight_transfer import handover, memory_handles, transport
 from pa_npu.weight_transfer.handover import Meeting, MemoryGroup, Slots
@@ -253,15 +257,15 @@ def test_a_receiver_that_does_not_come_is_named(store: dist.TCPStore) -> None:
 
 def shared(through: str = "auto", rollout: dict[str, Any] | None = None, **sections: Any) -> Any:
     publish = {"shared_through": through, "bucket_mib": 64}
-    rollout = {"shared_engines": 1, **(rollout or {})}
+    sections["placement"] = {"colocate": True, **sections.get("placement", {})}
     return Config.model_validate(
-        {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": rollout, "publish": publish, **sections}
+        {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": rollout or {}, "publish": publish, **sections}
     )
 
 
 def test_weights_go_by_handles_where_two_ranks_cannot_share_a_device_and_all_is_on_one_machine() -> None:
     one, many = shared(), shared(placement={"cluster": "ray", "nnodes": 2, "devices_per_node": 8})
-    attached = shared(rollout={"attach": ["http://127.0.0.1:1", "http://127.0.0.1:2"]})
+    attached = shared(rollout={"attach": ["http://127.0.0.1:1"]})
     assert [way_to_shared(config, one_group=True) for config in (one, many, attached)] == ["group"] * 3
     assert [way_to_shared(config, one_group=False) for config in (one, many, attached)] == ["handles", "host", "host"]
     assert way_to_shared(shared("host"), one_group=True) == "host"
@@ -271,7 +275,7 @@ def test_weights_go_by_handles_where_two_ranks_cannot_share_a_device_and_all_is_
     ("arguments", "expected"),
     [
         (
-            {"rollout": {"shared_engines": 0}, "through": "host"},
+            {"placement": {"colocate": False}, "through": "host"},
             "is for engines on the trainers' devices, of which there are none",
         ),
         (
@@ -283,6 +287,33 @@ def test_weights_go_by_handles_where_two_ranks_cannot_share_a_device_and_all_is_
 def test_a_way_that_cannot_be_is_refused_in_one_line(arguments: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         shared(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("backend", "through", "expected"),
+    [("gloo", "auto", "gloo"), ("nccl", "auto", "handles"), ("hccl", "auto", "handles"), ("hccl", "host", "host")],
+)
+async def test_no_publish_group_has_two_ranks_on_a_device_where_the_backend_forbids_it(
+    backend: str, through: str, expected: str
+) -> None:
+    """Two engines of two workers, the one on a trainer's device started first, and one stage."""
+    config = shared(through, rollout={"tensor_parallel": 2}, trainer={"devices": 2})
+    async with EnginePool() as pool:
+        engines = {name: SimpleNamespace(name=name, close=lambda: asyncio.sleep(0)) for name in ("shared", "own")}
+        for name, engine in engines.items():
+            pool.add(engine, shared=name == "shared")  # type: ignore[arg-type]
+        connection = Connection(("127.0.0.1", 1), backend, [StageManifest("stage", {})], [StageManifest("late", {})])
+        members = [Member(number, 0, True, engine) for number, engine in enumerate(engines.values())]  # type: ignore[arg-type]
+        groups = EngineGroups(config, pool, connection)
+        joined = groups.of_members(members, 0)
+    found = {member.name: one for member, one in zip(members, joined, strict=True)}
+    shape = {name: (g.backend, g.stages[0]["name"], g.first_rank, g.world_size) for name, g in found.items()}
+    if expected == "gloo":
+        assert shape == {"shared": ("gloo", "stage", 1, 5), "own": ("gloo", "stage", 3, 5)}
+    elif expected == "handles":
+        assert shape == {"shared": ("handles", "stage.handles", 1, 3), "own": (backend, "stage", 1, 3)}
+    else:
+        assert shape == {"shared": ("gloo", "stage.host", 1, 3), "own": (backend, "stage", 1, 3)}
 
 
 def test_the_dry_run_says_the_way_and_what_its_buffers_cost() -> None:

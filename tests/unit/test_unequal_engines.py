@@ -62,11 +62,6 @@ def tree(settings: list[dict[str, Any]], device: str = "cpu", **rollout: Any) ->
             {},
             "a window of 7 for engines 1, 2 cannot hold one group .* = 8; set it to",
         ),
-        (
-            [{"engines": [3], "window": 64}],
-            {"shared_engines": 1},
-            "a window for engine 3, which is on a trainer's device",
-        ),
         ([{"engines": [1], "device": "CUDA A100"}], {}, "engine 1 on CUDA A100, but the run starts .*rollout.attach"),
         ([{"engines": []}], {}, "at least 1 item"),
         ([{"engines": [0], "speed": 0.0}], {}, "greater than or equal to 0.05"),
@@ -191,7 +186,7 @@ def test_windows_of_their_own_are_in_every_schedule_that_is_tried() -> None:
     own = {case.names[1]: 8}
     for number in range(4):
         groups, outlooks = case.work(number)
-        schedule = controller.begin_iteration(IterationOutlook(outlooks, case.names, True, (), own))
+        schedule = controller.begin_iteration(IterationOutlook(outlooks, case.names, windows=own))
         assert [windows.of(case.names[1]) for windows in schedule.windows] == [8] * len(schedule.windows)
         assert schedule.windows[-1].of(case.names[0]) > 8, "the other's is chosen"
         outcome = simulate(case.cluster, groups, schedule)

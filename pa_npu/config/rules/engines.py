@@ -12,31 +12,19 @@ _LEAST_TEMPERATURE = 0.01  # what vLLM raises smaller ones to, but for 0
 
 def broken_engines(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
-    t, r, s = c.trainer, c.rollout, c.schedule
+    _t, r, _s = c.trainer, c.rollout, c.schedule
     if r.temperature < _LEAST_TEMPERATURE:
         yield (
             f"rollout.temperature: {r.temperature}: engines sample at {_LEAST_TEMPERATURE} instead of less, and the trainer's "
             f"log-probs would not match; set it to {_LEAST_TEMPERATURE} or more"
         )
     if r.attach and len(r.attach) != c.num_engines:
-        beside = f" + rollout.shared_engines = {r.shared_engines}" if r.shared_engines else ""
-        yield f"rollout.attach: {len(r.attach)} URLs for rollout.engines = {r.engines}{beside}; list one URL per engine"
-    if r.shared_engines and s.max_staleness:
-        yield (
-            f"rollout.shared_engines: {r.shared_engines} with schedule.max_staleness = {s.max_staleness}: trainers that are behind "
-            f"never wait for rollouts, which is when engines on their devices work; set one of them to 0"
-        )
+        yield f"rollout.attach: {len(r.attach)} URLs for rollout.engines = {r.engines}; list one URL per engine"
     through = c.publish.shared_through
     if through == "handles" and c.placement.nnodes > 1:
         yield (
             f"publish.shared_through: handles are for one machine, and placement.nnodes = {c.placement.nnodes}; set it to auto or "
             f"host"
-        )
-    if r.shared_engines * r.tensor_parallel > t.devices:
-        yield (
-            f"rollout.shared_engines: {counted(r.shared_engines, 'engine')} of {counted(r.tensor_parallel, 'device')} "
-            f"(rollout.tensor_parallel) are more "
-            f"than the {counted(t.devices, 'trainer device')}; set it to at most {t.devices // r.tensor_parallel}"
         )
     if r.window != "auto" and r.window < r.responses_per_prompt:
         yield (

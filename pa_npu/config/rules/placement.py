@@ -74,20 +74,10 @@ def _broken_colocation(c: ConfigTree) -> Iterator[str]:
     t, r, s = c.trainer, c.rollout, c.schedule
     if not c.placement.colocate:
         return
-    if s.stream is not False:
-        yield (
-            f"placement.colocate: with schedule.stream={str(s.stream).lower()} trainers would compute on devices that engines "
-            f"generate on; set schedule.stream=false, or colocate to false"
-        )
     if s.max_staleness:
         yield (
-            f"placement.colocate: engines and trainers take turns, and with schedule.max_staleness = {s.max_staleness} both work "
+            f"placement.colocate: a device decodes, then trains, and with schedule.max_staleness = {s.max_staleness} both work "
             f"at once; set max_staleness to 0, or colocate to false"
-        )
-    if r.shared_engines:
-        yield (
-            f"placement.colocate: all engines are on the trainers' devices, and rollout.shared_engines = {r.shared_engines} would "
-            f"add more; set rollout.engines alone"
         )
     if (r.max_engines or r.engines) > r.engines:
         yield (

@@ -54,7 +54,7 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition(
         "publish.shared_through",
         lambda c: c.num_shared_engines > 0,
-        "it is for engines on the trainers' devices, of which there are none: set rollout.shared_engines",
+        "it is for engines on the trainers' devices, of which there are none: set placement.colocate",
     ),
     Condition(
         "environment.options environment.max_turns environment.timeout_s",

@@ -119,7 +119,7 @@ class PublishConfig(Section):
     )
     shared_through: Literal["auto", "handles", "host"] = Field(
         "auto",
-        description="How weights reach engines on the trainers' devices (rollout.shared_engines, placement.colocate). handles: "
+        description="How weights reach engines on the trainers' devices (placement.colocate). handles: "
         "they map the memory of the trainers that send; host: through host memory. auto: in the other engines' group where the "
         "backend of collectives can have two ranks on a device (gloo), else handles on one machine and host on several or with "
         "rollout.attach.",

@@ -67,17 +67,10 @@ class RolloutConfig(Section):
         ge=1,
         description="Engines that the run grows to as nodes with free devices appear; none stays at engines.",
     )
-    shared_engines: int = Field(
-        0,
-        ge=0,
-        le=2**14,
-        description="Further engines, on the trainers' devices: they generate while trainers would wait for rollouts. One for each "
-        "replica, or none.",
-    )
     attach: tuple[str, ...] = Field(
         (),
         description="URLs of running engines (see `pa-npu engines`) to use instead of starting any; they must serve "
-        "this model.path, one for each of rollout.engines, then one for each of rollout.shared_engines.",
+        "this model.path, one for each of rollout.engines.",
     )
     key_file: str | None = Field(
         None,

@@ -22,32 +22,28 @@ _MOST_KINDS = 32
 
 
 def backwards_turns(
-    cluster: Cluster, groups: Sequence[VirtualGroup], places: int, slack: float, shared: Sequence[str] = ()
+    cluster: Cluster, groups: Sequence[VirtualGroup], places: int, slack: float
 ) -> tuple[tuple[int, ...], tuple[Turn, ...]]:
     """(order, turns) for expected groups, on all engines as one pool; fractions of a millisecond for a hundred groups.
 
     places: groups that may be in flight, on all engines together. slack: trainers are taken to need this share of their time, so
     that engines stay a little ahead of them. Turns are in completions, which follow the engines when these are slower or faster
     than was thought, and in seconds after them.
-
-    shared: shared engines, one for each group that begins there. These groups, the first to be trained, come first in the order and
-    have no turns: backwards they begin when trainers have emitted everything.
     """
     steps = [group.longest for group in groups]
     # what a group adds to each step while it is in flight: its living sequences, and its share of the prompts
-    speeds = list(cluster.dedicated.values())
+    speeds = list(cluster.engines.values())
     mean_living = sum(sum(group.lengths) for group in groups) / sum(steps)
     mean_prompt = sum(group.prompt_tokens / group.longest for group in groups) / len(groups)
     rates = _kinds([(s.step_s, s.sequence_s * mean_living + s.prompt_token_s * mean_prompt) for s in speeds])
 
     emitted = _emissions(cluster, groups, slack)
-    first = [emitted.pop() for _ in shared]
     now_s = clock = 0.0
     ends: list[tuple[float, int]] = []
     started_s: list[float] = []
     ended: list[tuple[float, int]] = []
     number = 0
-    while len(ended) < len(groups) - len(first):
+    while len(ended) < len(groups):
         per_engine = max(1.0, len(ends) / len(speeds))
         step_s = len(speeds) / sum(count / max(a + b * per_engine, 1e-12) for a, b, count in rates)
         next_end_s = now_s + (ends[0][0] - clock) * step_s if ends else math.inf
@@ -61,15 +57,10 @@ def backwards_turns(
         else:
             now_s, clock = next_end_s, ends[0][0]
             ended.append((now_s, heapq.heappop(ends)[1]))
-    for name in set(shared):
-        taken = [groups[index] for (_, index), engine in zip(first, shared, strict=True) if engine == name]
-        living = sum(sum(group.lengths) for group in taken) / max(group.longest for group in taken)
-        speed = cluster.engines[name]
-        prompts_s = speed.prompt_token_s * sum(group.prompt_tokens for group in taken)
-        steps_s = max(group.longest for group in taken) * (speed.step_s + speed.sequence_s * living)
-        now_s = max(now_s, first[0][0] + prompts_s + steps_s)
     completions_s = [now_s - at_s for at_s in reversed(started_s)]  # forwards, rising
-    order, turns, before = [index for _, index in first], [], 0
+    order: list[int] = []
+    turns: list[Turn] = []
+    before = 0
     for ended_s, index in reversed(ended):
         at_s = now_s - ended_s
         while before < len(completions_s) and completions_s[before] <= at_s + 1e-9:
@@ -179,7 +170,6 @@ class _ReversedEngine:
             tuple[float, int, int, VirtualGroup]
         ] = []  # (clock, 0 a response joins or 1 all end, index, group)
         self.in_flight_sequences, self.in_flight_tokens = 0, 0.0
-        self.shared = False
         self.next_s = math.inf
 
     def add(self, group: VirtualGroup, now_s: float) -> list[float]:

@@ -1,13 +1,10 @@
-"""The handful of schedules that a border chooses among: constant windows by orders of dispatch, and turns found backwards.
-
-Each also with some groups that begin on the shared engines, if there are any.
-"""
+"""The handful of schedules that a border chooses among: constant windows by orders of dispatch, and turns found backwards."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from pa_npu.config.words import counted
@@ -19,8 +16,6 @@ from pa_npu.planning.iteration_model.matched import EQUAL_SPEED, matched
 
 _SHARES_OF_ALL = (1.0, 0.75, 0.5, 0.375, 0.25)
 _WAVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-_SHARED_GROUPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-_SHARED_WAVES = 4
 # In the first iteration engines that have room for nearly half of their share get what they have room for; and windows of fewer
 # groups than this are not halved, for half of a small window costs much.
 _NEARLY_ALL = 0.8
@@ -33,14 +28,12 @@ MATCHED_SLACKS = (1.0, 0.8, 0.65)
 
 @dataclass(frozen=True)
 class Candidate:
-    """kind and places (groups in flight per engine) are the same from border to border, whatever the lengths are. shared: groups
-    that begin on each shared engine."""
+    """kind and places (groups in flight per engine) are the same from border to border, whatever the lengths are."""
 
     kind: Literal["window", "turns", "matched"]
     places: int
     order: OrderName
     slack: float = 1.0
-    shared: int = 0
 
     @property
     def name(self) -> str:
@@ -49,11 +42,7 @@ class Candidate:
             "turns": f"one after another at {self.slack:.0%} of the trainers' time",
             "matched": f"longest-first, slower engines in {self.slack:.0%} of the time left",
         }[self.kind]
-        return f"{counted(self.places, 'group')} per engine, {how}" + _first_on_shared(self.shared)
-
-
-def _first_on_shared(groups: int) -> str:
-    return f", the first {groups} on each shared engine" if groups else ""
+        return f"{counted(self.places, 'group')} per engine, {how}"
 
 
 def place_levels(share: int, most: int) -> list[int]:
@@ -68,7 +57,7 @@ def constant_windows(cluster: Cluster, places: int, most: int, group_sequences: 
 
     No engine has more than `most`.
     """
-    speeds = cluster.dedicated
+    speeds = cluster.engines
     at = {
         name: speed.step_s + speed.sequence_s * places * group_sequences + speed.prompt_token_s
         for name, speed in speeds.items()
@@ -86,7 +75,7 @@ def window_schedule(
     """A constant window; replicas' shares of an iteration are ordered each by itself."""
     indices = dispatch_order(candidate.order, expected_longest, cluster.updates)
     if candidate.places == most:  # as much as there is room for, on every engine
-        windows = same_windows(tuple(cluster.dedicated), most * group_sequences)
+        windows = same_windows(tuple(cluster.engines), most * group_sequences)
     else:
         windows = constant_windows(cluster, candidate.places, most, group_sequences)
     return Schedule(candidate.name, tuple(indices), (windows,))
@@ -108,36 +97,10 @@ def turns_schedule(
     candidate: Candidate, cluster: Cluster, expected: Sequence[VirtualGroup], group_sequences: int
 ) -> Schedule:
     """Turns that end the iteration early if lengths and speeds are as expected."""
-    places = candidate.places * len(cluster.dedicated)
-    shared = cluster.shared * candidate.shared
-    order, turns = backwards_turns(cluster, expected, places, candidate.slack, shared)
+    places = candidate.places * len(cluster.engines)
+    order, turns = backwards_turns(cluster, expected, places, candidate.slack)
     windows = constant_windows(cluster, candidate.places, candidate.places, group_sequences)
-    return Schedule(candidate.name, order, (windows,), turns, shared)
-
-
-def shared_levels(groups: int, engines: int, shared: int, room: int) -> list[int]:
-    """How many groups may begin on each shared engine, beside none: the others keep one for each of theirs.
-
-    groups: that share an optimizer step. room: that a shared engine has room for; more wait in its own queue.
-    """
-    most = _SHARED_WAVES * room
-    return [count for count in _SHARED_GROUPS if count <= most and count * shared <= groups - engines]
-
-
-def begin_on_shared(
-    schedule: Schedule, shared: Sequence[str], each: int, expected_longest: Sequence[float], updates: int
-) -> Schedule:
-    """`each` groups on every shared engine, and the others as they were: the shortest of those that make the first optimizer
-    step, which trainers have first, or the first where all go in order."""
-    first_step = schedule.order[: len(schedule.order) // updates]
-    in_order = list(schedule.order) == sorted(schedule.order)
-    shortest = first_step if in_order else sorted(first_step, key=lambda index: expected_longest[index])
-    picked = tuple(shortest[: each * len(shared)])
-    others = set(schedule.order).difference(picked)
-    order = picked + tuple(index for index in schedule.order if index in others)
-    windows = tuple(replace(w, from_group=w.from_group + len(picked) if w.from_group else 0) for w in schedule.windows)
-    name = schedule.name + _first_on_shared(each)
-    return replace(schedule, name=name, order=order, windows=windows, shared=tuple(shared) * each)
+    return Schedule(candidate.name, order, (windows,), turns)
 
 
 @dataclass(frozen=True)

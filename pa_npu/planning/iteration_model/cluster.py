@@ -29,7 +29,7 @@ class Cluster:
     max_num_seqs: sequences that decode together on an engine; what it has beyond them waits in its own queue.
     order, updates, replicas: schedule.order, schedule.updates_per_iteration and data parallel size.
     step_s: of an optimizer step, at which replicas wait for each other. delivery_s: from a group's last response until trainers
-    can take it (rewards, advantages, the way to the buffer). shared: of the engines, those on the trainers' devices.
+    can take it (rewards, advantages, the way to the buffer).
     """
 
     engines: Mapping[str, EngineSpeed]
@@ -39,12 +39,6 @@ class Cluster:
     updates: int = 1
     step_s: float = 0.0
     delivery_s: float = 0.0
-    shared: tuple[str, ...] = ()
-
-    @property
-    def dedicated(self) -> dict[str, EngineSpeed]:
-        """Engines with devices of their own."""
-        return {name: speed for name, speed in self.engines.items() if name not in self.shared}
 
 
 @dataclass(frozen=True)

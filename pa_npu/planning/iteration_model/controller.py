@@ -19,17 +19,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pa_npu.dispatch.order import ORDERS, OrderName, dispatch_order
+from pa_npu.dispatch.roles import Speeds
 from pa_npu.dispatch.schedule import Schedule, same_windows, with_own_windows
 from pa_npu.planning.iteration_model.candidates import (
     MATCHED_SLACKS,
     SLACKS,
     Candidate,
     FirstEngines,
-    begin_on_shared,
     first_schedule,
     matched_schedule,
     place_levels,
-    shared_levels,
     turns_schedule,
     window_schedule,
 )
@@ -53,8 +52,6 @@ _LEAST_RUNS = 3
 # Simulations under the first draw, about; and the candidates that are simulated under the others too.
 _FIRST_RUNS = 24
 _KEPT = 6
-# Of these, the best, with which shared engines are tried, if there are any.
-_TRIED_WITH_SHARED = 6
 # Windows, the best in the usual order, with which the other orders are tried.
 _WINDOWS_WITH_ALL_ORDERS = 3
 # Windows, the widest, with which schedules for engines of unequal speed are made.
@@ -89,19 +86,15 @@ class ScheduleController:
 
     def prepare(self, outlook: IterationOutlook) -> None:
         """Choose for the coming iteration before the one that runs is ended; with nothing else called meanwhile."""
-        outlook = outlook.without_roles
         self._prepared = self._choose(outlook) if self._learned.enough and outlook.engines else None
 
     def begin_iteration(self, outlook: IterationOutlook, iteration: int = 0) -> Schedule:
         """The schedule of the coming iteration. The one before may go on; what was begun earlier and not ended is forgotten."""
-        everywhere = bool(outlook.shared) and not outlook.without_roles.shared
-        outlook = outlook.without_roles
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared.outlook != outlook:
             prepared = self._choose(outlook) if self._learned.enough and outlook.engines else self._first(outlook)
         self._running = {number: running for number, running in self._running.items() if number == iteration - 1}
         self._running[iteration] = prepared
-        prepared.schedule = replace(prepared.schedule, everywhere=everywhere)
         return prepared.schedule
 
     def observe(self, timing: GroupTiming, iteration: int = 0) -> None:
@@ -125,6 +118,10 @@ class ScheduleController:
         some = running.part.outlook if running.part is not None else running.outlook
         return Prediction(running.schedule.name, running.predicted_s, self._last_error, self._learned.numbers(some))
 
+    def speeds(self) -> tuple[Speeds, float] | None:
+        """An engine's, and a replica's seconds for a unit of work; None before they were learned."""
+        return self._learned.speeds
+
     def _hindsight_s(self, running: _Running) -> float | None:
         """The iteration simulated with the lengths that it had, and with speeds that were learned from it too: what then differs
         from what was measured is the model's own error, not that of an expectation. None where it is too dear."""
@@ -140,9 +137,7 @@ class ScheduleController:
         if some is None:
             return None
         cluster = part.cluster(self._learned.cluster(running.outlook))
-        return simulate(
-            cluster, some, replace(schedule, everywhere=running.schedule.everywhere), streams=running.outlook.streams
-        ).end_s
+        return simulate(cluster, some, schedule, streams=running.outlook.streams).end_s
 
     def _first(self, outlook: IterationOutlook) -> _Running:
         rules, order = self._rules, self._orders(outlook.streams)[0]
@@ -150,14 +145,11 @@ class ScheduleController:
         if rules.window == "auto":
             most = self._most_places(whole(outlook, rules).share, varies=False)
             room = max(1, rules.max_num_seqs // rules.responses)
-            expected = FirstEngines(outlook.dedicated, outlook.speeds, room)
+            expected = FirstEngines(outlook.engines, outlook.speeds, room)
             schedule = first_schedule(expected, longest, rules.responses, most, order, rules.updates)
         else:
             schedule = self._fixed(outlook, rules.window, order)
         schedule = with_own_windows(schedule, outlook.windows)
-        if outlook.shared:  # a group on each shows how fast they are
-            each = self._shared_levels(outlook)[:1]
-            schedule = begin_on_shared(schedule, outlook.shared, sum(each), longest, rules.updates)
         return _Running(outlook, Candidate("window", 0, order), schedule)
 
     def _choose(self, outlook: IterationOutlook) -> _Running:
@@ -191,14 +183,6 @@ class ScheduleController:
             c for c in schedules if c not in first and c.order != usual.order and (c.places in places or c == last)
         ]
         first |= {c: run(c, draws[:1]) for c in _some(further, runs - len(first), told)}
-        if outlook.shared:
-            best = sorted(first, key=lambda c: biased(c, first[c][0]))[:_TRIED_WITH_SHARED]
-            best += [c for c in schedules if last is not None and c == replace(last, shared=0) and c not in best]
-            levels = [each for each in self._shared_levels(part.outlook) if each in self._shared_levels(outlook)]
-            with_shared = [replace(c, shared=each) for c in best for each in levels]
-            for candidate in _some(with_shared, runs - len(first), told):
-                schedules[candidate] = self._made(candidate, part, cluster, schedules[replace(candidate, shared=0)])
-                first[candidate] = run(candidate, draws[:1])
         kept: list[Candidate] = sorted(first, key=lambda c: biased(c, first[c][0]))[:_KEPT]
         kept += [c for c in (usual, last) if c is not None and c in first and c not in kept]
         # the whole ends when the last of its parts does, and draws are parts
@@ -231,7 +215,7 @@ class ScheduleController:
 
     def _part(self, outlook: IterationOutlook, cluster: Cluster) -> Part:
         """All of it where one draw is not too dear; else the largest half, quarter, ... with which several are not."""
-        runs = _FIRST_RUNS + len(self._shared_levels(outlook)) * _TRIED_WITH_SHARED
+        runs = _FIRST_RUNS
         if self._matches(cluster):
             runs += _MATCHED_WINDOWS * len(MATCHED_SLACKS) * len(ENDS)
         if runs * self._cost(outlook) <= self._budget(_MOST_OF_ITERATION):
@@ -300,18 +284,13 @@ class ScheduleController:
         candidate: Candidate,
         part: Part,
         cluster: Cluster,
-        without_shared: Schedule | None = None,
         end: float | None = None,
     ) -> Schedule:
-        """The schedule of a candidate. without_shared: the one of the same candidate without shared engines, where it is there.
-        end: as `matched` has it."""
+        """The schedule of a candidate. end: as `matched` has it."""
         rules, outlook = self._rules, part.outlook
         longest = [group.longest for group in outlook.groups]
         if candidate.kind == "turns":
             found = turns_schedule(candidate, cluster, self._expected(part), rules.responses)
-        elif candidate.shared:
-            alone = without_shared or self._made(replace(candidate, shared=0), part, cluster, end=end)
-            found = begin_on_shared(alone, outlook.shared, candidate.shared, longest, rules.updates)
         elif candidate.kind == "matched":
             usual = self._made(replace(candidate, kind="window", slack=1.0), part, cluster)
             found = matched_schedule(candidate, cluster, self._expected(part), usual.windows[0], end)
@@ -321,13 +300,6 @@ class ScheduleController:
             most = self._most_places(part.share, varies=self._learned.varies)
             found = window_schedule(candidate, cluster, longest, most, rules.responses)
         return with_own_windows(found, outlook.windows)
-
-    def _shared_levels(self, outlook: IterationOutlook) -> list[int]:
-        if not outlook.shared:
-            return []
-        room = self._rules.max_num_seqs // self._rules.responses
-        groups = len(outlook.groups) // self._rules.updates
-        return shared_levels(groups, len(outlook.dedicated), len(outlook.shared), room)
 
     def _within_reach(self, levels: list[int], streams: bool) -> list[int]:
         """Not less than half of the last window: what a step takes with far fewer sequences than were seen is extrapolated, and one
@@ -352,7 +324,7 @@ class ScheduleController:
 
     def _fixed(self, outlook: IterationOutlook, window: int, order: OrderName) -> Schedule:
         indices = dispatch_order(order, [group.longest for group in outlook.groups], self._rules.updates)
-        return Schedule(f"window {window}, {order}", tuple(indices), (same_windows(outlook.dedicated, window),))
+        return Schedule(f"window {window}, {order}", tuple(indices), (same_windows(outlook.engines, window),))
 
     def _explain(
         self,
@@ -361,7 +333,7 @@ class ScheduleController:
         chosen: Candidate,
         scores: dict[Candidate, float],
     ) -> None:
-        others = [c for c in scores if (c.kind, c.places, c.shared) != (chosen.kind, chosen.places, chosen.shared)]
+        others = [c for c in scores if (c.kind, c.places) != (chosen.kind, chosen.places)]
         second = min(others, key=scores.__getitem__, default=None)
         learned, border_s = self._learned.numbers(outlook), self._learned.border_s
         logger.info(

@@ -31,11 +31,10 @@ class _Job(Generic[T]):
 class VirtualEngine(Generic[T]):
     """Jobs (T, one per group) with some sequences each. What it has in flight is counted as EnginePool does: whole groups.
 
-    next_s: when the next sequence ends if nothing is added; inf when idle. shared: it is on a trainer's device.
+    next_s: when the next sequence ends if nothing is added; inf when idle.
     """
 
-    def __init__(self, speed: EngineSpeed, max_num_seqs: float = math.inf, *, shared: bool = False) -> None:
-        self.shared = shared
+    def __init__(self, speed: EngineSpeed, max_num_seqs: float = math.inf) -> None:
         self._step_s, self._sequence_s, self._prompt_token_s = speed.step_s, speed.sequence_s, speed.prompt_token_s
         self._max_num_seqs = max_num_seqs
         self._now_s, self._steps, self._prompts_s = 0.0, 0.0, 0.0  # prompts_s: still to be spent on prompts

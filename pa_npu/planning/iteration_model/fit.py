@@ -56,6 +56,11 @@ class EngineFit:
     def known(self) -> bool:
         return self._pooled is not None
 
+    @property
+    def pooled(self) -> EngineSpeed | None:
+        """The speed of a usual engine."""
+        return None if self._pooled is None else EngineSpeed(*map(float, self._pooled))
+
     def expect(self, speeds: Mapping[str, float]) -> None:
         """How fast engines are thought to be beside those that are not named."""
         self._expected = {name: 1.0 / speed for name, speed in speeds.items()}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pa_npu.dispatch.roles import Speeds
 from pa_npu.planning.iteration_model.cluster import Cluster, GroupTiming, VirtualGroup
 from pa_npu.planning.iteration_model.fit import EngineFit
 from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
@@ -44,6 +45,14 @@ class Learned:
     def enough(self) -> bool:
         """Whether an iteration can be simulated."""
         return self._engines.known and self._seconds_per_work is not None and bool(self._shapes)
+
+    @property
+    def speeds(self) -> tuple[Speeds, float] | None:
+        """Pooled over engines, and seconds of a replica for a unit of work."""
+        if self._engines.pooled is None or self._seconds_per_work is None:
+            return None
+        speed = self._engines.pooled
+        return Speeds(speed.step_s, speed.sequence_s, speed.prompt_token_s), self._seconds_per_work
 
     @property
     def replaces(self) -> bool:
@@ -116,7 +125,6 @@ class Learned:
             rules.updates,
             self._step_s,
             self._delivery_s,
-            outlook.shared,
         )
 
     def numbers(self, outlook: IterationOutlook) -> dict[str, float]:

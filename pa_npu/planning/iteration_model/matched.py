@@ -29,7 +29,7 @@ _HOLDS = 1.01
 
 def unequal(cluster: Cluster) -> bool:
     """Whether a group takes longer on some engines than on others."""
-    steps = [speed.step_s + speed.sequence_s for speed in cluster.dedicated.values()]
+    steps = [speed.step_s + speed.sequence_s for speed in cluster.engines.values()]
     return len(steps) > 1 and max(steps) >= EQUAL_SPEED * min(steps)
 
 
@@ -39,7 +39,7 @@ def matched(
     """`schedule`, whose order is longest first, with what slower engines take. slack: the part of the time that these are taken to
     have, as groups may become longer than expected. end: the planned one over the bound; None: it is looked for."""
     lengths = [group.longest for group in sorted(expected, key=lambda group: group.index)]
-    places = {name: _places(cluster, schedule, name, expected) for name in cluster.dedicated}
+    places = {name: _places(cluster, schedule, name, expected) for name in cluster.engines}
     token_s = {name: _token_s(cluster, name, count, expected) for name, count in places.items()}
     fastest_s = min(token_s.values())
     slower = {name: seconds / slack for name, seconds in token_s.items() if seconds >= EQUAL_SPEED * fastest_s}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pa_npu.config.schema import Config
@@ -49,26 +49,15 @@ class GroupOutlook:
 
 @dataclass(frozen=True)
 class IterationOutlook:
-    """groups by index; engines: names of those that serve; streams: trainers get groups as they complete. shared: of the engines,
-    those on the trainers' devices. windows: of engines that have one of their own, in sequences; speeds: of engines that are
+    """groups by index; engines: names of those that serve; streams: trainers get groups as they complete.
+    windows: of engines that have one of their own, in sequences; speeds: of engines that are
     expected to differ from an engine of 1 (rollout.engine_settings)."""
 
     groups: Sequence[GroupOutlook]
     engines: Sequence[str]
     streams: bool = True
-    shared: tuple[str, ...] = ()
     windows: Mapping[str, int] = field(default_factory=dict)
     speeds: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def dedicated(self) -> tuple[str, ...]:
-        """Engines with devices of their own."""
-        return tuple(name for name in self.engines if name not in self.shared)
-
-    @property
-    def without_roles(self) -> IterationOutlook:
-        """The outlook in which shared engines count as any others: nobody trains meanwhile, or there are no others."""
-        return self if self.streams and self.dedicated else replace(self, shared=())
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Part:
         if self.is_whole:
             return cluster
         engines = {name: cluster.engines[name].scaled(self.engine_scale) for name in self.outlook.engines}
-        return replace(cluster, engines=engines, replicas=self.replicas, shared=self.outlook.shared)
+        return replace(cluster, engines=engines, replicas=self.replicas)
 
     def scaled(self, groups: Sequence[VirtualGroup]) -> list[VirtualGroup]:
         """Groups of the part, with what training them takes on its replicas."""
@@ -68,35 +68,31 @@ class Part:
 def whole(outlook: IterationOutlook, rules: Rules) -> Part:
     """All of it."""
     total = len(outlook.groups)
-    return Part(outlook, tuple(range(total)), rules.replicas, total, math.ceil(total / max(1, len(outlook.dedicated))))
+    return Part(outlook, tuple(range(total)), rules.replicas, total, math.ceil(total / max(1, len(outlook.engines))))
 
 
 def halves(outlook: IterationOutlook, rules: Rules) -> int:
     """How often the whole can be halved."""
     most = min(
-        len(outlook.dedicated) // _LEAST_ENGINES,
+        len(outlook.engines) // _LEAST_ENGINES,
         len(outlook.groups) // max(_LEAST_GROUPS, rules.updates),
-        len(outlook.shared) or len(outlook.groups),
     )
     return max(0, most.bit_length() - 1)
 
 
 def part_of(outlook: IterationOutlook, cluster: Cluster, rules: Rules, parts: int) -> Part:
     """One of so many parts. Engines are every so manieth by speed, groups by the length that is expected of them."""
-    dedicated = _every(sorted(outlook.dedicated, key=lambda name: cluster.engines[name].step_s), parts)
-    shared = tuple(_every(outlook.shared, parts))
+    names = _every(sorted(outlook.engines, key=lambda name: cluster.engines[name].step_s), parts)
     replicas = max(1, round(rules.replicas / parts))
     unit = replicas * rules.updates
-    groups, engines = len(outlook.groups), len(outlook.dedicated)
-    count = min(groups // unit, max(1, round(groups * len(dedicated) / engines / unit))) * unit
+    groups, engines = len(outlook.groups), len(outlook.engines)
+    count = min(groups // unit, max(1, round(groups * len(names) / engines / unit))) * unit
     ranked = sorted(range(groups), key=lambda index: outlook.groups[index].longest)
     indices = sorted(ranked[int((number + 0.5) * groups / count)] for number in range(count))
-    names = set(dedicated) | set(shared)
     some = replace(
         outlook,
         groups=[outlook.groups[index] for index in indices],
         engines=tuple(name for name in outlook.engines if name in names),
-        shared=shared,
     )
     return Part(
         some,
@@ -106,7 +102,7 @@ def part_of(outlook: IterationOutlook, cluster: Cluster, rules: Rules, parts: in
         math.ceil(groups / engines),
         False,
         (groups / rules.replicas) / (count / replicas),
-        (groups / engines) / (count / len(dedicated)),
+        (groups / engines) / (count / len(names)),
     )
 
 

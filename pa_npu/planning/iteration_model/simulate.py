@@ -2,8 +2,6 @@
 
     Dispatching ──turn, window──> engine_with_room ──> VirtualEngine ──complete──> delivery ──> Assignment ──slot──> replica
 
-Trainers get nothing before the groups that begin on engines on their devices have ended.
-
 The order of dispatch, the windows, which engine a group goes to and which replica trains it in which slot are decided by
 pa_npu/dispatch, as in a run. Replicas take their slots in turn and wait for each other at an optimizer step.
 """
@@ -59,21 +57,14 @@ class _Iteration:
     def __init__(self, cluster: Cluster, groups: Sequence[VirtualGroup], schedule: Schedule, streams: bool) -> None:
         self._cluster, self._groups, self._streams = cluster, groups, streams
         self._engines: dict[str, VirtualEngine[tuple[VirtualGroup, float]]] = {
-            name: VirtualEngine(speed, cluster.max_num_seqs, shared=name in cluster.shared)
-            for name, speed in cluster.engines.items()
+            name: VirtualEngine(speed, cluster.max_num_seqs) for name, speed in cluster.engines.items()
         }
         # what happens next, found without asking every engine and replica: (time, number), those of engines with old entries
         self._by_number = list(self._engines.values())
         self._numbers = {name: number for number, name in enumerate(self._engines)}
         self._ends: list[tuple[float, int]] = []
         self._finishes: list[tuple[float, int]] = []
-        self._shared = [engine for engine in self._engines.values() if engine.shared]
-        self._shared_begin = bool(schedule.shared)  # they have the trainers' devices
-        self._kept_back: list[VirtualGroup] = []
-        num_dedicated = len(self._engines) - len(self._shared)
-        num_places = len(self._engines) if schedule.everywhere or not num_dedicated else num_dedicated
-        self._dispatching = Dispatching(schedule, num_places)
-        self._everywhere = schedule.everywhere
+        self._dispatching = Dispatching(schedule, len(self._engines))
         self._waiting = deque(groups[index] for index in schedule.order)
         self._replacements = deque(groups[len(schedule.order) :])
         self._total = len(schedule.order)
@@ -113,7 +104,6 @@ class _Iteration:
                 if not complete:
                     continue  # only sequences whose groups go on
                 self._complete(names[number], complete)
-                self._free_devices()
                 timer_s = self._dispatch()
             elif self._now_s == delivery_s:
                 self._deliver(heapq.heappop(self._deliveries)[2])
@@ -150,10 +140,7 @@ class _Iteration:
             if ready_s > self._now_s + _SAME_MOMENT_S:
                 return ready_s
             group = self._waiting[0]
-            name = engine_with_room(
-                *(self._engines, len(group.lengths), dispatching.window, dispatching.place()),
-                everywhere=self._everywhere,
-            )
+            name = engine_with_room(self._engines, len(group.lengths), dispatching.window)
             if name is None:
                 break
             group = self._next_for(name)
@@ -161,7 +148,7 @@ class _Iteration:
                 (group, self._now_s), self._now_s, group.prompt_tokens, group.lengths, group.expected_tokens
             )
             heapq.heappush(self._ends, (self._engines[name].next_s, self._numbers[name]))
-            dispatching.dispatched(name)
+            dispatching.dispatched()
         return math.inf
 
     def _next_for(self, engine: str) -> VirtualGroup:
@@ -177,7 +164,7 @@ class _Iteration:
     def _complete(self, engine: str, jobs: list[tuple[VirtualGroup, float]]) -> None:
         for group, start_s in jobs:
             self._generated_s = self._now_s
-            self._dispatching.completed(self._now_s, engine)
+            self._dispatching.completed(self._now_s)
             lengths = tuple(round(length) for length in group.lengths)
             timing = GroupTiming(
                 group.index,
@@ -202,18 +189,7 @@ class _Iteration:
             if self._num_informative == self._total:
                 self._deliver_held()
 
-    def _free_devices(self) -> None:
-        """Trainers begin when the shared engines have ended what they began with."""
-        if not self._shared_begin or any(engine.in_flight_sequences for engine in self._shared):
-            return
-        self._shared_begin = False
-        for group in self._kept_back:
-            self._deliver(group)
-
     def _deliver(self, group: VirtualGroup) -> None:
-        if self._shared_begin:
-            self._kept_back.append(group)
-            return
         # with replacements groups are numbered as they are released
         replaced = len(self._groups) > self._total
         index = self._num_assigned if replaced else group.index

@@ -197,7 +197,7 @@ def _config(
     if basis.groups_per_device is not None:
         wanted = max(1, round(basis.groups_per_device * devices))
     changes = {
-        "rollout": {"engines": engines, "tensor_parallel": shards, "shared_engines": 0},
+        "rollout": {"engines": engines, "tensor_parallel": shards},
         "trainer": {
             "devices": for_trainers,
             "tensor_parallel": tensor,
@@ -218,7 +218,7 @@ def planning_base(config: Config, kind: str) -> Config:
     tree["rollout"] = {
         key: value
         for key, value in rollout.items()
-        if key not in ("attach", "key_file", "max_engines", "shared_engines", "engine_settings")
+        if key not in ("attach", "key_file", "max_engines", "engine_settings")
     }
     if "telemetry" in tree:
         telemetry = tree["telemetry"]

@@ -60,9 +60,8 @@ class Rehearsal:
 def rehearse(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Rehearsal:
     """Predict a synchronous and a periodic iteration of config; colocated engines and trainers only take turns."""
     costs, workload = published(config, spec, typical), assumed_workload(config)
-    apart = changed(config, {"rollout": {"shared_engines": 0}}) or config
     synchronous = predict(
-        apart, spec, costs, workload, typical, streams=False, iterations=_ITERATIONS, most_groups=_MOST_GROUPS
+        config, spec, costs, workload, typical, streams=False, iterations=_ITERATIONS, most_groups=_MOST_GROUPS
     )
     best = predict(config, spec, costs, workload, typical, iterations=_ITERATIONS, most_groups=_MOST_GROUPS)
     iteration_s = best.iteration_s - best.border_s

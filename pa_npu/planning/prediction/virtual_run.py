@@ -98,8 +98,7 @@ def predict(
     controller, lengths = ScheduleController(rules, work), ResponseLengths(config.rollout.max_response_tokens)
     fill_s = 0.0  # of a pipeline, before its last stage has work
     ran: list[tuple[Outcome, Schedule, float, int]] = []
-    names = tuple(f"engine-{number}" for number in range(part.engines + part.shared))
-    shared = names[part.engines :]
+    names = tuple(f"engine-{number}" for number in range(part.engines))
     expected = {name: config.rollout.settings_of(number).speed for number, name in enumerate(names)}
     speeds = {name: speed for name, speed in expected.items() if speed != 1.0}
     for number in range(iterations):
@@ -121,9 +120,8 @@ def predict(
             amounts.work(config).updates,
             step_s,
             calibration.delivery_s,
-            shared,
         )
-        schedule = controller.begin_iteration(IterationOutlook(outlooks, names, streams, shared, speeds=speeds))
+        schedule = controller.begin_iteration(IterationOutlook(outlooks, names, streams, speeds=speeds))
         outcome = simulate(cluster, groups, schedule, streams=streams)
         for (
             timing
@@ -137,19 +135,15 @@ def predict(
         )
         controller.end_iteration(times)
         lengths.observe([(prompt, shape.lengths) for prompt, shape in zip(prompts, shapes, strict=True)])
-        ran.append(
-            (outcome, schedule, _busy_s(outcome, names[: part.engines]), sum(_tokens(shape) for shape in shapes))
-        )
+        ran.append((outcome, schedule, _busy_s(outcome, names), sum(_tokens(shape) for shape in shapes)))
     return _predicted(config, ran[min(_LEARNING, iterations - 1) :], trainer_cost.border_s, part)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of a cluster that is simulated. shared: engines on the trainers' devices, beside the others. train_scale,
-    engine_scale: by which costs are multiplied, where numbers do not divide evenly."""
+    """The part of a cluster that is simulated. train_scale, engine_scale: factors of costs, where numbers do not divide evenly."""
 
     engines: int
-    shared: int
     replicas: int
     groups: int
     train_scale: float = 1.0
@@ -160,15 +154,13 @@ def _part(config: Config, most_groups: int) -> _Part:
     engines, replicas = config.rollout.engines, config.data_parallel
     groups, updates = config.schedule.prompts_per_iteration, amounts.work(config).updates
     parts = max(math.ceil(engines / _MOST_ENGINES), groups / most_groups)
-    shared = config.num_shared_engines
     if parts <= 1:
-        return _Part(engines, shared, replicas, groups)
+        return _Part(engines, replicas, groups)
     some_engines, some_replicas = max(1, round(engines / parts)), max(1, round(replicas / parts))
     unit = some_replicas * updates
     some_groups = max(1, round(groups * some_engines / engines / unit)) * unit
     return _Part(
         some_engines,
-        round(shared * some_engines / engines),
         some_replicas,
         some_groups,
         (groups / replicas) / (some_groups / some_replicas),

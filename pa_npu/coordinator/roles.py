@@ -1,0 +1,378 @@
+"""Roles that follow the work (placement.colocate with schedule.stream): every device decodes, then trains, inside one iteration.
+
+    all units decode ──a group ends, and the rest fits on fewer──> a unit hands its sequences on, and trains finished groups
+                                                                   the last units train when the last response is there
+
+A unit is a replica with the engines on its devices, or several where devices, shards or experts join them: nobody of a unit trains
+while an engine of it decodes. Trainers need not be told: a replica trains what is in the buffer for it, and gets nothing there
+before its engines are empty. dispatch/roles.py decides, by what earlier iterations have taught; the first one is in turns.
+
+With order=prompt a group goes to its replica as ever, so that weights do not depend on when roles changed. With order=completion it
+goes to the replica that will be free first, and replicas get unequal numbers where the trainers can take these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pa_npu.config.schema import Config
+from pa_npu.control.tasks import cancel
+from pa_npu.coordinator.delivery import Delivery, GroupCost
+from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.production import Production
+from pa_npu.coordinator.variants import Variant
+from pa_npu.dispatch.assignment import Assignment
+from pa_npu.dispatch.roles import Rest, Speeds, decoding_units
+from pa_npu.engines.pool import EnginePool, Lease
+from pa_npu.samples.group import Group
+from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.telemetry.timeline import Timeline, now
+
+logger = logging.getLogger(__name__)
+
+# Decisions take no more of a core than this.
+_SHARE_OF_CORE = 0.01
+# A replica is given its next group this many groups before it will have trained what it has: earlier, a replica that is free sooner
+# could not have it; later, it would wait.
+_AHEAD = 1.5
+# Iterations whose lengths are expected of what is in flight.
+_ITERATIONS_SEEN = 4
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What changes its role together. engines: their indices."""
+
+    engines: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+
+def units_of(config: Config) -> list[Unit]:
+    """The finest parts of the run of which one can train while the others decode."""
+    mesh = config.mesh
+    joined = [{mesh.place(rank).replica for rank in config.ranks_beside(index)} for index in range(config.num_engines)]
+    together = [*joined, *({mesh.place(rank).replica for rank in group} for group in mesh.shard_groups())]
+    together += [{mesh.place(rank).replica for rank in group} for group in mesh.groups("expert_tensor", "expert")]
+    parts = [{replica} for replica in range(mesh.data)]
+    for one in together:
+        touched = [part for part in parts if part & one]
+        parts = [part for part in parts if not part & one] + [set().union(*touched)]
+    return [
+        Unit(tuple(index for index, replicas in enumerate(joined) if replicas & part), tuple(sorted(part)))
+        for part in sorted(parts, key=min)
+    ]
+
+
+@dataclass
+class _Flight:
+    """A group on an engine; steps: of decoding when it began."""
+
+    tokens: int
+    steps: float
+
+
+@dataclass
+class Known:
+    """What a run has taught: speeds, seconds of training a unit of work, lengths of responses of the last iterations."""
+
+    speeds: Speeds | None = None
+    seconds_per_work: float = 0.0
+    lengths: deque[np.ndarray] = field(default_factory=lambda: deque(maxlen=_ITERATIONS_SEEN))
+    change_s: float = 0.0
+
+
+class Roles(Variant):
+    """One per run. speeds: of an engine, and seconds that a replica takes for a unit of work; None before anything was learned."""
+
+    def __init__(
+        self, config: Config, pool: EnginePool, timeline: Timeline, speeds: Callable[[], tuple[Speeds, float] | None]
+    ) -> None:
+        self.units = units_of(config)
+        self._config = config
+        self._pool = pool
+        self._timeline = timeline
+        self._speeds = speeds
+        self._known = Known()
+        self._flights: dict[Lease, _Flight] = {}
+        self._training: list[Unit] = []
+        self._lengths: list[int] = []
+        self._dispatched = False
+        self._delivery: RolesDelivery | None = None
+        self.changing: asyncio.Task[None] | None = None
+        """A change of roles that goes on, or the last one."""
+        self.num_changes = 0
+        """Units with engines that trained before the last response was there, of the last iteration."""
+        self._steps, self._next_s = 0.0, 0.0
+        self._at_s, self._begin_s = time.perf_counter(), now()
+
+    # the iteration
+
+    def begin(self, delivery: RolesDelivery) -> None:
+        """All devices decode, for a delivery of this iteration."""
+        self._flights, self._training, self._lengths, self._dispatched = {}, [], [], False
+        self._delivery, self.changing = delivery, None
+        self._steps, self._next_s = 0.0, 0.0
+        self._at_s, self._begin_s = time.perf_counter(), now()
+        found = self._speeds()
+        if found is not None:
+            self._known.speeds, self._known.seconds_per_work = found
+        delivery.seconds_per_work = self._known.seconds_per_work
+        self._pool.rest(frozenset())
+        for unit in self.units:
+            if not unit.engines:
+                self._trains(unit)
+
+    def admitted(self, lease: Lease) -> None:
+        self._step()
+        self._flights[lease.first] = _Flight(lease.tokens, self._steps)
+
+    def all_dispatched(self) -> None:
+        self._dispatched = True
+
+    def generated(self, lease: Lease) -> None:
+        self._step()
+        self._flights.pop(lease.first, None)
+
+    def scored(self, index: int, group: ScoredGroup) -> None:
+        self._lengths += group.lengths
+        decoding = [unit for unit in self.units if unit not in self._training]
+        known = self._known.speeds is not None and bool(self._known.lengths)
+        due = time.perf_counter() >= self._next_s and (self.changing is None or self.changing.done())
+        if self._dispatched and self._flights and known and due and len(decoding) > 1 and self._delivery is not None:
+            self._raise_failure()
+            begin_s = time.perf_counter()
+            wanted = self._wanted(decoding)
+            took_s = time.perf_counter() - begin_s
+            self._next_s = begin_s + took_s / _SHARE_OF_CORE
+            if wanted < len(decoding):
+                change = self._change(self._emptiest(decoding, len(decoding) - wanted))
+                self.changing = asyncio.create_task(change, name="change of roles")
+
+    async def end(self) -> None:
+        """All responses are there: whoever still decoded trains from here on."""
+        if self.changing is not None:
+            await self.changing
+        self.num_changes = sum(bool(unit.engines) for unit in self._training)
+        for unit in self.units:
+            self._trains(unit)
+        self._known.lengths.append(np.sort(np.asarray(self._lengths, float)))
+        self._delivery = None
+        self._pool.rest(frozenset())
+
+    def training(self, replica: int) -> bool:
+        """Whether the replica's devices are its own."""
+        return any(replica in unit.replicas for unit in self._training)
+
+    # deciding
+
+    def _wanted(self, decoding: Sequence[Unit]) -> int:
+        assert self._known.speeds is not None and self._delivery is not None
+        size, seen = self._config.rollout.responses_per_prompt, np.concatenate(list(self._known.lengths))
+        seen.sort()
+        remaining, groups, written, tokens = [], [], [], []
+        for number, flight in enumerate(self._flights.values()):
+            age = self._steps - flight.steps
+            first = int(np.searchsorted(seen, age, side="right"))
+            drawn = seen[((0.5 + np.arange(size) + number * 0.6180339887) / size % 1.0 * len(seen)).astype(int)]
+            longer = drawn[drawn > age]
+            if not len(longer):  # it is in flight, so one at least is longer than what has ended
+                longer = seen[[(first + len(seen)) // 2]] if first < len(seen) else np.asarray([1.1 * age + 1.0])
+            remaining.append(longer - age)
+            groups.append(np.full(len(longer), number))
+            tokens.append(float(np.maximum(drawn, age).sum()))
+            written.append(np.full(len(longer), age + flight.tokens / size))
+        costs = np.asarray(tokens) * self._delivery.work_per_token * self._known.seconds_per_work
+        engines = sum(len(unit.engines) for unit in self.units) / len(self.units)
+        rest = Rest(
+            np.concatenate(remaining),
+            np.concatenate(groups).astype(np.int64),
+            np.concatenate(written),
+            len(decoding),
+            engines,
+            sum(len(unit.replicas) for unit in self.units) / len(self.units),
+            costs,
+            [work * self._known.seconds_per_work for work in self._delivery.held_work],
+            self._delivery.free_in(),
+            self._config.rollout.max_num_seqs,
+        )
+        speeds = self._known.speeds
+        wanted, end_s, turns_s = decoding_units(
+            rest, Speeds(speeds.step_s, speeds.sequence_s, speeds.prompt_token_s, self._known.change_s)
+        )
+        if wanted < len(decoding):
+            logger.info(
+                "%d of %d units decode from here on: the iteration should end in %.2f s, in turns in %.2f s",
+                *(wanted, len(self.units), end_s, turns_s),
+            )
+        return wanted
+
+    def _emptiest(self, decoding: Sequence[Unit], count: int) -> list[Unit]:
+        in_flight = {engine: use.in_flight_sequences for engine, use in self._pool.by_seat().items()}
+        return sorted(decoding, key=lambda unit: sum(in_flight.get(engine, 0) for engine in unit.engines))[:count]
+
+    async def _change(self, units: Sequence[Unit]) -> None:
+        """These units hand on what they decode and train."""
+        begin_s = time.perf_counter()
+        resting = {seat for unit in [*self._training, *units] for seat in unit.engines}
+        self._pool.rest(frozenset(resting))
+        seats = {seat for unit in units for seat in unit.engines}
+        await self._pool.hand_on(seats, self._config.rollout.probe_timeout_s)
+        for unit in units:
+            self._trains(unit)
+        self._known.change_s = 0.5 * (self._known.change_s + time.perf_counter() - begin_s)
+
+    def _trains(self, unit: Unit) -> None:
+        if unit in self._training:
+            return
+        self._training.append(unit)
+        lanes = [f"engine {seat}" for seat in unit.engines]
+        self._timeline.complete("decodes", self._begin_s, now(), f"role of {', '.join(lanes) or 'no engine'}")
+        if self._delivery is not None:
+            self._delivery.free(unit.replicas)
+
+    def _raise_failure(self) -> None:
+        if self.changing is not None and self.changing.done():
+            self.changing.result()
+
+    def _step(self) -> None:
+        """Decode steps so far, as fast as they should have been with what was in flight."""
+        at_s = time.perf_counter()
+        if self._known.speeds is not None:
+            engines = sum(len(unit.engines) for unit in self.units if unit not in self._training)
+            sequences = len(self._flights) * self._config.rollout.responses_per_prompt / max(1, engines)
+            self._steps += (at_s - self._at_s) / (self._known.speeds.step_s + self._known.speeds.sequence_s * sequences)
+        self._at_s = at_s
+
+
+class RolesDelivery(Delivery):
+    """One iteration's groups, each when its replica's devices are free. roles: of the run; the other arguments are Delivery's."""
+
+    def __init__(
+        self,
+        roles: Roles,
+        config: Config,
+        production: Production,
+        assignment: Assignment,
+        work: GroupCost,
+        buffer: RolloutBuffer,
+        store_thread: Executor,
+        told: Sequence[Callable[[Group, ScoredGroup], None]],
+    ) -> None:
+        super().__init__(config, production, assignment, work, buffer, store_thread, told)
+        self._roles = roles
+        self._given_s: dict[int, float] = {}  # by replica that trains: until when it has work
+        self._worked: list[tuple[float, int]] = []
+        self._pump: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._ended = False
+        self.seconds_per_work = 0.0
+        """Of a replica; 0 before it was learned."""
+        roles.begin(self)
+
+    @property
+    def held_work(self) -> list[float]:
+        """Work of the groups that no replica has."""
+        return [self._work(scored) for _, scored in self._held]
+
+    @property
+    def work_per_token(self) -> float:
+        """Work of training, over tokens of responses, of the groups so far; 0 before the first."""
+        return sum(work for work, _ in self._worked) / max(1, sum(tokens for _, tokens in self._worked))
+
+    def free_in(self) -> list[float]:
+        """Seconds until each replica that trains has nothing more to do."""
+        at_s = time.perf_counter()
+        return [max(0.0, until_s - at_s) for until_s in self._given_s.values()]
+
+    def free(self, replicas: Sequence[int]) -> None:
+        """These replicas' devices are theirs."""
+        at_s = time.perf_counter()
+        self._given_s |= {replica: at_s for replica in replicas if replica not in self._given_s}
+        self._changed.set()
+
+    async def _deliver(self, number: int, scored: ScoredGroup) -> None:
+        self._worked.append((self._work(scored), scored.tokens))
+        self._held.append((number, scored))
+        self._changed.set()
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._give_in_time(), name="groups to replicas that train")
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        return {"role_changes": self._roles.num_changes}
+
+    async def finish(self, num_groups: int) -> float:
+        await self._roles.end()
+        self._ended = True
+        self._changed.set()
+        if self._pump is not None:
+            await self._pump
+        while (due := self._due(at_end=True)) is not None:
+            await self._give(*due)
+        return await super().finish(num_groups)
+
+    async def close(self) -> None:
+        await cancel([task for task in (self._pump, self._roles.changing) if task is not None])
+
+    async def _give_in_time(self) -> None:
+        while not self._ended:
+            self._changed.clear()
+            while (due := self._due(at_end=False)) is not None:
+                await self._give(*due)
+            ahead_s = _AHEAD * self._mean_s()
+            next_s = (
+                min((until_s - ahead_s for until_s in self._given_s.values()), default=None) if self._held else None
+            )
+            wait_s = None if next_s is None else max(0.001, next_s - time.perf_counter())
+            try:
+                await asyncio.wait_for(self._changed.wait(), wait_s if wait_s is None or wait_s > 0.001 else None)
+            except asyncio.TimeoutError:
+                continue
+
+    def _due(self, *, at_end: bool) -> tuple[int, int] | None:
+        """(place in what is held, replica) of the next group to give; None where none is to be given now."""
+        if not self._held or not self._given_s:
+            return None
+        if self._assignment.by_index:
+            for place, (number, _) in enumerate(self._held):
+                replica = self._assignment.replica_of(number)
+                if replica in self._given_s:
+                    return place, replica
+            return None
+        at_s = time.perf_counter()
+        free = [replica for replica in self._given_s if self._assignment.has_room(replica)]
+        if not free:
+            return None
+        untouched = self._assignment.untouched
+        if not at_end and len(self._held) <= len(set(untouched) - set(self._given_s)):
+            return None  # every replica trains something, so that its first tokens are compared
+        starved = [replica for replica in free if replica in untouched]
+        replica = min(starved or free, key=self._given_s.__getitem__)
+        if not at_end and self._given_s[replica] - at_s > _AHEAD * self._mean_s():
+            return None
+        works = [self._work(scored) for _, scored in self._held]
+        return max(range(len(works)), key=works.__getitem__), replica
+
+    async def _give(self, place: int, replica: int) -> None:
+        number, scored = self._held.pop(place)
+        work = self._work(scored)
+        self._given_s[replica] = max(self._given_s[replica], time.perf_counter()) + work * self.seconds_per_work
+        slot = self._assignment.assign_to(number, work, replica)
+        await self._deliver_to(number, scored, slot)
+
+    def _mean_s(self) -> float:
+        return sum(work for work, _ in self._worked) / max(1, len(self._worked)) * self.seconds_per_work
+
+
+def make_roles(config: Config, pool: EnginePool, timeline: Timeline, controller: Any) -> Roles | None:
+    """For a run whose devices decode and train in one iteration."""
+    return Roles(config, pool, timeline, controller.speeds) if config.follows_work else None

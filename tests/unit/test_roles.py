@@ -1,0 +1,244 @@
+"""Roles that follow the work: nobody trains where an engine decodes, nothing that is sampled depends on it, and it never loses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pa_npu.config.schema import Config
+from pa_npu.coordinator import roles as module
+from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.production import Produced
+from pa_npu.coordinator.roles import Roles, Unit, units_of
+from pa_npu.data.prompts import Prompt
+from pa_npu.dispatch.roles import Rest, Speeds, decoding_units
+from pa_npu.engines.pool import EnginePool
+from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
+from pa_npu.environments.protocol import EnvironmentContext
+from pa_npu.environments.single_turn import SingleTurn
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import Rules
+from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.samples.group import Group
+from pa_npu.telemetry.timeline import Timeline
+from tools.simulate_roles import Shape, draw, iterate
+
+GROUPS, SIZE, LONGEST = 24, 2, 40
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "rollout": {"responses_per_prompt": SIZE, "window": 64, "max_response_tokens": LONGEST, "engines": 3},
+        "trainer": {"devices": 3},
+        "schedule": {"prompts_per_iteration": GROUPS},
+        "placement": {"colocate": True},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return Config.model_validate(tree)
+
+
+# what changes together
+
+
+def test_a_unit_is_a_replica_with_its_engines_or_what_devices_and_shards_join() -> None:
+    assert units_of(config()) == [Unit((0,), (0,)), Unit((1,), (1,)), Unit((2,), (2,))]
+    pipelined = config(rollout={"engines": 2, "tensor_parallel": 2}, trainer={"devices": 4, "pipeline_parallel": 2})
+    assert units_of(pipelined) == [Unit((0,), (0,)), Unit((1,), (1,))], "engines lie along replicas, not along stages"
+    wide = config(rollout={"engines": 1, "tensor_parallel": 2}, trainer={"devices": 4})
+    assert units_of(wide) == [Unit((0,), (0, 1)), Unit((), (2,)), Unit((), (3,))]
+    sharded = config(trainer={"devices": 3, "backend": "fsdp"})
+    assert sharded.mesh.shards == 3 and units_of(sharded) == [Unit((0, 1, 2), (0, 1, 2))], "in turns"
+
+
+# the iteration
+
+
+class Engine:
+    """Writes a token of every response whenever the loop comes round; lengths and tokens follow from the seed."""
+
+    def __init__(self, name: str, fails: bool = False) -> None:
+        self.name, self.decoding, self.handed_on, self.gone = name, 0, 0, False
+        self._fails = fails
+
+    async def generate(
+        self,
+        prompt_tokens: np.ndarray,
+        n: int,
+        seed: int,
+        sampling: Sampling,
+        *,
+        deadline_s: float,
+        written: np.ndarray | None = None,
+    ) -> list[Generation]:
+        begun = self.handed_on
+        self.decoding += 1
+        try:
+            lengths = [int(np.random.default_rng(seed + i).integers(1, LONGEST)) for i in range(n)]
+            first = 0 if written is None else len(written)
+            done = first
+            while done < max(lengths) and begun == self.handed_on and not self.gone:
+                await asyncio.sleep(0.0005)
+                done += 1
+            if self.gone:
+                raise EngineGone(f"engine {self.name}: gone")
+            return [self._part(seed + i, first, min(done, length), length) for i, length in enumerate(lengths)]
+        finally:
+            self.decoding -= 1
+
+    def _part(self, seed: int, first: int, end: int, length: int) -> Generation:
+        tokens = np.random.default_rng(seed).integers(2, 1000, length).astype(np.int32)[first:end]
+        reason: Any = "stop" if end == length else "cut"
+        text = "".join(f" {token}" for token in tokens)
+        return Generation(tokens, -0.001 * tokens.astype(np.float32), text, reason, version=5)
+
+    async def hand_on(self, *, deadline_s: float) -> None:
+        if self._fails:
+            self.gone = True
+            raise EngineGone(f"engine {self.name}: gone")
+        self.handed_on += 1
+
+    async def close(self) -> None:
+        pass
+
+
+class Shelf:
+    """A buffer that notes which engines decoded whenever a replica got a group."""
+
+    readers = 1
+
+    def __init__(self, engines: list[Engine]) -> None:
+        self.engines, self.groups, self.beside = engines, {}, 0
+
+    def put(self, group: Group, replica: int, slot: int) -> None:
+        assert not self.engines[replica].decoding, f"replica {replica} trains while engine {replica} decodes"
+        self.beside += any(engine.decoding for engine in self.engines)
+        self.groups[replica, slot] = group
+
+
+class Rewards:
+    async def score(self, group: RewardInput) -> RewardResult:
+        total = np.arange(len(group.responses), dtype=np.float32)
+        return RewardResult(total, {"math": total}, total > 0, ())
+
+
+@pytest.fixture
+def store_thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+async def produce(
+    config: Config,
+    store_thread: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    keep: int,
+    fails: int | None = None,
+) -> tuple[Produced, Shelf, list[str]]:
+    """keep: units that go on decoding, however little is left. fails: the engine that dies as it is asked to hand on."""
+
+    def wanted(rest: Rest, speeds: Speeds) -> tuple[int, float, float]:
+        return max(keep, rest.decoding - 1), 0.0, 0.0
+
+    monkeypatch.setattr(module, "decoding_units", wanted)
+    monkeypatch.setattr(module, "_SHARE_OF_CORE", 1e9)  # at every completion, however busy the machine is
+    engines = [Engine(f"e{number}", fails=number == fails) for number in range(3)]
+    pool, lost = EnginePool(), []
+
+    async def on_lost(engine: RolloutEngine, reason: str) -> None:
+        lost.append(engine.name)
+        pool.suspend(engine)
+
+    pool.on_lost(on_lost)
+    for seat, engine in enumerate(engines):
+        pool.add(engine, seat=seat, shared=True)  # type: ignore[arg-type]
+        pool.serve(engine, 5)  # type: ignore[arg-type]
+    controller = ScheduleController(Rules.of(config), lambda prompt, responses: prompt + sum(responses))
+    shelf, timeline = Shelf(engines), Timeline(None, "")
+    roles = Roles(config, pool, timeline, lambda: (Speeds(0.0005, 0.0), 1e-6))
+    roles._known.lengths.append(np.arange(1.0, LONGEST))
+    environment = SingleTurn(EnvironmentContext(None, LONGEST))
+    producer = Producer(
+        *(config, pool, environment, Rewards(), shelf, controller, Sampling(LONGEST, 1.0), timeline),  # type: ignore[arg-type]
+        lambda prompt, responses: float(prompt + sum(responses)),
+        store_thread,
+        roles=roles,
+    )
+    prompts = [Prompt(i, np.full(3, i, np.int32), str(i), f"question {i}", {"id": i}) for i in range(GROUPS)]
+    produced = await asyncio.wait_for(producer.produce(5, prompts, version=5), 50.0)
+    return produced, shelf, lost
+
+
+def bits(shelf: Shelf) -> dict[int, tuple[list[int], list[float]]]:
+    return {group.index: (group.tokens.tolist(), group.logprobs.tolist()) for group in shelf.groups.values()}
+
+
+@pytest.mark.parametrize("order", ["prompt", "completion"])
+async def test_responses_that_move_are_those_that_do_not_and_nobody_trains_where_an_engine_decodes(
+    order: str, store_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = config(schedule={"order": order})
+    turns, held, _ = await produce(chosen, store_thread, monkeypatch, keep=3)
+    assert turns.numbers["role_changes"] == 0 and not held.beside, "control: in turns"
+    moved, shelf, lost = await produce(chosen, store_thread, monkeypatch, keep=1)
+    changes = moved.numbers["role_changes"]
+    assert 1 <= changes <= 2 and shelf.beside and not lost
+    assert sum(engine.handed_on > 0 for engine in shelf.engines) <= changes
+    assert bits(shelf) == bits(held) and len(bits(held)) == GROUPS
+    if order == "prompt":
+        assert all(group.index == slot * 3 + replica for (replica, slot), group in shelf.groups.items())
+        assert shelf.groups.keys() == held.groups.keys()
+    else:
+        assert {replica for replica, _ in shelf.groups} == {0, 1, 2}, "every replica trains something"
+
+
+@pytest.mark.parametrize("engine", [0, 1, 2])
+async def test_an_engine_that_dies_as_it_hands_on_changes_nothing(
+    engine: int, store_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = config(schedule={"order": "prompt"})
+    _, held, _ = await produce(chosen, store_thread, monkeypatch, keep=3)
+    _, shelf, lost = await produce(chosen, store_thread, monkeypatch, keep=1, fails=engine)
+    assert bits(shelf) == bits(held) and shelf.groups.keys() == held.groups.keys()
+    assert set(lost) <= {f"e{engine}"}, "the last to decode is never asked"
+
+
+# the decision
+
+FAMILY = [
+    Shape("answers", devices, devices * 16, 4, 200, 1024, spread, 64, ratio)
+    for devices in (4, 8)
+    for spread in (0.0, 0.3, 0.9)
+    for ratio in (0.3, 1.0, 2.0)
+]
+
+
+@pytest.mark.parametrize("replica", [1, 2])
+def test_it_is_never_more_than_a_hundredth_behind_turns_and_gains_where_lengths_vary(replica: int) -> None:
+    gains = {}
+    for shape in FAMILY:
+        lengths, earlier = draw(shape, 0), draw(shape, 1)
+        turns, roles = (iterate(shape, replica, lengths, earlier, mode).end_s for mode in ("turns", "roles"))
+        gains[shape.devices, shape.spread, shape.ratio] = turns / roles
+    assert min(gains.values()) >= 0.99, gains
+    assert all(gain > 1.1 for (_, spread, ratio), gain in gains.items() if spread == 0.9 and ratio == 1.0), gains
+
+
+def test_equal_lengths_and_dear_prompts_stay_in_turns() -> None:
+    def rest(remaining: np.ndarray, ready: int) -> Rest:
+        groups = np.arange(len(remaining))
+        return Rest(
+            remaining, groups, np.full(len(groups), 10.0), 4, 1.0, 1.0, np.ones(len(groups)), [1.0] * ready, [], 64
+        )
+
+    assert decoding_units(rest(np.full(32, 100.0), 0), Speeds(0.01, 0.001))[0] == 4
+    tail = rest(np.r_[np.full(28, 5.0), np.full(4, 1000.0)], 8)
+    assert decoding_units(tail, Speeds(0.01, 0.0001))[0] < 4, "the rest fits on fewer"
+    assert decoding_units(tail, Speeds(0.01, 0.0001, prompt_token_s=10.0))[0] == 4
