@@ -50,9 +50,11 @@ class Mesh:
             raise ValueError(f"shards: {self.shards} do not divide {self.data} replicas; set it to a divisor")
 
     @classmethod
-    def of(cls, devices: int, tensor: int, pipeline: int) -> Mesh:
-        """The mesh of as many whole replicas as `devices` hold, at least one; its `size` is `devices` where that works out."""
-        return cls(tensor, pipeline, max(1, devices // (tensor * pipeline)))
+    def of(cls, devices: int, tensor: int, pipeline: int, expert: int = 1) -> Mesh:
+        """The mesh of as many whole replicas as `devices` hold, at least one; its `size` is `devices` where that works out. Each
+        expert is on one rank; `expert` is 1 instead where it divides no stage."""
+        data = max(1, devices // (tensor * pipeline))
+        return cls(tensor, pipeline, data, expert=expert if tensor * data % expert == 0 else 1, experts_tensor=1)
 
     @property
     def expert_tensor(self) -> int:
@@ -185,9 +187,10 @@ class Place:
     @property
     def shard_group(self) -> tuple[int, ...]:
         """Ranks whose shards make the weights of this one's stage, itself among them, rising; the first publishes."""
-        first = self.replica // self.mesh.shards * self.mesh.shards
-        own = self.group("tensor", "data")
-        return tuple(rank for rank in own if first <= self.mesh.place(rank).replica < first + self.mesh.shards)
+        mesh = self.mesh
+        size = max(mesh.tensor * mesh.context * mesh.shards, mesh.expert_tensor * mesh.expert)
+        first = self.rank - self.rank % mesh.stage_size % size
+        return tuple(range(first, first + size))
 
     def group(self, *axes: Axis) -> tuple[int, ...]:
         """Ranks that differ from this one along `axes` alone, itself among them, rising; the first leads.

@@ -104,7 +104,7 @@ class ConfigTree(Section):
     def mesh(self) -> Mesh:
         """How trainer ranks are laid out."""
         trainer = self.trainer
-        mesh = Mesh.of(trainer.devices, trainer.tensor_parallel, trainer.pipeline_parallel)
+        mesh = Mesh.of(trainer.devices, trainer.tensor_parallel, trainer.pipeline_parallel, trainer.expert_parallel)
         if trainer.backend != "fsdp":
             return mesh
         shards = trainer.shards or mesh.data

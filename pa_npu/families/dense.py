@@ -16,7 +16,7 @@ A family whose layers differ more needs a flag in ModelSpec and the backends' su
                     after_feed_forward_norm), capped logits
     GLM-like        rotation of a part of each head, in pairs that lie side by side; gate and up as one tensor (role gate_up)
 
-Mixtures of experts need more than a family: experts' weights, a router, and parallelism over experts.
+A mixture of experts is `qwen3_moe`'s: its spec has `experts`, and its layers with experts other roles.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ LayerRole = Literal[
     "gate",
     "up",
     "down",
+    "router",
+    "expert_gate",
+    "expert_up",
+    "expert_down",
 ]
 # No model has more layers; a config.json that says so would have the checks count tensors for ever.
 _MOST_LAYERS = 4096
@@ -54,10 +58,24 @@ _MOST_LAYERS = 4096
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of an HF checkpoint: its name (of a layer's, without the layer's prefix) and full shape."""
+    """One tensor of an HF checkpoint: its name (of a layer's, without the layer's prefix) and full shape.
+
+    experts: where it is above 0, as many tensors of this shape, with the expert's number in the place of {expert} in the name.
+    """
 
     name: str
     shape: tuple[int, ...]
+    experts: int = 0
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes; expert by expert."""
+        if not self.experts:
+            return {self.name: self.shape}
+        return {self.name.format(expert=expert): self.shape for expert in range(self.experts)}
+
+    @property
+    def size(self) -> int:
+        return max(1, self.experts) * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -154,8 +172,8 @@ class DenseDecoder:
             "head": embedding if spec.tied else Weight("lm_head.weight", vocabulary),
         }
 
-    def layer_weights(self, spec: ModelShape) -> dict[LayerRole, Weight]:
-        """Name the weights of a layer, by role."""
+    def layer_weights(self, spec: ModelShape, layer: int) -> dict[LayerRole, Weight]:
+        """Name the weights of one of the model's layers, by role."""
         hidden, ffn = spec.hidden_size, spec.ffn_size
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         weights: dict[LayerRole, Weight] = {
@@ -186,9 +204,8 @@ class DenseDecoder:
 
     def num_parameters(self, spec: ModelShape) -> int:
         """Tied weights counted once."""
-        layer = sum(math.prod(weight.shape) for weight in self.layer_weights(spec).values())
-        outer = sum(math.prod(weight.shape) for weight in set(self.outer_weights(spec).values()))
-        return spec.num_layers * layer + outer
+        layers = sum(weight.size for n in range(spec.num_layers) for weight in self.layer_weights(spec, n).values())
+        return layers + sum(weight.size for weight in set(self.outer_weights(spec).values()))
 
     def flops(self, spec: ModelShape) -> FlopsModel:
         """Matrix multiplications of a training step."""

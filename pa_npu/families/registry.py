@@ -10,8 +10,9 @@ from pa_npu.families.dense import DenseDecoder
 from pa_npu.families.llama import Llama
 from pa_npu.families.qwen2 import Qwen2
 from pa_npu.families.qwen3 import Qwen3
+from pa_npu.families.qwen3_moe import Qwen3Moe
 
-_FAMILIES: dict[str, DenseDecoder] = {family.model_type: family for family in (Qwen2(), Qwen3(), Llama())}
+_FAMILIES: dict[str, DenseDecoder] = {family.model_type: family for family in (Qwen2(), Qwen3(), Qwen3Moe(), Llama())}
 ANY_MODEL = AnyModel()
 
 # What config.json calls the number of experts.

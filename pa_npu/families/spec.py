@@ -76,6 +76,20 @@ class ModelSpec(ModelShape):
         """Number of parameters, tied weights counted once."""
         return self.definition.num_parameters(self)
 
+    @property
+    def num_expert_parameters(self) -> int:
+        """Those of them that are experts', of which a token uses experts.per_token / experts.count."""
+        experts = self.experts
+        return len(experts.layers) * experts.count * 3 * experts.ffn_size * self.hidden_size if experts else 0
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token goes through."""
+        if self.experts is None:
+            return self.num_parameters
+        idle = self.experts.count - self.experts.per_token
+        return self.num_parameters - self.num_expert_parameters * idle // self.experts.count
+
     def wire_sizes(self) -> dict[str, int]:
         """Sizes by which an engine sees that it has the same model, under config.json's names."""
         return {
@@ -86,6 +100,7 @@ class ModelSpec(ModelShape):
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "tie_word_embeddings": int(self.tied),
+            **(self.experts.wire_sizes() if self.experts else {}),
         }
 
     def hf_tensors(self) -> dict[str, tuple[int, ...]]:
@@ -94,7 +109,8 @@ class ModelSpec(ModelShape):
         if self.is_any:
             return ANY_MODEL.tensors(self)
         tensors = {weight.name: weight.shape for weight in family.outer_weights(self).values()}
-        layer = family.layer_weights(self).values()
-        for index in range(self.num_layers):
-            tensors |= {family.layer_prefix(index) + weight.name: weight.shape for weight in layer}
+        for layer in range(self.num_layers):
+            prefix = family.layer_prefix(layer)
+            for weight in family.layer_weights(self, layer).values():
+                tensors |= {prefix + name: shape for name, shape in weight.tensors().items()}
         return tensors

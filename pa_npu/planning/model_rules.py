@@ -48,7 +48,25 @@ def _division_rules(config: Config, spec: ModelSpec) -> list[str]:
     return [
         *_tensor_rules(config.trainer.tensor_parallel, spec),
         *_indivisible("trainer.pipeline_parallel", stages, "layers", spec.num_layers, spec),
+        *_expert_rules(config, spec),
     ]
+
+
+def _expert_rules(config: Config, spec: ModelSpec) -> list[str]:
+    trainer = config.trainer
+    if spec.experts is None:
+        if trainer.expert_parallel == 1:
+            return []
+        return [
+            f"trainer.expert_parallel: {trainer.expert_parallel}, but {spec.path} is no mixture of experts; remove the key"
+        ]
+    broken = _indivisible("trainer.expert_parallel", trainer.expert_parallel, "experts", spec.experts.count, spec)
+    if trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
+        broken.append(
+            f"trainer.sequence_parallel: false with trainer.tensor_parallel = {trainer.tensor_parallel} would give each token of "
+            f"the mixture of experts {spec.path} to them several times; set it to true"
+        )
+    return broken
 
 
 def _tensor_rules(tensor: int, spec: ModelSpec) -> list[str]:

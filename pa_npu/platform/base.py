@@ -28,6 +28,12 @@ class FusedOps(Protocol):
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(a) * b for the halves (a, b) of the last dimension."""
 
+    def grouped_linear(self, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """rows [n, in], of which the first counts[0] meet weight[0], the next counts[1] weight[1] and so on -> [n, out].
+
+        weight: [groups, out, in].
+        """
+
 
 class Platform(Protocol):
     """One device kind (npu, cuda, cpu). Nothing outside this package asks which one it is talking to."""

@@ -23,6 +23,13 @@ class CudaOps(TorchOps):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
+    def grouped_linear(self, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """torch's grouped product (2.10), which is for bf16; otherwise one group after another."""
+        if rows.dtype != torch.bfloat16 or not hasattr(torch.nn.functional, "grouped_mm"):
+            return super().grouped_linear(rows, weight, counts)
+        ends = torch.tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
+        return torch.nn.functional.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+
 
 class CudaPlatform(AcceleratorPlatform):
     """NVIDIA GPUs."""

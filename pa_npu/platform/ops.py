@@ -19,6 +19,11 @@ class TorchOps:
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         return _SwiGLU.apply(x)
 
+    def grouped_linear(self, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """One group after another; groups without rows too, so that every weight has a gradient."""
+        parts = zip(rows.split(counts), weight.unbind(), strict=True)
+        return torch.cat([torch.mm(part, own.t()) for part, own in parts])
+
 
 class _RMSNorm(torch.autograd.Function):
     """y = w * n with n = x / rms(x) rounded to x's type first, as HF and vLLM do. Keeps x and one number per row."""

@@ -52,13 +52,29 @@ def loaded_stage(model: Path, frozen: dict[str, Path] | None = None, /, **sectio
     return stage
 
 
+def hf_gradients(hf_model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By the names of the checkpoint, where each expert has tensors of its own; transformers computes with them stacked."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in hf_model.named_parameters():
+        base, _, stacked = name.rpartition(".")
+        for expert, gradient in enumerate(parameter.grad) if base.endswith(".experts") else ():
+            parts = (
+                {"gate_proj": gradient, "up_proj": gradient} if stacked == "gate_up_proj" else {"down_proj": gradient}
+            )
+            halves = gradient.chunk(2) if len(parts) == 2 else [gradient]
+            found |= {f"{base}.{expert}.{part}.weight": half for part, half in zip(parts, halves, strict=True)}
+        if not base.endswith(".experts"):
+            found[name] = parameter.grad
+    return found
+
+
 def relative_gradient_errors(stage: TriModel, hf_model: torch.nn.Module, spec: ModelSpec) -> dict[str, float]:
     """Per HF parameter: largest difference of the two gradients over the largest HF gradient."""
-    expected = {name: parameter.grad for name, parameter in hf_model.named_parameters()}
+    expected = hf_gradients(hf_model)
     errors = {}
     for name, parameter in stage.policy.named_parameters():
         for tensor in sources(name, spec, 0):
-            ours = part_view(parameter.grad, tensor.part, spec).reshape(tensor.shape)
+            ours = part_view(parameter.grad, tensor, spec).reshape(tensor.shape)
             theirs = expected.pop(tensor.name)
             errors[tensor.name] = ((ours - theirs).abs().max() / theirs.abs().max()).item()
     assert not expected, f"HF parameters without a counterpart: {sorted(expected)}"

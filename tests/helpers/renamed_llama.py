@@ -18,5 +18,6 @@ class RenamedLlama(Llama):
     def outer_weights(self, spec: ModelShape) -> dict[OuterRole, Weight]:
         return {role: replace(weight, name=f"outer.{role}") for role, weight in super().outer_weights(spec).items()}
 
-    def layer_weights(self, spec: ModelShape) -> dict[LayerRole, Weight]:
-        return {role: replace(weight, name=f"{role}.weight") for role, weight in super().layer_weights(spec).items()}
+    def layer_weights(self, spec: ModelShape, layer: int) -> dict[LayerRole, Weight]:
+        weights = super().layer_weights(spec, layer)
+        return {role: replace(weight, name=f"{role}.weight") for role, weight in weights.items()}

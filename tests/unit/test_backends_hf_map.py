@@ -34,7 +34,7 @@ def test_shards_of_all_ranks_are_the_checkpoint(
         for tensor in hf_map.stage_tensors(ranks[0], spec, hf_map.first_layer(layout.build(spec))):
             assert tensor.name not in found, f"{tensor.name} is owned by two stages"
             shards = [
-                hf_map.part_view(rank[tensor.parameter], tensor.part, spec).reshape(tensor.local_shape(tp_size))
+                hf_map.part_view(rank[tensor.parameter], tensor, spec).reshape(tensor.local_shape(tp_size))
                 for rank in ranks
             ]
             whole = shards[0] if tensor.shard_dim is None else torch.cat(shards, tensor.shard_dim)

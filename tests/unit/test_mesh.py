@@ -94,7 +94,11 @@ def test_replicas_take_turns_with_groups_and_each_group_has_one_slot() -> None:
 
 
 def test_a_mesh_that_cannot_be_is_refused() -> None:
-    assert Mesh.of(8, 2, 2) == Mesh(2, 2, 2) and Mesh.of(7, 2, 2).size == 4 and Mesh.of(1, 2, 2).size == 4
+    assert (
+        Mesh.of(8, 2, 2) == Mesh(2, 2, 2, experts_tensor=1)
+        and Mesh.of(7, 2, 2).size == 4
+        and Mesh.of(1, 2, 2).size == 4
+    )
     with pytest.raises(ValueError, match="expert: 3 x 2 ranks do not divide the 8 ranks of a stage"):
         Mesh(tensor=2, data=4, expert=3)
     with pytest.raises(ValueError, match="rank: 4 is not one of the 4 ranks"):

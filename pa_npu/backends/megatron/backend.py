@@ -39,6 +39,7 @@ from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import ReplicaLinks
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.digest import digest_of
+from pa_npu.weight_transfer.transport import HOST_BACKEND
 
 
 class MegatronBackend:
@@ -71,6 +72,8 @@ class MegatronBackend:
         stage.config.no_sync_func = self._ddp.no_sync
         stage.config.finalize_model_grads_func = self._finalize_gradients
         self._contents = CheckpointContents(stage, self._optimizer, self._scheduler, config, platform)
+        mesh = self.place.mesh
+        self._shard_group = self.tensor_group if mesh.expert <= mesh.tensor else parallel.shard_group()
         self._links = parallel.replica_links(platform, device, config.collective_timeout_s)
 
     @property
@@ -98,9 +101,9 @@ class MegatronBackend:
         return GroupReductions(parallel.data_group(), parallel.pipeline_group())
 
     def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> StageTensors | None:
-        place, group = self.place, self.tensor_group
-        if late_from is not None and group is not None:  # on all ranks: making a group is collective
-            group = parallel.host_tensor_group()
+        place = self.place
+        # of host memory for a thread beside training; on all ranks, because making a group is collective
+        group = self._shard_group if late_from is None else parallel.shard_group(HOST_BACKEND)
         if not place.sends:
             return None
         model, to_host = self._stage.model(late_from or "policy"), late_from is not None
@@ -194,7 +197,7 @@ class MegatronBackend:
         return self._contents.load(directory)
 
     def export(self, directory: Path) -> None:
-        export_hf(self._stage.policy, self._spec, directory, self.place, self.tensor_group)
+        export_hf(self._stage.policy, self._spec, directory, self.place, self._shard_group)
 
     def close(self) -> None:
         parallel.shutdown_parallel()

@@ -20,19 +20,27 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
+from pa_npu.backends.megatron.experts import MixtureLayer, MixtureMLP
+from pa_npu.backends.megatron.routing import Routing
+from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import FusedOps
 
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """A microbatch's part in core attention. cos, sin: [tokens, 1, head_dim] at the tokens' positions."""
+    """A microbatch's part in one model's layers. cos, sin: [tokens, 1, head_dim] at the tokens' positions."""
 
     layout: PrefixLayout
     cos: torch.Tensor
     sin: torch.Tensor
+    routing: Routing
 
 
 class RMSNorm(torch.nn.Module):
@@ -122,7 +130,9 @@ class GatedMLP(MLP):
         return self.linear_fc2(self.ops.swiglu(gate_and_up))
 
 
-def block_spec(config: TransformerConfig, ops: FusedOps, implementation: str) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, spec: ModelSpec, ops: FusedOps, implementation: str, dispatch: str
+) -> TransformerBlockSubmodules:
     """Spec of this stage's transformer layers and of the final norm, which Megatron builds on the last stage only."""
     norm = ModuleSpec(module=RMSNorm, params={"ops": ops})
     head_norm = norm if config.qk_layernorm else None
@@ -133,21 +143,28 @@ def block_spec(config: TransformerConfig, ops: FusedOps, implementation: str) ->
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+
+    def layer(kind: type[TransformerLayer], feed_forward: ModuleSpec) -> ModuleSpec:
+        return ModuleSpec(
+            module=kind,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=norm,
+                self_attention=ModuleSpec(
+                    module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+                ),
+                self_attn_bda=get_bias_dropout_add,
+                pre_mlp_layernorm=norm,
+                mlp=feed_forward,
+                mlp_bda=get_bias_dropout_add,
             ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(
-                module=GatedMLP,
-                params={"ops": ops},
-                submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear),
-            ),
-            mlp_bda=get_bias_dropout_add,
-        ),
+        )
+
+    linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+    dense = layer(TransformerLayer, ModuleSpec(module=GatedMLP, params={"ops": ops}, submodules=linears))
+    mixture = ModuleSpec(module=MixtureMLP, params={"experts": spec.experts, "dispatch": dispatch, "ops": ops})
+    sparse = layer(MixtureLayer, mixture)
+    first = get_transformer_layer_offset(config)
+    own = range(first, first + get_num_layers_to_build(config))
+    return TransformerBlockSubmodules(
+        layer_specs=[sparse if spec.has_experts(number) else dense for number in own], layer_norm=norm
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)

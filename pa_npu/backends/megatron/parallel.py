@@ -20,7 +20,6 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.platform.base import Platform
 from pa_npu.samples.replica_feed import ReplicaLinks
-from pa_npu.weight_transfer.transport import HOST_BACKEND
 
 
 def initialise_parallel(
@@ -49,6 +48,8 @@ def initialise_parallel(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=trainer.tensor_parallel,
         pipeline_model_parallel_size=trainer.pipeline_parallel,
+        expert_model_parallel_size=config.mesh.expert,
+        expert_tensor_parallel_size=1,
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
@@ -70,6 +71,7 @@ def place() -> Place:
         data=parallel_state.get_data_parallel_world_size(),
         context=parallel_state.get_context_parallel_world_size(),
         expert=parallel_state.get_expert_model_parallel_world_size(),
+        experts_tensor=1,
     )
     return mesh.place(dist.get_rank())
 
@@ -79,10 +81,17 @@ def tensor_group() -> dist.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def host_tensor_group() -> dist.ProcessGroup:
-    """The ranks of `tensor_group` again, in host memory, for a thread beside training. A collective of all."""
-    groups = {ranks: dist.new_group(list(ranks), backend=HOST_BACKEND) for ranks in place().mesh.groups("tensor")}
-    return groups[place().group("tensor")]
+def expert_group() -> dist.ProcessGroup:
+    """Ranks that share the experts of a stage."""
+    return parallel_state.get_expert_model_parallel_group()
+
+
+def shard_group(backend: str | None = None) -> dist.ProcessGroup | None:
+    """A new group of place().shard_group; None where that is this rank alone. A collective of all."""
+    here = place()
+    everyones = [ranks for ranks in here.mesh.shard_groups() if len(ranks) > 1]
+    groups = {ranks: dist.new_group(list(ranks), backend=backend) for ranks in everyones}
+    return groups.get(here.shard_group)
 
 
 def replica_links(platform: Platform, device: torch.device, timeout_s: float) -> ReplicaLinks | None:

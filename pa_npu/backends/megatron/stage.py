@@ -40,6 +40,7 @@ from pa_npu.backends.megatron.devices import device_of
 from pa_npu.backends.megatron.gpt import GPT
 from pa_npu.backends.megatron.layers import AttentionContext
 from pa_npu.backends.megatron.rotary import RotaryTable
+from pa_npu.backends.megatron.routing import Routing
 from pa_npu.backends.megatron.transformer import transformer_config
 from pa_npu.backends.widened import widened
 from pa_npu.config.schema import Config
@@ -154,9 +155,9 @@ class TriModel(MegatronModule):
         with torch.no_grad():
             for name, model in self._beside.items():
                 model.set_input_tensor(inputs.get(name))
-                frozen_hidden[name] = model(tokens, contexts[model.config.params_dtype])
+                frozen_hidden[name] = model(tokens, contexts[name])
         self.policy.set_input_tensor(inputs.get("policy"))
-        hidden = self.policy(tokens, contexts[self.config.params_dtype])
+        hidden = self.policy(tokens, contexts["policy"])
         if not self.post_process:
             return pack_hidden(hidden, list(frozen_hidden.values()))
 
@@ -194,7 +195,7 @@ class TriModel(MegatronModule):
         dtype = dtype or own
         model.set_input_tensor(None if self.input_tensor is None else self.input_tensor.view(dtype))
         with nullcontext() if dtype == own else widened(model, dtype):
-            hidden = model(tokens, self._context(layout, tokens.device, dtype))
+            hidden = model(tokens, _context(layout, self._rotation(layout, tokens.device, dtype)))
         if not self.post_process:
             return hidden.view(self.config.params_dtype)
         logprobs, _ = model.logprobs(
@@ -210,14 +211,17 @@ class TriModel(MegatronModule):
         parts = unpack_hidden(self.input_tensor, self.config.hidden_size, frozen_dtypes)
         return dict(zip(("policy", *self._beside), parts, strict=True))
 
-    def _contexts(self, layout: PrefixLayout, device: torch.device) -> dict[torch.dtype, AttentionContext]:
-        """One for each type that a model of this stage computes in."""
-        dtypes = {model.config.params_dtype for model in self.gpts().values()}
-        return {dtype: self._context(layout, device, dtype) for dtype in dtypes}
+    def _contexts(self, layout: PrefixLayout, device: torch.device) -> dict[str, AttentionContext]:
+        """Each model's, with the rotation in the type that it computes in."""
+        dtypes = {name: model.config.params_dtype for name, model in self.gpts().items()}
+        rotations = {dtype: self._rotation(layout, device, dtype) for dtype in set(dtypes.values())}
+        return {name: _context(layout, rotations[dtype]) for name, dtype in dtypes.items()}
 
-    def _context(self, layout: PrefixLayout, device: torch.device, dtype: torch.dtype) -> AttentionContext:
+    def _rotation(
+        self, layout: PrefixLayout, device: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         num_positions = max(offset + length for offset, length in zip(layout.offsets, layout.lengths, strict=True))
-        return AttentionContext(layout, *self.rotary.rows(layout.position_ids(device), num_positions, dtype))
+        return self.rotary.rows(layout.position_ids(device), num_positions, dtype)
 
     def _check(self, tokens: torch.Tensor, layout: PrefixLayout) -> None:
         if tokens.shape != (1, layout.total):
@@ -257,7 +261,7 @@ def build_stage(
     frozen_config = transformer_config(spec, config, platform, dtype=config.frozen_dtype, initialise=initialise)
 
     def build(megatron_config: TransformerConfig) -> GPT:
-        model = GPT(megatron_config, spec, ops, config.attention.implementation)
+        model = GPT(megatron_config, spec, ops, config.attention.implementation, config.trainer.expert_dispatch)
         if not initialise:
             _mark_tensor_parallel(model)
             with torch.no_grad():
@@ -270,6 +274,10 @@ def build_stage(
     published = build(megatron_config) if keeps_published else None
     together = config.trainer.frozen_pass == "together"
     return TriModel(megatron_config, policy, models, RotaryTable(spec), published, together)
+
+
+def _context(layout: PrefixLayout, rotation: tuple[torch.Tensor, torch.Tensor]) -> AttentionContext:
+    return AttentionContext(layout, *rotation, Routing(layout.total - layout.padding))
 
 
 def pack_hidden(policy: torch.Tensor, frozen: list[torch.Tensor]) -> torch.Tensor:

@@ -69,6 +69,7 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,  # needs apex; on NPU it would compile kernels at run time
         "apply_rope_fusion": False,
+        **_experts(spec, trainer.expert_parallel),
         **_recompute(trainer.recompute),
         "deterministic_mode": config.run.deterministic and device_of(platform).has_deterministic_mode,
     }
@@ -76,6 +77,23 @@ def transformer_config(
         # advice about TransformerEngine's fused attention, which is not used
         warnings.filterwarnings("ignore", message=".*core_attn recompute is really needed.*")
         return TransformerConfig(**fields)
+
+
+def _experts(spec: ModelSpec, expert_parallel: int) -> dict[str, Any]:
+    """What Megatron asks of a mixture beside its layers, which are ours."""
+    if spec.experts is None:
+        return {}
+    pattern = [int(spec.has_experts(layer)) for layer in range(spec.num_layers)]
+    return {
+        "num_moe_experts": spec.experts.count,
+        "moe_ffn_hidden_size": spec.experts.ffn_size,
+        "moe_router_topk": spec.experts.per_token,
+        "moe_router_pre_softmax": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_layer_freq": pattern if spec.num_dense_layers else 1,  # layers that differ are saved one by one
+        "expert_model_parallel_size": expert_parallel,
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def _recompute(kind: str) -> dict[str, Any]:

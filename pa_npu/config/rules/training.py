@@ -23,7 +23,7 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
     t, s = c.trainer, c.schedule
     if t.backend == "fsdp":
-        for name in ("tensor_parallel", "pipeline_parallel"):
+        for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
             if getattr(t, name) > 1:
                 yield (
                     f"trainer.{name}: {getattr(t, name)} with trainer.backend=fsdp, which shards every weight over all trainer "
@@ -40,6 +40,11 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
             yield f"{own}, which trainer.backend={t.backend} has not; set it to auto"
         elif c.attention.shared_prompt:
             yield f"{own}, which shares no prompts; set attention.shared_prompt=false, or the implementation to auto"
+    if c.mesh.expert != t.expert_parallel:
+        yield (
+            f"trainer.expert_parallel: {t.expert_parallel} does not divide the {c.mesh.stage_size} ranks of a pipeline stage "
+            f"(trainer.devices / pipeline_parallel); set it to a divisor"
+        )
     if not c.mesh.shares(s.prompts_per_iteration):
         yield (
             f"schedule.prompts_per_iteration: {counted(s.prompts_per_iteration, 'group')} cannot be divided evenly among "

@@ -1,14 +1,15 @@
-"""One stage's HF tensors, gathered over tensor parallelism into flat buckets of bounded size.
+"""One stage's HF tensors, gathered over tensor and expert parallelism into flat buckets of bounded size.
 
 Publishing and exporting read a stage through this. A rank holds at most two packed and two gathered buckets: tensors
 larger than a bucket are cut by rows, each rank contributing the same rows of its shard. With TP the ranks exchange their
 packed shards, one bucket ahead of the one being laid out for the wire; tensors that TP does not cut come from the leader
-alone. With TP=1 the leader packs straight from the parameters.
+alone, experts from the one rank that holds them. What the leader holds it packs straight from the parameters.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from pa_npu.backends.megatron.weights.hf_map import (
     HfTensor,
     first_layer,
+    holder,
     part_view,
     stage_tensors,
     standard_parameters,
@@ -40,10 +42,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Gather:
-    """The exchange of one bucket: [tp_size, elements], the ranks' rows of its pieces one after another; one work per peer."""
+    """The exchange of one bucket. works: (who sends, the work).
 
-    shards: torch.Tensor
-    works: list[transport.Work]
+    shards: [tp_size, elements], the TP ranks' rows of its pieces one after another. experts: rows of experts by who holds them.
+    """
+
+    shards: torch.Tensor | None
+    experts: dict[int, torch.Tensor]
+    works: list[tuple[int, transport.Work]]
 
 
 class StageTensors:
@@ -55,16 +61,17 @@ class StageTensors:
         spec: ModelSpec,
         place: Place,
         bucket_bytes: int,
-        tensor_group: dist.ProcessGroup | None = None,
+        shard_group: dist.ProcessGroup | None = None,
         to_host: bool = False,
     ) -> None:
-        """tensor_group: the ranks of place.group("tensor"), None where that is one. to_host: it is one of host memory."""
+        """shard_group: the ranks of place.shard_group, None where that is one. to_host: it is one of host memory."""
         self._to_host = to_host
         self._tensor_size = place.mesh.tensor
         check_tensor_division(spec, self._tensor_size)
         self._spec = spec
         self._place = place
-        self._tensor_group = tensor_group
+        self._shard_group = shard_group
+        self._rank = place.shard_group.index(place.rank)
         self._parameters = standard_parameters(module)
         self._tensors = stage_tensors(self._parameters, spec, first_layer(module))
         self._plan = plan_buckets(
@@ -88,7 +95,7 @@ class StageTensors:
         return self._place.publishes
 
     def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
-        """The stage's buckets in order: a flat tensor on the TP leader, None on its peers. Collective over TP.
+        """The stage's buckets in order: a flat tensor on the leader, None on its peers. Collective over place.shard_group.
 
         Read only: a bucket may be a run of a parameter. A yielded bucket is overwritten when the one after the next is
         asked for, because two buffers take turns.
@@ -101,7 +108,7 @@ class StageTensors:
                 upcoming = self._start_gather(self._plan[index + 1])
             gathered = self._finish_gather(gather, deadline, index)
             key = (index % 2, bucket.torch_dtype)
-            if not self._place.is_tensor_leader:
+            if not self.is_leader:
                 yield None
                 continue
             if (run := self._contiguous(pieces, gathered)) is not None:
@@ -124,7 +131,7 @@ class StageTensors:
     def _rows(self, piece: Piece) -> torch.Tensor:
         """This rank's rows of a piece as a view (or, for a part of an interleaved tensor, a copy) [..., columns]."""
         tensor = piece.tensor
-        view = part_view(self._parameters[tensor.parameter].detach(), tensor.part, self._spec)
+        view = part_view(self._parameters[tensor.parameter].detach(), tensor, self._spec)
         shape = tensor.local_shape(self._tensor_size)
         if (piece.start, piece.stop) == (0, shape[0]):
             return view
@@ -132,59 +139,85 @@ class StageTensors:
 
     @torch.no_grad()
     def _start_gather(self, pieces: list[Piece]) -> Gather | None:
-        """Pack and exchange this bucket's shards; None where TP cuts none of its tensors.
+        """Pack and exchange this bucket's shards; None where the leader has all of it.
 
         One broadcast per peer, all at once: as much traffic as an all-gather, but gloo's all-gather copies everything
         twice more (a tenth of the broadcast's speed), and HCCL has no gather to one rank.
         """
-        size = self._tensor_size
-        rows = [self._rows(piece) for piece in pieces if piece.tensor.shard_dim is not None]
-        if size == 1 or not rows:
+        size, like = self._tensor_size, self._parameters[pieces[0].tensor.parameter].detach()
+        memory = self._memory(pieces[0].tensor)
+        cut = [piece for piece in pieces if piece.tensor.shard_dim is not None] if size > 1 else []
+        shards, sent = None, []
+        if cut:
+            shards = like.new_empty(size, sum(self._num_elements(piece) for piece in cut), device=memory)
+            if self._rank < size:
+                _pack([self._rows(piece) for piece in cut], shards[self._rank])
+            sent = [(rank, shards[rank]) for rank in range(1, size)]
+        held: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            if owner := holder(piece.tensor, self._spec, self._place):
+                held.setdefault(owner, []).append(piece)
+        experts: dict[int, torch.Tensor] = {}
+        for owner, owned in sorted(held.items()):
+            experts[owner] = like.new_empty(sum(self._num_elements(piece) for piece in owned), device=memory)
+            if self._rank == owner:
+                _pack([self._rows(piece) for piece in owned], experts[owner])
+            sent.append((owner, experts[owner]))
+        if not sent:
             return None
-        shards = rows[0].new_empty(size, sum(row.numel() for row in rows), device=self._memory(pieces[0].tensor))
-        packed, offset = shards[self._place.tensor], 0
-        for row in rows:
-            packed[offset : offset + row.numel()].view(row.shape).copy_(row)
-            offset += row.numel()
-        group, peers = self._tensor_group, range(1, size)
-        return Gather(shards, [transport.broadcast(group, shards[rank], root=rank) for rank in peers])
+        works = [(rank, transport.broadcast(self._shard_group, part, root=rank)) for rank, part in sent]
+        return Gather(shards, experts, works)
 
-    def _finish_gather(self, gather: Gather | None, deadline: transport.Deadline, index: int) -> torch.Tensor | None:
+    def _num_elements(self, piece: Piece) -> int:
+        """Of a rank that holds rows of it."""
+        return (piece.stop - piece.start) * math.prod(piece.tensor.local_shape(self._tensor_size)[1:])
+
+    def _finish_gather(self, gather: Gather | None, deadline: transport.Deadline, index: int) -> Gather | None:
         if gather is None:
             return None
-        for rank, work in enumerate(gather.works, start=1):
+        for rank, work in gather.works:
             where = (
-                f"gathering weights over TP in stage {self._place.stage}, bucket {index + 1} of {len(self._plan)} "
-                f"({self.manifest.buckets[index].summary}): rank {self._place.tensor} of {self._tensor_size} "
+                f"gathering weights over the ranks of stage {self._place.stage}, bucket {index + 1} of {len(self._plan)} "
+                f"({self.manifest.buckets[index].summary}): rank {self._rank} of {len(self._place.shard_group)} "
                 f"waits for the shard of rank {rank}"
             )
-            remedy = "look at the logs of the ranks of this tensor-parallel group for the one that stopped"
+            remedy = "look at the logs of the ranks of this tensor- or expert-parallel group for the one that stopped"
             transport.wait(work, deadline, where, remedy)
-        return gather.shards
+        return gather
 
-    def _contiguous(self, pieces: list[Piece], gathered: torch.Tensor | None) -> torch.Tensor | None:
+    def _contiguous(self, pieces: list[Piece], gathered: Gather | None) -> torch.Tensor | None:
         """The bucket, where it already lies in memory as the wire wants it; padding may follow."""
         if len(pieces) > 1:
             return None
         if gathered is not None:
-            return gathered.view(-1) if pieces[0].tensor.shard_dim == 0 else None
+            (part,) = [gathered.shards] if gathered.shards is not None else gathered.experts.values()
+            return None if pieces[0].tensor.shard_dim == 1 else part.view(-1)
         rows = self._rows(pieces[0])
         return rows.view(-1) if rows.is_contiguous() else None
 
     @torch.no_grad()
-    def _fill(self, target: torch.Tensor, pieces: list[Piece], gathered: torch.Tensor | None) -> None:
+    def _fill(self, target: torch.Tensor, pieces: list[Piece], gathered: Gather | None) -> None:
         """Lay the pieces out as the manifest's segments say."""
         size, offset, column = self._tensor_size, 0, 0
+        taken: Counter[int] = Counter()  # elements of each rank's experts
         for piece in pieces:
             tensor = piece.tensor
+            if owner := holder(tensor, self._spec, self._place):
+                assert gathered is not None
+                count, start = self._num_elements(piece), taken[owner]
+                target[offset : offset + count].copy_(gathered.experts[owner][start : start + count])
+                taken[owner] += count
+                offset += count
+                continue
             if size == 1 or tensor.shard_dim is None:
                 rows = self._rows(piece)
                 target[offset : offset + rows.numel()].view(rows.shape).copy_(rows)
                 offset += rows.numel()
                 continue
             assert gathered is not None
-            count = (piece.stop - piece.start) * math.prod(tensor.local_shape(size)[1:])
-            shards = gathered[:, column : column + count]
+            assert gathered.shards is not None
+            count = self._num_elements(piece)
+            shards = gathered.shards[:, column : column + count]
             column += count
             if tensor.shard_dim == 1:
                 out = target[offset : offset + size * count].view(piece.stop - piece.start, size, -1)
@@ -194,6 +227,13 @@ class StageTensors:
             for rank, segment in _rank_rows(piece, size):
                 target[offset : offset + segment].copy_(shards[rank, :segment])
                 offset += segment
+
+
+def _pack(rows: list[torch.Tensor], out: torch.Tensor) -> None:
+    offset = 0
+    for row in rows:
+        out[offset : offset + row.numel()].view(row.shape).copy_(row)
+        offset += row.numel()
 
 
 def plan_buckets(tensors: list[tuple[HfTensor, torch.dtype]], tp_size: int, bucket_bytes: int) -> list[list[Piece]]:

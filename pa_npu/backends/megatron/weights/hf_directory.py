@@ -19,9 +19,9 @@ def export_hf(
     spec: ModelSpec,
     directory: str | Path,
     place: Place,
-    tensor_group: dist.ProcessGroup | None = None,
+    shard_group: dist.ProcessGroup | None = None,
     **limits: Any,
 ) -> None:
     """Write the stage in `module` (one GPT stage, wrappers are fine) as its share of `directory`; collective, see write_hf."""
-    source = StageTensors(module, spec, place, BUCKET_BYTES, tensor_group) if place.sends else None
+    source = StageTensors(module, spec, place, BUCKET_BYTES, shard_group) if place.sends else None
     write_hf(source, spec, directory, place, next(module.parameters()).device, **limits)

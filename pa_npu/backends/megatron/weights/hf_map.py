@@ -9,6 +9,8 @@ part of it, and tensor parallelism (TP) keeps it complete on each rank or cuts i
     gate_proj, up_proj              linear_fc1  cat(gate of rank, up of rank)     0
     o_proj, down_proj               linear_proj, linear_fc2                       1
     embed_tokens, lm_head           word_embeddings, output_layer                 0 (vocabulary)
+    experts' gate_proj, up_proj     experts.gate_up  [local experts, gate | up]   not cut: whole experts, EP ranks in order
+    experts' down_proj              experts.down     [local experts, ...]         the same
     norms                           *layernorm                                    not cut
 
 Names and shapes are the family's (`families.dense`), which states them by role; this file knows where Megatron keeps each role.
@@ -26,7 +28,7 @@ embedding, which is loaded from embed_tokens and is neither published nor export
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,13 +54,17 @@ _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One HF tensor: its full shape, how TP cuts it, and the Megatron parameter of its stage that holds it."""
+    """One HF tensor: its full shape, how TP cuts it, and the Megatron parameter of its stage that holds it.
+
+    expert: whose it is, where one rank of an expert-parallel group holds all of it.
+    """
 
     name: str
     shape: tuple[int, ...]
     shard_dim: int | None
     parameter: str
     part: Part = "whole"
+    expert: int | None = None
 
     def local_size(self, tp_size: int) -> int:
         """Length of every rank's shard along `shard_dim`, vocabulary padding included."""
@@ -94,6 +100,10 @@ _LAYER_ROLES: dict[LayerRole, tuple[str, int | None, Part]] = {
     "gate": ("mlp.linear_fc1.weight", 0, "gate"),
     "up": ("mlp.linear_fc1.weight", 0, "up"),
     "down": ("mlp.linear_fc2.weight", 1, "whole"),
+    "router": ("mlp.router.weight", None, "whole"),
+    "expert_gate": ("mlp.experts.gate_up", None, "gate"),
+    "expert_up": ("mlp.experts.gate_up", None, "up"),
+    "expert_down": ("mlp.experts.down", None, "whole"),
 }
 _OUTER_ROLES: dict[str, tuple[OuterRole, int | None]] = {
     EMBEDDING: ("embedding", 0),
@@ -110,7 +120,8 @@ def sources(parameter: str, spec: ModelSpec, layer_offset: int) -> tuple[HfTenso
         weight = family.outer_weights(spec)[role]
         return (HfTensor(weight.name, weight.shape, shard_dim, parameter),)
     match = _LAYER_NAME.fullmatch(parameter)
-    weights = family.layer_weights(spec)
+    layer = int(match.group(1)) + layer_offset if match else 0
+    weights = family.layer_weights(spec, layer)
     parts = [
         (weight, dim, part)
         for role, weight in weights.items()
@@ -122,8 +133,12 @@ def sources(parameter: str, spec: ModelSpec, layer_offset: int) -> tuple[HfTenso
             f"parameter {parameter!r} has no counterpart in HF models of family {spec.family} "
             f"(qkv_bias={spec.qkv_bias}, qk_norm={spec.qk_norm}); build the stage from the same ModelSpec"
         )
-    prefix = family.layer_prefix(int(match.group(1)) + layer_offset)
-    return tuple(HfTensor(prefix + weight.name, weight.shape, dim, parameter, part) for weight, dim, part in parts)
+    prefix, num_experts = family.layer_prefix(layer), parts[0][0].experts
+    return tuple(
+        HfTensor(prefix + weight.name.format(expert=expert), weight.shape, dim, parameter, part, expert)
+        for expert in (range(num_experts) if num_experts else [None])
+        for weight, dim, part in parts
+    )
 
 
 def _place(role: LayerRole, spec: ModelSpec) -> tuple[str, int | None, Part]:
@@ -143,11 +158,15 @@ def stage_tensors(parameters: Iterable[str], spec: ModelSpec, layer_offset: int)
     return tuple(tensor for name in names for tensor in sources(name, spec, layer_offset))
 
 
-def part_view(parameter: torch.Tensor, part: Part, spec: ModelSpec) -> torch.Tensor:
+def part_view(parameter: torch.Tensor, tensor: HfTensor, spec: ModelSpec) -> torch.Tensor:
     """A rank's shard of an HF tensor as a view into its Megatron parameter: rows in order, maybe in several dimensions.
 
-    `part_view(...).reshape(tensor.local_shape(tp_size))` is the shard; assigning to the view writes the parameter.
+    `part_view(...).reshape(tensor.local_shape(tp_size))` is the shard; assigning to the view writes the parameter. An expert's
+    is asked for on the rank that holds it.
     """
+    part = tensor.part
+    if tensor.expert is not None:
+        parameter = parameter[tensor.expert % len(parameter)]
     if part == "whole":
         return parameter
     if part in ("gate", "up"):
@@ -192,21 +211,31 @@ def load_hf(module: torch.nn.Module, spec: ModelSpec, place: Place | None = None
         from pa_npu.backends.megatron import parallel
 
         place = parallel.place()
-    tp_rank, tp_size = place.tensor, place.mesh.tensor
+    tp_rank, tp_size, here = place.tensor, place.mesh.tensor, place.coordinate("expert")
     check_tensor_division(spec, tp_size)
     offset = first_layer(module)
     with HfCheckpoint(spec.path) as checkpoint:
         checkpoint.check_names(set(spec.hf_tensors()), optional={"lm_head.weight"} if spec.tied else set())
         for name, parameter in standard_parameters(module).items():
-            tensors = sources(name, spec, offset)
+            tensors = [tensor for tensor in sources(name, spec, offset) if holder(tensor, spec, place) in (None, here)]
             _check_parameter(name, parameter, tensors, tp_size)
             for tensor in tensors:
-                _load_shard(checkpoint, tensor, part_view(parameter, tensor.part, spec), tp_rank, tp_size)
+                _load_shard(checkpoint, tensor, part_view(parameter, tensor, spec), tp_rank, tp_size)
 
 
-def _check_parameter(name: str, parameter: torch.Tensor, tensors: tuple[HfTensor, ...], tp_size: int) -> None:
-    shapes = [tensor.local_shape(tp_size) for tensor in tensors]
+def holder(tensor: HfTensor, spec: ModelSpec, place: Place) -> int | None:
+    """The number in its expert-parallel group of the rank that alone has an expert's tensor; None for others'."""
+    if tensor.expert is None or spec.experts is None:
+        return None
+    return tensor.expert // (spec.experts.count // place.mesh.expert)
+
+
+def _check_parameter(name: str, parameter: torch.Tensor, tensors: Sequence[HfTensor], tp_size: int) -> None:
+    own = [tensor for tensor in tensors if tensor.expert == tensors[0].expert]
+    shapes = [tensor.local_shape(tp_size) for tensor in own]
     expected = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    if tensors[0].expert is not None:
+        expected = (len(tensors) // len(own), *expected)
     if tuple(parameter.shape) != expected:
         raise DataError(
             f"parameter {name}: shape {tuple(parameter.shape)} in the built stage, but {expected} by the model's "

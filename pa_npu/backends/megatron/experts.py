@@ -1,0 +1,195 @@
+"""The experts of a layer, and how tokens come to them and back over the ranks that share them (expert parallelism).
+
+    tokens [n, h] --router--> k experts each --dispatch--> rows sorted by expert --gated layers--> rows --combine--> tokens [n, h]
+
+A rank holds experts.count / EP whole experts, stacked: gate and up [local, 2 x ffn, hidden], down [local, hidden, ffn]. They are
+multiplied in one grouped product where the platform has it (FusedOps.grouped_linear), else one after another. Dispatch
+(trainer.expert_dispatch):
+
+    alltoall    each token's rows go to the ranks of its experts, and their results come back
+    allgather   every rank gets all tokens and computes what its experts make of them; the sums are scattered back
+
+Ranks of an expert group run through the same layers at the same time: all of them compute a microbatch, or none does. With tensor
+parallelism the sequence must be divided over its ranks (sequence_parallel), so that each token is dispatched once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.mappings import (
+    all_to_all,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from pa_npu.backends.megatron import parallel
+from pa_npu.backends.megatron.routing import Router, Routing
+from pa_npu.families.shape import Experts
+from pa_npu.platform.base import FusedOps
+
+
+class ExpertWeights(MegatronModule):
+    """This rank's experts. Their gradients are summed over the ranks that hold the same ones, not over replicas."""
+
+    def __init__(self, config: TransformerConfig, experts: Experts, ops: FusedOps) -> None:
+        super().__init__(config)
+        self.ops = ops
+        self.num_local = experts.count // parallel.place().mesh.expert
+        self.gate_up = self._parameter(self.num_local, 2 * experts.ffn_size, config.hidden_size)
+        self.down = self._parameter(self.num_local, config.hidden_size, experts.ffn_size)
+
+    def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """rows [n, hidden], sorted by expert, counts[i] of them for expert i -> [n, hidden]."""
+        inner = self.ops.swiglu(self.ops.grouped_linear(rows, self.gate_up, counts))
+        return self.ops.grouped_linear(inner, self.down, counts)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Experts in order along the first dimension, so that another number of ranks finds its own."""
+        place = parallel.place()
+        part = len(sharded_offsets), place.coordinate("expert"), place.mesh.expert
+        return {
+            prefix + name: ShardedTensor.from_rank_offsets(
+                prefix + name,
+                weight if metadata is None else weight.data,
+                *sharded_offsets,
+                part,
+                replica_id=(0, 0, place.coordinate("expert_data")),
+                prepend_axis_num=len(sharded_offsets),
+            )
+            for name, weight in self.state_dict(keep_vars=True).items()
+        }
+
+    def _parameter(self, *shape: int) -> torch.nn.Parameter:
+        device = torch.cuda.current_device()
+        weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
+        weight.allreduce = False  # Megatron's word for: of expert parallelism
+        weight.tensor_model_parallel = (
+            True  # no tensor-parallel rank holds a copy, so that the gradient norm counts all
+        )
+        if self.config.perform_initialization:
+            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                self.config.init_method(weight)
+        return weight
+
+
+class MixtureMLP(MegatronModule):
+    """What stands in the place of a layer's feed-forward part. `routing` is set for each call by `MixtureLayer`."""
+
+    routing: Routing
+
+    def __init__(self, config: TransformerConfig, experts: Experts, dispatch: str, ops: FusedOps) -> None:
+        super().__init__(config)
+        self.router = Router(config, experts)
+        self.experts = ExpertWeights(config, experts, ops)
+        self._dispatch = _DISPATCH[dispatch if parallel.place().mesh.expert > 1 else "none"]
+        self._layer = -1
+
+    def set_layer_number(self, number: int) -> None:
+        """number: from 1, as Megatron counts."""
+        self._layer = number - 1
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        rows = hidden_states.squeeze(1)
+        weights, chosen = self.router(rows, self.routing, self._layer)
+        return self._dispatch(rows, weights, chosen, self.experts).unsqueeze(1), None
+
+
+class MixtureLayer(TransformerLayer):
+    """Megatron's layer, which tells its experts whose tokens come: it alone is called with the microbatch's context."""
+
+    def forward(self, *args: Any, attention_bias: Any = None, **kwargs: Any) -> Any:
+        self.mlp.routing = attention_bias.routing
+        return super().forward(*args, attention_bias=attention_bias, **kwargs)
+
+
+def _local(rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
+    """All experts are here."""
+    order, counts = _by_expert(chosen.flatten(), experts.num_local)
+    results = experts(_Spread.apply(rows, order, chosen.shape[1]), counts.tolist())
+    return _combine(results, weights, order)
+
+
+def _all_to_all(
+    rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: ExpertWeights
+) -> torch.Tensor:
+    group, ranks = parallel.expert_group(), parallel.place().mesh.expert
+    order, counts = _by_expert(chosen.flatten(), ranks * experts.num_local)
+    sent = counts.view(ranks, experts.num_local)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    sent_rows, received_rows = sent.sum(1).tolist(), received.sum(1).tolist()
+    arrived = all_to_all(group, _Spread.apply(rows, order, chosen.shape[1]), received_rows, sent_rows)
+    # rank after rank, and within a rank's expert after expert
+    owners = torch.arange(experts.num_local, device=rows.device).repeat(ranks).repeat_interleave(received.flatten())
+    local_order, local_counts = _by_expert(owners, experts.num_local)
+    results = experts(_Spread.apply(arrived, local_order, 1), local_counts.tolist())
+    back = all_to_all(group, _Spread.apply(results, _inverse(local_order), 1), sent_rows, received_rows)
+    return _combine(back, weights, order)
+
+
+def _all_gather(
+    rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: ExpertWeights
+) -> torch.Tensor:
+    group, rank = parallel.expert_group(), parallel.place().coordinate("expert")
+    most = torch.tensor(len(rows), device=rows.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    pad = int(most) - len(rows)  # collectives of equal parts
+    everyones = torch.nn.functional.pad(chosen, (0, 0, 0, pad), value=-1)
+    everyones = gather_from_sequence_parallel_region(everyones, group=group).flatten()
+    own = everyones - rank * experts.num_local
+    picked = ((own >= 0) & (own < experts.num_local) & (everyones >= 0)).nonzero().squeeze(1)
+    order, counts = _by_expert(own[picked], experts.num_local)
+    picked = picked[order]
+    tokens = torch.div(picked, chosen.shape[1], rounding_mode="floor")
+    all_rows = gather_from_sequence_parallel_region(torch.nn.functional.pad(rows, (0, 0, 0, pad)), group=group)
+    all_weights = gather_from_sequence_parallel_region(torch.nn.functional.pad(weights, (0, 0, 0, pad)), group=group)
+    results = experts(all_rows.index_select(0, tokens), counts.tolist())
+    weighted = results.to(weights.dtype) * all_weights.flatten().index_select(0, picked).unsqueeze(1)
+    sums = torch.zeros(all_rows.shape, dtype=weights.dtype, device=rows.device).index_add(0, tokens, weighted)
+    return reduce_scatter_to_sequence_parallel_region(sums, group=group)[: len(rows)].to(rows.dtype)
+
+
+_DISPATCH = {"none": _local, "alltoall": _all_to_all, "allgather": _all_gather}
+
+
+def _by_expert(owners: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the order that sorts entries by owner, how many each of `num` owners has)."""
+    return owners.argsort(stable=True), torch.bincount(owners, minlength=num)
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+def _combine(results: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """results [n * k, hidden] in the order of dispatch, weights [n, k] -> [n, hidden], summed in the weights' type."""
+    by_token = _Spread.apply(results, _inverse(order), 1).view(*weights.shape, -1)
+    return torch.mul(by_token, weights.unsqueeze(-1)).sum(1).to(results.dtype)
+
+
+class _Spread(torch.autograd.Function):
+    """Row order[i] // copies of the rows, for every i. Its backward gathers too, so that sums have one order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, copies: int) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.copies = copies
+        return rows.index_select(0, torch.div(order, copies, rounding_mode="floor") if copies > 1 else order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        gathered = grads[0].index_select(0, _inverse(order))
+        return gathered.view(-1, ctx.copies, gathered.shape[-1]).sum(1) if ctx.copies > 1 else gathered, None, None
