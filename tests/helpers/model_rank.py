@@ -33,7 +33,9 @@ STACKS_AFTER_S = 90  # a rank that hangs writes its stacks to its log before `la
 GROUPS = ((4, (3, 5)), (7, (6, 2)), (3, (1, 9)), (5, (4, 4)))
 
 
-def microbatches() -> list[tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor, torch.Tensor]]:
+def microbatches(
+    shared_prompt: bool = True,
+) -> list[tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(tokens, layout, rows, targets, weights) of each group; ragged, padded to a multiple of 2."""
     generator = torch.Generator().manual_seed(11)
     result = []
@@ -42,12 +44,36 @@ def microbatches() -> list[tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch
         tokens = torch.randint(0, 128, (1, layout.total), generator=generator)
         last = prompt + sum(responses)
         weights = torch.randn(last - prompt, generator=generator)
+        if not shared_prompt:
+            result.append((*_separate(tokens, prompt, responses), weights))
+            continue
         result.append((tokens, layout, layout.predictor_rows()[prompt:last], tokens[0, prompt:last], weights))
     return result
 
 
-def run_layout(config: Config, reference: Path, store: dist.Store, rank: int, world_size: int) -> dict[str, Any]:
-    """Two updates; per update the loss and the gradient norm, and the reference's log-probs summed per microbatch."""
+def sequences(tokens: torch.Tensor, prompt: int, responses: tuple[int, ...]) -> list[torch.Tensor]:
+    """Of a group packed with its prompt once: the prompt and each response, [tokens]."""
+    parts = tokens[0, prompt : prompt + sum(responses)].split(responses)
+    return [torch.cat([tokens[0, :prompt], part]) for part in parts]
+
+
+def _separate(tokens: torch.Tensor, prompt: int, responses: tuple[int, ...]) -> tuple[Any, ...]:
+    """(tokens, layout, rows, targets) with the prompt in each sequence."""
+    parts = sequences(tokens, prompt, responses)
+    layout = PrefixLayout.from_sequences([len(part) for part in parts])
+    starts = [sum(len(part) for part in parts[:number]) for number in range(len(parts))]
+    rows = torch.cat([torch.arange(s + prompt - 1, s + len(part) - 1) for s, part in zip(starts, parts, strict=True)])
+    packed = torch.nn.functional.pad(torch.cat(parts), (0, layout.pad(2).padding))[None]
+    return packed, layout.pad(2), rows, packed[0, rows + 1]
+
+
+def run_layout(
+    config: Config, reference: Path, store: dist.Store, rank: int, world_size: int, gradients: Path | None = None
+) -> dict[str, Any]:
+    """Two updates; per update the loss and the gradient norm, and the reference's log-probs summed per microbatch.
+
+    gradients: the directory for the first update's, without a sharded optimizer.
+    """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -91,7 +117,9 @@ def run_layout(config: Config, reference: Path, store: dist.Store, rank: int, wo
         return model(tokens, layout, rows, targets, 0.9, 4, entropy_grad=True), loss
 
     result: dict[str, Any] = {"loss": [], "grad_norm": []}
-    mine = list(enumerate(microbatches()))[place.replica :: place.mesh.data]
+    mine = list(enumerate(microbatches(config.attention.shared_prompt)))[place.replica :: place.mesh.data]
+    if gradients is not None and not distributed:
+        export_gradients(ddp, stage, spec, place, mine, gradients)
     for _ in range(2):
         losses.clear()
         ddp.zero_grad_buffer()
@@ -122,6 +150,46 @@ def run_layout(config: Config, reference: Path, store: dist.Store, rank: int, wo
     )
     shutdown_parallel()
     return result
+
+
+def export_gradients(
+    ddp: Any, stage: Any, spec: ModelSpec, place: Any, microbatches: list[Any], directory: Path
+) -> None:
+    """Write the gradient of `policy_loss` as an HF directory of the model's names: the weights' own way, on other numbers."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from pa_npu.backends.megatron import parallel
+    from pa_npu.backends.megatron.weights.hf_directory import export_hf
+
+    def forward_step(iterator: Iterator[Any], model: Any) -> tuple[Any, Any]:
+        _, (tokens, layout, rows, targets, weights) = next(iterator)
+
+        def loss(output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            return policy_loss(output.logprobs, weights), torch.tensor(targets.numel(), dtype=torch.int), {}
+
+        return model(tokens, layout, rows, targets, 0.9, 4), loss
+
+    ddp.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(microbatches),
+        model=[ddp],
+        num_microbatches=len(microbatches),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    kept = [(parameter, parameter.detach().clone()) for parameter in stage.policy.parameters()]
+    with torch.no_grad():
+        for parameter, _ in kept:
+            parameter.copy_(parameter.main_grad)
+        export_hf(stage.policy, spec, directory, place, parallel.shard_group())
+        for parameter, weights in kept:
+            parameter.copy_(weights)
+
+
+def policy_loss(logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return -(logprobs * weights).sum()
 
 
 def stringify(part: dict[int, float]) -> dict[str, float]:
@@ -212,7 +280,9 @@ def main(job_file: str) -> None:
         results["vocab_parallel"] = vocab_parallel_error(dist.PrefixStore("vocab", store), rank, world_size)
     for name, sections in job.get("layouts", {}).items():
         config = model_config(Path(job["model"]), **sections)
-        results[name] = run_layout(config, Path(job["reference"]), dist.PrefixStore(name, store), rank, world_size)
+        gradients = Path(job["gradients"]) / name if "gradients" in job else None
+        prefixed = dist.PrefixStore(name, store)
+        results[name] = run_layout(config, Path(job["reference"]), prefixed, rank, world_size, gradients)
     models = {
         name: Path(job[key])
         for name, key in (("policy", "model"), ("old", "old"), ("reference", "reference"))

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from tests.helpers.megatron import model_config
-from tests.helpers.model_rank import launch, run_layout
+from tests.helpers.megatron import hf_gradients, model_config
+from tests.helpers.model_rank import GROUPS, launch, microbatches, policy_loss, run_layout, sequences
 from tests.helpers.models import make_model
 
 pytestmark = pytest.mark.integration
@@ -69,6 +72,81 @@ def test_two_ranks_equal_one_for_qwen3_tied(tmp_path: Path) -> None:
     first, second = results["PP2"]["ranks"]
     assert (first["stage"], second["stage"]) == (0, 1)
     assert [ranks["replica"] for ranks in results["DP2"]["ranks"]] == [0, 1]
+
+
+MIXTURE_ON_TWO: dict[str, dict[str, Any]] = {
+    "EP2": {"expert_parallel": 2},
+    "EP2 unsharded": {"expert_parallel": 2, "distributed_optimizer": False},
+    "EP2 separate": {"expert_parallel": 2, "distributed_optimizer": False, "shared_prompt": False},
+    "EP2 allgather": {"expert_parallel": 2, "distributed_optimizer": False, "expert_dispatch": "allgather"},
+    "TP2 EP2": {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "recompute": "full"},
+    "TP2 with all experts": {"tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": False},
+}
+MIXTURE_ON_FOUR: dict[str, dict[str, Any]] = {
+    "TP2 x EP2": {
+        "tensor_parallel": 2,
+        "sequence_parallel": True,
+        "expert_parallel": 2,
+        "distributed_optimizer": False,
+    },
+    "TP2 x EP4": {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 4},
+    "PP2 x EP2": {"pipeline_parallel": 2, "expert_parallel": 2, "distributed_optimizer": False},
+    "PP2 x EP2 sharded": {"pipeline_parallel": 2, "expert_parallel": 2},
+}
+
+
+class Mixture(World):
+    """A mixture of experts with a dense layer in the middle, and what transformers makes of the same microbatches."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        more = {"layers": 4, "mlp_only_layers": [1]}
+        self.model = make_model(directory / "policy", "qwen3_moe", seed=0, **more)
+        self.reference = make_model(directory / "reference", "qwen3_moe", seed=1, **more)
+        self.single = run_layout(model_config(self.model), self.reference, dist.HashStore(), 0, 1)
+        hf_model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
+        for (prompt, responses), (tokens, *_, weights) in zip(GROUPS, microbatches(), strict=True):
+            parts = zip(sequences(tokens, prompt, responses), weights.split(responses), strict=True)
+            for sequence, own in parts:
+                logits = hf_model(sequence[None]).logits[0, prompt - 1 : -1] / 0.9
+                logprobs = logits.log_softmax(-1).gather(-1, sequence[prompt:, None]).squeeze(-1)
+                policy_loss(logprobs, own).backward()
+        num_targets = sum(sum(responses) for _, responses in GROUPS)  # by which Megatron's schedule divides
+        self.gradients = {name: gradient / num_targets for name, gradient in hf_gradients(hf_model).items()}
+
+    def check(self, layouts: dict[str, dict[str, Any]], devices: int) -> None:
+        """Both updates equal those of one rank; gradients, where the optimizer is not sharded, those of transformers."""
+        sections = {
+            name: {
+                "trainer": {"devices": devices, **{k: v for k, v in keys.items() if k != "shared_prompt"}},
+                "attention": {"shared_prompt": keys.get("shared_prompt", True)},
+            }
+            for name, keys in layouts.items()
+        }
+        written = self.directory / "gradients"
+        paths = {"model": str(self.model), "reference": str(self.reference), "gradients": str(written)}
+        results = launch({**paths, "layouts": sections}, devices, self.directory)
+        for name, keys in layouts.items():
+            for key in ("loss", "grad_norm", "reference"):
+                assert results[name][key] == pytest.approx(self.single[key], rel=1e-5), f"{name}, {key}"
+            if keys.get("distributed_optimizer", True):
+                continue
+            found = {k: v for file in (written / name).glob("*.safetensors") for k, v in load_file(file).items()}
+            assert found.keys() == self.gradients.keys()
+            for tensor, expected in self.gradients.items():
+                error = (found[tensor] - expected).abs().max() / expected.abs().max().clamp_min(1e-4)
+                assert error < 1e-5, f"{name}: gradient of {tensor} differs by {error:.1e} of its largest element"
+
+
+def test_experts_shared_by_two_ranks_train_as_transformers_does(tmp_path: Path) -> None:
+    """Both ways of dispatch, shared prompts on and off, sharded optimizer or not, replicas or tensor-parallel ranks."""
+    Mixture(tmp_path).check(MIXTURE_ON_TWO, 2)
+
+
+def test_experts_shared_by_four_ranks_beside_tensor_and_pipeline_parallelism_train_as_transformers_does(
+    tmp_path: Path,
+) -> None:
+    Mixture(tmp_path).check(MIXTURE_ON_FOUR, 4)
 
 
 def test_four_ranks_equal_one_for_qwen2_untied(tmp_path: Path) -> None:

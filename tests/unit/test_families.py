@@ -109,7 +109,8 @@ def test_a_family_from_outside_is_one_file_and_one_registration(
     [
         (
             {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8, **MINIMAL},
-            "architecture 'mixtral', a mixture of experts, is not supported; use a model of the families qwen2, qwen3, qwen3_moe, llama",
+            "architecture 'mixtral', a mixture of experts, is not supported; use a model of the families qwen2, qwen3, "
+            "qwen3_moe, llama",
         ),
         ({"model_type": "gemma3_text", **MINIMAL}, "architecture 'gemma3_text' is not supported"),
         ({"model_type": ["llama"], **MINIMAL}, "is not supported"),
