@@ -115,12 +115,19 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, questions and training order")
     parser.add_argument("--task", choices=("add", "calculator", "agent"), default="add", help="what the questions ask")
-    parser.add_argument("--family", choices=("qwen2", "qwen3", "llama"), default="qwen2", help="architecture")
+    parser.add_argument(
+        "--family", choices=("qwen2", "qwen3", "qwen3_moe", "llama"), default="qwen2", help="architecture"
+    )
     parser.add_argument("--hidden", type=int, default=128, help="hidden size")
     parser.add_argument("--layers", type=int, default=2, help="number of layers")
     parser.add_argument("--heads", type=int, default=None, help="attention heads; default: hidden / 32")
     parser.add_argument("--kv-heads", type=int, default=2, help="key/value heads")
     parser.add_argument("--ffn", type=int, default=None, help="feed-forward size; default: 3 x hidden")
+    parser.add_argument("--experts", type=int, default=8, help="experts of a mixture (qwen3_moe)")
+    parser.add_argument("--experts-per-token", type=int, default=2, help="experts that a token goes through")
+    parser.add_argument(
+        "--expert-ffn", type=int, default=None, help="an expert's size; default: ffn / experts per token"
+    )
     parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, help="vocabulary size, a multiple of 64")
     parser.add_argument("--max-positions", type=int, default=4096, help="longest sequence")
     parser.add_argument("--tied", action="store_true", help="tie input and output embeddings")
@@ -139,6 +146,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         arguments.heads = max(arguments.hidden // 32, arguments.kv_heads)
     if arguments.ffn is None:
         arguments.ffn = 3 * arguments.hidden
+    if arguments.expert_ffn is None:
+        arguments.expert_ffn = arguments.ffn // arguments.experts_per_token
     if arguments.hidden % arguments.heads or arguments.heads % arguments.kv_heads:
         parser.error(
             f"--hidden {arguments.hidden} must be a multiple of --heads {arguments.heads}, "
@@ -265,6 +274,7 @@ def make_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerFast
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **(mixture(arguments) if arguments.family == "qwen3_moe" else {}),
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if not arguments.tied:
@@ -272,6 +282,15 @@ def make_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerFast
         # such weights would saturate the softmax.
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.5)
     return model
+
+
+def mixture(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "num_experts": arguments.experts,
+        "num_experts_per_tok": arguments.experts_per_token,
+        "moe_intermediate_size": arguments.expert_ffn,
+        "norm_topk_prob": True,
+    }
 
 
 def supervise(

@@ -18,6 +18,9 @@ class Reductions(Protocol):
     def replicas(self, values: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         """Over the ranks that hold the same part of the model, one in each replica."""
 
+    def gradients(self, values: torch.Tensor) -> torch.Tensor:
+        """Over ranks in which every reduction of gradients ends: the replicas, or with experts of a mixture the whole stage."""
+
     def stages(self, values: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         """Over the pipeline stages of a replica."""
 
@@ -38,7 +41,7 @@ class ReducedGradient:
     """Sums that show that every replica's part is in the gradient, bucket by bucket, [buckets] fp32 each (invariant I7).
 
     own, squares: sums of the elements, and of their squares, that this rank brings to a bucket, before any of it is reduced.
-    reduced: its share of the sum of the elements afterwards; the shares of all replicas make the whole. NaN where a bucket was not
+    reduced: its share of the sum of the elements afterwards; the shares of all make the whole. NaN where a bucket was not
     reduced. Elements may be a sample, the same on all replicas.
     """
 

@@ -19,7 +19,7 @@ class FlopsModel:
 
     num_layers: int
     hidden_size: int
-    ffn_size: float
+    ffn_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -8,8 +8,7 @@ from typing import Any
 
 from pa_npu.attention.flops import FlopsModel
 from pa_npu.families.config_json import count, flag
-from pa_npu.families.dense import LayerActivations, LayerRole, Weight
-from pa_npu.families.qwen3 import Qwen3
+from pa_npu.families.dense import DenseDecoder, LayerActivations, LayerRole, Weight
 from pa_npu.families.shape import Experts, ModelShape
 
 # transformers 5 writes the second name, everything before it the first.
@@ -17,10 +16,10 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts")
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 
 
-class Qwen3Moe(Qwen3):
+class Qwen3Moe(DenseDecoder):
     model_type, architecture = "qwen3_moe", "Qwen3MoeForCausalLM"
+    qk_norm = True
     default_kv_heads = 4
-    default_head_dim = None
 
     def unsupported(self, raw: dict[str, Any]) -> Iterator[str]:
         yield from super().unsupported(raw)
@@ -68,7 +67,7 @@ class Qwen3Moe(Qwen3):
         assert spec.experts is not None
         active = len(spec.experts.layers) * spec.experts.per_token * spec.experts.ffn_size
         dense = spec.num_dense_layers * spec.ffn_size
-        return replace(super().flops(spec), ffn_size=(active + dense) / spec.num_layers)
+        return replace(super().flops(spec), ffn_size=round((active + dense) / spec.num_layers))
 
     def layer_activations(self, spec: ModelShape) -> LayerActivations:
         """Of a layer with experts, where tokens are spread evenly: a row for each of a token's experts goes in and comes out."""

@@ -34,6 +34,14 @@ _QWEN2_7B = _sizes(28, 3584, 18944, 28, 4, 152064, 131072)
 _QWEN2_32B = _sizes(64, 5120, 27648, 40, 8, 152064, 131072)
 _QWEN3_8B = _sizes(36, 4096, 12288, 32, 8, 151936, 40960)
 
+_QWEN3_30B_A3B = _sizes(48, 2048, 6144, 32, 4, 151936, 40960) | {
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+
 KNOWN: dict[str, dict[str, Any]] = {
     "Qwen2.5-7B": _QWEN2 | _QWEN2_7B | {"eos_token_id": 151643},
     "Qwen2.5-7B-Instruct": _QWEN2 | _QWEN2_7B | {"max_position_embeddings": 32768},
@@ -41,6 +49,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "Qwen2.5-32B-Instruct": _QWEN2 | _QWEN2_32B | {"max_position_embeddings": 32768},
     "Qwen3-8B": _QWEN3 | _QWEN3_8B,
     "Qwen3-8B-Base": _QWEN3 | _QWEN3_8B | {"eos_token_id": 151643, "max_position_embeddings": 32768},
+    "Qwen3-30B-A3B": _QWEN3 | _QWEN3_30B_A3B,
     "DeepSeek-R1-Distill-Qwen-7B": _QWEN2 | _QWEN2_7B | {"eos_token_id": 151643, "rope_theta": 1e4},
 }
 

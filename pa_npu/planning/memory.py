@@ -63,16 +63,16 @@ def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
 
 def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
     trainer, element = config.trainer, _BYTES[config.model.dtype]
-    weights = _stage_parameters(config, spec, stage)
-    master = 0 if config.model.dtype == "fp32" else _FP32
-    shards = config.data_parallel if trainer.distributed_optimizer else 1
+    dense, experts = _stage_parameters(config, spec, stage)
+    weights, state = dense + experts, 2 * _FP32 + (0 if config.model.dtype == "fp32" else _FP32)
+    shards, expert_shards = (config.data_parallel, config.mesh.expert_data) if trainer.distributed_optimizer else (1, 1)
     activations, working_set = _activation_bytes(config, spec, stage)
     return Memory(
         "trainer",
         (
             ("weights", weights * element),
             ("gradients", weights * _FP32),
-            ("optimizer", weights * (2 * _FP32 + master) // shards),
+            ("optimizer", dense * state // shards + experts * state // expert_shards),
             ("frozen models", weights * _BYTES[config.frozen_dtype] * len(config.frozen_models)),
             ("published weights", weights * element * config.keeps_published),
             ("activations", activations),
@@ -94,15 +94,16 @@ def _reader_bytes(config: Config, stage: int) -> int:
     return num_groups * group_buffer_bytes(config.run.device)
 
 
-def _stage_parameters(config: Config, spec: ModelSpec, stage: int) -> int:
-    """Parameters of a pipeline stage on one rank. Norms and biases of the layers are counted as if divided by TP."""
+def _stage_parameters(config: Config, spec: ModelSpec, stage: int) -> tuple[int, int]:
+    """Parameters of a pipeline stage on one rank, and its experts'. Norms, biases and routers count as if divided by TP."""
     tensor, pipeline = config.trainer.tensor_parallel, config.trainer.pipeline_parallel
     vocabulary = spec.vocab_size * spec.hidden_size
     outside = vocabulary * (1 if spec.tied else 2) + spec.hidden_size
-    layers = (spec.num_parameters - outside) // pipeline
+    layers = (spec.num_parameters - spec.num_expert_parameters - outside) // pipeline
     embedding = stage == 0
     head = stage == pipeline - 1 and not (spec.tied and embedding)  # a tied head on another stage is a copy
-    return (layers + vocabulary * (embedding + head)) // tensor
+    experts = spec.num_expert_parameters // pipeline // config.mesh.expert
+    return (layers + vocabulary * (embedding + head)) // tensor, experts
 
 
 def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int, int]:

@@ -43,7 +43,8 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         return [*lines, "memory                not known: the model cannot be read here"]
     engine_bytes, colocated = device_bytes if own_memory else None, config.placement.colocate
     trainers = trainer_memory(config, spec)
-    lines.append(f"model                 {spec.family}, {spec.num_parameters / 1e6:.1f} M parameters")
+    active = f", of which a token goes through {spec.num_active_parameters / 1e6:.1f} M" if spec.experts else ""
+    lines.append(f"model                 {spec.family}, {spec.num_parameters / 1e6:.1f} M parameters{active}")
     lines.append(f"trainer memory        {trainers.line()}")
     if own_memory and device_bytes is None:
         engines = Memory("engine", engine_memory(config, spec, 0).parts[:1])
@@ -76,7 +77,8 @@ def _ranks(config: Config) -> str:
     if trainer.backend == "fsdp":
         copies = f" x {mesh.data // mesh.shards} copies" if mesh.shards < mesh.data else ""
         return f"{mesh.shards} shards of every weight{copies}, each rank a replica"
-    after = ", sequence parallel" if trainer.sequence_parallel else ""
+    after = f", EP {trainer.expert_parallel}" if trainer.expert_parallel > 1 else ""
+    after += ", sequence parallel" if trainer.sequence_parallel else ""
     return f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.data_parallel}{after}"
 
 

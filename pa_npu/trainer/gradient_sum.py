@@ -51,13 +51,13 @@ class GradientSum:
             raise self._broken(f"a loss got a gradient that differs from 1 by {error:.3g}")
 
     def check_reduced(self, gradient: ReducedGradient | None, replicas: int, reductions: Reductions) -> None:
-        """Collective over replicas."""
-        if replicas == 1:
-            return
+        """Collective over replicas; a backend may sum gradients over other ranks too, and tells of it then."""
         if gradient is None:
+            if replicas == 1:
+                return
             raise self._broken(f"{replicas} replicas have summed no gradients")
         parts = torch.stack([gradient.own, gradient.squares, gradient.reduced])
-        own, squares, reduced = reductions.replicas(parts).cpu()
+        own, squares, reduced = reductions.gradients(parts).cpu()
         wrong = ~((own - reduced).abs() <= _SUM_ROUNDING * squares.sqrt())
         if wrong.any():
             bucket = int(wrong.nonzero()[0])

@@ -132,6 +132,10 @@ def test_layerwise_reload_is_always_finished(fails: bool, monkeypatch: pytest.Mo
     """
     calls: list[str] = []
 
+    class Model(torch.nn.Module):
+        def __str__(self) -> str:
+            return "model"
+
     def note(what: str) -> None:
         calls.append(f"{what} on {torch.empty(0).device}")
 
@@ -151,7 +155,7 @@ def test_layerwise_reload_is_always_finished(fails: bool, monkeypatch: pytest.Mo
     for parent in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
         monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
     worker = SimpleNamespace(
-        model_runner=SimpleNamespace(model="model"),
+        model_runner=SimpleNamespace(model=Model()),
         model_config="config",
         vllm_config="vllm",
         device=torch.device("meta"),
@@ -200,7 +204,8 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert lines[0] == "[]"
-    rooms = (".engines", ".engines.vllm", ".engines.vllm.worker", ".weight_transfer")
+    rooms = (".engines", ".engines.vllm", ".weight_transfer")
+    rooms += tuple(f".engines.vllm.{part}" for part in ("worker", "experts", "streams"))
     rooms += (".platform", ".platform.memory_peaks", ".platform.typical")
     parts = ("collectives", "digest", "manifest", "progress", "receiver", "second_buffer", "transport")
     parts += ("handover", "memory_handles")

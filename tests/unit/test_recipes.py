@@ -28,6 +28,7 @@ from tests.helpers.recipes import RECIPES, ROOT, claims, dry_run, quoted
 GIB = 2**30
 OVERLAYS = {
     "7b": ["7b_16_devices.yaml", "7b_4_nodes.yaml"],
+    "30b": [],
     "32b": ["32b_2_nodes_of_16.yaml", "32b_8_nodes.yaml"],
 }
 
@@ -57,7 +58,7 @@ def test_the_7b_recipe_fits_sharded_and_its_plan_says_how(kind: str) -> None:
 
 
 def size_of(recipe: Path) -> str:
-    return "32b" if "32b" in recipe.name else "7b"
+    return next((size for size in ("32b", "30b") if size in recipe.name), "7b")
 
 
 @pytest.mark.parametrize(

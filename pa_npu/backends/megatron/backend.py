@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
 from pa_npu.backends.megatron.checkpoint.state import CheckpointContents
 from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
+from pa_npu.backends.megatron.in_step import InStep, filler, is_filler, most
 from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler
 from pa_npu.backends.megatron.reduction import WatchedReduction, gradient_size
 from pa_npu.backends.megatron.schedule import Forward, Loss, run_pipelined, run_sequential, with_spans
@@ -65,15 +67,18 @@ class MegatronBackend:
             distributed_optimizer=config.trainer.distributed_optimizer,
             bucket_mib=config.trainer.gradient_bucket_mib if config.reduces_in_buckets else 0.0,
         )
-        data = self.place.mesh.data
-        self._watched = WatchedReduction(self._ddp, data, self.place.replica) if data > 1 else None
+        mesh = self.place.mesh
+        has_experts = spec.experts is not None
+        reduces = mesh.data > 1 or (has_experts and mesh.expert_data > 1)
+        self._watched = WatchedReduction(self._ddp, self.place) if reduces else None
+        self._gradient_group = parallel.stage_group() if reduces and has_experts and mesh.tensor > 1 else None
         self._optimizer = build_optimizer(self._ddp, config)
         self._scheduler = build_scheduler(self._optimizer, config)
         stage.config.no_sync_func = self._ddp.no_sync
         stage.config.finalize_model_grads_func = self._finalize_gradients
         self._contents = CheckpointContents(stage, self._optimizer, self._scheduler, config, platform)
-        mesh = self.place.mesh
         self._shard_group = self.tensor_group if mesh.expert <= mesh.tensor else parallel.shard_group()
+        self._step_group = parallel.expert_group() if mesh.expert > mesh.tensor else None
         self._links = parallel.replica_links(platform, device, config.collective_timeout_s)
 
     @property
@@ -98,7 +103,7 @@ class MegatronBackend:
 
     @property
     def reductions(self) -> GroupReductions:
-        return GroupReductions(parallel.data_group(), parallel.pipeline_group())
+        return GroupReductions(parallel.data_group(), parallel.pipeline_group(), self._gradient_group)
 
     def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> StageTensors | None:
         place = self.place
@@ -132,7 +137,8 @@ class MegatronBackend:
 
         def forward(microbatch: Microbatch) -> Any:
             output = self._forward(microbatch, objective.entropy_gradient)
-            return output if isinstance(output, ModelOutput) else objective.sent(microbatch, output)
+            is_own = not isinstance(output, ModelOutput) and not is_filler(microbatch)
+            return objective.sent(microbatch, output) if is_own else output
 
         def loss(microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
             outputs = self._outputs(output)
@@ -215,11 +221,22 @@ class MegatronBackend:
         is_last: whether the microbatch taken last is the pass's last one; None: forward only.
         """
         forward_only = is_last is None
+        group = self._step_group
+        if group is not None and self._config.trainer.pipeline_parallel > 1:
+            total = most(num_microbatches, group, self._device)
+            fillers = (self._filler() for _ in range(total - num_microbatches))
+            microbatches, num_microbatches = chain(microbatches, fillers), total
+        elif group is not None:
+            microbatches = in_step = InStep(microbatches, group, self._filler, is_last)
+            is_last = None if forward_only else in_step.is_last
         with closing(with_spans(microbatches, self._timeline)) as timed, torch.set_grad_enabled(not forward_only):
             if self._config.trainer.pipeline_parallel == 1:
                 run_sequential(self._ddp, timed, forward, loss, is_last)
             else:
                 run_pipelined(self._ddp, timed, num_microbatches, forward, loss, forward_only=forward_only)
+
+    def _filler(self) -> Microbatch:
+        return filler(self._config.pad_multiple, self._device)
 
     def _forward(self, microbatch: Microbatch, entropy_gradient: bool) -> Any:
         return self._ddp(

@@ -28,7 +28,7 @@ class CompiledSwiglu:
     """The platform's operations with Megatron's compiled SwiGLU, which fuses what torch runs as two kernels."""
 
     def __init__(self, ops: FusedOps) -> None:
-        self.rms_norm, self.rotary = ops.rms_norm, ops.rotary
+        self.rms_norm, self.rotary, self.grouped_linear = ops.rms_norm, ops.rotary, ops.grouped_linear
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl

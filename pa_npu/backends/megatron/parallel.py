@@ -86,6 +86,13 @@ def expert_group() -> dist.ProcessGroup:
     return parallel_state.get_expert_model_parallel_group()
 
 
+def stage_group() -> dist.ProcessGroup:
+    """A new group of all ranks of this stage, of every replica. A collective of all."""
+    here = place()
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in here.mesh.groups("tensor", "context", "data")}
+    return groups[here.group("tensor", "context", "data")]
+
+
 def shard_group(backend: str | None = None) -> dist.ProcessGroup | None:
     """A new group of place().shard_group; None where that is this rank alone. A collective of all."""
     here = place()

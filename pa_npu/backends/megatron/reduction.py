@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pa_npu.algorithm.update_sums import ReducedGradient
+from pa_npu.config.mesh import Place
 
 # One element in so many is looked at. A prime, so that they fall into all rows and columns: whole columns of the LM head's gradient
 # add up to zero by themselves.
@@ -17,9 +18,12 @@ _STRIDE = 61
 class WatchedReduction:
     """Notes sums of each bucket of a rank's DistributedDataParallel, right before its reduction begins and after it ends."""
 
-    def __init__(self, ddp: Any, replicas: int, replica: int) -> None:
-        self._replicas, self._replica = replicas, replica
+    def __init__(self, ddp: Any, place: Place) -> None:
+        mesh = place.mesh
         self._groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+        replicas, copies = (mesh.data, place.replica), (mesh.expert_data, place.coordinate("expert_data"))
+        self._shares = {id(group): replicas for group in ddp.bucket_groups}
+        self._shares |= {id(group): copies for group in ddp.expert_parallel_bucket_groups}
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._after: dict[int, torch.Tensor] = {}
         for group in self._groups:
@@ -55,8 +59,9 @@ class WatchedReduction:
         """A rank's share is the part that the distributed optimizer would step on it."""
         for bucket in group.buckets:
             gradient = bucket.grad_data
-            size = -(-gradient.numel() // self._replicas)
-            start = size * self._replica
+            ranks, rank = self._shares[id(group)]
+            size = -(-gradient.numel() // ranks)
+            start = size * rank
             self._after[id(bucket)] = gradient[start + -start % _STRIDE : start + size : _STRIDE].sum()
 
 

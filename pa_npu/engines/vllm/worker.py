@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from pa_npu.engines.vllm import experts
 from pa_npu.engines.vllm.streams import follow_streams
 from pa_npu.platform.memory_peaks import ResidentPeak, device_peak_bytes, own_processes, session_leader
 from pa_npu.weight_transfer.receiver import EMBEDDING, HEAD, Receiver
@@ -190,3 +191,4 @@ def _reloading(worker: Any) -> Iterator[Any]:
             yield model
         finally:
             finalize_layerwise_reload(model, worker.model_config)
+        experts.pack_again(model)

@@ -71,7 +71,7 @@ def typical_engine(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> En
     """Cost of an engine on such devices, by their published figures."""
     shards, element = config.rollout.tensor_parallel, _BYTES[config.model.dtype]
     weights_s = spec.num_parameters * element / shards / typical.memory_bytes
-    arithmetic_s = 2.0 * spec.num_parameters / shards / typical.flops
+    arithmetic_s = 2.0 * spec.num_active_parameters / shards / typical.flops
     collectives_s = 2 * spec.num_layers * _COLLECTIVE_S if shards > 1 else 0.0
     return EngineCost(
         typical.decode_step_s * _of_layers(spec, typical) + weights_s + collectives_s,

@@ -1,0 +1,80 @@
+"""Replicas that share experts, one microbatch at a time: whoever has fewer computes fillers beside the others' last ones.
+
+An exchange of tokens with experts of other ranks is a collective, so that all ranks of an expert group must compute as many
+microbatches. How many a replica has follows from its groups' sizes and from packing, and is often not known before the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from pa_npu.attention import PrefixLayout
+from pa_npu.samples.microbatch import Microbatch
+
+
+def filler(tokens: int, device: torch.device) -> Microbatch:
+    """A microbatch of so many tokens that belongs to no response. Its loss is nothing, and no check hears of it."""
+    none, one = torch.zeros(0, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    return Microbatch(
+        layout=PrefixLayout.from_sequences([tokens]),
+        tokens=torch.zeros(tokens, dtype=torch.int64, device=device),
+        rows=one,
+        targets=one,
+        columns={},
+        packed={},
+        ages=none,
+        response_index=none.long(),
+        response_lengths=(),
+        num_sample_tokens=0,
+        iteration=0,
+        versions=(0, 0),
+        group_indices=(),
+        sources=(),
+    )
+
+
+def is_filler(microbatch: Microbatch) -> bool:
+    return not microbatch.response_lengths
+
+
+class InStep:
+    """A rank's microbatches, then fillers as long as another rank of `group` has some. Each step is a collective.
+
+    is_last: whether the microbatch taken last is this rank's last one, as far as that is known; None: nobody asks.
+    """
+
+    def __init__(
+        self,
+        microbatches: Iterable[Microbatch],
+        group: dist.ProcessGroup,
+        make_filler: Callable[[], Microbatch],
+        is_last: Callable[[], bool] | None,
+    ) -> None:
+        self._own = iter(microbatches)
+        self._group, self._filler, self._is_last = group, make_filler(), is_last
+        self._others_go_on = False
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        while True:
+            own = next(self._own, None)
+            goes_on = own is not None and (self._is_last is None or not self._is_last())
+            said = torch.tensor([own is not None, goes_on], dtype=torch.int32, device=self._filler.tokens.device)
+            dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
+            anyone, self._others_go_on = (bool(value) for value in said.tolist())
+            if not anyone:
+                return
+            yield own if own is not None else self._filler
+
+    def is_last(self) -> bool:
+        """Whether no rank goes on after the microbatch taken last."""
+        return not self._others_go_on
+
+
+def most(number: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """The largest number of a rank of the group."""
+    said = torch.tensor(number, device=device)
+    dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
+    return int(said)

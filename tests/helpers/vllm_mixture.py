@@ -1,0 +1,75 @@
+"""vLLM on the CPU with a mixture of experts, in one process: python -m tests.helpers.vllm_mixture MODEL NEW OUT
+
+Loads MODEL, then the weights of NEW twice by the worker extension's own reload: without and with its repair of experts. OUT: JSON
+of the largest difference of log-probs from transformers at each of the three.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"
+)
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9, 8, 7]]
+
+
+def reload(worker: Any, directory: str, repair: bool) -> None:
+    from pa_npu.engines.vllm import experts
+    from pa_npu.engines.vllm.worker import _reloading
+
+    pack_again = experts.pack_again
+    experts.pack_again = pack_again if repair else lambda model: None
+    try:
+        with _reloading(worker) as model, torch.no_grad():
+            model.load_weights(iter(load_file(Path(directory) / "model.safetensors").items()))
+    finally:
+        experts.pack_again = pack_again
+
+
+def main(directory: str, new: str, out: str) -> None:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        directory,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        logprobs_mode="processed_logprobs",
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    )
+
+    def worst(path: str) -> float:
+        asked = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0, ignore_eos=True, detokenize=False)
+        answers = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], asked, use_tqdm=False)
+        model, most = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), 0.0
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            tokens = list(answer.outputs[0].token_ids)
+            found = torch.tensor([next(iter(one.values())).logprob for one in answer.outputs[0].logprobs])
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            most = max(most, (found - expected).abs().max().item())
+        return most
+
+    result = {"loaded": worst(directory)}
+    for name, repair in (("without the repair", False), ("with it", True)):
+        llm.collective_rpc(reload, args=(new, repair))
+        result[name] = worst(new)
+    Path(out).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
