@@ -7,17 +7,25 @@ merge    a causal call over all segments and cross calls to their ancestors, mer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from pa_npu.attention.kernels.base import Partial, VarlenKernel
-from pa_npu.attention.kernels.choice import kernel_for
 from pa_npu.attention.layout import PrefixLayout
 from pa_npu.attention.plan import GatherPlan, MergePlan, gather_plan, merge_plan
 
 IMPLEMENTATIONS = ("auto", "dense", "merge", "gather")
+# each loaded when it is first needed
+_KERNELS = {
+    "cpu-flash": ("pa_npu.attention.kernels.cpu", "CpuFlash"),
+    "cuda-flash": ("pa_npu.attention.kernels.cuda", "CudaFlash"),
+    "npu-fusion": ("pa_npu.attention.kernels.npu", "NpuFusion"),
+    "portable": ("pa_npu.attention.kernels.portable", "Portable"),
+}
 
 
 def shared_prompt_attention(
@@ -187,3 +195,27 @@ def dense_attention(
     scores = scores.masked_fill(~layout.dense_mask(q.device), float("-inf"))
     out = torch.einsum("gnij,jgd->ignd", scores.softmax(-1), v.to(accumulate))
     return out.reshape(total, heads, head_dim).to(q.dtype)
+
+
+def kernel_for(q: torch.Tensor) -> VarlenKernel:
+    """The kernel for q [tokens, heads, head_dim]. Raises ValueError for a device without one."""
+    return _load(kernel_name(q))
+
+
+def kernel_name(q: torch.Tensor) -> str:
+    """Name of the kernel for q. CUDA's flash operators take fp16 and bf16 only; the portable one does the rest."""
+    if q.device.type == "cpu":
+        return "cpu-flash"
+    if q.device.type == "npu":
+        return "npu-fusion"
+    if q.device.type == "cuda":
+        from pa_npu.attention.kernels.cuda import CudaFlash
+
+        return "cuda-flash" if CudaFlash.supports(q) else "portable"
+    raise ValueError(f"q: no attention kernel for device {q.device}; known are cpu, cuda and npu, or use impl=dense")
+
+
+@cache
+def _load(name: str) -> VarlenKernel:
+    module, kernel = _KERNELS[name]
+    return getattr(import_module(module), kernel)()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pa_npu.attention.kernels.choice import kernel_name
+from pa_npu.attention.forms import kernel_name
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,8 @@ def _check_keys(values: Any, places: Places, path: KeyPath) -> None:
         for index, value in enumerate(values):
             _check_keys(value, places, (*path, str(index)))
         return
+    if remedy := removed(f"{'.'.join(path)}={values}") if isinstance(values, str) else None:
+        raise ConfigError(f"{_where(path, places)}{'.'.join(path)}={values}: removed in an earlier release; {remedy}")
     if not _is_of_kind(values, _leaf_types(find_annotation(path))) and not _is_short_form(values, path):
         name, shown = ".".join(path), _shown(values)
         types = {key.name: key.type for key in all_keys()}
@@ -206,8 +208,6 @@ def _one_line(detail: ErrorDetails, places: Places) -> str:
         return f"{where}{name}: {shown} is out of range; use {types[name]}"
     if kind in ("model_type", "model_attributes_type"):
         return f"{where}{name}: {shown} is not a section; write its keys below it (see --help)"
-    if remedy := removed(f"{name}={detail['input']}"):
-        return f"{where}{name}={detail['input']}: removed in an earlier release; {remedy}"
     if name in types:
         return f"{where}{name}: {shown} is not allowed; use {types[name]}"
     return f"{where}{name}: {shown} is not allowed: {detail['msg']}; see --help for the key's values"

@@ -50,7 +50,7 @@ _ITERATIONS_SEEN = 4
 
 @dataclass(frozen=True)
 class Unit:
-    """What changes its role together. engines: their indices."""
+    """Devices that change their role together. engines: their indices."""
 
     engines: tuple[int, ...]
     replicas: tuple[int, ...]
@@ -82,7 +82,7 @@ class _Flight:
 
 @dataclass
 class Known:
-    """What a run has taught: speeds, seconds of training a unit of work, lengths of responses of the last iterations."""
+    """Figures that a run has taught: speeds, seconds of training a unit of work, lengths of responses of the last iterations."""
 
     speeds: Speeds | None = None
     seconds_per_work: float = 0.0

@@ -38,7 +38,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Rest:
-    """What is left of an iteration.
+    """The rest of an iteration.
 
     remaining: tokens to come of each living sequence [sequences]. group: its group's number [sequences]. written: its tokens so
     far, with the prompt, which another engine would have to compute [sequences]. decoding: units that decode. engines, replicas: of

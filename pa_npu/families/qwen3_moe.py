@@ -70,7 +70,7 @@ class Qwen3Moe(DenseDecoder):
         return replace(super().flops(spec), ffn_size=round((active + dense) / spec.num_layers))
 
     def layer_activations(self, spec: ModelShape) -> LayerActivations:
-        """Of a layer with experts, where tokens are spread evenly: a row for each of a token's experts goes in and comes out."""
+        """Count a layer with experts, where tokens are spread evenly: a row for each of a token's experts goes in and comes out."""
         assert spec.experts is not None
         experts = spec.experts
         rows = experts.per_token * (3 * experts.ffn_size + 3 * spec.hidden_size)

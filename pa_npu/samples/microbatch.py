@@ -70,6 +70,11 @@ class Microbatch:
         return len(self.response_lengths)
 
     @property
+    def is_filler(self) -> bool:
+        """Whether it belongs to no response: one that is computed so that other ranks may go on."""
+        return not self.response_lengths
+
+    @property
     def num_response_tokens(self) -> int:
         """N."""
         return sum(self.response_lengths)

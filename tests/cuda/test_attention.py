@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
-from pa_npu.attention.forms import gather_attention, merge_attention
+from pa_npu.attention.forms import gather_attention, kernel_for, kernel_name, merge_attention
 from pa_npu.attention.kernels import cuda
 from pa_npu.attention.kernels.base import merge_lse
-from pa_npu.attention.kernels.choice import kernel_for, kernel_name
 from pa_npu.attention.plan import Rows
 
 LAYOUTS = {

@@ -52,7 +52,7 @@ def microbatches(
 
 
 def sequences(tokens: torch.Tensor, prompt: int, responses: tuple[int, ...]) -> list[torch.Tensor]:
-    """Of a group packed with its prompt once: the prompt and each response, [tokens]."""
+    """Take apart a group packed with its prompt once: the prompt with each response, [tokens]."""
     parts = tokens[0, prompt : prompt + sum(responses)].split(responses)
     return [torch.cat([tokens[0, :prompt], part]) for part in parts]
 

@@ -23,7 +23,7 @@ from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
 from pa_npu.backends.megatron.checkpoint.state import CheckpointContents
 from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
-from pa_npu.backends.megatron.in_step import InStep, filler, is_filler, most
+from pa_npu.backends.megatron.in_step import InStep, filler, most, or_nothing
 from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler
 from pa_npu.backends.megatron.reduction import WatchedReduction, gradient_size
 from pa_npu.backends.megatron.schedule import Forward, Loss, run_pipelined, run_sequential, with_spans
@@ -137,7 +137,7 @@ class MegatronBackend:
 
         def forward(microbatch: Microbatch) -> Any:
             output = self._forward(microbatch, objective.entropy_gradient)
-            is_own = not isinstance(output, ModelOutput) and not is_filler(microbatch)
+            is_own = not isinstance(output, ModelOutput) and not microbatch.is_filler
             return objective.sent(microbatch, output) if is_own else output
 
         def loss(microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
@@ -222,6 +222,7 @@ class MegatronBackend:
         """
         forward_only = is_last is None
         group = self._step_group
+        loss = loss if group is None else or_nothing(loss)
         if group is not None and self._config.trainer.pipeline_parallel > 1:
             total = most(num_microbatches, group, self._device)
             fillers = (self._filler() for _ in range(total - num_microbatches))

@@ -83,7 +83,7 @@ class ExpertWeights(MegatronModule):
 
 
 class MixtureMLP(MegatronModule):
-    """What stands in the place of a layer's feed-forward part. `routing` is set for each call by `MixtureLayer`."""
+    """The module in the place of a layer's feed-forward part. `routing` is set for each call by `MixtureLayer`."""
 
     routing: Routing
 

@@ -7,6 +7,7 @@ microbatches. How many a replica has follows from its groups' sizes and from pac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,16 @@ def filler(tokens: int, device: torch.device) -> Microbatch:
     )
 
 
-def is_filler(microbatch: Microbatch) -> bool:
-    return not microbatch.response_lengths
+def or_nothing(loss: Callable[[Microbatch, Any], torch.Tensor]) -> Callable[[Microbatch, Any], torch.Tensor]:
+    """Return a loss that of a filler is zero, through which every gradient is: its backward is as collective as its forward."""
+
+    def of_either(microbatch: Microbatch, output: Any) -> torch.Tensor:
+        if not microbatch.is_filler:
+            return loss(microbatch, output)
+        logprobs: torch.Tensor = getattr(output, "logprobs", output)
+        return logprobs.sum() * 0.0
+
+    return of_either
 
 
 class InStep:

@@ -57,7 +57,7 @@ class Router(MegatronModule):
         return weights, chosen
 
     def _note(self, routing: Routing, layer: int, probabilities: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Of the tokens that are no padding."""
+        """Note loads and entropies of the tokens that are no padding."""
         real = self._first_rows(routing.num_tokens, len(chosen))
         loads = torch.bincount(chosen[:real].flatten(), minlength=self.experts.count)
         routing.loads[layer] = loads.float()

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from pa_npu.backends.megatron.in_step import is_filler
 from pa_npu.backends.megatron.stage import ModelOutput
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.timeline import Timeline, now
@@ -37,11 +36,11 @@ def run_sequential(
     """
     if is_last is None:
         for microbatch in microbatches:
-            _loss(loss, microbatch, forward(microbatch))
+            loss(microbatch, forward(microbatch))
         return
     for microbatch in microbatches:
         with nullcontext() if is_last() else model.config.no_sync_func():
-            _loss(loss, microbatch, forward(microbatch)).backward()
+            loss(microbatch, forward(microbatch)).backward()
     model.config.finalize_model_grads_func([model])
 
 
@@ -62,7 +61,7 @@ def run_pipelined(
 
     def loss_step(microbatch: Microbatch, output: ModelOutput) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         # three values mean: the first is a sum over as many tokens as the second says, leave it undivided
-        return _loss(loss, microbatch, output), torch.tensor(microbatch.targets.numel(), dtype=torch.int), {}
+        return loss(microbatch, output), torch.tensor(microbatch.targets.numel(), dtype=torch.int), {}
 
     # lengths vary, so the schedule exchanges shapes (variable_seq_lengths) and its seq_length is unused
     get_forward_backward_func()(
@@ -74,14 +73,6 @@ def run_pipelined(
         micro_batch_size=1,
         forward_only=forward_only,
     )
-
-
-def _loss(loss: Loss, microbatch: Microbatch, output: Any) -> torch.Tensor:
-    """A filler's is zero, through which every gradient is: its backward is as collective as its forward."""
-    if not is_filler(microbatch):
-        return loss(microbatch, output)
-    logprobs: torch.Tensor = output.logprobs if isinstance(output, ModelOutput) else output
-    return logprobs.sum() * 0.0
 
 
 def with_spans(microbatches: Iterable[Microbatch], timeline: Timeline) -> Generator[Microbatch, None, None]:

@@ -38,8 +38,7 @@ from pa_npu.attention import PrefixLayout
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.devices import device_of
 from pa_npu.backends.megatron.gpt import GPT
-from pa_npu.backends.megatron.layers import AttentionContext
-from pa_npu.backends.megatron.rotary import RotaryTable
+from pa_npu.backends.megatron.layers import AttentionContext, RotaryTable
 from pa_npu.backends.megatron.routing import Routing
 from pa_npu.backends.megatron.transformer import transformer_config
 from pa_npu.backends.widened import widened

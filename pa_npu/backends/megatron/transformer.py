@@ -80,7 +80,7 @@ def transformer_config(
 
 
 def _experts(spec: ModelSpec, expert_parallel: int) -> dict[str, Any]:
-    """What Megatron asks of a mixture beside its layers, which are ours."""
+    """Return the settings that Megatron asks of a mixture beside its layers, which are ours."""
     if spec.experts is None:
         return {}
     pattern = [int(spec.has_experts(layer)) for layer in range(spec.num_layers)]

@@ -169,7 +169,7 @@ class StageTensors:
         return Gather(shards, experts, works)
 
     def _num_elements(self, piece: Piece) -> int:
-        """Of a rank that holds rows of it."""
+        """Count the elements of a piece on a rank that holds rows of it."""
         return (piece.stop - piece.start) * math.prod(piece.tensor.local_shape(self._tensor_size)[1:])
 
     def _finish_gather(self, gather: Gather | None, deadline: transport.Deadline, index: int) -> Gather | None:
