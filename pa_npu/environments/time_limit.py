@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from pa_npu.config.user_code import place_of
@@ -69,8 +69,16 @@ async def rollout_within(
             f"for {limit_s:g} s; end what it waits for, or raise environment.timeout_s"
         )
     finally:
-        task.cancel()
-        await asyncio.wait([task], timeout=_END_S)  # one that does not end when it is cancelled is left behind
+        await _end(task)
+
+
+async def _end(task: asyncio.Future[list[Sample]]) -> None:
+    """Cancel it and wait for its end, also where this wait is itself cancelled; one that does not end in time is left behind."""
+    task.cancel()
+    deadline_s = time.monotonic() + _END_S
+    while not task.done() and (left_s := deadline_s - time.monotonic()) > 0:
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([task], timeout=left_s)
 
 
 @contextmanager

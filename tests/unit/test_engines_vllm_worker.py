@@ -72,7 +72,7 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         tensors = StageTensors(Stage().load(spec, 0), spec, Mesh().place(0), 4096)
         worker: Any = extension.WorkerExtension()
         worker.model = FakeModel(set(tensors.manifest.shapes) | extra)
-        worker.rank, worker.device = 0, "cpu"
+        worker.rank, worker.device, worker.model_runner = 0, "cpu", SimpleNamespace()
         worker._pa_receiver = FakeReceiver(tensors, fail)
         return worker
 
@@ -81,11 +81,11 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 def test_version_is_stamped_after_a_complete_receive(make_worker: Callable[..., Any]) -> None:
     worker = make_worker()
-    assert worker.pa_version() == {"version": None}
+    assert worker.pa_version()["version"] is None
     result = worker.pa_receive(4)
     assert result["digests"] == list(worker._pa_receiver.digests) and len(result["digests"][0].split()) > 3
     assert result["version"] == 4
-    assert worker.pa_version() == {"version": 4}
+    assert worker.pa_version() == {"version": 4, "continues": False}
 
 
 def test_failed_receive_unsets_the_version(make_worker: Callable[..., Any]) -> None:
@@ -94,7 +94,7 @@ def test_failed_receive_unsets_the_version(make_worker: Callable[..., Any]) -> N
     worker._pa_receiver.fail = transport.WeightSyncError("the trainer died")
     with pytest.raises(transport.WeightSyncError, match="the trainer died"):
         worker.pa_receive(2)
-    assert worker.pa_version() == {"version": None}, "half the weights are new: neither version 1 nor 2"
+    assert worker.pa_version()["version"] is None, "half the weights are new: neither version 1 nor 2"
 
 
 def test_parameter_without_weights_is_an_error(make_worker: Callable[..., Any]) -> None:
@@ -103,7 +103,7 @@ def test_parameter_without_weights_is_an_error(make_worker: Callable[..., Any]) 
         transport.WeightSyncError, match=r"version 3: the trainer sent no weights for 1 .*model\.layers\.9"
     ):
         worker.pa_receive(3)
-    assert worker.pa_version() == {"version": None}
+    assert worker.pa_version()["version"] is None
 
 
 def test_tied_head_that_the_engine_holds_apart_gets_the_embedding(make_worker: Callable[..., Any]) -> None:
