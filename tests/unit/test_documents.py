@@ -82,3 +82,18 @@ def test_commands_are_found_with_continued_lines_and_without_comments() -> None:
     shown = "# first\nexport A=1 B=$PWD\npa-npu run a=1 \\\n    'b=[#x]'     # and so on\nsource x\n"
     page = f"```bash\n{shown}```\n```python\nno\n```\n"
     assert commands(page) == ["pa-npu run a=1 'b=[#x]'"]
+
+
+def test_every_figure_of_the_readme_stands_in_the_page_that_its_row_names() -> None:
+    """A number counts as found where one of the page rounds to it."""
+    text = (ROOT / "README.md").read_text().partition("## Measured")[2].partition("\n## ")[0]
+    rows = [row for row in re.findall(r"^\| (.+) \|$", text, re.MULTILINE) if "](docs/" in row]
+    assert len(rows) == len(re.findall(r"^\| [^|]+ \| [^|]+ \|$", text, re.MULTILINE)) > 5, "a row names no page"
+    for row in rows:
+        pages = "".join((ROOT / page).read_text() for page in re.findall(r"\]\((docs/[^)#]+)", row))
+        known = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", pages.replace(",", ""))]
+        claimed = re.findall(r"\d+(?:\.\d+)?(?=x|%| million| longest| in arrival)", re.sub(r"\]\([^)]*\)", "]", row))
+        assert claimed or "bit-identical" in row, row
+        for figure in claimed:
+            half = 0.5 * 10.0 ** -len(figure.partition(".")[2]) + 1e-9
+            assert any(abs(number - float(figure)) <= half for number in known), f"{figure} of: {row}"
