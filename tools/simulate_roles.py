@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.dispatch.roles import Rest, Speeds, decoding_units
+from pa_npu.dispatch.roles import Rest, Speeds, decoding_units, trained_s
 
 Lengths = npt.NDArray[np.int64]
 
@@ -169,7 +169,9 @@ def iterate(
     else:
         free = [max(free_at.get(k, engines[k].now_s + change_s) for k in unit) for unit in units]
     return Ended(
-        max(decoded_s, _trained([(at, trains_s[g]) for at, g in ended], free)), decoded_s, len(free_at) // replica
+        max(decoded_s, trained_s(sorted((at, trains_s[g]) for at, g in ended), free)),
+        decoded_s,
+        len(free_at) // replica,
     )
 
 
@@ -258,24 +260,6 @@ def _decoding_s(lengths: Lengths, shape: Shape) -> float:
         per_engine = min(len(ends), places) / shape.devices
         _DECODING[key] = sum(waves) * (shape.step_s + 0.5 * shape.sequence_s * per_engine)
     return _DECODING[key]
-
-
-def _trained(arriving: list[tuple[float, float]], free: list[float]) -> float:
-    """The longest that is there first, to whoever is free first."""
-    waiting: list[float] = []
-    arriving, number, end = sorted(arriving), 0, 0.0
-    heapq.heapify(free)
-    while number < len(arriving) or waiting:
-        at = heapq.heappop(free)
-        if not waiting and number < len(arriving):
-            at = max(at, arriving[number][0])
-        while number < len(arriving) and arriving[number][0] <= at:
-            heapq.heappush(waiting, -arriving[number][1])
-            number += 1
-        at -= heapq.heappop(waiting)
-        end = max(end, at)
-        heapq.heappush(free, at)
-    return end
 
 
 def row(shape: Shape, replica: int, seeds: range, splits: bool = True) -> tuple[float, float, float, float, float]:

@@ -15,7 +15,7 @@ sample's advantage; in the others it is context. The order follows from the toke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,20 +69,26 @@ class SessionTree:
 
     def find(self, text: str) -> tuple[Node, int]:
         """The node whose turns the text begins with, the one that covers most of it, and where what is new begins."""
-        best, most = self.root, 0
-        stack = [(self.root, 0)]
-        while stack:
-            node, start = stack.pop()
-            if start > most:
-                best, most = node, start
-            for child in reversed(node.children):
-                if text.startswith(child.context_text, start):
-                    begin = start + len(child.context_text)
-                    stack += [(child, begin + len(shown)) for shown in child.shown if text.startswith(shown, begin)]
-        return best, most
+
+        def ends(child: Node, start: int) -> list[int]:
+            begin = start + len(child.context_text)
+            shown = child.shown if text.startswith(child.context_text, start) else ()
+            return [begin + len(answer) for answer in shown if text.startswith(answer, begin)]
+
+        return self._furthest(ends)
 
     def find_tokens(self, tokens: npt.NDArray[np.int32]) -> tuple[Node, int]:
         """The same for a request of token ids."""
+
+        def ends(child: Node, start: int) -> list[int]:
+            assert child.written is not None
+            own = np.concatenate([child.context, child.written.tokens])
+            return [start + len(own)] if np.array_equal(tokens[start : start + len(own)], own) else []
+
+        return self._furthest(ends)
+
+    def _furthest(self, ends: Callable[[Node, int], Sequence[int]]) -> tuple[Node, int]:
+        """The node that a request reaches furthest through, and where. ends: where a child's turn ends that begins at a place."""
         best, most = self.root, 0
         stack = [(self.root, 0)]
         while stack:
@@ -90,10 +96,7 @@ class SessionTree:
             if start > most:
                 best, most = node, start
             for child in reversed(node.children):
-                assert child.written is not None
-                own = np.concatenate([child.context, child.written.tokens])
-                if np.array_equal(tokens[start : start + len(own)], own):
-                    stack.append((child, start + len(own)))
+                stack += [(child, end) for end in ends(child, start)]
         return best, most
 
     def tokens(self, node: Node) -> npt.NDArray[np.int32]:

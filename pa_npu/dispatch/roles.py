@@ -107,10 +107,10 @@ def rest_of(rest: Rest, rule: Rule, speeds: Speeds) -> float:
     arriving = sorted(
         [(0.0, cost) for cost in rest.ready_s] + list(zip(ready.tolist(), rest.trains_s.tolist(), strict=True))
     )
-    return max(decoded, _trained(arriving, free))
+    return max(decoded, trained_s(arriving, free))
 
 
-def _trained(arriving: Sequence[tuple[float, float]], free: list[float]) -> float:
+def trained_s(arriving: Sequence[tuple[float, float]], free: list[float]) -> float:
     """When the last of the groups (ready at, takes) is trained: whoever is free first takes the longest that is there."""
     heapq.heapify(free)
     waiting: list[float] = []
