@@ -27,6 +27,7 @@ from pa_npu.publish.messages import (
 )
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import group_seed
+from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT
 from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, ROOT, WAIT_S, Run
 from tests.helpers.fake_judge import Answer, fake_judge
 from tests.helpers.groups import prompt_tokens
@@ -152,7 +153,7 @@ def test_a_judge_that_fails_and_a_tracker_that_hangs_are_counted_and_the_run_goe
         assert values["train/reward"] == pytest.approx(record["reward_mean"])
         assert values["train/rewards/judge/mean"] == pytest.approx(record["rewards"]["judge"])
     tables = [line["tables"]["completions"] for line in lines if line.get("tables")]
-    assert tables and all(len(rows) == RESPONSES for _, rows in tables)
+    assert tables and all(len(rows) == SAMPLES_IN_SHORT * RESPONSES for _, rows in tables)
 
 
 def all_load(engines: list[Served], version: int) -> bool:
