@@ -28,7 +28,7 @@ while [ $# -gt 0 ]; do
         --backend)
           case $2 in
             megatron) ;;
-            fsdp) configs+=(--config configs/fsdp.yaml) ;;
+            fsdp) configs+=(--config configs/backends/fsdp.yaml) ;;
             *) fail "--backend: $2 is not megatron or fsdp" ;;
           esac
           ;;

@@ -56,8 +56,8 @@ CHANGES: dict[str, Change] = {
             "agent": "concurrent programs timeout_s output_kib",
             "reward": "timeout_s max_failing_share judge.url judge.on_failure code.memory_mib code.files_mib code.output_kib "
             "code.processes code.timeout_s code.require",
-            "trainer": "devices shards tensor_parallel pipeline_parallel sequence_parallel recompute frozen_pass "
-            "gradient_bucket_mib",
+            "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel expert_dispatch sequence_parallel "
+            "recompute frozen_pass gradient_bucket_mib",
             "microbatch": "responses max_tokens",
             "attention": "shared_prompt implementation",
             "evaluate": "sets greedy samples temperature top_p max_response_tokens overlap metric stop_at patience",

@@ -44,7 +44,7 @@ def test_the_7b_recipe_fits_sharded_and_its_plan_says_how(kind: str) -> None:
     recipe = ROOT / "configs" / "grpo_qwen2.5_7b.yaml"
     memory, spec = platforms.typical_memory(kind), known_spec("Qwen2.5-7B")
     assert memory is not None and spec is not None
-    config = load_config([recipe, ROOT / "configs" / "fsdp.yaml"], [f"run.device={kind}"])
+    config = load_config([recipe, ROOT / "configs" / "backends" / "fsdp.yaml"], [f"run.device={kind}"])
     parts = dict(trainer_memory(config, spec).parts)
     assert parts["weights"] == parts["gradients"] == parts["optimizer"] // 2 == spec.num_parameters * 4 // 4
     assert parts["frozen models"] == spec.num_parameters * 2 // 4
@@ -53,7 +53,9 @@ def test_the_7b_recipe_fits_sharded_and_its_plan_says_how(kind: str) -> None:
     assert not shortages(config, spec, memory[1], own_memory=True)
     lines = derived_lines(config, spec, memory[1], True)
     assert "trainer ranks         4 shards of every weight, each rank a replica" in lines
-    copied = load_config([recipe, ROOT / "configs" / "fsdp.yaml"], [f"run.device={kind}", "trainer.shards=2"])
+    copied = load_config(
+        [recipe, ROOT / "configs" / "backends" / "fsdp.yaml"], [f"run.device={kind}", "trainer.shards=2"]
+    )
     assert dict(trainer_memory(copied, spec).parts)["optimizer"] == 2 * parts["optimizer"]
 
 

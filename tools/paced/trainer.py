@@ -79,6 +79,7 @@ class PacedBackend:
 
 BACKEND = SimpleNamespace(
     changes=factory.changes,
+    fit=factory.fit,
     create=lambda *args, **kwargs: PacedBackend(factory.create(*args, **kwargs)),
     export_checkpoint=factory.export_checkpoint,
 )
