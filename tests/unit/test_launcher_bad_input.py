@@ -453,3 +453,13 @@ def test_help_lists_keys(capsys: pytest.CaptureFixture[str]) -> None:
         main(["run", "--help"])
     assert ended.value.code == 0
     assert "schedule.stream  (" in capsys.readouterr().out
+
+
+def test_export_names_its_own_options_for_a_checkpoint_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for checkpoint in (tmp_path / "nowhere", tmp_path):
+        assert main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: --checkpoint: {checkpoint} is not a complete checkpoint"), error
+        assert error.count("\n") == 1 and "checkpoint.load" not in error and not (tmp_path / "out").exists()
