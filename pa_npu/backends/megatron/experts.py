@@ -28,10 +28,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from pa_npu.backends.megatron import parallel
-from pa_npu.backends.megatron.routing import Router, Routing
 from pa_npu.families.shape import Experts
 from pa_npu.platform.base import FusedOps
 
@@ -82,34 +80,44 @@ class ExpertWeights(MegatronModule):
         return weight
 
 
-class MixtureMLP(MegatronModule):
-    """The module in the place of a layer's feed-forward part. `routing` is set for each call by `MixtureLayer`."""
+class Router(MegatronModule):
+    """Gives each token its experts, in fp32. The weight is [experts, hidden_size]."""
 
-    routing: Routing
+    def __init__(self, config: TransformerConfig, experts: Experts) -> None:
+        super().__init__(config)
+        self.experts = experts
+        shape = (experts.count, config.hidden_size)
+        device = torch.cuda.current_device()  # redirected to the platform's device by prepare_megatron
+        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if config.perform_initialization:
+            config.init_method(self.weight)
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """rows [n, hidden] -> (gate weights fp32 [n, k], experts int64 [n, k])."""
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        logits = torch.mm(rows.to(wide), self.weight.to(wide).t())
+        probabilities = logits.softmax(-1)
+        chosen = probabilities.detach().topk(self.experts.per_token, dim=-1).indices
+        weights = probabilities.gather(-1, chosen)
+        if self.experts.normalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights, chosen
+
+
+class MixtureMLP(MegatronModule):
+    """The module in the place of a layer's feed-forward part."""
 
     def __init__(self, config: TransformerConfig, experts: Experts, dispatch: str, ops: FusedOps) -> None:
         super().__init__(config)
         self.router = Router(config, experts)
         self.experts = ExpertWeights(config, experts, ops)
         self._dispatch = _DISPATCH[dispatch if parallel.place().mesh.expert > 1 else "none"]
-        self._layer = -1
-
-    def set_layer_number(self, number: int) -> None:
-        """number: from 1, as Megatron counts."""
-        self._layer = number - 1
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
         rows = hidden_states.squeeze(1)
-        weights, chosen = self.router(rows, self.routing, self._layer)
+        weights, chosen = self.router(rows)
         return self._dispatch(rows, weights, chosen, self.experts).unsqueeze(1), None
-
-
-class MixtureLayer(TransformerLayer):
-    """Megatron's layer, which tells its experts whose tokens come: it alone is called with the microbatch's context."""
-
-    def forward(self, *args: Any, attention_bias: Any = None, **kwargs: Any) -> Any:
-        self.mlp.routing = attention_bias.routing
-        return super().forward(*args, attention_bias=attention_bias, **kwargs)
 
 
 def _local(rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:

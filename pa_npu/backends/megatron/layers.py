@@ -28,8 +28,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
-from pa_npu.backends.megatron.experts import MixtureLayer, MixtureMLP
-from pa_npu.backends.megatron.routing import Routing
+from pa_npu.backends.megatron.experts import MixtureMLP
 from pa_npu.families.rope import Rope
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import FusedOps
@@ -42,7 +41,6 @@ class AttentionContext:
     layout: PrefixLayout
     cos: torch.Tensor
     sin: torch.Tensor
-    routing: Routing
 
 
 class RMSNorm(torch.nn.Module):
@@ -146,9 +144,9 @@ def block_spec(
         k_layernorm=head_norm,
     )
 
-    def layer(kind: type[TransformerLayer], feed_forward: ModuleSpec) -> ModuleSpec:
+    def layer(feed_forward: ModuleSpec) -> ModuleSpec:
         return ModuleSpec(
-            module=kind,
+            module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=norm,
                 self_attention=ModuleSpec(
@@ -162,9 +160,9 @@ def block_spec(
         )
 
     linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
-    dense = layer(TransformerLayer, ModuleSpec(module=GatedMLP, params={"ops": ops}, submodules=linears))
+    dense = layer(ModuleSpec(module=GatedMLP, params={"ops": ops}, submodules=linears))
     mixture = ModuleSpec(module=MixtureMLP, params={"experts": spec.experts, "dispatch": dispatch, "ops": ops})
-    sparse = layer(MixtureLayer, mixture)
+    sparse = layer(mixture)
     first = get_transformer_layer_offset(config)
     own = range(first, first + get_num_layers_to_build(config))
     return TransformerBlockSubmodules(

@@ -39,7 +39,6 @@ from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.devices import device_of
 from pa_npu.backends.megatron.gpt import GPT
 from pa_npu.backends.megatron.layers import AttentionContext, RotaryTable
-from pa_npu.backends.megatron.routing import Routing
 from pa_npu.backends.megatron.transformer import transformer_config
 from pa_npu.backends.widened import widened
 from pa_npu.config.schema import Config
@@ -276,7 +275,7 @@ def build_stage(
 
 
 def _context(layout: PrefixLayout, rotation: tuple[torch.Tensor, torch.Tensor]) -> AttentionContext:
-    return AttentionContext(layout, *rotation, Routing(layout.total - layout.padding))
+    return AttentionContext(layout, *rotation)
 
 
 def pack_hidden(policy: torch.Tensor, frozen: list[torch.Tensor]) -> torch.Tensor:
