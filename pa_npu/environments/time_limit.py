@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 from pa_npu.config.user_code import place_of
 from pa_npu.data.prompts import Prompt
@@ -59,11 +60,14 @@ async def rollout_within(
         return await environment.rollout(prompt, num_samples, generate)
     limit_s = max(LEAST_S, turn_s * num_samples)
     watched = _Watched(generate)
-    task = asyncio.ensure_future(environment.rollout(prompt, num_samples, watched))
+    task = asyncio.ensure_future(_held(environment, prompt, num_samples, watched))
     try:
         while watched.idle_s < limit_s:
             if (await asyncio.wait([task], timeout=limit_s - watched.idle_s + _SLACK_S))[0]:
-                return await task
+                samples, left = await task
+                if left is not None:
+                    raise left
+                return samples
         raise EnvironmentFailed(
             f"environment {type(environment).__name__}, prompt {prompt.prompt_id}: it has neither asked the policy nor returned "
             f"for {limit_s:g} s; end what it waits for, or raise environment.timeout_s"
@@ -72,7 +76,17 @@ async def rollout_within(
         await _end(task)
 
 
-async def _end(task: asyncio.Future[list[Sample]]) -> None:
+async def _held(
+    environment: Environment, prompt: Prompt, num_samples: int, generate: Generate
+) -> tuple[list[Sample], SystemExit | None]:
+    """The samples, or what a task may not raise: it would end the event loop and all groups with it."""
+    try:
+        return await environment.rollout(prompt, num_samples, generate), None
+    except SystemExit as left:
+        return [], left
+
+
+async def _end(task: asyncio.Future[Any]) -> None:
     """Cancel it and wait for its end, also where this wait is itself cancelled; one that does not end in time is left behind."""
     task.cancel()
     deadline_s = time.monotonic() + _END_S
