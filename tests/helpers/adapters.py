@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PeftConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from pa_npu.backends.registry import backend_module
+from pa_npu.families.spec import ModelSpec
+from pa_npu.telemetry.timeline import Timeline
 
 
 def plain(model: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -39,6 +44,20 @@ def peft_model(model: Path, directory: Path) -> Any:
         weight.data.copy_(stored[name])
         weight.requires_grad_(True)
     return policy
+
+
+def export_merged(model: Path, adapter: Path, directory: Path) -> Path:
+    """Let the fsdp backend merge an adapter of `model` into an HF directory."""
+    from tests.helpers.megatron import PLATFORM, model_config, single_process
+
+    sections = {"model": {"adapter": str(adapter)}, "lora": {"export_merged": True}, "trainer": {"backend": "fsdp"}}
+    config = model_config(model, **sections)
+    with single_process(config):
+        backend = backend_module("fsdp").create(
+            config, ModelSpec.of(config), PLATFORM, dist.HashStore(), 0, 0, Timeline(None, "")
+        )
+        backend.export(directory)
+    return directory
 
 
 def merged_by_hand(

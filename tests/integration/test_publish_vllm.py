@@ -19,12 +19,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pa_npu.engines.vllm.command import server_command
 from pa_npu.families.spec import ModelSpec
+from tests.helpers.adapters import export_merged, make_adapter, plain
 from tests.helpers.megatron import model_config
 from tests.helpers.models import make_model
 from tests.helpers.weights_rank import ROOT, start_ranks
@@ -127,7 +129,10 @@ class Engine:
 
 
 def hf_logprobs(model: Path, tokens: list[int]) -> torch.Tensor:
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    return logprobs_of(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), tokens)
+
+
+def logprobs_of(hf: Any, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         logits = hf(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -166,13 +171,19 @@ def trainers(job: dict[str, Any], world_size: int, directory: Path) -> Iterator[
     ],
 )
 def test_engine_follows_the_trainers_weights(family: str, tied: bool, tmp_path: Path) -> None:
-    """One engine and two runs one after the other, the trainers of each in another layout."""
+    """One engine and two runs one after the other, the trainers of each in another layout. It begins with adapters, merged."""
     models = [make_model(tmp_path / f"model{seed}", family, tied=tied, seed=seed, hidden=128) for seed in range(3)]
+    base, adapter = models[0], make_adapter(models[0], tmp_path / "adapter")
+    models[0] = export_merged(base, adapter, tmp_path / "merged")
     add_tokenizer(models[0])
     engine = Engine(models[0], tmp_path / "engine.log")
     former, held = models[0], None
     try:
         engine.wait_ready()
+        tokens, logprobs = engine.sample(3)
+        by_peft = logprobs_of(PeftModel.from_pretrained(plain(base), adapter), tokens)
+        assert (logprobs - by_peft).abs().max() < TOLERANCE, "the merged model is peft's"
+        assert (logprobs - hf_logprobs(base, tokens)).abs().max() > 0.1, "the base would be seen"
         for name, trainer in LAYOUTS.items():
             directory = tmp_path / name
             directory.mkdir()
