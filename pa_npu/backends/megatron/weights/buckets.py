@@ -112,7 +112,7 @@ class StageTensors:
                 yield None
                 continue
             if (run := self._contiguous(pieces, gathered)) is not None:
-                yield run[: bucket.num_elements]
+                yield run[: bucket.num_elements].to(self._memory(pieces[0].tensor))
                 continue
             if key not in buffers:
                 largest = max(b.num_elements for b in self.manifest.buckets if b.dtype == bucket.dtype)
