@@ -23,7 +23,8 @@ and with s^2 = log(1 + v) it exceeds exp(z s - s^2 / 2) with the chance of a nor
 iteration, divided by the tests that an iteration has. K3 leaves out the response that differs most: a fault is in all of them.
 
 Limit of the slope. Its standard error follows from how it varies between responses, and has Student's tails. Allowed is what the
-slope that is judged can be by chance and, beside it, the margin times the yardstick's own slope with its standard error.
+slope that is judged can be by chance and, beside it, the margin times the yardstick's own slope with its standard error, and at
+least what fp32 rounds.
 
 Of tokens whose policy has moved on, the slope is judged by that of other tokens as old, which agreed when they were new.
 
@@ -57,6 +58,8 @@ _K3_VARIANCE_FACTOR = 4.0
 _SERIES_BELOW = 0.02
 # Log-probs are fp32 numbers around 1 on both sides, whatever the models' type.
 _LEAST_ROUNDING = 2.0**-24
+# fp32 rounding of a scalar product of 2^14 terms. One that all logits of a token depend on, as on the final norm's, is a slope.
+_LEAST_SLOPE = 2.0**-17
 
 
 def k3_of(difference: torch.Tensor) -> torch.Tensor:
@@ -227,7 +230,7 @@ def limits(
     return Limits(
         margin * absolute,
         margin**2 * k3,
-        margin * (abs(y.slope) + y.slope_deviation) + sums.slope_error(z),
+        max(margin * (abs(y.slope) + y.slope_deviation), _LEAST_SLOPE) + sums.slope_error(z),
         _evidence(sums, false_stop_rate, probes),
     )
 
