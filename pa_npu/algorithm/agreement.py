@@ -58,8 +58,8 @@ _K3_VARIANCE_FACTOR = 4.0
 _SERIES_BELOW = 0.02
 # Log-probs are fp32 numbers around 1 on both sides, whatever the models' type.
 _LEAST_ROUNDING = 2.0**-24
-# fp32 rounding of a scalar product of 2^14 terms. One that all logits of a token depend on, as on the final norm's, is a slope.
-_LEAST_SLOPE = 2.0**-17
+# A slope that rounding in fp32 makes over n tokens is below this / sqrt(n), also where a sharp policy's log-probs hardly vary.
+_SLOPE_ROUNDING = 2.0**-10
 
 
 def k3_of(difference: torch.Tensor) -> torch.Tensor:
@@ -230,7 +230,8 @@ def limits(
     return Limits(
         margin * absolute,
         margin**2 * k3,
-        max(margin * (abs(y.slope) + y.slope_deviation), _LEAST_SLOPE) + sums.slope_error(z),
+        max(margin * (abs(y.slope) + y.slope_deviation), _SLOPE_ROUNDING / math.sqrt(max(1.0, sums.n)))
+        + sums.slope_error(z),
         _evidence(sums, false_stop_rate, probes),
     )
 
