@@ -247,21 +247,7 @@ def _from_verl(work: _Import) -> None:
         for name, value in answers.items():
             if value is not None:
                 work.set(f"evaluate.{name}", value)
-    mini, batch = work.take(f"{actor}.ppo_mini_batch_size"), work.left.get("data.train_batch_size")
-    if mini is not None and batch is not None:
-        if batch % mini == 0:
-            work.set("schedule.updates_per_iteration", batch // mini)
-        else:
-            work.lose(f"{actor}.ppo_mini_batch_size", mini, f"does not divide data.train_batch_size = {batch}")
-    elif mini is not None:
-        work.lose(
-            f"{actor}.ppo_mini_batch_size", mini, "set schedule.updates_per_iteration = data.train_batch_size / this"
-        )
-    if (epochs := work.take(f"{actor}.ppo_epochs")) not in (None, 1):
-        work.lose(f"{actor}.ppo_epochs", epochs, "here every response is trained once per iteration")
-    dynamic, tokens = work.take(f"{actor}.use_dynamic_bsz"), work.take(f"{actor}.ppo_max_token_len_per_gpu")
-    if dynamic and tokens is not None:
-        work.set("microbatch.max_tokens", tokens)
+    _verl_batch(work, actor)
     if work.left.get(f"{actor}.megatron.tensor_model_parallel_size", 1) > 1:
         work.choose(f"{actor}.megatron.sequence_parallel", "trainer.sequence_parallel", {True: True, False: False})
     work.take(f"{actor}.megatron.sequence_parallel")  # without tensor parallelism it does nothing there either
@@ -278,6 +264,25 @@ def _from_verl(work: _Import) -> None:
             devices,
             "engines and trainers have devices of their own; set rollout.engines and trainer.devices",
         )
+
+
+def _verl_batch(work: _Import, actor: str) -> None:
+    """Updates of an iteration, and how its responses are packed."""
+    mini, batch = work.take(f"{actor}.ppo_mini_batch_size"), work.left.get("data.train_batch_size")
+    if mini is not None and batch is not None:
+        if batch % mini == 0:
+            work.set("schedule.updates_per_iteration", batch // mini)
+        else:
+            work.lose(f"{actor}.ppo_mini_batch_size", mini, f"does not divide data.train_batch_size = {batch}")
+    elif mini is not None:
+        work.lose(
+            f"{actor}.ppo_mini_batch_size", mini, "set schedule.updates_per_iteration = data.train_batch_size / this"
+        )
+    if (epochs := work.take(f"{actor}.ppo_epochs")) not in (None, 1):
+        work.lose(f"{actor}.ppo_epochs", epochs, "here every response is trained once per iteration")
+    dynamic, tokens = work.take(f"{actor}.use_dynamic_bsz"), work.take(f"{actor}.ppo_max_token_len_per_gpu")
+    if dynamic and tokens is not None:
+        work.set("microbatch.max_tokens", tokens)
 
 
 def _verl_advantage(work: _Import) -> None:

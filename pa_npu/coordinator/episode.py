@@ -17,7 +17,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.user_code import describe
 from pa_npu.control.tasks import gather
 from pa_npu.data.prompts import Prompt
-from pa_npu.engines.pool import GroupSession
+from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate, Turn
 from pa_npu.environments.time_limit import rollout_within

@@ -23,8 +23,9 @@ import numpy.typing as npt
 
 from pa_npu.control.tasks import gather
 from pa_npu.coordinator.variants import Variant
+from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.handing_on import Decode
-from pa_npu.engines.pool import GroupSession, Lease
+from pa_npu.engines.pool import Lease
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import Generate, Turn
 from pa_npu.samples.columns import Values

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.engines.pool import GroupSession, Lease
+from pa_npu.engines.group_session import GroupSession
+from pa_npu.engines.pool import Lease
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Generate
 from pa_npu.samples.group import Group

@@ -1,9 +1,9 @@
 """EnginePool: chooses an engine for every group, bounds what is in flight, and counts what each engine did.
 
 Admission is asked for in dispatch order by one task (the producer, or the evaluation), and returns a lease on the engine with
-the fewest in-flight tokens for its window among those with room (pa_npu/dispatch/schedule.py). A group's session sends its
-requests under the lease and closes it. What an engine lost while it had it is admitted again, before anything new. Which engines
-serve is the fleet's business (membership.py).
+the fewest in-flight tokens for its window among those with room (pa_npu/dispatch/schedule.py). A group's session
+(group_session.py) sends its requests under the lease and closes it. What an engine lost while it had it is admitted again, before
+anything new. Which engines serve is the fleet's business (membership.py).
 """
 
 from __future__ import annotations
@@ -15,20 +15,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
 from typing import TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from pa_npu.config.sections import EngineSettings
 from pa_npu.config.words import counted
 from pa_npu.control.tasks import gather
 from pa_npu.dispatch.schedule import engine_with_room
-from pa_npu.engines.handing_on import NOTHING, Decode, joined, left_of, written_of
-from pa_npu.engines.patience import generate_patiently
-from pa_npu.engines.protocol import EngineError, EngineGone, Generation, RolloutEngine, Sampling
-from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
+from pa_npu.engines.group_session import GroupSession
+from pa_npu.engines.handing_on import Decode
+from pa_npu.engines.protocol import EngineError, RolloutEngine
+from pa_npu.errors import DeadlineExceeded, PaNpuError
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +36,6 @@ CHANGING = -1
 
 # Until a request that met an engine just as it handed on is on it too.
 _LATE_REQUEST_S = 0.05
-# An engine that hands on what it was not asked to, before the first token, is broken.
-_MAX_IDLE = 16
-# A request that so many engines died of is the cause, not the victim.
-_MAX_SENDS = 4
 
 
 @dataclass
@@ -124,152 +116,6 @@ class Lease:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-class GroupSession:
-    """A group's requests, one or many, to the engine it has been given, and to another where that one is gone.
-
-    What comes back is the same wherever it comes from, because it follows from the seed. Use it with `with`: the end closes the
-    lease.
-    """
-
-    def __init__(
-        self,
-        pool: EnginePool,
-        lease: Lease,
-        window: Callable[[str], int],
-        deadline_s: float,
-        again_deadline_s: float,
-        what: str,
-        version: int | None,
-    ) -> None:
-        self.lease = lease
-        """The one that the group has, or had last."""
-        self._pool = pool
-        self._window = window
-        self._deadline_s = deadline_s
-        self._again_deadline_s = again_deadline_s
-        self._what = what
-        self._version = version
-        self._moving = asyncio.Lock()
-        self._tokens = 0
-
-    def __enter__(self) -> GroupSession:
-        self._pool._open[self._version] += 1
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._pool._open[self._version] -= 1
-        self.lease.close(self._tokens)
-        self._pool._room.set()
-
-    async def generate(
-        self, prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling
-    ) -> list[Generation]:
-        """n responses to these tokens; several requests of a group may be on their way at the same time.
-
-        Raises InvariantViolation where the engine does not say which weight version wrote one: nobody else can (I1).
-        """
-        generations = await self._ask(prompt_tokens, n, seed, sampling)
-        if any(generation.finish_reason == "cut" for generation in generations):
-            several = enumerate(generations)
-            generations = await gather([self._go_on(g, prompt_tokens, seed + i, sampling) for i, g in several])
-        self._tokens += sum(len(generation.tokens) for generation in generations)
-        return list(generations)
-
-    async def _go_on(
-        self, response: Generation, prompt_tokens: npt.NDArray[np.int32], seed: int, sampling: Sampling
-    ) -> Generation:
-        """The whole of a response that an engine may have handed on, and the next one again."""
-        begun: Generation | None = None
-        idle = 0
-        while response.finish_reason == "cut":
-            idle = 0 if len(response.tokens) else idle + 1
-            if idle > _MAX_IDLE:
-                name = self.lease.engine.name
-                raise EngineError(f"engine {name}: it ended {self._what} {idle} times unbegun; see the engine's log")
-            if begun is None or len(response.tokens):
-                whole = response if begun is None else joined(begun, response, None)
-                written = written_of(whole, sampling, self._pool.continues)
-                begun = whole if len(written) else None
-            rest = left_of(sampling, 0 if begun is None else len(begun.tokens))
-            (response,) = await self._ask(prompt_tokens, 1, seed, rest, NOTHING if begun is None else begun.tokens)
-        return response if begun is None else joined(begun, response, self._pool.decode)
-
-    async def _ask(
-        self,
-        prompt_tokens: npt.NDArray[np.int32],
-        n: int,
-        seed: int,
-        sampling: Sampling,
-        written: npt.NDArray[np.int32] = NOTHING,
-    ) -> list[Generation]:
-        for sends in count(1):
-            await self._leave_resting()
-            engine = self.lease.engine
-            try:
-                with self._pool.asking(engine):
-                    generations = await generate_patiently(
-                        *(engine, prompt_tokens, n, seed, sampling),
-                        written=written,
-                        deadline_s=self._deadline_s,
-                        probe_timeout_s=self._pool.probe_timeout_s,
-                        what=self._what,
-                        cut=self._pool.cuts,
-                    )
-            except EngineGone as error:
-                if sends == _MAX_SENDS:
-                    raise EngineError(
-                        f"{self._what}: {sends} engines were lost while they generated it, the last: {error}"
-                    ) from None
-                if not await self._move_from(engine, str(error)):
-                    raise
-            else:
-                if any(generation.version is None for generation in generations):
-                    raise InvariantViolation(
-                        f"I1 version: engine {engine.name} does not say which weight version wrote its responses for {self._what}; "
-                        f"its client must put the version that the engine itself names into every Generation"
-                    )
-                return generations
-        raise AssertionError("unreachable: the loop ends by return or raise")
-
-    def pause(self) -> None:
-        """Give the room back until `resume`; no request may be on its way."""
-        self.lease.close(self._tokens)
-        self._tokens = 0
-
-    async def resume(self, sequences: int, deadline_s: float) -> None:
-        """Wait for room for so many sequences, on any engine."""
-        tokens = self.lease.tokens * sequences // self.lease.sequences
-        self.lease = await self._pool.admit(sequences, tokens, self._window, deadline_s, again=True)
-
-    async def _move_from(self, lost: RolloutEngine, reason: str) -> bool:
-        """Leave an engine that is gone; false where nobody replaces engines. The first of the group's requests does it for all."""
-        async with self._moving:
-            if self.lease.engine is lost:
-                self.lease.close(self._tokens)
-                self._tokens = 0
-                if not await self._pool.report_lost(lost, reason):
-                    return False
-                await self._admit_again()
-        return True
-
-    async def _leave_resting(self) -> None:
-        """Go to another engine where the group's has handed its responses on."""
-        async with self._moving:
-            if self._pool.rests(self.lease.engine):
-                self.lease.close(self._tokens)
-                self._tokens = 0
-                await self._admit_again()
-
-    async def _admit_again(self) -> None:
-        first = self.lease.first
-        self.lease = await self._pool.admit(
-            *(self.lease.sequences, self.lease.tokens, self._window, self._again_deadline_s),
-            again=True,
-            version=self._version,
-        )
-        self.lease.first = first
 
 
 class EnginePool:
@@ -510,6 +356,11 @@ class EnginePool:
         """Uses of the engines that serve, by index."""
         uses = (self._uses[engine.name] for engine in self.engines)
         return {use.seat: use for use in uses if use.seat is not None}
+
+    def count_open(self, version: int | None, change: int) -> None:
+        """A session for which this version writes begins (1) or has ended (-1)."""
+        self._open[version] += change
+        self._room.set()
 
     @contextmanager
     def asking(self, engine: RolloutEngine) -> Iterator[None]:

@@ -144,26 +144,8 @@ def check_surroundings(
     if config.has_adapters:
         local(lambda: check_adapters(config), config.model.adapter)
     check_memory(config, findings)
-    has_model = Path(config.model.path).is_dir()
-    tokenizer = load_tokenizer(config.model.path) if has_model else None
-    sample: Prompt | None = None
-    if tokenizer is not None:
-        from pa_npu.data.prompts import first_prompt_lines
-
-        if findings.spec is not None:
-            check_tokenizer(findings.spec, tokenizer)
-        loaded = local(lambda: check_training(tokenizer, config), *(one.path for one in config.data.datasets))
-        for number, dataset in enumerate(config.data.datasets):
-            findings.counts.append(f"{config.data.key_of(number)}: {loaded[number].summary if loaded else 'not here'}")
-            if len(config.data.datasets) > 1:
-                findings.counts[-1] += f"; {dataset.called}, {config.data.shares[number]:.1%} of the prompts"
-        for name, held_out in config.evaluation_sets.items():
-            prompts = local(lambda name=name: check_held_out(name, tokenizer, config), held_out.path)  # type: ignore[misc]
-            findings.counts.append(f"{config.key_of_set(name)}: {prompts.summary if prompts else 'not here'}")
-            sample = sample or (prompts[0] if prompts else None)
-        if loaded:
-            sample = loaded[0][0]
-            findings.counts += first_prompt_lines(sample, tokenizer)
+    tokenizer = load_tokenizer(config.model.path) if Path(config.model.path).is_dir() else None
+    sample = None if tokenizer is None else _check_data(config, findings, tokenizer, local)
     findings.counts += check_rewards(config, sample, ask_judge=not forgive)
     check_algorithm(config.algorithm)
     engine_kind(config.rollout.backend).check_keys(config, findings.spec)
@@ -190,6 +172,31 @@ def check_surroundings(
         findings.notes += [f"versions: {problem}" for problem in trainer_problems(platform.name)]
         findings.notes += device_notes(platform, findings.placement) if findings.placement else []
     return findings
+
+
+def _check_data(config: Config, findings: Findings, tokenizer: Any, local: Callable[..., Any]) -> Prompt | None:
+    """Check all datasets and held-out sets with the tokenizer, and count them; returns a prompt to try rewards and tools on.
+
+    local: runs a check of which this machine may lack the files.
+    """
+    from pa_npu.data.prompts import first_prompt_lines
+
+    sample: Prompt | None = None
+    if findings.spec is not None:
+        check_tokenizer(findings.spec, tokenizer)
+    loaded = local(lambda: check_training(tokenizer, config), *(one.path for one in config.data.datasets))
+    for number, dataset in enumerate(config.data.datasets):
+        findings.counts.append(f"{config.data.key_of(number)}: {loaded[number].summary if loaded else 'not here'}")
+        if len(config.data.datasets) > 1:
+            findings.counts[-1] += f"; {dataset.called}, {config.data.shares[number]:.1%} of the prompts"
+    for name, held_out in config.evaluation_sets.items():
+        prompts = local(lambda name=name: check_held_out(name, tokenizer, config), held_out.path)
+        findings.counts.append(f"{config.key_of_set(name)}: {prompts.summary if prompts else 'not here'}")
+        sample = sample or (prompts[0] if prompts else None)
+    if loaded:
+        sample = loaded[0][0]
+        findings.counts += first_prompt_lines(sample, tokenizer)
+    return sample
 
 
 def check_transfer_queue() -> None:

@@ -34,6 +34,7 @@ _MOST_BOXES = 4  # how many \boxed from the end are tried, which bounds the time
 _SEARCHED_CHARACTERS = 10_000  # at the end of a response, for an answer without a mark
 _COMPARED_CHARACTERS = 2000  # of an answer or reference that math-verify gets
 _COMPARED_S = 1.0  # of one judgement by math-verify
+_AGAIN_S = 0.1
 
 _THOUGHT = re.compile(r"<(/?)think(?:ing)?>")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
@@ -293,7 +294,10 @@ class _TooLong(BaseException):
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises _TooLong inside when the time is up. Only in a main thread, as reward workers use it: others get no signals."""
+    """Raises _TooLong inside when the time is up. Only in a main thread, as reward workers use it: others get no signals.
+
+    It raises again and again: Python drops what is raised inside a finalizer or a callback of its garbage collector.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -302,7 +306,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         raise _TooLong
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
     try:
         yield
     finally:

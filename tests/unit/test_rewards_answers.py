@@ -182,6 +182,18 @@ def test_math_verify_also_works_outside_the_main_thread() -> None:
     assert verdicts == [True]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_time_limit_that_is_dropped_by_a_finalizer_comes_again() -> None:
+    class Dropping:
+        def __del__(self) -> None:
+            time.sleep(1.0)
+
+    with pytest.raises(answers._TooLong), answers._time_limit(0.1):
+        Dropping()
+        time.sleep(10.0)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
 HOSTILE = [
     *(r"\boxed{" * 20_000, "1" * 100_000, "1," * 50_000, "- " * 50_000, "3/" * 50_000, "(" * 100_000),
     *("#### " * 20_000, "\\boxed{" + "(" * 50_000 + "1", "answer is 1+" * 8_000, "$1" * 50_000, "1 and " * 20_000),
