@@ -116,7 +116,7 @@ def run(kind: str, engine: str, tiny: Path, work: Path) -> tuple[list[dict[str, 
         **{"schedule.iterations": 2, "schedule.prompts_per_iteration": 4, "optimizer.learning_rate": 1e-3},
         # a reward that a random model gets now and then
         **{
-            "reward.functions": '[{name: format, pattern: "[0-9]"}]',
+            "reward.functions": '[{name: format, pattern: "[a-m]"}]',
             "telemetry.trackers": "[]",
             "checkpoint.every": 0,
         },

@@ -202,6 +202,17 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-second, first), -1)
 
 
+def matmul_backward(given: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """torch_npu has matmul's gradient as one operator, which a CPU has not."""
+    grad, left, right = (given[name] for name in ("grad", "self", "other"))
+    assert left.dim() >= 2 and right.dim() >= 2
+    dleft, dright = grad @ right.mT, left.mT @ grad
+    return tuple(
+        value.sum_to_size(like.shape) if wanted else None
+        for value, like, wanted in zip((dleft, dright), (left, right), given["mask"], strict=True)
+    )
+
+
 def all_references(softmax_layout: SoftmaxLayout = "honoured") -> dict[str, Any]:
     """Every reference, by operator name."""
     return FusionAttention(softmax_layout).references() | {
@@ -212,4 +223,5 @@ def all_references(softmax_layout: SoftmaxLayout = "honoured") -> dict[str, Any]
         "npu::npu_swiglu": swiglu,
         "npu::npu_swiglu_backward": swiglu_backward,
         "aten::_fused_adamw_": fused_adamw,
+        "aten::matmul_backward": matmul_backward,
     }

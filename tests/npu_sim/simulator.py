@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -36,7 +38,8 @@ NATIVE = {
 # Operators that take operands on two devices on real hardware too.
 MIXED = {"aten::copy_", "aten::_to_copy", "aten::set_"}
 RUNS_EVERYWHERE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
-STRUCTURED = "CompositeExplicitAutogradNonFunctional"
+STRUCTURED, OF_OUT = "CompositeExplicitAutogradNonFunctional", ("PrivateUse1", "CompositeExplicitAutograd")
+UNSUMMED = (torch.float64,)
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 Reference = Callable[[dict[str, Any]], Any]
@@ -51,7 +54,7 @@ class NpuSim(TorchDispatchMode):
     references: by name ("npu::npu_fusion_attention"), functions of a dictionary of the schema's arguments.
     calls: how often each operator ran. without_kernel: operators that torch_npu has no kernel for, which a real NPU
     would refuse or run on the host.
-    Raises RuntimeError when CPU and npu tensors meet in one operator.
+    Raises RuntimeError when CPU and npu tensors meet in one operator, AssertionError where HCCL would not sum a type.
     """
 
     def __init__(self, references: dict[str, Reference]) -> None:
@@ -77,10 +80,16 @@ class NpuSim(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls again with the rank's own tensors
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         requested = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):  # without memory: DTensor asks for shapes
+            return func(*args, **kwargs)
         on_npu = [tensor for tensor in tensors if _is_npu(tensor)]
+        if "reduce" in func._schema.name and func._schema.name.startswith("c10d::"):
+            assert all(tensor.dtype not in UNSUMMED for tensor in on_npu), f"{func._schema.name}: HCCL sums no fp64"
         if not on_npu and (requested is None or requested.type != "npu"):
             return func(*args, **kwargs)
         name = func._schema.name
@@ -137,8 +146,9 @@ class NpuSim(TorchDispatchMode):
         overload = func._overloadname
         name = func._schema.name if overload == "default" else f"{func._schema.name}.{overload}"
         if not any(_has_kernel(name, key) for key in ("PrivateUse1", *RUNS_EVERYWHERE)):
-            out = f"{func._schema.name.rstrip('_')}.out"  # structured operators are written in terms of this one
-            if not (_has_kernel(name, STRUCTURED) and _has_kernel(out, "PrivateUse1")):
+            # structured operators are written in terms of this one; others have a general one in terms of themselves
+            out = f"{func._schema.name.rstrip('_')}.out"
+            if not (_has_kernel(name, STRUCTURED) and any(_has_kernel(out, key) for key in OF_OUT)):
                 self.without_kernel.add(name)
 
 

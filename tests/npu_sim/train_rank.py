@@ -60,9 +60,7 @@ def main(job_file: str, rank: int) -> int:
 
 
 def train(config: Any, platform: Any, port: int, rank: int, directory: Path, engine_workers: int) -> dict[str, Any]:
-    from pa_npu.backends.megatron.backend import MegatronBackend
-    from pa_npu.backends.megatron.factory import load_stage
-    from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
+    from pa_npu.backends.registry import backend_module
     from pa_npu.control.channel import StoreChannel, connect
     from pa_npu.families.spec import ModelSpec
     from pa_npu.publish.publisher import Publisher
@@ -76,19 +74,15 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
 
     logprobs: dict[int, torch.Tensor] = {}
 
-    class RecordingBackend(MegatronBackend):
-        def accumulate(self, microbatches: Any, objective: Any) -> Any:
-            of_group = objective.loss
+    def recording(of_group: Any) -> Any:
+        def loss(microbatch: Any, outputs: Any) -> torch.Tensor:
+            (group,) = microbatch.group_indices
+            found = outputs.policy.values
+            assert found.device == device == microbatch.tokens.device
+            logprobs[microbatch.iteration * config.schedule.prompts_per_iteration + group] = found.detach().cpu()
+            return of_group(microbatch, outputs)
 
-            def loss(microbatch: Any, outputs: Any) -> torch.Tensor:
-                (group,) = microbatch.group_indices
-                found = outputs.policy.values
-                assert found.device == device == microbatch.tokens.device
-                logprobs[microbatch.iteration * config.schedule.prompts_per_iteration + group] = found.detach().cpu()
-                return of_group(microbatch, outputs)
-
-            objective.loss = loss
-            return super().accumulate(microbatches, objective)
+        return loss
 
     class CountingChannel(StoreChannel):
         num_reads = 0
@@ -100,13 +94,19 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     store = connect("127.0.0.1", port, 60)
     platform.seed_all(config.run.seed)
     platform.set_deterministic(True)
-    place = initialise_parallel(config, platform, dist.PrefixStore("trainer", store), rank, config.trainer.devices)
     device = platform.device(0)
-    spec = ModelSpec.read(config.model.path)
-    stage = load_stage(config, spec, platform)
-    backend = RecordingBackend(stage, config, spec, platform, device, Timeline(None, ""))
+    spec = ModelSpec.of(config)
+    ranks = dist.PrefixStore("trainer", store)
+    backend = backend_module(config.trainer.backend).create(config, spec, platform, ranks, rank, 0, Timeline(None, ""))
+    accumulate = backend.accumulate
+
+    def record(microbatches: Any, objective: Any) -> Any:
+        objective.loss = recording(objective.loss)
+        return accumulate(microbatches, objective)
+
+    backend.accumulate = record
     learner = Learner(config, backend, platform, Timeline(None, ""))
-    assert {parameter.device for parameter in stage.parameters()} == {device}
+    assert backend.device == device
     channel = CountingChannel(store)
     rollouts = rollout_source(config, channel, learner, Timeline(None, ""))
     reports = []
@@ -136,9 +136,9 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
                     (late_weights, "gloo", torch.device("cpu")),
                 )
             ]
-            found |= publish(publishers[0], channel, place.stage, engine_workers)
+            found |= publish(publishers[0], channel, backend.place.stage, engine_workers)
             serve_late(publishers[1], channel, learner, platform)
-    shutdown_parallel()
+    backend.close()
     return found
 
 

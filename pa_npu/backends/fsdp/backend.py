@@ -68,7 +68,7 @@ class FsdpBackend:
         self._reductions = (
             [] if self._shard_group is None else count_reductions(self._module, mesh.size() // mesh.size(mesh.ndim - 1))
         )
-        self._optimizer = ShardedAdamW(self._policy.parameters(), config)
+        self._optimizer = ShardedAdamW(self._policy.parameters(), config, platform.widest_dtype)
 
     @property
     def place(self) -> Place:

@@ -13,12 +13,16 @@ from pa_npu.config.schema import Config
 
 
 class ShardedAdamW:
-    """The optimizer of one rank. Weights of one dimension, norms and biases, are not decayed."""
+    """The optimizer of one rank. Weights of one dimension, norms and biases, are not decayed.
 
-    def __init__(self, parameters: Iterable[torch.Tensor], config: Config) -> None:
+    summed_in: type in which squares are summed for the norm; HCCL sums no fp64.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], config: Config, summed_in: torch.dtype) -> None:
         options = config.optimizer
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._config = config
+        self._summed_in = summed_in
         self.updates = 0
         groups = [
             {"params": [p for p in self._parameters if p.dim() > 1], "weight_decay": options.weight_decay},
@@ -61,7 +65,7 @@ class ShardedAdamW:
 
         Returns (gradient norm before clipping, learning rate).
         """
-        squares = [gradient.double().square().sum() for gradient in self._gradients()]
+        squares = [gradient.to(self._summed_in).square().sum() for gradient in self._gradients()]
         total = torch.stack(squares).sum()
         if shard_group is not None:
             dist.all_reduce(total, group=shard_group)

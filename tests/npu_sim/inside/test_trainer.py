@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sequence_parallel": True,
         "recompute": "full",
     },
+    "FSDP2": {"devices": 2, "backend": "fsdp", "recompute": "full"},
 }
 
 
@@ -113,11 +115,16 @@ class Run:
     @property
     def written(self) -> int:
         """Bytes that the ranks have written so far: logs, and what they leave of each layout."""
-        return sum(file.stat().st_size for file in self.directory.rglob("*") if file.is_file())
+        total = 0
+        for folder, _, files in os.walk(self.directory):  # which may lose some meanwhile: an export is renamed
+            for file in files:
+                with suppress(FileNotFoundError):
+                    total += os.stat(os.path.join(folder, file)).st_size
+        return total
 
     @property
     def logs(self) -> str:
-        return "\n".join(f"--- {file.name}\n{file.read_text()[-4000:]}" for file in self.directory.glob("rank*.log"))
+        return "\n".join(f"--- {file.name}\n{file.read_text()[-14000:]}" for file in self.directory.glob("rank*.log"))
 
     def stop(self) -> None:
         for process in self.processes:
@@ -290,12 +297,14 @@ def test_one_rank_of_a_replica_reads_each_group_and_the_others_get_it_over_the_d
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fused_operators_run_and_no_operator_lacks_an_npu_kernel(layout: str, runs: Any) -> None:
     _, npu, _ = runs
-    fused = ("npu::npu_rms_norm", "npu::npu_rotary_mul", "npu::npu_swiglu", "npu::npu_fusion_attention")
+    fused, is_megatron = ["npu::npu_fusion_attention"], LAYOUTS[layout].get("backend") != "fsdp"
+    if is_megatron:  # fsdp has transformers' layers
+        fused += ["npu::npu_rms_norm", "npu::npu_rotary_mul", "npu::npu_swiglu"]
     for rank in npu.ranks(layout):
         calls = rank["calls"]
         for name in fused:
             assert calls[name] and calls.get(f"{name}_backward", 0) + calls.get(f"{name}_grad", 0), name
-        assert calls["aten::_fused_adamw_"]
+        assert calls.get("aten::_fused_adamw_") or not is_megatron
         assert rank["without_kernel"] == []
 
 
