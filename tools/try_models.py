@@ -27,6 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- by tools/try_models.py -->", "<!-- end -->"
 TIMEOUT_S = 400.0
+# Graded, so that responses of a random model differ in it: without differences there would be no gradient.
+PATTERNS = ("[0-4]", "[5-9]", "[a-h]", "[i-q]", "[r-z]", "[A-Z]", "[^0-9A-Za-z ]")
+REWARD = json.dumps([{"name": "format", "pattern": pattern} for pattern in PATTERNS])
 SHOWN = (
     *("qwen2", "qwen3", "llama", "mistral", "gemma3_text", "phi", "phi3", "glm4", "granite", "olmo2", "qwen3_moe"),
     *("qwen3_5_text", "gemma2", "deepseek_v3"),
@@ -114,12 +117,7 @@ def run(kind: str, engine: str, tiny: Path, work: Path) -> tuple[list[dict[str, 
         **{"rollout.backend": engine, "rollout.responses_per_prompt": 4, "rollout.max_response_tokens": 16},
         **{"rollout.max_num_batched_tokens": 4096, "rollout.kv_cache_gib": 0.125, "publish.noise_margin": "null"},
         **{"schedule.iterations": 2, "schedule.prompts_per_iteration": 4, "optimizer.learning_rate": 1e-3},
-        # a reward that a random model gets now and then
-        **{
-            "reward.functions": '[{name: format, pattern: "[a-m]"}]',
-            "telemetry.trackers": "[]",
-            "checkpoint.every": 0,
-        },
+        **{"reward.functions": REWARD, "telemetry.trackers": "[]", "checkpoint.every": 0},
     }
     command = [sys.executable, "-m", "pa_npu.launcher", "run", *(f"{key}={value}" for key, value in settings.items())]
     try:
