@@ -70,17 +70,24 @@ source_cann() {
   _source "$file"
 }
 
-cann_script() { _first_file "$ASCEND/cann/set_env.sh" "$ASCEND/ascend-toolkit/set_env.sh"; }
+# What the shell has set up comes first: /opt/Ascend/cann, or /opt/Ascend/ascend-toolkit/latest, whose script lies above it.
+cann_script() {
+  local set_up=${ASCEND_HOME_PATH:-/nowhere}
+  _first_file "$set_up/set_env.sh" "$(dirname "$set_up")/set_env.sh" "$ASCEND/cann/set_env.sh" "$ASCEND/ascend-toolkit/set_env.sh"
+}
 
 nnal_script() {
-  local beside=''
-  [ -z "${ASCEND_HOME_PATH:-}" ] || beside=$(dirname "$(dirname "$ASCEND_HOME_PATH")")/nnal/atb/set_env.sh
-  _first_file "$ASCEND/nnal/atb/set_env.sh" ${beside:+"$beside"}
+  local beside
+  beside=$(dirname "${ASCEND_HOME_PATH:-/nowhere}")
+  _first_file "$ASCEND/nnal/atb/set_env.sh" "$beside/nnal/atb/set_env.sh" "$(dirname "$beside")/nnal/atb/set_env.sh"
 }
 
 # The release that a CANN of this set_env.sh says it is, such as 9.1.0; nothing where it does not say.
+# Several may lie beside each other: the one that is set up counts, else the one that the link `latest` names.
 cann_release() {
-  find -L "$(dirname "$1")" -name '*install.info' -exec sed -n 's/^version=//p' {} + 2>/dev/null | head -n 1
+  local folder=${ASCEND_HOME_PATH:-$(dirname "$1")/latest}
+  [ -d "$folder" ] || folder=$(dirname "$1")
+  find -L "$folder" -name '*install.info' -exec sed -n 's/^version=//p' {} + 2>/dev/null | head -n 1
 }
 
 _first_file() {

@@ -121,11 +121,19 @@ build_operators() {
   (cd "$ROOT" && "$PYTHON" -m ops.ascendc.build)
 }
 
+# Everything that a shell needs: CANN's and NNAL's variables, the commands, and the checkout in front of the index's megatron-core.
 write_environment() {
-  {
-    echo "# Written by launch/install_npu.sh, sourced by the launch scripts; in a shell of your own: source $VENV/npu.sh"
-    echo "export PYTHONPATH=$VENV/src/Megatron-LM\${PYTHONPATH:+:\$PYTHONPATH}"
-  } >"$VENV/npu.sh"
+  cat >"$VENV/npu.sh" <<END
+# Written by launch/install_npu.sh, sourced by the launch scripts; in a shell of your own: source $VENV/npu.sh
+_pa_npu_options=\$-
+set +u # CANN's scripts read unset variables
+[ -n "\${ASCEND_HOME_PATH:-}" ] || source $(cann_script)
+[ -n "\${ATB_HOME_PATH:-}" ] || source $(nnal_script)
+case \$_pa_npu_options in *u*) set -u ;; esac
+unset _pa_npu_options
+export PATH=$VENV/bin:\$PATH
+export PYTHONPATH=$VENV/src/Megatron-LM\${PYTHONPATH:+:\$PYTHONPATH}
+END
 }
 
 found=$(problems)

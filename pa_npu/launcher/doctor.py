@@ -60,7 +60,7 @@ def doctor(config: Config | None, device: str | None = None) -> int:
     print(f"pa_npu {__version__}, Python {sys.version.split()[0]} ({sys.executable})")
     print("\ndevices")
     for kind in platforms.KINDS:
-        print(f"  {kind:<14} {_device(kind)}")
+        print(f"  {kind:<14} {device_line(kind)}")
     print("\nmachine")
     for name, value in _machine():
         print(f"  {name:<14} {value}")
@@ -98,7 +98,8 @@ def doctor(config: Config | None, device: str | None = None) -> int:
     return 1 if problems else 0
 
 
-def _device(kind: str) -> str:
+def device_line(kind: str) -> str:
+    """Returns how many devices of a kind there are and what they have, or why there are none."""
     reason = platforms.missing(kind)
     if reason:
         return f"no: {reason}"

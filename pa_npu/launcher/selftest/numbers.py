@@ -10,9 +10,12 @@ from pa_npu import platform as platforms
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
 from pa_npu.attention.forms import gather_attention, kernel_for, kernel_name, merge_attention
 from pa_npu.attention.lse_merge import available, lse_merge_
+from pa_npu.config.load import load_config
 from pa_npu.errors import UserError
 from pa_npu.launcher.doctor import doctor
 from pa_npu.launcher.selftest.parts import Bench, Finding
+from pa_npu.launcher.selftest.runs import tiny_settings
+from pa_npu.launcher.trainer_versions import trainer_problems
 
 LAYOUTS = {
     "group": PrefixLayout.from_groups([(300, [40, 1, 260])]),
@@ -25,9 +28,13 @@ _UNSEEN = 0.1  # at least so far off is attention whose responses do not see the
 
 
 def versions(bench: Bench) -> list[Finding]:
-    """`doctor` for the device; its text is this part's log."""
-    problems = doctor(None, bench.device)
-    return [Finding("problems that doctor names", problems, 0)]
+    """`doctor` for the runs to come, whose text is this part's log; and what is not of a supported row."""
+    run_dir = f"run.dir={bench.folder / 'runs' / 'versions'}"
+    problems = doctor(load_config([], [*tiny_settings(bench), run_dir, *bench.overrides]))
+    return [
+        Finding("problems that doctor names", problems, 0),
+        Finding("versions outside of the nearest supported row", len(trainer_problems(bench.device)), 0),
+    ]
 
 
 def attention(bench: Bench) -> list[Finding]:

@@ -17,14 +17,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bench:
-    """The place of a part. device: npu, cuda or cpu. overrides: key=value for every run, from the command line."""
+    """The place of a part. device: npu, cuda or cpu. overrides: key=value for every run, from the command line.
+
+    model, data, iterations, configs: of --acceptance; configs are YAML files with the recipe's keys.
+    """
 
     folder: Path
     device: str
     overrides: tuple[str, ...] = ()
-    model: str | None = None  # of --acceptance
+    model: str | None = None
     data: str | None = None
     iterations: int = 100
+    configs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,8 @@ def _last_words(log: Path) -> str:
 def run_function(function: str, asked: str, answer: str) -> int:
     """Run a part here, which is the child, and write its findings."""
     given = json.loads(asked)
-    bench = Bench(**{**given, "folder": Path(given["folder"]), "overrides": tuple(given["overrides"])})
+    many = {key: tuple(given[key]) for key in ("overrides", "configs")}
+    bench = Bench(**{**given, "folder": Path(given["folder"]), **many})
     module, _, name = function.partition(":")
     findings: Sequence[Finding] = getattr(import_module(module), name)(bench)
     Path(answer).write_text(json.dumps([asdict(finding) for finding in findings]))

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +111,12 @@ def accept_synchronous(bench: Bench) -> list[Finding]:
 
 def _accept(bench: Bench, name: str, mode: str) -> list[Finding]:
     settings = [
+        *(word for file in bench.configs for word in ("--config", file)),
         *(f"run.device={bench.device}", f"model.path={bench.model}", f"data.train={bench.data}"),
         *(f"schedule.iterations={bench.iterations}", "schedule.compare_iterations=0", mode, *bench.overrides),
     ]
     records = _launch(bench, name, settings)
     tenth = max(len(records) // 10, 1)
-    memory = [value for record in records for key, value in record.items() if _is_device_memory(key) and value]
     return [
         Finding("iterations", len(records), bench.iterations, least=True),
         Finding("reward of the first tenth", _mean(records[:tenth], "reward_mean")),
@@ -126,15 +127,20 @@ def _accept(bench: Bench, name: str, mode: str) -> list[Finding]:
             True,
         ),
         Finding("tokens per second per device", _mean(records[1:] or records, "tpspd"), unit="tokens/s"),
-        Finding("peak memory", max(memory, default=0) / 2**30, unit="GiB"),
+        *(
+            Finding(f"peak memory, {place}, a process", _peak_bytes(records, f"{place}_bytes") / 2**30, unit="GiB")
+            for place in ("device", "host")
+        ),
         Finding(
             "engine against trainer, mean difference, worst", max(record["logprob_diff_mean"] for record in records)
         ),
     ]
 
 
-def _is_device_memory(key: str) -> bool:
-    return key.startswith("memory_") and key.endswith(("device_bytes", "host_bytes"))
+def _peak_bytes(records: Sequence[dict[str, Any]], ending: str) -> int:
+    """The largest of all processes' peaks there; 0 where none is measured, such as a device's on CPU."""
+    keys = {key for record in records for key in record if key.startswith("memory_") and key.endswith(ending)}
+    return max((record.get(key) or 0 for record in records for key in keys), default=0)
 
 
 def _dtype(bench: Bench) -> str:
@@ -144,12 +150,21 @@ def _dtype(bench: Bench) -> str:
 def _run(
     bench: Bench, name: str, further: Sequence[str], beside: Callable[[subprocess.Popen[bytes]], None] | None = None
 ) -> list[dict[str, Any]]:
-    """A run of the tiny model on half of the devices for engines and half for trainers; see _launch."""
+    """A run of the tiny model; see tiny_settings and _launch."""
+    return _launch(bench, name, [*tiny_settings(bench), *further, *bench.overrides], beside)
+
+
+def tiny_settings(bench: Bench) -> list[str]:
+    """Make the tiny model where it is not there yet; returns the keys of its run, for any number of devices.
+
+    Half of the devices have engines and half trainers; a single one has both.
+    """
     directory, data = bench.folder / "tiny" / "model", bench.folder / "tiny" / "questions.jsonl"
     if not data.is_file():
         model.make(data.parent)
-    half = 1 if bench.device == "cpu" else max(platforms.get(bench.device).device_count() // 2, 1)
-    settings = [
+    count = 2 if bench.device == "cpu" else platforms.get(bench.device).device_count()
+    half = max(count // 2, 1)
+    return [
         *(
             f"run.device={bench.device}",
             f"model.path={directory}",
@@ -163,8 +178,8 @@ def _run(
         *("optimizer.learning_rate=3e-3", "optimizer.warmup_iterations=1", "telemetry.samples=all"),
         "reward.functions=[{name: 'pa_npu.launcher.selftest.model:digits'}]",
         *(["rollout.kv_cache_gib=0.25"] if bench.device == "cpu" else []),
+        *(["placement.colocate=true"] if count == 1 else []),
     ]
-    return _launch(bench, name, [*settings, *further, *bench.overrides], beside)
 
 
 def _launch(
@@ -236,10 +251,12 @@ def _kill(bench: Bench, launcher: subprocess.Popen[bytes], killed: list[str]) ->
         while launcher.poll() is None and _iterations(directory) < iteration:
             time.sleep(0.1)
         for child in psutil.Process(launcher.pid).children(recursive=True) if launcher.poll() is None else ():
-            if any(word in argument for argument in child.cmdline() for word in words):
-                child.send_signal(signal.SIGKILL)
-                killed.append(" ".join(child.cmdline()[:4]))
-                break
+            with suppress(psutil.NoSuchProcess):  # some of its children are short-lived
+                command = child.cmdline()
+                if any(word in argument for argument in command for word in words):
+                    child.send_signal(signal.SIGKILL)
+                    killed.append(" ".join(command[:4]))
+                    break
 
 
 def _iterations(directory: Path) -> int:

@@ -15,7 +15,8 @@ from pa_npu.platform import KINDS
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "pa-npu selftest [--device KIND] [--out DIR] [--only PART,...] [--acceptance MODEL DATA] [key=value ...]"
+        "pa-npu selftest [--device KIND] [--out DIR] [--only PART,...] "
+        "[--acceptance MODEL DATA [--config FILE]] [key=value ...]"
     )
     parser.epilog = "parts: " + "; ".join(f"{part.name}: {part.shows}" for part in PARTS)
     parser.add_argument("--device", choices=KINDS, default="npu", help="what to test; default: npu")
@@ -32,6 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar=("MODEL", "DATA"),
         help="instead: a recipe's run in both modes, with what the community asks of a contributed recipe",
     )
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="FILE", help="of --acceptance: the recipe; the last one wins"
+    )
     parser.add_argument("--iterations", type=int, default=100, metavar="N", help="of --acceptance; default: 100")
 
 
@@ -42,6 +46,8 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     names = [part.name for part in parts]
     if unknown := [name for name in options.only or () if name not in names]:
         raise UserError(f"--only: {unknown[0]} is no part; take some of {', '.join(names)}")
+    if options.config and not options.acceptance:
+        raise UserError("--config: goes with --acceptance alone; give the runs of the self-test single keys")
     if options.iterations < 1:
         raise UserError(f"--iterations: {options.iterations} is below 1; give how many the runs have")
     folder = (options.out or Path(time.strftime("selftest_%Y%m%d_%H%M%S"))).absolute()
@@ -49,7 +55,7 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise UserError(f"--out: {folder} is there already and not empty; name a new folder")
     (folder / "logs").mkdir(parents=True)
     model, data = options.acceptance or (None, None)
-    bench = Bench(folder, options.device, tuple(rest), model, data, options.iterations)
+    bench = Bench(folder, options.device, tuple(rest), model, data, options.iterations, tuple(options.config))
     parts = tuple(part for part in parts if not options.only or part.name in options.only)
     results = []
     for part in parts:
