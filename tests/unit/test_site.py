@@ -100,7 +100,7 @@ def test_commands_of_the_documents_are_understood(monkeypatch: pytest.MonkeyPatc
             from pa_npu.launcher.subcommands import configuration
 
             try:
-                options.config = configs
+                options.config, options.overrides = configs, getattr(options, "overrides", [])
                 configuration.read(options, rest)
             except UserError as error:
                 pytest.fail(f"{page}: pa-npu {' '.join(arguments)}: {error}")
