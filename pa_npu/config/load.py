@@ -25,6 +25,11 @@ COMMAND_LINE = "command line"
 
 def load_config(paths: Iterable[str], overrides: Sequence[str] = ()) -> Config:
     """Merge the YAML files (later ones win), apply the overrides and validate. Raises ConfigError with one line."""
+    return validated(*merged(paths, overrides))
+
+
+def merged(paths: Iterable[str], overrides: Sequence[str]) -> tuple[dict[str, Any], Places]:
+    """Returns the tree of what is given, unchecked, and where each key was written."""
     tree: dict[str, Any] = {}
     places: Places = {}
     for path in paths:
@@ -32,6 +37,11 @@ def load_config(paths: Iterable[str], overrides: Sequence[str] = ()) -> Config:
         _merge(tree, values, places, written_at, ())
     for override in overrides:
         _apply_override(tree, places, override)
+    return tree, places
+
+
+def validated(tree: dict[str, Any], places: Places) -> Config:
+    """The configuration of such a tree. Raises ConfigError with one line, which says where the value was written."""
     _check_keys(tree, places, ())
     try:
         return Config.model_validate(tree)

@@ -85,6 +85,8 @@ NOT_RUN = {
     "pa-npu plan --from runs/grpo_qwen2.5_7b --devices 64 --model models/Qwen2.5-32B --json": _RECORDS,
     "pa-npu plan --config configs/grpo_qwen2.5_7b.yaml --devices 8..512 --hardware a3": "simulates for most of a minute; "
     "tests/unit/test_planning_prediction.py has smaller ones",
+    "pa-npu plan --config configs/grpo_qwen2.5_7b.yaml --device npu rollout.engines=auto trainer.devices=auto "
+    "placement.colocate=auto placement.devices_per_node=8": "tests/unit/test_planning_automatic.py",
     "python tools/make_tiny_model.py --out .cache/tiny --seed 1": "the quick start's script makes this model",
     "python tools/bench_agreement.py --model .cache/tiny/model --pool 128 --draws 1500": "minutes; "
     "tests/unit/test_trainer_agreement.py has the same faults",

@@ -119,9 +119,12 @@ class TrainerConfig(Section):
         "module:NAME, a BackendModule of your own.",
     )
     devices: int = Field(
-        1, ge=1, le=2**17, description="Trainer ranks in all nodes; must be tensor x pipeline x data parallel."
+        1,
+        ge=1,
+        le=2**17,
+        description="Trainer ranks in all nodes; must be tensor x pipeline x data parallel. auto goes by prediction.",
     )
-    tensor_parallel: int = Field(1, ge=1, le=1024, description="Tensor-parallel size (TP).")
+    tensor_parallel: int = Field(1, ge=1, le=1024, description="Tensor-parallel size (TP); auto goes by prediction.")
     pipeline_parallel: int = Field(1, ge=1, le=1024, description="Pipeline-parallel size (PP).")
     shards: int | None = Field(
         None,

@@ -102,8 +102,9 @@ class PlacementConfig(Section):
     )
     colocate: bool = Field(
         False,
-        description="Engines on the trainers' devices and on no others. With schedule.stream all decode, and when the rest fits on "
-        "fewer engines, replica after replica trains; with stream=false engines generate the whole batch, then trainers train it.",
+        description="Engines on the trainers' devices and on no others; auto goes by prediction. With schedule.stream all "
+        "decode, and when the rest fits on fewer engines, replica after replica trains; with stream=false engines generate the "
+        "whole batch, then trainers train it.",
     )
     pin_cores: bool = Field(
         True, description="On cpu, pin each engine and trainer rank to its core where there are enough."

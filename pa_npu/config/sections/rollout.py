@@ -59,8 +59,8 @@ class RolloutConfig(Section):
         1,
         ge=1,
         le=2**14,
-        description="Number of engines (servers). MIN..MAX starts MIN, and up to MAX where a cluster's nodes have free "
-        "devices (placement.cluster=ray); it is short for engines=MIN and max_engines=MAX.",
+        description="Number of engines (servers); auto goes by prediction (docs/plan.md). MIN..MAX starts MIN, and up to MAX "
+        "where a cluster's nodes have free devices (placement.cluster=ray); it is short for engines=MIN and max_engines=MAX.",
     )
     max_engines: int | None = Field(
         None,
@@ -83,7 +83,7 @@ class RolloutConfig(Section):
         description="What is particular to some of the engines, such as [{engines: [1, 2], speed: 0.5}]; engines that no "
         "entry names are alike.",
     )
-    tensor_parallel: int = Field(1, ge=1, le=1024, description="Devices per engine.")
+    tensor_parallel: int = Field(1, ge=1, le=1024, description="Devices per engine; auto goes by prediction.")
     python: str | None = Field(None, description="Interpreter of the engines' own environment; none means this one.")
     responses_per_prompt: int = Field(8, ge=2, description="G, the number of responses per prompt (one group).")
     max_response_tokens: int = Field(256, ge=1, description="Longest response in tokens.")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from pa_npu.config.help import keys_help
-from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
+from pa_npu.planning import automatic
 
 _MOST_MEMORY_GIB = 1_000_000
 
@@ -34,7 +35,9 @@ def read(options: argparse.Namespace, rest: Sequence[str]) -> Config:
         if argument.startswith("-"):
             raise UserError(f"command line: {argument}: unknown option; see --help")
     device = [f"run.device={options.device}"] if options.device else []
-    return load_config(options.config, [*options.overrides, *rest, *device])
+    return automatic.load(
+        options.config, [*options.overrides, *rest, *device], lambda line: print(line, file=sys.stderr)
+    )
 
 
 def is_given(options: argparse.Namespace, rest: Sequence[str]) -> bool:

@@ -8,10 +8,12 @@ bounds      the same devices without overlap in time (colocated), with perfect o
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
@@ -110,28 +112,22 @@ class ClusterPlan:
         return first_to_break(list(self.limits), self.iteration_s.value)
 
 
+@dataclass(frozen=True)
+class Choices:
+    """Sizes that a division may have. engines, trainers: None for any. same_prompts: of an iteration, as the configuration has."""
+
+    tensor: Sequence[int] = _SIZES
+    stages: Sequence[int] = _STAGES
+    shards: Sequence[int] = _SIZES
+    engines: int | None = None
+    trainers: int | None = None
+    colocate: Sequence[bool] = (False,)
+    same_prompts: bool = False
+
+
 def plan_cluster(basis: Basis, devices: int) -> ClusterPlan:
     """Raises UserError where the model fits on no division of them."""
-    candidates = sorted(_divisions(basis, devices), key=lambda found: found[0])
-    if not candidates:
-        raise UserError(
-            f"plan: {basis.spec.num_parameters / 1e9:.1f} billion parameters do not fit on {devices} x {basis.typical.name}, in no "
-            f"division between engines and trainers; give more devices (--devices)"
-        )
-    tried = []
-    for _, config in candidates[:_SIMULATED]:
-        found = predict(
-            config,
-            basis.spec,
-            basis.calibration,
-            basis.workload,
-            basis.typical,
-            iterations=_ITERATIONS,
-            most_groups=_MOST_GROUPS,
-        )
-        around = limits(config, found, _mean_response(basis, config), basis.typical)
-        tried.append((limited_s(found.iteration_s, around), config, found, around))
-    tried.sort(key=lambda item: item[0] / item[1].schedule.prompts_per_iteration)
+    tried = best_divisions(basis, devices, Choices(), _SIMULATED)
     seconds, config, best, around = tried[0]
     error, origin = basis.relative_error, basis.origin
     others = [(c.rollout.engines, c.trainer.devices, s) for s, c, _, _ in tried[1:]]
@@ -151,52 +147,98 @@ def plan_cluster(basis: Basis, devices: int) -> ClusterPlan:
     )
 
 
+def best_divisions(
+    basis: Basis, devices: int, choices: Choices, simulated: int
+) -> list[tuple[float, Config, Predicted, Sequence[Limit]]]:
+    """Simulate those that look best by throughput alone; returns (seconds of an iteration, ...), the fastest per prompt first.
+
+    Raises UserError where the model fits on no division.
+    """
+    candidates = sorted(_divisions(basis, devices, choices), key=lambda found: found[0])
+    if not candidates:
+        raise UserError(
+            f"plan: {basis.spec.num_parameters / 1e9:.1f} billion parameters do not fit on {devices} x {basis.typical.name}, in no "
+            f"division between engines and trainers that may be chosen; give more devices"
+        )
+    tried = []
+    for _, config in candidates[:simulated]:
+        found = predict(
+            config,
+            basis.spec,
+            basis.calibration,
+            basis.workload,
+            basis.typical,
+            iterations=_ITERATIONS,
+            most_groups=_MOST_GROUPS,
+        )
+        around = limits(config, found, _mean_response(basis, config), basis.typical)
+        tried.append((limited_s(found.iteration_s, around), config, found, around))
+    return sorted(tried, key=lambda item: item[0] / item[1].schedule.prompts_per_iteration)
+
+
 def _device_bytes(typical: TypicalSpeed) -> int | None:
     return None if typical.memory_gib is None else typical.memory_gib * GIB
 
 
-def _divisions(basis: Basis, devices: int) -> Iterator[tuple[float, Config]]:
+def _divisions(basis: Basis, devices: int, choices: Choices) -> Iterator[tuple[float, Config]]:
     """(seconds per group by throughput alone, configuration) of what fits."""
-    shares = sorted({max(1, min(devices - 1, round(devices * eighth / 8))) for eighth in range(1, 8)})
-    for for_trainers in shares:
-        for stages in _STAGES:
-            for tensor in _SIZES:
-                if Mesh.of(for_trainers, tensor, stages).size != for_trainers:
-                    continue
-                config = _fitting(basis, devices, for_trainers, tensor, stages)
-                if config is not None:
-                    yield _throughput_s(basis, config), config
-
-
-def _fitting(basis: Basis, devices: int, for_trainers: int, tensor: int, stages: int) -> Config | None:
-    """With the smallest engines that hold enough; None where it does not fit, or a rule forbids it."""
-    bytes_of_device = _device_bytes(basis.typical)
-    for shards in _SIZES:
-        if (devices - for_trainers) % shards:
+    eighths = {max(1, min(devices - 1, round(devices * eighth / 8))) for eighth in range(1, 8)}
+    separate = sorted(eighths) if choices.trainers is None else [choices.trainers]
+    shares = [each for colocated in choices.colocate for each in ([devices] if colocated else separate)]
+    for for_trainers, stages, tensor in itertools.product(shares, choices.stages, choices.tensor):
+        if Mesh.of(for_trainers, tensor, stages).size != for_trainers:
             continue
-        config = _config(basis, (devices - for_trainers) // shards, shards, for_trainers, tensor, stages, devices)
+        config = _fitting(basis, devices, for_trainers, tensor, stages, choices)
+        if config is not None:
+            yield _throughput_s(basis, config, together=for_trainers == devices), config
+
+
+def _fitting(
+    basis: Basis, devices: int, for_trainers: int, tensor: int, stages: int, choices: Choices
+) -> Config | None:
+    """With the smallest engines that hold enough; None where it does not fit, or a rule forbids it.
+
+    Trainers that take all devices share them with engines, which get what trainers leave.
+    """
+    bytes_of_device, colocated = _device_bytes(basis.typical), for_trainers == devices
+    for_engines = devices if colocated else devices - for_trainers
+    for shards in choices.shards:
+        if for_engines % shards or choices.engines not in (None, for_engines // shards):
+            continue
+        config = _config(basis, for_engines // shards, shards, for_trainers, tensor, stages, devices, choices)
         if config is None:
             continue
         if bytes_of_device is None:
             return config
-        if trainer_memory(config, basis.spec).total > _USABLE * bytes_of_device:
+        left = _USABLE - trainer_memory(config, basis.spec).total / bytes_of_device
+        if left < 0:
             return None
-        cache = dict(engine_memory(config, basis.spec, bytes_of_device).parts)["KV cache"]
-        held = cache / kv_bytes_per_token(config, basis.spec) / _mean_held(basis, config)
+        if colocated:
+            share = math.floor(20 * left) / 20
+            config = changed(config, {"rollout": {"shared_memory_fraction": share}}) if share > 0 else None
+            if config is None:
+                return None
+        memory = engine_memory(config, basis.spec, bytes_of_device, shared=colocated)
+        held = dict(memory.parts)["KV cache"] / kv_bytes_per_token(config, basis.spec) / _mean_held(basis, config)
         if held >= _LEAST_SEQUENCES:
             most = min(_MOST_SEQS, 2 ** int(math.log2(held)))
+            if "max_num_seqs" in basis.base.rollout.model_fields_set and choices.same_prompts:
+                most = min(most, basis.base.rollout.max_num_seqs)
             return changed(config, {"rollout": {"max_num_seqs": most}})
     return None
 
 
 def _config(
-    basis: Basis, engines: int, shards: int, for_trainers: int, tensor: int, stages: int, devices: int
+    basis: Basis, engines: int, shards: int, for_trainers: int, tensor: int, stages: int, devices: int, choices: Choices
 ) -> Config | None:
     unit = Mesh.of(for_trainers, tensor, stages).data * amounts.work(basis.base).updates
     wanted = basis.base.schedule.prompts_per_iteration
     if basis.groups_per_device is not None:
         wanted = max(1, round(basis.groups_per_device * devices))
-    changes = {
+    whole = max(1, round(wanted / unit)) * unit
+    if choices.same_prompts and whole != wanted:
+        return None
+    changes: dict[str, dict[str, Any]] = {
         "rollout": {"engines": engines, "tensor_parallel": shards},
         "trainer": {
             "devices": for_trainers,
@@ -204,8 +246,10 @@ def _config(
             "pipeline_parallel": stages,
             "sequence_parallel": tensor > 1,
         },
-        "schedule": {"prompts_per_iteration": max(1, round(wanted / unit)) * unit},
+        "schedule": {"prompts_per_iteration": whole},
     }
+    if for_trainers == devices:
+        changes["placement"] = {"colocate": True}
     return changed(basis.base, changes, basis.spec)
 
 
@@ -236,9 +280,11 @@ def _mean_held(basis: Basis, config: Config) -> float:
     return _mean_response(basis, config) + basis.workload.prompt_mean / config.rollout.responses_per_prompt
 
 
-def _throughput_s(basis: Basis, config: Config) -> float:
-    """Seconds per group of the slower side, and a part of the faster one's, for what does not overlap."""
+def _throughput_s(basis: Basis, config: Config, *, together: bool) -> float:
+    """Seconds per group of the slower side, and a part of the faster one's, for what does not overlap; on the same devices both."""
     generate_s, train_s = _sides_s(basis, config)
+    if together:
+        return (generate_s + train_s) / config.schedule.prompts_per_iteration
     return (max(generate_s, train_s) + 0.2 * min(generate_s, train_s)) / config.schedule.prompts_per_iteration
 
 

@@ -1,0 +1,159 @@
+"""`auto` for the sizes of a run: splits, modes and parallel sizes that fit are compared by prediction, and the fastest is taken.
+
+What it goes by are published figures of a usual device and assumed lengths, as the dry run does; a run that has ended knows better
+(`pa-npu plan --from RUN`). The same configuration gets the same sizes each time, so that a run that goes on has what it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pa_npu import platform as platforms
+from pa_npu.config.load import merged, validated
+from pa_npu.config.schema import Config
+from pa_npu.errors import ConfigError, UserError
+from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.known_models import known_spec
+from pa_npu.planning.prediction.calibration import published
+from pa_npu.planning.prediction.cluster_plan import Basis, Choices, best_divisions
+from pa_npu.planning.prediction.workload import assumed_workload
+from pa_npu.platform.typical import typical_speed
+
+AUTO = "auto"
+KEYS = (
+    "rollout.engines",
+    "rollout.tensor_parallel",
+    "trainer.devices",
+    "trainer.tensor_parallel",
+    "placement.colocate",
+)
+_SIZES = (1, 2, 4, 8)
+_SIMULATED = 6
+
+
+def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], None]) -> Config:
+    """Read a configuration as `load_config` does, in which KEYS may be auto. say: hears what was chosen and why.
+
+    Raises ConfigError where nothing fits, or where nobody says how many devices there are.
+    """
+    tree, places = merged(paths, overrides)
+    asked = [key for key in KEYS if _section(tree, key).get(_name(key)) == AUTO]
+    if not asked:
+        return validated(tree, places)
+    given = {key: _section(tree, key).get(_name(key)) for key in KEYS if key not in asked}
+    base = validated(_without(tree, asked), places)
+    devices = _num_devices(base, asked[0])
+    try:
+        spec = _spec(base)
+        typical = _typical(base)
+        basis = Basis(base, spec, published(base, spec, typical), assumed_workload(base), typical, 0.0, None)
+        tried = best_divisions(basis, devices, _choices(base, given, asked), _SIMULATED)
+    except UserError as error:
+        raise ConfigError(f"{asked[0]}: auto found nothing for {devices} devices: {error}") from None
+    seconds, best = tried[0][:2]
+    chosen = {key: getattr(getattr(best, key.partition(".")[0]), _name(key)) for key in asked}
+    if _is_together(best) and "placement.colocate" in asked:
+        chosen |= {"rollout.shared_memory_fraction": best.rollout.shared_memory_fraction}
+    if "trainer.tensor_parallel" in asked:
+        chosen |= {"trainer.sequence_parallel": best.trainer.sequence_parallel}
+    if best.rollout.max_num_seqs < base.rollout.max_num_seqs and "max_num_seqs" in base.rollout.model_fields_set:
+        chosen |= {"rollout.max_num_seqs": best.rollout.max_num_seqs}  # what the cache of these sizes holds
+    others = ", ".join(f"{_words(config)} {other_s:.3g} s" for other_s, config, *_ in tried[1:3])
+    keys = " ".join(f"{key}={_shown(value)}" for key, value in chosen.items())
+    say(
+        f"auto: {keys}; {_words(best)} is predicted at {seconds:.3g} s an iteration on {devices} x {typical.name}"
+        + (f", before {others}" if others else ", and nothing else fits")
+    )
+    for key, value in chosen.items():
+        tree.setdefault(key.partition(".")[0], {})[_name(key)] = value
+    return validated(tree, places)
+
+
+def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = tree.get(key.partition(".")[0])
+    return section if isinstance(section, Mapping) else {}
+
+
+def _name(key: str) -> str:
+    return key.partition(".")[2]
+
+
+def _without(tree: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
+    """The tree with sizes that go together: of a single engine, and a single replica beside it."""
+    left = {section: dict(values) if isinstance(values, Mapping) else values for section, values in tree.items()}
+    for key in {*asked, "rollout.engines", "trainer.devices", "placement.colocate"}:
+        left.get(key.partition(".")[0], {}).pop(_name(key), None)
+    trainer = left.setdefault("trainer", {})
+    if "trainer.tensor_parallel" in asked:
+        trainer.pop("sequence_parallel", None)
+    sizes = [trainer.get(key, 1) for key in ("tensor_parallel", "pipeline_parallel", "expert_parallel")]
+    if all(isinstance(size, int) for size in sizes):
+        trainer["devices"] = sizes[0] * sizes[1] * sizes[2]
+    return left
+
+
+def _num_devices(config: Config, asked: str) -> int:
+    placement = config.placement
+    if placement.devices_per_node is not None:
+        return placement.nnodes * placement.devices_per_node
+    if placement.nnodes == 1:
+        try:
+            return platforms.get(config.run.device).device_count()
+        except UserError:
+            pass
+    raise ConfigError(
+        f"{asked}: auto needs to know how many devices there are, and they are not here; give placement.devices_per_node"
+    )
+
+
+def _spec(config: Config) -> ModelSpec:
+    known = None if (Path(config.model.path) / "config.json").is_file() else known_spec(config.model.path)
+    return known or ModelSpec.of(config)
+
+
+def _typical(config: Config) -> Any:
+    """Speeds of a usual device of the kind, with the memory of the devices that are here."""
+    kind = config.run.device
+    typical = typical_speed(
+        "cpu" if kind == "auto" and platforms.missing("cuda") and platforms.missing("npu") else kind
+    )
+    try:
+        platform = platforms.get(kind)
+    except UserError:
+        return typical
+    own = platform.visible_devices_env is not None
+    return replace(typical, memory_gib=platform.total_memory_bytes() // 2**30 if own else None)
+
+
+def _choices(base: Config, given: Mapping[str, Any], asked: Sequence[str]) -> Choices:
+    def sizes(key: str, now: int) -> tuple[int, ...]:
+        return _SIZES if key in asked else (now,)
+
+    colocate = given.get("placement.colocate")
+    return Choices(
+        sizes("trainer.tensor_parallel", base.trainer.tensor_parallel),
+        (base.trainer.pipeline_parallel,),
+        sizes("rollout.tensor_parallel", base.rollout.tensor_parallel),
+        given.get("rollout.engines"),
+        given.get("trainer.devices"),
+        (False, True) if "placement.colocate" in asked else (bool(colocate),),
+        same_prompts=True,
+    )
+
+
+def _words(config: Config) -> str:
+    rollout, trainer = config.rollout, config.trainer
+    sizes = f"{rollout.engines} engines x {rollout.tensor_parallel}"
+    ranks = f"{trainer.devices} ranks of TP {trainer.tensor_parallel}"
+    return f"{sizes} on {ranks}" if _is_together(config) else f"{sizes} beside {ranks}"
+
+
+def _is_together(config: Config) -> bool:
+    return config.trainer.devices == config.num_devices
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"

@@ -1,0 +1,74 @@
+"""`auto` for sizes: the fastest predicted division that fits, within what is given, or one line that says why there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from pa_npu import platform as platforms
+from pa_npu.config.load import load_config
+from pa_npu.errors import ConfigError
+from pa_npu.planning import automatic
+from pa_npu.planning.known_models import known_spec
+from pa_npu.planning.prediction.rehearsal import rehearse
+from pa_npu.planning.shortages import shortages
+from pa_npu.platform.typical import typical_speed
+from tests.helpers.recipes import ROOT
+
+RECIPE = str(ROOT / "configs" / "grpo_qwen2.5_7b.yaml")
+ALL = tuple(f"{key}=auto" for key in automatic.KEYS)
+EIGHT = ("run.device=npu", "placement.devices_per_node=8")
+pytestmark = pytest.mark.skipif(platforms.missing("npu") is None, reason="plans with the typical device, not this one")
+
+
+def test_what_is_found_fits_and_is_no_slower_than_the_recipe_and_says_why() -> None:
+    said: list[str] = []
+    found = automatic.load([RECIPE], [*EIGHT, *ALL], said.append)
+    spec, memory = known_spec("Qwen2.5-7B"), platforms.typical_memory("npu")
+    assert spec is not None and memory is not None
+    assert found.num_devices == 8 and not [one for one in shortages(found, spec, memory[1], True) if one.fatal]
+    typical = typical_speed("npu")
+    by_hand = rehearse(load_config([RECIPE], ["run.device=npu"]), spec, typical).iteration_s
+    assert rehearse(found, spec, typical).iteration_s < 1.02 * by_hand
+    (line,) = said
+    assert line.startswith("auto: rollout.engines=") and "is predicted at" in line and "8 x Ascend 910B" in line
+    assert automatic.load([RECIPE], [*EIGHT, *ALL], said.append) == found, "a run that goes on has the same sizes"
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ((), lambda found: not found.placement.colocate and found.num_devices <= 8),
+        (("trainer.devices=4",), lambda found: found.trainer.devices == 4 and found.rollout.engines == 4),
+        (("trainer.tensor_parallel=4", "rollout.tensor_parallel=2"), lambda found: found.rollout.tensor_parallel == 2),
+    ],
+    ids=["separate", "trainers", "sizes"],
+)
+def test_what_is_given_stays(given: tuple[str, ...], kept: object) -> None:
+    asked = [
+        word for word in ("rollout.engines=auto", "trainer.devices=auto") if word.split("=")[0] + "=4" not in given
+    ]
+    found = automatic.load([RECIPE], [*EIGHT, *asked, *given], lambda line: None)
+    assert callable(kept) and kept(found), found.rollout
+    assert found.rollout.max_num_seqs <= 256 and found.schedule.prompts_per_iteration == 256
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            (*ALL, "run.device=npu"),
+            "rollout.engines: auto needs to know how many devices there are, and they are not here",
+        ),
+        (
+            (*ALL, "run.device=npu", "placement.devices_per_node=2"),
+            "auto found nothing for 2 devices: plan: 7.6 billion",
+        ),
+        ((*EIGHT, "rollout.engines=automatic"), "rollout.engines"),
+        ((*EIGHT, "rollout.max_num_seqs=auto"), "rollout.max_num_seqs"),
+        ((*EIGHT, *ALL, "rollout.nonsense=1"), "rollout.nonsense"),
+    ],
+)
+def test_what_cannot_be_chosen_is_one_line(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        automatic.load([RECIPE], words, lambda line: None)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
