@@ -169,6 +169,14 @@ def changed(name: str, position: int, value: float) -> dict[str, Any]:
     return {name: array}
 
 
+def with_mask(*first: int) -> dict[str, Any]:
+    """Another mask for the first sample alone; its versions, log-probs and advantages stay."""
+    trained = make_group().trained.copy()
+    assert trained[:5].tolist() == [0, 0, 0, 1, 1]
+    trained[:5] = first
+    return {"trained": trained}
+
+
 # make_group() has prompts of 3; tokens of its samples: p p p a a | p p p a e a a a | p p p a
 INVALID: list[tuple[dict[str, Any], str]] = [
     (changed("tokens", 1, -2), "tokens: token ids must not be negative, lowest is -2"),
@@ -183,6 +191,8 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"finished": np.array([0, 1, 1], np.uint8)}, "finished: must be a bool array"),
     (changed("trained", 0, True), "first token follows from nothing"),
     (changed("trained", 16, False), "sample 2 has no trained token"),
+    (with_mask(0, 0, 1, 1, 0), "versions: a trained token needs a weight version, lowest is -1"),
+    (with_mask(0, 0, 0, 0, 1), "advantages: must be 0 for tokens that are not trained"),
     (changed("versions", 3, -1), "a trained token needs a weight version, lowest is -1"),
     (changed("versions", 0, 4), "versions: must be -1 for tokens that are not trained"),
     (changed("advantages", 9, 0.5), "advantages: must be 0 for tokens that are not trained"),
