@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up the environment, then lint, check types and test: unit tests beside all others, each half with a core of its own.
-# nightly also installs what only its tests need: trackers, TransferQueue and, as root on Debian, a browser.
+# nightly also installs what only its tests need: trackers, TransferQueue and, as root on Debian, a browser and bubblewrap.
 # Usage: bash tests/run.sh [unit|integration|all|nightly] [pytest arguments ...]      (all is the default)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/env.sh"
@@ -34,10 +34,16 @@ if [ "$what" = nightly ] && [ ! -d .venv-transfer-queue/transfer_queue ]; then
   install_beside .venv-transfer-queue TransferQueue==0.1.11 tensordict==0.15.3 pyvers==0.2.3 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 ||
     echo "TransferQueue cannot be installed here; its test will be skipped"
 fi
-if [ "$what" = nightly ] && ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  echo "installing chromium for tests/integration/test_viewer_browser.py"
-  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 ||
-    echo "chromium cannot be installed here; the tests of the viewer's page will be skipped"
+# install_packages PROGRAM TEST PACKAGE ...: Debian packages, for root, where there is no PROGRAM, without which TEST is skipped
+install_packages() {
+  if command -v "$1" >/dev/null || [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then return; fi
+  echo "installing $1 for $2"
+  { apt-get update -qq && apt-get install -y -qq --no-install-recommends "${@:3}"; } >/dev/null 2>&1 ||
+    echo "$1 cannot be installed here; $2 will be skipped"
+}
+if [ "$what" = nightly ]; then
+  install_packages chromium tests/integration/test_viewer_browser.py chromium fonts-dejavu-core
+  install_packages bwrap "tests/unit/test_rewards_code.py with bubblewrap" bubblewrap
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_DEVICE_BACKEND_AUTOLOAD=0 TOKENIZERS_PARALLELISM=false
 "$PYTHON" -m ruff check .
