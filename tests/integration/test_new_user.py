@@ -23,9 +23,10 @@ from pathlib import Path
 
 import pytest
 
+from pa_npu.telemetry.progress import progress_line
 from tests.helpers.documented_commands import documented
 
-pytestmark = [pytest.mark.integration, pytest.mark.nightly]
+pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 1500.0
@@ -116,6 +117,18 @@ class NewUser:
         return "\n".join(line for _, line in self.lines)
 
 
+def iteration_line(total: int) -> str:
+    """A pattern of the line that a run of so many iterations prints after its first."""
+    return rf"^iteration +0 \( *1/{total}\) \|"
+
+
+@pytest.mark.parametrize("total", [2, 20])
+def test_the_lines_that_are_waited_for_are_those_that_runs_print(total: int) -> None:
+    said = [progress_line({"iteration": done}, total, 1.0).removeprefix("| ") for done in range(2)]
+    assert [bool(re.search(iteration_line(total), line)) for line in said] == [True, False], said
+
+
+@pytest.mark.nightly
 def test_the_path_of_a_new_user(tmp_path: Path) -> None:
     shown = documented()
     for command in (FIRST, SYNC, VIEW, REPORT, EVALUATE, DIFFERENCE):
@@ -133,7 +146,7 @@ def test_the_path_of_a_new_user(tmp_path: Path) -> None:
     user.took("first command: the first thing that it says", user.lines[0][0])
     user.took("... its checks are done, what is trained is said", user.when(r"^first prompt"))
     user.took("... the engine is up", user.when(r"engine-0 ready"))
-    user.took("... the first line of training", user.when(r"iteration +1/20"))
+    user.took("... the first line of training", user.when(iteration_line(20)))
     user.took("... the end", user.lines[-1][0])
 
     page = user.types(VIEW, until=lambda line: "http://" in line)
@@ -153,7 +166,7 @@ def test_the_path_of_a_new_user(tmp_path: Path) -> None:
         "def brevity(group):\n    return [float(len(t) < 40) for t in group.responses]\n"
     )
     user.types(OWN)
-    user.took("own data and own reward: the first line of training", user.when(r"iteration +1/2"))
+    user.took("own data and own reward: the first line of training", user.when(iteration_line(2)))
     user.took("... the end", user.lines[-1][0])
     records = [json.loads(line) for line in (user.home / "runs/mine/metrics.jsonl").read_text().splitlines()]
     assert [set(record["rewards"]) for record in records] == [{"math", "my_rewards:brevity"}] * 2
