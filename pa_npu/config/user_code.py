@@ -49,7 +49,9 @@ def import_object(key: str, name: str, form: str) -> Any:
         found: Any = importlib.import_module(module_name)
         for part in object_name.split("."):
             found = getattr(found, part)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may raise anything while it is imported
         raise ConfigError(
             f"{key}: {name} cannot be imported ({describe(error)}); name an importable {form} "
             f"(searched: {directory} and PYTHONPATH)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -69,6 +69,16 @@ async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
         return await asyncio.gather(*tasks)
     finally:
         await cancel(tasks)
+
+
+async def held(function: Callable[..., Awaitable[Any]], *arguments: Any) -> tuple[Any, BaseException | None]:
+    """Returns users' code's result, or what it raises: SystemExit, left to a task, would end the event loop and all groups."""
+    try:
+        return await function(*arguments), None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        return None, error
 
 
 async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -7,6 +7,7 @@ An environment's mistake is one line that names it; a failing reward function is
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -95,9 +96,9 @@ async def run_episode(
     """
     try:
         samples = await rollout_within(config.environment.timeout_s, environment, prompt, num_samples, generate)
-    except PaNpuError:
+    except (PaNpuError, asyncio.CancelledError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit, GeneratorExit) as error:  # an environment is users' code
+    except BaseException as error:  # an environment is users' code
         raise EnvironmentFailed(
             f"environment {type(environment).__name__}, prompt {prompt.prompt_id}: {describe(error)}; correct the environment"
         ) from error

@@ -10,6 +10,7 @@ from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.config.user_code import check_name, describe, import_function
+from pa_npu.control.tasks import held
 from pa_npu.environments.protocol import Environment, EnvironmentContext, EnvironmentFailed
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.time_limit import LEAST_S, interrupting
@@ -38,9 +39,9 @@ def make_environment(config: Config, tokenizer: Any) -> Environment:
     )
     try:
         environment = find_environment(chosen.name)(context)
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         raise
-    except Exception as error:  # a user's class may raise whatever it likes
+    except BaseException as error:  # a user's class may raise whatever it likes
         raise ConfigError(
             f"environment.name: {chosen.name} cannot be made ({describe(error)}); correct its __init__, "
             f"which gets an EnvironmentContext"
@@ -69,25 +70,29 @@ async def opened(environment: Environment, limit_s: float) -> AsyncIterator[Envi
     name = type(environment).__name__
     try:
         try:
-            await asyncio.wait_for(_call(environment, "open"), limit_s)
-        except PaNpuError:
+            await _call(environment, "open", limit_s)
+        except (PaNpuError, asyncio.CancelledError, KeyboardInterrupt):
             raise
         except asyncio.TimeoutError:
             raise EnvironmentFailed(
                 f"environment {name}: open has not ended within {limit_s:g} s; correct it"
             ) from None
-        except Exception as error:  # users' code
+        except BaseException as error:  # users' code
             raise EnvironmentFailed(f"environment {name}: open: {describe(error)}; correct the environment") from error
         with interrupting(environment, LEAST_S):
             yield environment
     finally:
         try:
-            await asyncio.wait_for(_call(environment, "close"), _CLOSE_S)
-        except Exception as error:  # users' code
+            await _call(environment, "close", _CLOSE_S)
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # users' code
             logger.warning("environment %s: close: %s", name, describe(error))
 
 
-async def _call(environment: Environment, method: str) -> None:
+async def _call(environment: Environment, method: str, limit_s: float) -> None:
     found = getattr(environment, method, None)
     if found is not None:
-        await found()
+        _, failed = await asyncio.wait_for(held(found), limit_s)
+        if failed is not None:
+            raise failed

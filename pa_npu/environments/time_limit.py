@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from pa_npu.config.user_code import place_of
+from pa_npu.control.tasks import held
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation
 from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate, Turn
@@ -60,13 +61,14 @@ async def rollout_within(
         return await environment.rollout(prompt, num_samples, generate)
     limit_s = max(LEAST_S, turn_s * num_samples)
     watched = _Watched(generate)
-    task = asyncio.ensure_future(_held(environment, prompt, num_samples, watched))
+    task = asyncio.ensure_future(held(environment.rollout, prompt, num_samples, watched))
     try:
         while watched.idle_s < limit_s:
             if (await asyncio.wait([task], timeout=limit_s - watched.idle_s + _SLACK_S))[0]:
-                samples, left = await task
-                if left is not None:
-                    raise left
+                samples: list[Sample]
+                samples, failed = await task
+                if failed is not None:
+                    raise failed
                 return samples
         raise EnvironmentFailed(
             f"environment {type(environment).__name__}, prompt {prompt.prompt_id}: it has neither asked the policy nor returned "
@@ -74,16 +76,6 @@ async def rollout_within(
         )
     finally:
         await _end(task)
-
-
-async def _held(
-    environment: Environment, prompt: Prompt, num_samples: int, generate: Generate
-) -> tuple[list[Sample], SystemExit | None]:
-    """The samples, or what a task may not raise: it would end the event loop and all groups with it."""
-    try:
-        return await environment.rollout(prompt, num_samples, generate), None
-    except SystemExit as left:
-        return [], left
 
 
 async def _end(task: asyncio.Future[Any]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from pa_npu.config.user_code import describe
 from pa_npu.control.child_process import private_pipes
+from pa_npu.control.tasks import held
 from pa_npu.errors import PaNpuError, UserError
 from pa_npu.rewards.functions import (
     CONCURRENT,
@@ -121,7 +122,7 @@ class _Worker:
             problem = f"no verdict on {missing} of {len(values)} responses ({function.problem})" if missing else None
             return values, problem, False
         async with self._turn:
-            task = asyncio.ensure_future(_held(function, group))
+            task = asyncio.ensure_future(held(function, group))
             done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
         if not done:
             task.cancel()
@@ -141,16 +142,6 @@ class _Worker:
     def _reply(self, message: dict[str, Any]) -> None:
         self._replies.write(json.dumps(message).encode() + b"\n")
         self._replies.flush()
-
-
-async def _held(function: Any, group: RewardInput) -> tuple[Any, BaseException | None]:
-    """Returns a user's function's result, or what it raises: SystemExit, left to a task, would end the process and all groups."""
-    try:
-        return await function(group), None
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:
-        return None, error
 
 
 if __name__ == "__main__":

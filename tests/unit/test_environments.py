@@ -146,6 +146,30 @@ async def test_what_the_policy_wrote_stays_token_for_token_and_what_the_tool_sai
     assert all(request[3].stop == (">>",) for request in engine.requests)
 
 
+class Own(BaseException):
+    """What is no Exception, of a user's own."""
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("raised", [Own("x"), SystemExit("x"), GeneratorExit("x"), ValueError("x")], ids=repr)
+async def test_whatever_an_environment_raises_is_one_line_of_its_group(raised: BaseException, bounded: bool) -> None:
+    class Raises(SingleTurn):
+        waits_are_bounded = bounded
+
+        async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
+            await super().rollout(prompt, num_samples, generate)
+            raise raised
+
+    failed, fine = await asyncio.gather(
+        episode(Raises(context()), Scripted([["#### 1"]]), 2),
+        episode(SingleTurn(context()), Scripted([["#### 1"]]), 2),
+        return_exceptions=True,
+    )
+    assert isinstance(failed, EnvironmentFailed) and "\n" not in str(failed)
+    assert str(failed).startswith(f"environment Raises, prompt 4: {type(raised).__name__}: x, {__file__}:")
+    assert isinstance(fine, list) and len(fine) == 2
+
+
 async def test_samples_of_several_turns_become_a_microbatch_whose_targets_see_their_own_past() -> None:
     samples = await episode(ToolEnvironment(context()), Scripted(SCRIPTS), 3)
     ones = np.ones(3, np.float32)

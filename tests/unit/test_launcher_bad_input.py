@@ -168,6 +168,25 @@ class Leaves(SingleTurn):
     async def rollout(self, prompt, num_samples, generate):
         raise SystemExit(3)
 
+class Own(BaseException):
+    pass
+
+class RaisesOwn(SingleTurn):
+    async def rollout(self, prompt, num_samples, generate):
+        raise Own("x")
+
+class OpensOwn(SingleTurn):
+    async def open(self):
+        raise Own("x")
+
+class OpensAndLeaves(SingleTurn):
+    async def open(self):
+        raise SystemExit(3)
+
+class MadeOwn(SingleTurn):
+    def __init__(self, context):
+        raise Own("x")
+
 class TooLong(SingleTurn):
     async def rollout(self, prompt, num_samples, generate):
         from dataclasses import replace
@@ -196,6 +215,10 @@ class Ends(SingleTurn):
         ("ReturnsTexts", "must return samples, at least one, returned str"),
         ("OneText", "must return samples, at least one, returned str"),
         ("Leaves", "SystemExit: 3"),
+        ("RaisesOwn", "environment RaisesOwn, prompt 0: Own: x, "),
+        ("OpensOwn", "environment OpensOwn: open: Own: x, "),
+        ("OpensAndLeaves", "environment OpensAndLeaves: open: SystemExit: 3"),
+        ("MadeOwn", "cannot be made (Own: x, "),
         ("TooLong", "more than rollout.max_response_tokens = 32; end it sooner"),
         ("Unmade", "cannot be made (TypeError"),
         ("Nowhere", "cannot be imported (AttributeError"),

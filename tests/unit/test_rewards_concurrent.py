@@ -21,6 +21,9 @@ from pa_npu.rewards.types import RewardInput
 USERS_MODULE = """
 import asyncio, os, time
 
+class Own(BaseException):
+    pass
+
 async def waits(group):
     row = group.row
     if "pid_file" in row:
@@ -32,6 +35,8 @@ async def waits(group):
         raise KeyError("no such thing")
     if row.get("leaves"):
         raise SystemExit("and all groups with it")
+    if row.get("own"):
+        raise Own("x")
     if row.get("blocks"):
         time.sleep(600)
     if row.get("exit"):
@@ -89,6 +94,7 @@ async def test_groups_do_not_wait_for_each_other_and_get_their_own_rewards(tmp_p
     [
         ({"raise": True}, "KeyError: 'no such thing', "),
         ({"leaves": True}, "SystemExit: and all groups with it, "),
+        ({"own": True}, "Own: x, "),
         ({"rewards": [1.0]}, "returned 1 rewards for 2 responses"),
         ({"rewards": [1.0, float("nan")]}, "not finite"),
         ({"rewards": None}, "TypeError"),

@@ -26,6 +26,9 @@ from pa_npu.rewards.pool import RewardInput, RewardPool, check_reward_functions
 USERS_MODULE = '''
 import json, os, subprocess, sys, time
 
+class Own(BaseException):
+    pass
+
 def by_row(group):
     """What the row asks for, so that a test can misbehave group by group."""
     row = group.row
@@ -43,6 +46,8 @@ def by_row(group):
         os._exit(row["exit"])
     if row.get("raise"):
         raise KeyError("no\\nsuch thing")
+    if row.get("own"):
+        raise Own("x")
     if row.get("print"):
         print('{"id": 1, "rewards": [[9, 9]], "errors": []}', flush=True)
         print(sys.stdin.read(), flush=True)
@@ -144,6 +149,7 @@ async def test_what_a_function_prints_or_reads_does_not_disturb_the_protocol() -
     ("row", "reason"),
     [
         ({"raise": True}, "users_rewards:by_row: KeyError: 'no\\nsuch thing'"),
+        ({"own": True}, "users_rewards:by_row: Own: x, "),
         ({"rewards": [1.0]}, "returned 1 rewards for 2 responses"),
         ({"rewards": [1.0, float("nan")]}, "not finite"),
         ({"rewards": None}, "TypeError"),
@@ -390,12 +396,14 @@ def full_config(*functions: RewardFunction) -> Config:
         ("users_rewards:two_parameters", "cannot be called with one group"),
         ("broken_rewards:f", "SyntaxError"),
         ("exiting_rewards:f", "SystemExit: 0"),
+        ("raising_rewards:f", "Own: x, "),
         ("dying_rewards:f", "the reward worker died while loading them"),
     ],
 )
 def test_the_check_before_a_run_refuses_functions_that_cannot_be_used(name: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "broken_rewards.py").write_text("def f(:")
     (tmp_path / "exiting_rewards.py").write_text("raise SystemExit(0)")
+    (tmp_path / "raising_rewards.py").write_text("class Own(BaseException): pass\nraise Own('x')")
     (tmp_path / "dying_rewards.py").write_text("import os; os._exit(1)")
     with pytest.raises(DataError) as caught:
         check_reward_functions(full_config(RewardFunction(name=name)))
