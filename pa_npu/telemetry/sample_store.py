@@ -165,10 +165,9 @@ def read_samples(run_dir: Path | str, iteration: int) -> list[dict[str, Any]]:
 
 
 def _files(directory: Path) -> Iterator[tuple[int, Path]]:
-    if directory.is_dir():
-        for path in sorted(directory.iterdir()):
-            if found := _FILE.fullmatch(path.name):
-                yield int(found[1]), path
+    for path in sorted(directory.glob("*")):
+        if found := _FILE.fullmatch(path.name):
+            yield int(found[1]), path
 
 
 def _schema(rewards: dict[str, float]) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -119,6 +121,72 @@ def test_view_and_report_of_a_run_with_any_file_of_another_kind(
         if names == ("metrics.jsonl",):
             assert str(run) in error, f"{kind} was read as records"
         shutil.rmtree(run)
+
+
+# runs commands as a user without root's rights, who reads what all may read; what both need is imported before
+AS_ANOTHER = """
+import contextlib, io, json, os, sys
+from pa_npu.launcher.cli import main
+
+def said(command):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as error:
+        return main(command), error.getvalue()
+
+first, commands = json.load(sys.stdin)
+assert [said(command) for command in first] == [(0, "")] * len(first), [said(command) for command in first]
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(4321)
+    os.setuid(4321)
+json.dump([said(command) for command in commands], sys.stdout)
+"""
+
+
+@pytest.fixture
+def for_all() -> Iterator[Path]:
+    """A directory that every user may write to; pytest's own lie in one that is root's, and closed again by every pytest."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o777)
+        yield Path(directory)
+
+
+def test_view_and_report_of_a_run_with_files_and_folders_that_one_may_not_read(finished: Path, for_all: Path) -> None:
+    signal.alarm(150)  # of many commands together
+    runs, commands = {}, []
+    for name in ("readable", ".", *(name for names in FILES for name in names)):
+        run = for_all / f"run {len(runs)}"
+        shutil.copytree(finished, run)
+        for path in run.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        run.chmod(0o755)
+        if name != "readable":
+            (run / name).parent.mkdir(exist_ok=True)
+            if name != ".":
+                (run / name).touch()
+            (run / name).chmod(0)
+        runs[name] = run
+        commands += [["view", str(run), "--export", str(for_all / f"{len(runs)}.html")], ["report", str(run), "--json"]]
+    done = subprocess.run(
+        [sys.executable, "-c", AS_ANOTHER],
+        input=json.dumps([[[*commands[0][:3], str(for_all / "first.html")], commands[1]], commands]),
+        capture_output=True,
+        text=True,
+        timeout=140,
+        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])},
+    )
+    for run in runs.values():  # so that they can be removed
+        for path in (run, *(run / name for names in FILES for name in names)):
+            if path.exists():
+                path.chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout)
+    refused = set()
+    for number, (name, run) in enumerate(runs.items()):
+        for command, (code, error) in zip(("view", "report"), outcomes[2 * number :], strict=False):
+            if code != 0:
+                assert code == 2 and error.startswith(f"error: {run}") and error.count("\n") == 1, (command, name, error)
+                refused.add((command, name))
+    assert refused == {("report", name) for name in (".", "metrics.jsonl", "config.yaml")} | {("view", ".")}
 
 
 @pytest.mark.parametrize("kind", KINDS)
