@@ -166,7 +166,7 @@ def with_environment(tree: dict[str, Any], run_name: str) -> dict[str, Any]:
     They come from the run directory where it is on this machine, else the variables from this process's environment.
     """
     rollout = tree["rollout"]
-    if HIDDEN not in [*rollout["env"].values(), *rollout["extra_args"]]:
+    if not any(HIDDEN in value for value in (*rollout["env"].values(), *rollout["extra_args"])):
         return tree
     file = Path(tree["run"]["dir"]) / "config.yaml"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):

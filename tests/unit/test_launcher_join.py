@@ -300,6 +300,9 @@ def test_the_store_holds_no_value_of_the_engines_environment_and_an_engine_that_
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"does not hold what is secret in rollout\.extra_args"):
         with_environment(tree, "the run")
+    glued = {**tree, "rollout": {**tree["rollout"], "env": {}, "extra_args": ["--token=(not shown)"]}}
+    with pytest.raises(UserError, match=r"does not hold what is secret in rollout\.extra_args"):
+        with_environment(glued, "the run")
     only_env = {**tree, "rollout": {**tree["rollout"], "extra_args": []}}
     assert with_environment(only_env, "the run")["rollout"]["env"] == secret["env"]
     begin_attempt(config, print)
