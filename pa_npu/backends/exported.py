@@ -39,7 +39,7 @@ def _single_process(checkpoint: Path, meta: CheckpointMeta, model: str | None) -
     tree: dict[str, Any] = {**meta.config}
     try:
         tree["run"] = {**tree["run"], "device": "cpu"}
-        tree["model"] = {**tree["model"], **({"path": model} if model else {})}
+        tree["model"] = {**tree["model"], "path": model or meta.model["path"]}
         tree["placement"] = {}
         tree["trainer"] = {"backend": tree["trainer"]["backend"]}
         tree["microbatch"] = {}

@@ -38,7 +38,8 @@ class CheckpointMeta:
     """META_FILE.
 
     version: of the weights, which is also the iteration that comes next. updates: optimizer steps so far.
-    data: TrainingStream.state() before that iteration. seed: run.seed. config, config_digest: the run's resolved tree.
+    data: TrainingStream.state() before that iteration. seed: run.seed. config, config_digest: the run's resolved tree, of secrets
+    digests alone.
     layout: trainer ranks and their TP and PP sizes. model: path and fingerprint of the HF model the run began with.
     reference: of which version the reference is (0: the HF model), and whether it is in the checkpoint; null without one.
     base: digest of the weights that adapters are trained beside; null where the weights themselves are trained.
@@ -143,7 +144,8 @@ def start(parent: Path, version: int) -> Path:
 def commit(temporary: Path, meta: CheckpointMeta) -> Path:
     """Write META_FILE and give the directory its name; an earlier checkpoint of that version goes only then."""
     parent, final = temporary.parent, temporary.parent / directory_name(meta.version)
-    with (temporary / META_FILE).open("w", encoding="utf-8") as file:
+    file_of_owner = os.open(temporary / META_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(file_of_owner, "w", encoding="utf-8") as file:
         file.write(meta.dump())
         file.flush()
         os.fsync(file.fileno())

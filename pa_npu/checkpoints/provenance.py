@@ -11,9 +11,11 @@ from typing import Any
 from pa_npu.config.keys import all_keys
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
+from pa_npu.telemetry.secrets import HIDDEN, Secrets
 
 # Enough of a weight file's ends to tell two models apart without reading all of it.
 _SAMPLE_BYTES = 2**20
+_HIDDEN = HIDDEN.removesuffix(")")
 
 
 class Change(Enum):
@@ -114,9 +116,28 @@ def config_tree(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
+def shared_tree(tree: dict[str, Any]) -> dict[str, Any]:
+    """The configuration as checkpoints hold it, which are given to others: what is secret is a short digest of it.
+
+    All values of rollout.env count as secret. A tree of this form stays as it is.
+    """
+    shown = Secrets(tree, _digest).tree
+    rollout = shown.get("rollout")
+    if isinstance(rollout, dict) and isinstance(rollout.get("env"), dict):
+        rollout["env"] = {name: _digest(str(value)) for name, value in rollout["env"].items()}
+    return shown
+
+
+def _digest(value: str) -> str:
+    """Tells most changes, and is too short to tell whether somebody's guess of a password is right."""
+    if value.startswith(_HIDDEN):
+        return value
+    return f"{_HIDDEN}, digest {hashlib.blake2b(value.encode(), digest_size=2).hexdigest()})"
+
+
 def config_digest(config: Config) -> str:
-    """Changes with any value of the resolved configuration."""
-    text = json.dumps(config_tree(config), sort_keys=True)
+    """Changes with any value of the resolved configuration, as checkpoints hold it."""
+    text = json.dumps(shared_tree(config_tree(config)), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -136,11 +157,13 @@ def model_fingerprint(path: str | Path) -> str:
 def differences(saved: dict[str, Any], config: Config) -> list[str]:
     """The keys, as section.key, that have other values in `config` than in the resolved configuration `saved`.
 
-    A key that the version which saved it did not have counts with its default.
+    A key that the version which saved it did not have counts with its default. saved: as it is, or as checkpoints hold it.
     """
     defaults = {key.name: key.default for key in all_keys() if not key.required}
-    before, now = defaults | _flat(saved), _flat(config_tree(config))
-    return sorted(key for key in now.keys() | _flat(saved).keys() if _plain(before.get(key)) != now.get(key))
+    tree = config_tree(config)
+    before, now, shared = defaults | _flat(saved), _flat(tree), _flat(shared_tree(tree))
+    keys = now.keys() | _flat(saved).keys()
+    return sorted(key for key in keys if _plain(before.get(key)) not in (now.get(key), shared.get(key)))
 
 
 def changes_the_run(keys: list[str], *, continues: bool) -> list[str]:
@@ -152,9 +175,10 @@ def changes_the_run(keys: list[str], *, continues: bool) -> list[str]:
 def check_continuation(saved: dict[str, Any], config: Config, what: str) -> str | None:
     """Raises ConfigError when a checkpoint of the configuration `saved` cannot be continued with `config`.
 
-    Returns a line that names the other keys with new values, if any. `what` names the checkpoint.
+    Returns a line that names the other keys with new values, if any, and their former values, but for secrets. `what` names the
+    checkpoint.
     """
-    before = _flat(saved)
+    before = _flat(shared_tree(saved))
     changed = [key for key in differences(saved, config) if change_of(key) is not Change.SILENT]
     for key in changed:
         if change_of(key) is Change.NEVER:

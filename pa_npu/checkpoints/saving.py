@@ -27,7 +27,7 @@ import torch.distributed as dist
 from pa_npu.checkpoints import digests
 from pa_npu.checkpoints import directories as store
 from pa_npu.checkpoints.ahead import AheadIteration, write_ahead
-from pa_npu.checkpoints.provenance import config_digest, config_tree, model_fingerprint
+from pa_npu.checkpoints.provenance import config_digest, config_tree, model_fingerprint, shared_tree
 from pa_npu.checkpoints.writer import Forked, InPlace, WriteFailed, Writer, root_cause
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import CheckpointReport
@@ -217,7 +217,7 @@ class Checkpointing:
             data=saving.data,
             seed=config.run.seed,
             model={"path": config.model.path, "fingerprint": model_fingerprint(config.model.path)},
-            config=config_tree(config),
+            config=shared_tree(config_tree(config)),
             config_digest=config_digest(config),
             files=store.list_files(saving.directory),
             digests=found,

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import torch
 
 from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.checkpoints import directories as store
+from pa_npu.checkpoints.provenance import check_continuation, config_tree, differences
 from pa_npu.config.schema import Config
 from pa_npu.errors import CheckpointError
 from pa_npu.telemetry.metrics import MetricsWriter
@@ -174,6 +176,40 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_completed_at_a
     assert run.complete() == [2, 4]
     meta = store.read_meta(run.directory / "iteration_000002")
     assert (meta.version, meta.updates, meta.data) == (2, 2, {"position": 2 * GROUPS, "fingerprint": "prompts"})
+
+
+def test_a_checkpoint_that_is_given_to_others_holds_no_secret_and_a_change_of_one_is_seen(
+    model: Path, tmp_path: Path
+) -> None:
+    def sections(secret: str) -> dict[str, dict[str, Any]]:
+        return {
+            "rollout": {"env": {"DB_AUTH": secret, "PLAIN": secret}, "extra_args": ["--api-key", secret, "--seed", "1"]},
+            "environment": {"name": "own:Mine", "options": {"auth": {"bearer": secret}, "url": f"http://me:{secret}@h"}},
+        }
+
+    run = Run(model, tmp_path, **sections("S3CRET-1"))
+    run.train(0)
+    run.checkpoints.finish(1)
+    directory = run.directory / "iteration_000001"
+    assert not [file for file in directory.rglob("*") if file.is_file() and b"S3CRET" in file.read_bytes()]
+    assert stat.S_IMODE((directory / store.META_FILE).stat().st_mode) == 0o600
+    saved = store.read_meta(directory).config
+    assert saved["rollout"]["extra_args"][2:] == ["--seed", "1"] and saved["rollout"]["max_response_tokens"] > 0
+    assert check_continuation(saved, run.config, "C") is None and differences(saved, run.config) == []
+    Config.model_validate(saved)  # as export does
+
+    other = run.configure(model, tmp_path, {"checkpoint": {"every": 1}, **sections("S3CRET-2")})
+    changed = {
+        "environment.options.auth.bearer",
+        "environment.options.url",
+        "rollout.env.DB_AUTH",
+        "rollout.env.PLAIN",
+        "rollout.extra_args",
+    }
+    for tree in (saved, config_tree(run.config)):  # as earlier releases saved it
+        assert set(differences(tree, other)) == changed
+        line = check_continuation(tree, other, "C") or ""
+        assert "S3CRET" not in line and all(key in line for key in changed), line
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
