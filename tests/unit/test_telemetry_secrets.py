@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ from tests.helpers.finished_run import make_run
 SECRET_NAMES = (
     "DB_AUTH PGPASS PGPASSWORD MYSQL_PWD HF_TOKEN HFTOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY OPENAI_KEY api_key apiKey APIKEY "
     "api-key api_keys auth bearer Authorization X-Auth-Token Cookie password db.passphrase credentials client_secret secrets jwt "
-    "SENTRY_DSN access_token MY_TOKEN key --api-key"
+    "SENTRY_DSN access_token MY_TOKEN key --api-key CREDS db_cred SLACK_WEBHOOK WEBHOOK_URL AWS_ACCESS_KEY_ID user_pw DBPW hf_tok "
+    "GITHUB_PAT X-Amz-Signature X-Api-Key access_tokens user_passcode OTP Pwd"
 )
 PLAIN_NAMES = (
     "max_tokens max_token tokenizer TOKENIZERS_PARALLELISM tokens_per_update key_width num_keys keyboard monkey turkey "
     "author authors pad_token eos_token bypass compass passes pass_rate score_key sort_key keyframes OMP_NUM_THREADS PWD PATH "
-    "secretary key_value_heads token_budget stop_tokens authentic"
+    "secretary key_value_heads token_budget stop_tokens authentic token_mean rollout.max_response_tokens max_tok tok tok_s pad_token_id "
+    "token_id sig signature fn_signature sacred credit pattern path pwd prompt_key answer_column input_token forward_pass public_key "
+    "webhooked incredible num_pat file_pat"
 )
 
 
@@ -48,6 +52,44 @@ TEXTS = {
     "GET /v1?token=S3CRET&n=2": f"GET /v1?token={HIDDEN}&n=2",
     "password: S3CRET": f"password: {HIDDEN}",
     "uses hf_S3CRETS3CRETS3CRET now": f"uses {HIDDEN} now",
+    "X-Api-Key: S3CRET": f"X-Api-Key: {HIDDEN}",
+    "api_key: 'S3CRET', port: 3": f"api_key: '{HIDDEN}', port: 3",
+    "PGPASS: S3CRET": f"PGPASS: {HIDDEN}",
+    "api_key = S3CRET": f"api_key = {HIDDEN}",
+    "rollout.env.HF_TOK=S3CRET": f"rollout.env.HF_TOK={HIDDEN}",
+    "Authorization: Token S3CRET": f"Authorization: Token {HIDDEN}",
+    "Authorization: S3CRET Accept: text/plain": f"Authorization: {HIDDEN} Accept: text/plain",
+    "Authorization=Token S3CRET": f"Authorization=Token {HIDDEN}",
+    "Proxy-Authorization: Mine S3CRET, S3CRET": f"Proxy-Authorization: {HIDDEN}",
+    'Authorization: Digest username="S3CRET", response="S3CRET"': f"Authorization: Digest {HIDDEN}",
+    "curl -H 'Authorization: Token S3CRET' http://h/": f"curl -H 'Authorization: Token {HIDDEN}' http://h/",
+    "{'Authorization': 'Token S3CRET', 'Accept': 'a'}": f"{{'Authorization': '{HIDDEN}', 'Accept': 'a'}}",
+    "Cookie: sid=S3CRET; theme=S3CRET": f"Cookie: {HIDDEN}",
+    "Basic S3CRETdXNlcjpw": f"Basic {HIDDEN}",
+    "http://me:S3CRET@S3CRET@host/x": f"http://me:{HIDDEN}@host/x",
+    "http://me:S3C/RET@host/x": f"http://me:{HIDDEN}@host/x",
+    "http://me:S3C@RET@h1:80,http://me:S3CRET@h2": f"http://me:{HIDDEN}@h1:80,http://me:{HIDDEN}@h2",
+    "pip install git+https://me:S3CRET@host/a@v1": f"pip install git+https://me:{HIDDEN}@host/a@v1",
+    "https://S3CRETS3CRETS3CRET@o1.sentry.io/2": f"https://{HIDDEN}@o1.sentry.io/2",
+    "https://hooks.slack.com/services/T0/B0/S3CRET": f"https://hooks.slack.com/services/{HIDDEN}",
+    "https://discord.com/api/webhooks/1/S3CRET": f"https://discord.com/api/webhooks/{HIDDEN}",
+    "https://a.net/c?sv=1&sig=S3CRET%3D&se=2": f"https://a.net/c?sv=1&sig={HIDDEN}&se=2",
+    "s3://b/o?X-Amz-Signature=S3CRET": f"s3://b/o?X-Amz-Signature={HIDDEN}",
+    "curl -s -u me:S3CRET http://h": f"curl -s -u me:{HIDDEN} http://h",
+    "curl -ume:S3CRET http://h": f"curl -ume:{HIDDEN} http://h",
+    "curl --user 'me:S3C RET' http://h": f"curl --user 'me:{HIDDEN}' http://h",
+    "['curl', '-u', 'me:S3CRET']": f"['curl', '-u', 'me:{HIDDEN}']",
+    "sshpass -p S3CRET ssh host": f"sshpass -p {HIDDEN} ssh host",
+    'password="S3C RET" x=1': f'password="{HIDDEN}" x=1',
+    "--api-key 'S3C RET' --port 8": f"--api-key '{HIDDEN}' --port 8",
+    '{"password": "S3C\\" RET", "n": 2}': f'{{"password": "{HIDDEN}", "n": 2}}',
+    '"{\\"password\\": \\"S3C RET\\", \\"n\\": 2}"': f'"{{\\"password\\": \\"{HIDDEN}\\", \\"n\\": 2}}"',
+    "DB_PASSWORD=S3C,RE&T;S3C x": f"DB_PASSWORD={HIDDEN} x",
+    "f(token=S3CRET,n=2)": f"f(token={HIDDEN},n=2)",
+    "['--api-key', 'S3CRET', '--port', '8']": f"['--api-key', '{HIDDEN}', '--port', '8']",
+    "'api_key': ['S3CRET', 'S3CRET'], 'n': [1]": f"'api_key': ['{HIDDEN}', '{HIDDEN}'], 'n': [1]",
+    "'auth': {'user': 'S3CRET', 'b': {'c': 'S3CRET'}}, 'n': 1": f"'auth': {{'user': '{HIDDEN}', 'b': {{'c': '{HIDDEN}'}}}}, 'n': 1",
+    "-----BEGIN RSA PRIVATE KEY-----\nS3CRET\nS3CRET\n-----END": f"-----BEGIN RSA PRIVATE KEY-----{HIDDEN}-----END",
 }
 PLAIN_TEXTS = (
     "http://127.0.0.1:8000/v1/chat",
@@ -57,6 +99,13 @@ PLAIN_TEXTS = (
     "2026-01-01 12:00:00 I step 3: loss 0.2, tokens: 512, keys: 4",
     "mail me@example.org at 10:30",
     "{'tokenizer': 'Qwen2', 'max_tokens': 5}",
+    "rollout.max_response_tokens=64 algorithm.aggregation=token_mean token: 5, key: x, tok/s: 3, n_tok=4",
+    "http://host:8000, mail me@example.org; http://host:8000/path?mail=me@example.org; ssh://git@github.com/a",
+    "Basic functionality; no bearer token was given; a cookie; the signature: (x) -> y; killed by sig=9",
+    "api_key=None password='' auth: true token = tokens[0]",
+    "docker run -u 1000:1000 image; python -u train.py module:function; curl http://host:8000/a",
+    "families/hf_checkpoint_reader.py reads sk-learn; forward_pass=0.3 prompt_key=question pad_token_id=0",
+    "/api/webhooks/ in docs; https://host/a?size=3&code_of=x; first-pass 3 s",
 )
 
 
@@ -71,6 +120,16 @@ def test_a_text_without_secrets_is_as_it_was(text: str) -> None:
     assert hide(text) == text
 
 
+LONG = ("a", "a-", "a=", "key=", "key=a,", "token=[", '{"key": {', "http://a:", "http://a:b@", "curl ", "://a/webhooks/", 'auth="')
+
+
+@pytest.mark.parametrize("part", LONG)
+def test_long_texts_are_read_in_time_that_grows_with_them(part: str) -> None:
+    start_s = time.process_time()
+    hide(part * (400_000 // len(part)))
+    assert time.process_time() - start_s < 10
+
+
 def tree() -> dict[str, Any]:
     """S3CRET-N are secret; everything else is to be seen."""
     return {
@@ -78,7 +137,7 @@ def tree() -> dict[str, Any]:
         "data": {"train": "t"},
         "rollout": {
             "env": {"DB_AUTH": "S3CRET-0", "PGPASS": "S3CRET-1", "OMP_NUM_THREADS": "1"},
-            "extra_args": ["--api-key", "S3CRET-2", "--token=S3CRET-3", "--max-num-seqs", "8"],
+            "extra_args": ["--api-key", "S3CRET-2", "S3CRET-10", "--token=S3CRET-3", "--max-num-seqs", "8"],
         },
         "environment": {
             "name": "my_module:Mine",
@@ -98,7 +157,7 @@ def test_a_configuration_is_shown_without_its_secrets_and_with_all_else() -> Non
     assert "S3CRET" not in json.dumps(config)
     assert config["environment.options.max_tokens"] == 5 and config["environment.options.key_width"] == 8
     assert config["environment.options.tokenizer"] == "Qwen2" and config["rollout.env.OMP_NUM_THREADS"] == "1"
-    assert config["rollout.extra_args"] == ["--api-key", HIDDEN, f"--token={HIDDEN}", "--max-num-seqs", "8"]
+    assert config["rollout.extra_args"] == ["--api-key", HIDDEN, HIDDEN, f"--token={HIDDEN}", "--max-num-seqs", "8"]
     assert config["environment.options.headers.Accept"] == "text/plain"
     assert config["reward.judge.url"] == f"http://me:{HIDDEN}@judge/v1"
 
