@@ -17,17 +17,19 @@ Mask = Callable[[str], str]
 # Below these the names are the user's; all others are this package's, and hold no secrets.
 _OPEN = ("rollout.env", "environment.options", "data.template_options")
 # A name is secret where one of its words is or ends in one of these ...
-_WORDS = tuple("password passwd passphrase passcode pwd secret credential cred authorization bearer cookie apikey auth webhook".split())
-# ... or its last word is one of these, or of those that are so common that they need a word before them; some words before tell
-# what is none.
-_LAST = frozenset("key token pass pw jwt dsn sas otp".split())
-_LAST_OF_SEVERAL = frozenset("tok pat sig signature".split())
-_NO_SECRET_BEFORE = frozenset(
-    "n pad eos bos unk stop sep mask cls per max min num image video audio special next last first second one two single multi score "
-    "question answer prompt response label input output total new generated gen train forward backward sort group cache hash dict "
-    "map primary foreign partition public column row function fn method glob file regex".split()
+_WORD = re.compile(
+    ".*(?:password|passwd|passphrase|passcode|pwd|secret|credential|(?<!sa)cred|authorization|bearer|cookie|apikey|auth|webhook)s*"
 )
-_NO_SECRETS = frozenset("bypass compass pass token key sacred".split())
+# ... or its last word is one of these, or of those that are so common that they need a word before them.
+_LAST = {"key", "token", "pass", "pw", "jwt", "dsn", "sas", "otp"}
+_LAST_OF_SEVERAL = {"tok", "pat", "sig", "signature"}
+# What stands before the last word tells what is none.
+_NO_SECRET_BEFORE = re.compile(
+    "n|pad|eos|bos|unk|stop|sep|mask|cls|per|max|min|num|image|video|audio|special|next|last|first|second|one|two|single|multi|"
+    "score|question|answer|prompt|response|label|input|output|total|new|generated|gen|train|forward|backward|sort|group|cache|hash|"
+    "dict|map|primary|foreign|partition|public|column|row|function|fn|method|glob|file|regex"
+)
+_NO_SECRETS = {"bypass", "compass", "pass", "token", "key"}
 _SHORTEST_VALUE = 4  # of a value that is looked for in texts: a shorter one is found everywhere
 
 _NAME_SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z])(?=[A-Z])")
@@ -87,14 +89,16 @@ def is_secret(name: str) -> bool:
         words.pop()
     if not words or name in ("pwd", "PWD"):  # a shell's working directory
         return False
-    if any(word.rstrip("s").endswith(_WORDS) and word not in _NO_SECRETS for word in words):
+    if any(map(_WORD.fullmatch, words)):
         return True
     before, last = words[-2] if len(words) > 1 else "", words[-1]
     if before in ("api", "access"):
         last = last.removesuffix("s")
     if last in _LAST or (before and last in _LAST_OF_SEVERAL):
-        return before not in _NO_SECRET_BEFORE
-    return last.endswith(("pass", "token", "key", "pw")) and last not in _NO_SECRETS and last.isalpha() and _is_glued(last)
+        return not _NO_SECRET_BEFORE.fullmatch(before)
+    return (
+        last.endswith(("pass", "token", "key", "pw")) and last not in _NO_SECRETS and last.isalpha() and _is_glued(last)
+    )
 
 
 def _is_glued(word: str) -> bool:

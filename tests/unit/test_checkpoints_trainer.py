@@ -183,8 +183,14 @@ def test_a_checkpoint_that_is_given_to_others_holds_no_secret_and_a_change_of_on
 ) -> None:
     def sections(secret: str) -> dict[str, dict[str, Any]]:
         return {
-            "rollout": {"env": {"DB_AUTH": secret, "PLAIN": secret}, "extra_args": ["--api-key", secret, "--seed", "1"]},
-            "environment": {"name": "own:Mine", "options": {"auth": {"bearer": secret}, "url": f"http://me:{secret}@h"}},
+            "rollout": {
+                "env": {"DB_AUTH": secret, "PLAIN": secret},
+                "extra_args": ["--api-key", secret, "--seed", "1"],
+            },
+            "environment": {
+                "name": "own:Mine",
+                "options": {"auth": {"bearer": secret}, "url": f"http://me:{secret}@h"},
+            },
         }
 
     run = Run(model, tmp_path, **sections("S3CRET-1"))

@@ -147,7 +147,7 @@ async def test_what_the_policy_wrote_stays_token_for_token_and_what_the_tool_sai
 
 
 class Own(BaseException):
-    """What is no Exception, of a user's own."""
+    """An exception of a user's own that is no Exception."""
 
 
 @pytest.mark.parametrize("bounded", [False, True])

@@ -184,7 +184,11 @@ def test_view_and_report_of_a_run_with_files_and_folders_that_one_may_not_read(f
     for number, (name, run) in enumerate(runs.items()):
         for command, (code, error) in zip(("view", "report"), outcomes[2 * number :], strict=False):
             if code != 0:
-                assert code == 2 and error.startswith(f"error: {run}") and error.count("\n") == 1, (command, name, error)
+                assert code == 2 and error.startswith(f"error: {run}") and error.count("\n") == 1, (
+                    command,
+                    name,
+                    error,
+                )
                 refused.add((command, name))
     assert refused == {("report", name) for name in (".", "metrics.jsonl", "config.yaml")} | {("view", ".")}
 
