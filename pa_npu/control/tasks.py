@@ -71,10 +71,10 @@ async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
         await cancel(tasks)
 
 
-async def held(function: Callable[..., Awaitable[Any]], *arguments: Any) -> tuple[Any, BaseException | None]:
+async def held(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
     """Returns users' code's result, or what it raises: SystemExit, left to a task, would end the event loop and all groups."""
     try:
-        return await function(*arguments), None
+        return await call(), None
     except asyncio.CancelledError:
         raise
     except BaseException as error:

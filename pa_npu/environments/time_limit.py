@@ -61,7 +61,7 @@ async def rollout_within(
         return await environment.rollout(prompt, num_samples, generate)
     limit_s = max(LEAST_S, turn_s * num_samples)
     watched = _Watched(generate)
-    task = asyncio.ensure_future(held(environment.rollout, prompt, num_samples, watched))
+    task = asyncio.ensure_future(held(lambda: environment.rollout(prompt, num_samples, watched)))
     try:
         while watched.idle_s < limit_s:
             if (await asyncio.wait([task], timeout=limit_s - watched.idle_s + _SLACK_S))[0]:

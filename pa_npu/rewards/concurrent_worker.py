@@ -122,7 +122,7 @@ class _Worker:
             problem = f"no verdict on {missing} of {len(values)} responses ({function.problem})" if missing else None
             return values, problem, False
         async with self._turn:
-            task = asyncio.ensure_future(held(function, group))
+            task = asyncio.ensure_future(held(lambda: function(group)))
             done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
         if not done:
             task.cancel()

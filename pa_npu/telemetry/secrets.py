@@ -34,27 +34,25 @@ _SHORTEST_VALUE = 4  # of a value that is looked for in texts: a shorter one is 
 
 _NAME_SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z])(?=[A-Z])")
 # A secret by its form is the last group that has matched.
-_FORMS = tuple(
-    map(
-        re.compile,
-        (
-            # a URL's password, also one with @ or / in it; a port is none
-            r"""(?<![\w+.-])\w[\w+.-]*://[^\s/@:]*:(?!\d{1,5}(?:[/?#,;)\]\s]|$))([^\s/"'<>]+|(?:(?!://)[^\s"'<>])+?)(?=@)""",
-            # a token in place of a user
-            r"(?<![\w+.-])\w[\w+.-]*://(?=[\w-]*\d)([\w-]{16,})(?=@)",
-            r"""://(?:hooks\.[\w.-]+/(?:services/)?|[^\s/"']+/(?:\w+/)?webhooks?/(?=\S{0,200}\d))([^\s"'<>]+)""",
-            r"[?&](?:sig|signature|code)=([^\s&#\"']+)",
-            r"\b(?i:bearer)\s+(?!(?i:tokens?|auth\w*|scheme|headers?|keys?)\b)([\w.~+/=-]{4,})",
-            r"\b(?i:basic)\s+(?=\S*(?:\d|=|[a-z][A-Z]))([\w+/=-]{8,})",
-            r"\b((?:sk-|gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|nvapi-|gsk_|AKIA|ASIA|AIza)[\w-]{12,}|hf_[A-Za-z0-9]{16,}"
-            r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)",
-            r"-----BEGIN [A-Z ]*PRIVATE KEY-----([\s\S]*?)(?=-----END|\Z)",
-            # a user's password as programs take it
-            r"""\bcurl\b[^\n|]{0,300}?[\s"'](?:-[uU]|--(?:proxy-)?user)(?:["'],)?[\s=]*(?:(["'])[^:"'\n]+:([^"'\n]+)|[^\s:"']+:([^\s"']+))""",
-            r"""\b(?:sshpass\s+-p|redis-cli\b[^\n|]{0,300}?\s-a)\s*(?:"([^"\n]+)|'([^'\n]+)|([^\s"']+))""",
-        ),
+_FORMS = [
+    re.compile(pattern)
+    for pattern in (
+        # a URL's password, also one with @ or / in it; a port is none
+        r"""(?<![\w+.-])\w[\w+.-]*://[^\s/@:]*:(?!\d{1,5}(?:[/?#,;)\]\s]|$))([^\s/"'<>]+|(?:(?!://)[^\s"'<>])+?)(?=@)""",
+        # a token in place of a user
+        r"(?<![\w+.-])\w[\w+.-]*://(?=[\w-]*\d)([\w-]{16,})(?=@)",
+        r"""://(?:hooks\.[\w.-]+/(?:services/)?|[^\s/"']+/(?:\w+/)?webhooks?/(?=\S{0,200}\d))([^\s"'<>]+)""",
+        r"[?&](?:sig|signature|code)=([^\s&#\"']+)",
+        r"\b(?i:bearer)\s+(?!(?i:tokens?|auth\w*|scheme|headers?|keys?)\b)([\w.~+/=-]{4,})",
+        r"\b(?i:basic)\s+(?=\S*(?:\d|=|[a-z][A-Z]))([\w+/=-]{8,})",
+        r"\b((?:sk-|gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|nvapi-|gsk_|AKIA|ASIA|AIza)[\w-]{12,}|hf_[A-Za-z0-9]{16,}"
+        r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)",
+        r"-----BEGIN [A-Z ]*PRIVATE KEY-----([\s\S]*?)(?=-----END|\Z)",
+        # a user's password as programs take it
+        r"""\bcurl\b[^\n|]{0,300}?[\s"'](?:-[uU]|--(?:proxy-)?user)(?:["'],)?[\s=]*(?:(["'])[^:"'\n]+:([^"'\n]+)|[^\s:"']+:([^\s"']+))""",
+        r"""\b(?:sshpass\s+-p|redis-cli\b[^\n|]{0,300}?\s-a)\s*(?:"([^"\n]+)|'([^'\n]+)|([^\s"']+))""",
     )
-)
+]
 _NAMED = re.compile(r"""(?<![\w.-])(?P<name>[\w.-]+)(?P<sign>\\*["']?[^\S\n]*(?:[:=]=?|=>)[^\S\n]*)""")
 _OPTION = re.compile(
     r"""(?<![\w-])(?P<name>--?[A-Za-z][\w-]+)(?P<sign>[^\S\n]+|\\*["'],\s*(?=[b\\]*["']))(?![b\\]*["']?-)"""
@@ -161,11 +159,6 @@ def hide(text: str, mask: Mask = lambda value: HIDDEN) -> str:
     return shown + text[done:]
 
 
-def is_header(name: str) -> bool:
-    """In prose "pass: 3" and "key: x" are no secrets, "Authorization: x" and "api_key: x" are."""
-    return is_secret(name) and name.strip("-.").lower() not in _NO_SECRETS
-
-
 def _secret_spans(text: str) -> list[tuple[int, int]]:
     """In order, without those that are hidden already; spans that overlap are one."""
     spans: list[tuple[int, int]] = []
@@ -187,10 +180,11 @@ def _by_name(text: str) -> Iterator[tuple[int, int]]:
     for pattern in (_NAMED, _OPTION):
         done = 0
         for found in pattern.finditer(text):
-            is_plain = pattern is _NAMED and found["sign"][0] in ": \t"  # as prose has it
-            if found.start() < done or not (is_header if is_plain else is_secret)(found["name"]):
+            name, is_plain = found["name"].strip("-.").lower(), pattern is _NAMED and found["sign"][0] in ": \t"
+            # in prose "pass: 3" and "key: x" are no secrets, "Authorization: x" and "api_key: x" are
+            if found.start() < done or not is_secret(found["name"]) or (is_plain and name in _NO_SECRETS):
                 continue
-            value = _LINE.match(text, found.end()) if found["name"].lower().endswith(_WHOLE_LINE) else None
+            value = _LINE.match(text, found.end()) if name.endswith(_WHOLE_LINE) else None
             value = value or _VALUE.match(text, found.end())
             if value is None:
                 continue
