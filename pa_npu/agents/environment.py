@@ -32,6 +32,7 @@ from pa_npu.samples.types import Sample
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 4  # at a session that is lost
+_COME_S = 60.0  # for an agent whose session is over, or that starts, to ask for a task
 
 
 class AgentEnvironment:
@@ -114,21 +115,37 @@ class AgentEnvironment:
     async def _run(self, session: Session) -> None:
         assert self.sessions is not None
         self.sessions.add(session)
-        working: list[asyncio.Future[None]] = []
+        working = asyncio.ensure_future(self._work(session))
         try:
-            if self._programs is None or self._staying:
-                self.sessions.offer(session)
-                working = [asyncio.ensure_future(session.ended()), *self._staying]
-            else:
-                working = [asyncio.ensure_future(self._programs.run(session))]
-            done, _ = await asyncio.wait(working, timeout=self._settings.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([working, *self._staying], return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
+        finally:
+            await self.sessions.remove(session)
+            await cancel([working])
+
+    async def _work(self, session: Session) -> None:
+        """Until the session has ended; its time runs from when an agent has it."""
+        assert self.sessions is not None
+        limit_s = self._settings.timeout_s
+        programs = None if self._staying else self._programs
+        if programs is None:
+            try:
+                await self.sessions.offer(session, limit_s + _COME_S)
+            except asyncio.TimeoutError:
+                raise EnvironmentFailed(
+                    f"environment.name: agents: no agent has taken a task for {limit_s + _COME_S:g} s (agent.timeout_s and "
+                    f"{_COME_S:g} s) while some waited; look at the agents, which ask for them at {self.sessions.url}/tasks"
+                ) from None
+        working = asyncio.ensure_future(programs.run(session) if programs is not None else session.ended())
+        try:
+            done, _ = await asyncio.wait([working], timeout=limit_s)
             if not done:
                 session.end("time")
             for ended in done:
                 ended.result()
         finally:
-            await self.sessions.remove(session)
-            await cancel(working[:1])
+            await cancel([working])
 
     def _transcript(self, session: Session) -> str:
         """Returns as text all that follows the first request of the branch that was written to last."""

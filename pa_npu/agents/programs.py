@@ -73,15 +73,13 @@ class Programs:
         failures = 0
         while failures < _RESTARTS:
             variables = {"OPENAI_API_KEY": self._sessions.key_of(f"program:{number}"), "PROGRAM": str(number)}
-            before = asyncio.get_running_loop().time()
             code = await self._run(variables, None)
-            self._sessions.taker_ended(str(number))
-            failures = failures + 1 if asyncio.get_running_loop().time() - before < _GRACE_S else 1
+            failures = 0 if self._sessions.taker_ended(str(number)) else failures + 1
             logger.warning(
                 "agent.command: program %d ended (%s): %s", number, code, self.last_words or "it said nothing"
             )
         raise ConfigError(
-            f"agent.command: program {number} ended {_RESTARTS} times soon after its start, the last time with exit code {code} "
+            f"agent.command: program {number} ended {_RESTARTS} times without a session done, the last time with exit code {code} "
             f"({self.last_words or 'it said nothing'}); correct it, or remove agent.programs for a program of one session"
         )
 

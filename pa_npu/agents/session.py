@@ -4,7 +4,7 @@
     outcome   done      the program ended, or said that it has
               turns     it asked for more turns than environment.max_turns
               tokens    the last thing it asked for did not fit any more
-              time      agent.timeout_s passed
+              time      agent.timeout_s passed since an agent had it
               output    it wrote more than agent.output_kib
               failed    the program ended with an error
 
@@ -79,6 +79,11 @@ class Session:
     def is_rewarded(self) -> bool:
         """Whether the agent has given a reward, to the session or to a turn."""
         return self.reward is not None or any(node.reward is not None for node in self.tree.nodes)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its agent has brought it to an end."""
+        return self.outcome not in (None, "time", "failed")
 
     async def ended(self) -> None:
         """Returns when the session has an outcome, has failed or was lost."""

@@ -20,7 +20,8 @@ class Sessions:
         self._open: dict[str, Session] = {}
         self._waiting: deque[Session] = deque()
         self._takers: dict[str, str] = {}  # who has taken which, by the session's id
-        self._offered = asyncio.Event()
+        self._useful: set[str] = set()  # takers that have ended a session
+        self._offered, self._taken = asyncio.Event(), asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -32,14 +33,18 @@ class Sessions:
     def add(self, session: Session) -> None:
         self._open[session.id] = session
 
-    def offer(self, session: Session) -> None:
-        """Let an agent take it."""
+    async def offer(self, session: Session, patience_s: float) -> None:
+        """Returns when an agent has taken it. Raises asyncio.TimeoutError where none has taken any for so long."""
         self._waiting.append(session)
         self._offered.set()
+        while session in self._waiting:
+            await asyncio.wait_for(self._taken.wait(), patience_s)
 
     async def remove(self, session: Session) -> None:
         self._open.pop(session.id, None)
-        self._takers.pop(session.id, None)
+        taker = self._takers.pop(session.id, None)
+        if taker is not None and session.is_done:
+            self._useful.add(taker)
         if session in self._waiting:
             self._waiting.remove(session)
         await session.close()
@@ -58,13 +63,19 @@ class Sessions:
                 return None
         session = self._waiting.popleft()
         self._takers[session.id] = taker
+        self._taken.set()
+        self._taken = asyncio.Event()
         return session
 
-    def taker_ended(self, taker: str) -> None:
-        """Begins the sessions again that the taker has taken and not ended."""
-        for session_id, other in list(self._takers.items()):
-            if other == taker and (session := self._open.get(session_id)) is not None and session.outcome is None:
+    def taker_ended(self, taker: str) -> bool:
+        """Begins the sessions again that the taker has taken and not ended. Whether it has ended one since its last end."""
+        was_useful = taker in self._useful
+        self._useful.discard(taker)
+        for session in [self._open[one] for one, other in self._takers.items() if other == taker and one in self._open]:
+            was_useful |= session.is_done
+            if session.outcome is None:
                 session.lose()
+        return was_useful
 
     def key_of(self, what: str) -> str:
         """The key of a session (`session:ID`) or of a program (`program:NUMBER`)."""

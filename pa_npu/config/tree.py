@@ -277,9 +277,16 @@ class ConfigTree(Section):
         return reward_limit_s(self.reward, self.rollout.responses_per_prompt)
 
     @property
+    def group_limit_s(self) -> float:
+        """The longest that a group is written: its request, or the sessions of its agents."""
+        if self.environment.name != "agents":
+            return self.request_limit_s
+        return sessions_limit_s(self.agent, self.rollout.responses_per_prompt)
+
+    @property
     def engine_wait_s(self) -> float:
         """Deadline of the wait for room on an engine: what is in flight ends by then, and what died has been replaced."""
-        return self.request_limit_s + self.rollout.startup_timeout_s + self.publish.timeout_s
+        return self.group_limit_s + self.rollout.startup_timeout_s + self.publish.timeout_s
 
     @property
     def border_timeout_s(self) -> float:
@@ -396,6 +403,11 @@ def reward_limit_s(reward: RewardConfig, responses: int) -> float:
     if "code" in names:
         limits.append(code.most_tests * code.timeout_s * _rounds(responses, code.concurrency))
     return max(limits)
+
+
+def sessions_limit_s(agent: AgentConfig, responses: int) -> float:
+    """Seconds that the sessions of a group may take, before which no other goes; counted as reward_limit_s does."""
+    return agent.timeout_s * _rounds(responses, agent.concurrent)
 
 
 def _rounds(requests: int, at_once: int) -> int:

@@ -22,10 +22,12 @@ from pa_npu.agents.session import Session
 from pa_npu.agents.sessions import Sessions
 from pa_npu.agents.tool_calls import hermes
 from pa_npu.config.schema import Config
+from pa_npu.coordinator import environment_trial
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation
 from pa_npu.environments.protocol import EnvironmentFailed, Generate, Turn
 from pa_npu.environments.registry import make_environment, opened
+from pa_npu.errors import ConfigError
 from pa_npu.samples.types import Sample
 from tools.make_tiny_model import AGENT_TEMPLATE, END_OF_TURN, make_tokenizer
 
@@ -415,6 +417,49 @@ async def test_programs_that_stay_take_one_task_after_another_and_what_a_killed_
     command = shlex.join([sys.executable, str(file)])
     samples, _ = await rollout(config(command=command, programs=1), 4, lambda shown: f"w{END_OF_TURN}")
     assert len(samples) == 4 and not flag.exists() and {sample.reward for sample in samples} == {1.0}
+
+
+async def test_a_program_may_end_after_every_task_and_is_started_again(tmp_path: Path) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(STAYING.replace("FLAG", str(tmp_path / "never")) + "    break\n")
+    command = shlex.join([sys.executable, str(file)])
+    samples, _ = await rollout(config(command=command, programs=1), 5, lambda shown: f"w{END_OF_TURN}")
+    assert len(samples) == 5, "more tasks than a program that ends without one may be started"
+
+
+async def test_a_program_that_ends_without_a_task_done_ends_the_run_in_one_line() -> None:
+    command = shlex.join([sys.executable, "-c", "raise SystemExit('no module named nonsense')"])
+    with pytest.raises(ConfigError, match="ended 3 times without a session done.*no module named nonsense"):
+        await rollout(config(command=command, programs=1), 1, asks_then_answers)
+
+
+async def test_a_sessions_time_runs_from_when_it_is_taken() -> None:
+    """The first of two is taken and forgotten; the other has waited for as long and has all of its time."""
+    async with opened(make_environment(config(timeout_s=0.3), TOKENIZER), 30.0) as agents:
+        assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
+        working = asyncio.create_task(agents.rollout(PROMPT, 2, Policy(lambda shown: f"w{END_OF_TURN}")))
+        forgotten = await agents.sessions.take("me", 30.0)
+        assert forgotten is not None
+        await forgotten.ended()
+        session = await agents.sessions.take("me", 0.0)
+        assert forgotten.outcome == "time" and session is not None and session.outcome is None
+        await Client(agents.sessions, session).chat([user("q")])
+        session.end("done")
+        (sample,) = await asyncio.wait_for(working, 30.0)
+        assert sample.finished
+
+
+async def test_a_run_whose_tasks_nobody_takes_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pa_npu.agents.environment._COME_S", 0.1)
+    with pytest.raises(EnvironmentFailed, match="no agent has taken a task for 0.2 s"):
+        await rollout(config(timeout_s=0.1), 2, asks_then_answers)
+
+
+def test_agents_are_tried_for_as_long_as_their_sessions_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(environment_trial, "ask", lambda module, request, limit_s, *texts: asked.append(limit_s))
+    environment_trial.check_environment(config(command="agent", timeout_s=900.0), PROMPT)
+    assert asked == [60.0 + 2 * 900.0], "one whose room is taken first, as in a run"
 
 
 def test_what_is_no_call_stays_text() -> None:

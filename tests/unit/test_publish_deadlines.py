@@ -84,6 +84,10 @@ def test_the_users_own_deadline_of_the_device_is_refused_where_it_comes_first(
             r"\(reward.judge: attempts.*set it to at least 1234, remove it",
         ),
         (
+            {"environment": {"name": "agents"}, "agent": {"timeout_s": 1700}, "trainer": {"wait_timeout_s": 3300}},
+            "trainer.wait_timeout_s: 3300 s is shorter than the 3400 s that the sessions of a group may take",
+        ),
+        (
             {"publish": {"timeout_s": 1000}},
             "trainer.wait_timeout_s: 1800 s is shorter than twice publish.timeout_s = 1000 s",
         ),
@@ -126,6 +130,13 @@ def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_may_take() -> N
     assert waits({"max_response_tokens": 8192}, devices=2) == 600 + 0.25 * 8192
     assert waits({"request_timeout_s": 7200.0, "too_long": "cut"}) == 2 * 7200 + 0.25 * (256 + 64)
     assert waits({"max_response_tokens": 8192}, wait_timeout_s=4000) == 4000
+    # a group of 8 waits for the room of others, and begins in rounds where it has less
+    agents: Any = {"name": "agents"}
+    for concurrent, rounds in ((8, 2), (4, 4)):
+        tree = TREE | {"environment": agents, "agent": {"timeout_s": 1000, "concurrent": concurrent}}
+        config = Config.model_validate(tree)
+        assert config.trainer.wait_timeout_s == config.group_limit_s == 1000 * rounds
+        assert config.engine_wait_s > config.group_limit_s
     with pytest.raises(ValueError, match="max_response_tokens"):
         waits({"max_response_tokens": "8k"})
 

@@ -1,4 +1,4 @@
-"""Rules for deadlines: what waits for something ends after it; trainer.wait_timeout_s follows requests and rewards."""
+"""Rules for deadlines: what waits for something ends after it; trainer.wait_timeout_s follows requests, agents and rewards."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from pa_npu.config.presets import set_keys
-from pa_npu.config.sections import SLOWEST_TOKEN_S, RewardConfig, RolloutConfig, TrainerConfig
-from pa_npu.config.tree import COLLECTIVE_MARGIN_S, ConfigTree, request_limit_s, reward_limit_s
+from pa_npu.config.sections import SLOWEST_TOKEN_S, AgentConfig, RewardConfig, RolloutConfig, TrainerConfig
+from pa_npu.config.tree import COLLECTIVE_MARGIN_S, ConfigTree, request_limit_s, reward_limit_s, sessions_limit_s
 
 _LONGEST_WAIT_S = 10_000_000  # four months; the clocks of some libraries overflow above
 
@@ -28,19 +28,20 @@ def fill_wait(tree: Any) -> Any:
     ]
     if not all(type(value) in (int, float) for value in values[:2]):
         return tree
-    needed_s = request_limit_s(*values) + _reward_limit_s(tree, given)
+    responses = given.get("responses_per_prompt", RolloutConfig.model_fields["responses_per_prompt"].default)
+    if type(responses) is not int:
+        return tree
+    try:
+        needed_s = reward_limit_s(RewardConfig.model_validate(tree.get("reward", {})), responses)
+        if set_keys(tree.get("environment")).get("name") == "agents":
+            needed_s += sessions_limit_s(AgentConfig.model_validate(tree.get("agent", {})), responses)
+        else:
+            needed_s += request_limit_s(*values)
+    except ValidationError:
+        return tree  # it is said when the tree is checked
     if not TrainerConfig.model_fields["wait_timeout_s"].default < needed_s <= _LONGEST_WAIT_S:
         return tree
     return {**tree, "trainer": {**trainer, "wait_timeout_s": needed_s}}
-
-
-def _reward_limit_s(tree: dict[str, Any], rollout: dict[str, Any]) -> float:
-    responses = rollout.get("responses_per_prompt", RolloutConfig.model_fields["responses_per_prompt"].default)
-    try:
-        reward = RewardConfig.model_validate(tree.get("reward", {}))
-    except ValidationError:
-        return 0.0  # it is said when the tree is checked
-    return reward_limit_s(reward, responses) if type(responses) is int else 0.0
 
 
 def broken_deadlines(c: ConfigTree) -> Iterator[str]:
@@ -50,7 +51,15 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
             if key.endswith("_s") and value is not None and value > _LONGEST_WAIT_S:
                 yield f"{section}.{key}: {value:g} s is longer than any run; set it to {_LONGEST_WAIT_S} or less"
     wait_s = c.trainer.wait_timeout_s
-    if wait_s < c.request_limit_s:
+    agents = c.environment.name == "agents"
+    if agents and wait_s < c.group_limit_s:
+        yield (
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.group_limit_s:g} s that the sessions of a group may take "
+            f"(agent.timeout_s = {c.agent.timeout_s:g}, agent.concurrent = {c.agent.concurrent} of "
+            f"rollout.responses_per_prompt = {c.rollout.responses_per_prompt} at once, behind those that are under way), so that "
+            f"trainers would give up on a group that still has time; set it to at least that, or remove it"
+        )
+    elif not agents and wait_s < c.request_limit_s:
         cut = ", once more for a group that is cut" if c.rollout.too_long == "cut" else ""
         yield (
             f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.request_limit_s:g} s that a request may take "
@@ -58,12 +67,13 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
             f"rollout.max_response_tokens = {c.rollout.max_response_tokens}{cut}), so that trainers would give up on a group that "
             f"still has time; set it to at least that, or remove it"
         )
-    elif c.reward_limit_s and wait_s < c.request_limit_s + c.reward_limit_s:
+    elif c.reward_limit_s and wait_s < c.group_limit_s + c.reward_limit_s:
         yield (
-            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.request_limit_s:g} s of a request and the "
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.group_limit_s:g} s of "
+            f"{'its sessions' if agents else 'a request'} and the "
             f"{c.reward_limit_s:g} s that the group's rewards may take then (reward.judge: attempts, timeout_s and concurrency; "
             f"reward.code: most_tests, timeout_s and concurrency), so that trainers would give up on a group that still has time; "
-            f"set it to at least {c.request_limit_s + c.reward_limit_s:g}, remove it, or lower these"
+            f"set it to at least {c.group_limit_s + c.reward_limit_s:g}, remove it, or lower these"
         )
     if c.rollout.too_long == "cut" and c.schedule.order == "prompt":
         yield (

@@ -25,9 +25,12 @@ class AgentConfig(Section):
         description="Programs that stay, and take one task after another from the gateway (GET /tasks), or several at once; none "
         " starts one for every session.",
     )
-    concurrent: int = Field(64, ge=1, le=4096, description="Sessions at once.")
+    concurrent: int = Field(64, ge=1, le=4096, description="Sessions at once, open or offered to be taken.")
     timeout_s: float = Field(
-        600.0, gt=0, description="Longest session, the policy's answers included; then it ends with the outcome time."
+        600.0,
+        gt=0,
+        description="Longest session from when an agent has it, the policy's answers included; then it ends with the outcome "
+        "time. A run in which no task is taken for a minute longer ends.",
     )
     output_kib: int = Field(
         1024,

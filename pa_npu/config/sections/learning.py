@@ -164,7 +164,7 @@ class TrainerConfig(Section):
         1800.0,
         gt=0,
         description="Deadline of every wait of a trainer (rollouts, publish, collectives); where it is left out, at least as long "
-        "as a request may take, and then a judge, or programs that are tested.",
+        "as a request, or agents' sessions, may take, and then a judge, or programs that are tested.",
     )
     startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for the trainer ranks to become ready.")
 
