@@ -78,6 +78,7 @@ EXTRAS = {
         "ray>=2.50,<3",  # tests of several nodes, as two raylets on this machine
         "pytest>=8",
         "pytest-asyncio>=0.24",  # tests of the coordinator
+        "openai>=1",  # tests of agents, whose client it is
         "pytest-timeout>=2.3",  # a test that hangs fails, and the others still run
         "hypothesis>=6.100",  # fuzzing of parsers and layouts
         "ruff>=0.9",

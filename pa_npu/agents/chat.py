@@ -86,7 +86,7 @@ class Chat:
         """The message of an answer to `messages`, which were rendered as `text`. call_ids: the beginning of its calls' ids."""
         raw, content = self.text_of(written, stop)
         ending = self._ending(written)
-        parsed = self._parse(raw.removesuffix(ending), tools) if tools else Parsed(content)
+        parsed = self._parse(raw.removesuffix(ending), tools, text) if tools else Parsed(content)
         if not parsed.calls:
             return Answer(content, {"role": "assistant", "content": content}, (raw,))
         calls = [
@@ -117,7 +117,7 @@ class Chat:
         if not ending or not whole.startswith(text) or ending not in whole[len(text) :]:
             return ()
         shown = whole[len(text) : whole.rindex(ending)]
-        return (shown + ending,) if self._parse(shown, tools).says_the_same(parsed) else ()
+        return (shown + ending,) if self._parse(shown, tools, text).says_the_same(parsed) else ()
 
     def _ending(self, written: Generation) -> str:
         """The text of the special token that ended an answer; empty where none did."""

@@ -6,7 +6,7 @@
 A session whose program was killed, or whose engine died, begins again with the same seeds. Its outcome says how it ended
 (session.py); agent.discards names those that are not trained. Rewards are the agents' where any session of the group has one, and
 then a session without one has 0; else the run's reward functions read the transcript: what follows the first request of the
-branch that was written to last.
+session's last branch (Session.last_leaf).
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class AgentEnvironment:
             own = Gateway(self.sessions, self._config.rollout.temperature)
             await self._stack.enter_async_context(own.serving(LOOPBACK, 0, None))
         if self._settings.command is not None:
-            self._programs = Programs(self._settings, self.sessions)
+            hidden = self._config.reward.judge.api_key_variable
+            self._programs = Programs(self._settings, self.sessions, [hidden] if hidden else [])
             self._staying = [
                 asyncio.create_task(self._programs.stay(number), name=f"agent program {number}")
                 for number in range(self._settings.programs or 0)
@@ -148,14 +149,14 @@ class AgentEnvironment:
             await cancel([working])
 
     def _transcript(self, session: Session) -> str:
-        """Returns as text all that follows the first request of the branch that was written to last."""
-        path = session.tree.nodes[-1].path
+        """Returns as text all that follows the first request of the session's last branch."""
+        path = session.last_leaf.path
         tokens = session.tree.tokens(path[-1])[len(path[0].context) :]
         return str(self._chat.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
 
 class EvaluatedAgents:
-    """The same for evaluations: one sample of every session, its branch that was written to last, whatever its outcome."""
+    """The same for evaluations: one sample of every session, its last branch, whatever its outcome."""
 
     waits_are_bounded = True  # by agent.timeout_s
 
@@ -167,7 +168,7 @@ class EvaluatedAgents:
         rewarded = any(session.is_rewarded for session in sessions)
         samples = []
         for session in sessions:
-            place = list(session.tree.leaves()).index(session.tree.nodes[-1])
+            place = list(session.tree.leaves()).index(session.last_leaf)
             samples.append(self._agents.samples(session, rewarded)[place])
         return samples
 

@@ -18,7 +18,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pa_npu.agents.session import Session
@@ -27,6 +27,7 @@ from pa_npu.config.sections import AgentConfig
 from pa_npu.control import keeper
 from pa_npu.control.tasks import cancel
 from pa_npu.errors import ConfigError
+from pa_npu.telemetry.secrets import is_secret
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +35,13 @@ _KILL_S = 5.0
 _GRACE_S = 5.0  # of a program whose session has reached a limit, to end by itself
 _LAST_WORDS = 300  # characters
 _RESTARTS = 3  # of a program that stays, without a session done in between
-# What belongs to the run and is none of an agent's business.
-_HIDDEN = ("VLLM_API_KEY", "PA_NPU_STORE")
+_STORE = "PA_NPU_STORE"  # the run's own address
 
 
 class Programs:
-    """Starts them, and ends them. settings: the run's section `agent`."""
+    """Starts them, and ends them. settings: the run's section `agent`. hidden: variables that they do not inherit."""
 
-    def __init__(self, settings: AgentConfig, sessions: Sessions) -> None:
+    def __init__(self, settings: AgentConfig, sessions: Sessions, hidden: Sequence[str] = ()) -> None:
         assert settings.command is not None
         try:
             self._command = [_found(part) for part in shlex.split(settings.command)]
@@ -51,6 +51,7 @@ class Programs:
             ) from None
         self._most_bytes = settings.output_kib * 1024
         self._sessions = sessions
+        self._hidden = {_STORE, *hidden}
         self.last_words = ""
 
     async def run(self, session: Session) -> None:
@@ -88,9 +89,8 @@ class Programs:
         with tempfile.TemporaryDirectory(prefix="pa_npu-agent-", ignore_cleanup_errors=True) as directory:
             theirs, lifeline = os.pipe()
             kept = [sys.executable, "-I", "-S", keeper.__file__, str(theirs), "0", "", "--", *self._command]
-            inherited = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
             path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), os.getcwd())))
-            env = {**inherited, "PYTHONPATH": path, "GATEWAY_URL": self._sessions.url, **variables}
+            env = {**self._inherited(), "PYTHONPATH": path, "GATEWAY_URL": self._sessions.url, **variables}
             waiting: list[asyncio.Task[object]] = []
             process: asyncio.subprocess.Process | None = None
             try:
@@ -123,6 +123,11 @@ class Programs:
                 await cancel(waiting)
                 if process is not None:
                     await _reap(process)
+
+    def _inherited(self) -> dict[str, str]:
+        """This process's environment without what a name calls secret: keys of judges, trackers and hubs are no agent's business."""
+        theirs = os.environ.items()
+        return {name: value for name, value in theirs if name not in self._hidden and not is_secret(name)}
 
     async def _read(self, process: asyncio.subprocess.Process, session: Session | None) -> bool:
         """Reads its output until its end (True) or its limit."""

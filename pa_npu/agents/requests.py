@@ -30,6 +30,11 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"}, None),
     "tool_choice": ("auto", "none", None),
     "suffix": (None, ""),
+    "echo": (False, None),
+    "top_k": (-1, 0, None),
+    "min_p": (0, None),
+    "repetition_penalty": (1, None),
+    "reasoning_effort": ("medium", None),  # OpenAI's own default
 }
 _MOST_STOPS, _MOST_CHOICES = 16, 128
 

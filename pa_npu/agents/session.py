@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -33,6 +33,9 @@ from pa_npu.control.tasks import cancel
 from pa_npu.engines.protocol import Generation
 from pa_npu.environments.protocol import Generate
 from pa_npu.errors import PaNpuError
+
+
+_LONGEST_TOKEN = 64  # characters
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Session:
     _asked: dict[bytes, set[int]] = field(default_factory=dict)
     _turns: int = 0
     _was_refused: bool = False
+    _was_parallel: bool = False
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -79,6 +83,11 @@ class Session:
     def is_rewarded(self) -> bool:
         """Whether the agent has given a reward, to the session or to a turn."""
         return self.reward is not None or any(node.reward is not None for node in self.tree.nodes)
+
+    @property
+    def last_leaf(self) -> Node:
+        """The branch that was written last; where requests ran side by side, which end by chance, the one that was shown most."""
+        return self.tree.most_shown if self._was_parallel else self.tree.nodes[-1]
 
     @property
     def is_done(self) -> bool:
@@ -112,14 +121,15 @@ class Session:
         if completion is None:
             self.reward = float(reward)
             return
-        place = completion.rpartition("-")[2]
-        if not place.isdecimal() or not 0 < int(place) < len(self.tree.nodes):
+        _, session_id, place = ["", "", *completion.split("-")][-3:]
+        if session_id != self.id or not place.isdecimal() or not 0 < int(place) < len(self.tree.nodes):
             raise Refused(f"turn: {completion!r:.60} is no id of a completion of this session", param="turn")
         self.tree.nodes[int(place)].reward = float(reward)
 
     async def chat_turn(self, asked: Asked) -> Turn:
         """Answers a chat request. Raises Refused."""
         messages, tools = asked.messages, asked.tools
+        self._check_size(_num_characters([messages, tools]))
         text = self.chat.render(messages, tools)
         parent, begin = self.tree.find(text)
         context = self._encode(text[begin:], parent, templated=True)
@@ -152,11 +162,14 @@ class Session:
         return self.tree.add(parent, context, text, written, answer.shown)
 
     def _encode(self, text: str, parent: Node, *, templated: bool) -> npt.NDArray[np.int32]:
-        # a text of so many characters has more tokens than any limit, and would take long
-        if len(text) > 64 * (self.limits.prompt + self.limits.response):
-            raise self._too_long(len(text) // 64, "about")
+        self._check_size(len(text))
         begins = parent is self.tree.root
         return np.asarray(self.chat.encode(text, begins=begins, templated=templated), np.int32)
+
+    def _check_size(self, num_characters: int) -> None:
+        """Refuses what has more tokens than any limit before it is rendered or tokenised, which would take long."""
+        if num_characters > _LONGEST_TOKEN * (self.limits.prompt + self.limits.response):
+            raise self._too_long(num_characters // _LONGEST_TOKEN, "about")
 
     def _checked(self, tokens: Sequence[int]) -> npt.NDArray[np.int32]:
         if len(tokens) > self.limits.prompt + self.limits.response:
@@ -176,6 +189,7 @@ class Session:
         left = self._left(parent, context, tokens)
         self._turns += 1
         self._was_refused = False
+        self._was_parallel |= bool(self._running)
         identity = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
         asked_before = self._asked.setdefault(identity, set())
         repeat = next(number for number in count() if number not in asked_before)
@@ -231,3 +245,13 @@ class Session:
 
     def _over(self) -> Refused:
         return Refused(f"this session has ended: {self.outcome}", code="session_ended")
+
+
+def _num_characters(value: Any) -> int:
+    """Those of all texts in a JSON value, and one for whatever else is in it."""
+    number, left = 0, [value]
+    while left:
+        one = left.pop()
+        number += len(one) if isinstance(one, str) else 1
+        left += one.values() if isinstance(one, Mapping) else one if isinstance(one, (list, tuple)) else ()
+    return number

@@ -7,6 +7,7 @@ any other   a tool parser of vLLM, by its name there (llama3_json, mistral, ...)
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -48,11 +49,11 @@ class Parsed:
         return self.content.strip() == other.content.strip() and own == others
 
 
-Parser = Callable[[str, Sequence[dict[str, Any]]], Parsed]
-"""From an answer's text, special tokens included but for the last, and the request's tools."""
+Parser = Callable[[str, Sequence[dict[str, Any]], str], Parsed]
+"""From an answer's text, special tokens included but for the last, the request's tools, and its text."""
 
 
-def hermes(text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
+def hermes(text: str, tools: Sequence[dict[str, Any]] = (), prompt: str = "") -> Parsed:
     """Calls between <tool_call> and </tool_call>, each a JSON object with `name` and `arguments`."""
     calls = []
     for found in _HERMES.finditer(text):
@@ -84,7 +85,7 @@ def make_parser(name: str, tokenizer: Any) -> Parser:
     assert make is not None
     extract = make(name, tokenizer)
 
-    def parse(text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
+    def parse(text: str, tools: Sequence[dict[str, Any]], prompt: str) -> Parsed:
         content, calls = extract(text, tools)
         return Parsed(content or "", tuple(Call(*call) for call in calls))
 
@@ -96,9 +97,12 @@ def _response_template(tokenizer: Any) -> Any:
 
 
 def _by_template(tokenizer: Any) -> Parser:
-    def parse(text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
+    known = inspect.signature(tokenizer.parse_response).parameters  # later versions want more
+
+    def parse(text: str, tools: Sequence[dict[str, Any]], prompt: str) -> Parsed:
+        more = {name: value for name, value in (("prefix", prompt), ("tools", list(tools))) if name in known}
         try:
-            message = tokenizer.parse_response(text)
+            message = tokenizer.parse_response(text, **more)
             calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
             found = [Call(str(call["name"]), _json(call.get("arguments", {}))) for call in calls]
         except Exception:  # the template is the model's, and what a policy writes is anything

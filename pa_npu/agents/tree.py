@@ -127,6 +127,11 @@ class SessionTree:
             elif node.written is not None:
                 yield node
 
+    @property
+    def most_shown(self) -> Node:
+        """The leaf whose last request showed the policy most tokens, the first of several."""
+        return max(self.leaves(), key=lambda leaf: len(self.tokens(leaf.parent or self.root)) + len(leaf.context))
+
     def samples(self, text: str, *, ended: bool, reward: float | None) -> list[Sample]:
         """One sample per leaf. text: the session's, which reward functions read. ended: by itself, not at a limit.
 

@@ -277,6 +277,11 @@ class ConfigTree(Section):
         return reward_limit_s(self.reward, self.rollout.responses_per_prompt)
 
     @property
+    def has_gateway(self) -> bool:
+        """Whether other programs use the run by its key: agents, or what agent.port is for."""
+        return self.environment.name == "agents" or self.agent.port is not None
+
+    @property
     def group_limit_s(self) -> float:
         """The longest that a group is written: its request, or the sessions of its agents."""
         if self.environment.name != "agents":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+from pathlib import Path
 from typing import Any
 
 from pa_npu.agents.environment import AgentEnvironment
@@ -17,6 +17,7 @@ from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.coordinator.updates import InformativeUpdates, Updates
 from pa_npu.data.stream import TrainingStream
 from pa_npu.engines.handing_on import Decode
+from pa_npu.engines.http_server import KEY_FILE
 from pa_npu.environments.protocol import Environment
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 
@@ -53,11 +54,11 @@ def decoder(tokenizer: Any) -> Decode:
 def make_gateway(
     config: Config, environment: Environment, key: str | None, service: ServedRun | None
 ) -> Gateway | None:
-    """For agents, and for other programs, where a run has these. key: the run's; None, of attached engines, makes a new one."""
+    """For agents, and for other programs, where a run has these. key: the engines'; the run's own where that is not known."""
     agents = environment if isinstance(environment, AgentEnvironment) else None
     if agents is None and service is None:
         return None
-    sessions = Sessions(key or secrets.token_hex(32))
+    sessions = Sessions(key or (Path(config.run.dir) / KEY_FILE).read_text(encoding="utf-8").strip())
     if agents is not None:
         agents.sessions = sessions
     return Gateway(sessions, config.rollout.temperature, service.routes if service is not None else None)

@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Iterable
 
 KEY_VARIABLE = "VLLM_API_KEY"
+KEY_FILE = "api_key"  # in the run directory
 OPEN_PATH = "/health"
 REFUSAL = (
     json.dumps({"error": {"message": f"send this engine's API key: Authorization: Bearer ${KEY_VARIABLE}"}}) + "\n"

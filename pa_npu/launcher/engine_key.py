@@ -1,7 +1,7 @@
 """The API key of a run's engines: random for every run, known to engines and coordinator only.
 
 It reaches processes through their environment (VLLM_API_KEY), never through a command line, a log or config.yaml. While
-engines run, a file that only the user can read holds it, for whoever attaches to them.
+engines run, a file that only the user can read holds it, for whoever attaches to them or uses the gateway.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 
 from pa_npu.config.plain_file import read_plain, reason
 from pa_npu.config.schema import Config
-from pa_npu.engines.http_server import KEY_VARIABLE
+from pa_npu.engines.http_server import KEY_FILE, KEY_VARIABLE
 from pa_npu.errors import ConfigError, UserError
 
-KEY_FILE = "api_key"
 _LONGEST_KEY_FILE_BYTES = 4096
 
 
@@ -45,6 +44,13 @@ def key_file(directory: Path, key: str) -> Iterator[Path]:
         yield file
     finally:
         file.unlink(missing_ok=True)
+
+
+def run_key_file(config: Config, directory: Path, key: str) -> contextlib.AbstractContextManager[object]:
+    """RUN/api_key for who uses the run: it starts engines, or has a gateway, whose key is a new one where the engines' is not known."""
+    if config.rollout.attach and not config.has_gateway:
+        return contextlib.nullcontext()
+    return key_file(directory, key or secrets.token_hex(32))
 
 
 def run_key(config: Config) -> str:

@@ -20,7 +20,7 @@ from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.launcher.engine_key import KEY_FILE, checked_key, read_key
+from pa_npu.launcher.engine_key import checked_key, read_key
 from pa_npu.launcher.placement import Placement, available_cores, free_ports, port_problem
 from pa_npu.launcher.run_checks import check_engine_interpreter, check_model_files, device_notes
 from pa_npu.platform.base import Platform

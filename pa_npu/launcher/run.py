@@ -37,7 +37,7 @@ from pa_npu.launcher.cluster.local import LocalCluster
 from pa_npu.launcher.cluster.protocol import Cluster
 from pa_npu.launcher.cluster.ray_cluster import ray_cluster
 from pa_npu.launcher.cluster.ray_connection import RayConnection, connected
-from pa_npu.launcher.engine_key import engine_key, key_file
+from pa_npu.launcher.engine_key import engine_key, key_file, run_key_file
 from pa_npu.launcher.placement import engine_ports, placement_lines
 from pa_npu.launcher.process.commands import Startable, Store, coordinator_command, engine_command, engine_url
 from pa_npu.launcher.process.console import Console
@@ -90,7 +90,7 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
         timeline = Timeline.for_run(run_dir, "launcher", enabled=config.telemetry.timeline)
         with (
             timeline,
-            contextlib.nullcontext() if config.rollout.attach else key_file(run_dir, key),
+            run_key_file(config, run_dir, key),
             stop_signals() as signals,
             ProcessTree(run_dir / "logs", GRACE_S, signals.insisted) as local,
         ):

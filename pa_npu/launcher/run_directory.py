@@ -14,8 +14,8 @@ from pa_npu.checkpoints.provenance import changes_the_run, differences
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.config.yaml_source import read_yaml
+from pa_npu.engines.http_server import KEY_FILE
 from pa_npu.errors import ConfigError, UserError
-from pa_npu.launcher.engine_key import KEY_FILE
 from pa_npu.launcher.resume import checkpoints_directory, continues_own_run
 
 CONFIG_FILE = "config.yaml"

@@ -20,14 +20,17 @@ from pa_npu.agents import gateway
 from pa_npu.agents.environment import AgentEnvironment, evaluated
 from pa_npu.agents.session import Session
 from pa_npu.agents.sessions import Sessions
-from pa_npu.agents.tool_calls import hermes
+from pa_npu.agents.tool_calls import Parsed, hermes, make_parser
 from pa_npu.config.schema import Config
 from pa_npu.coordinator import environment_trial
+from pa_npu.coordinator.assembly import make_gateway
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation
+from pa_npu.engines.vllm.tool_calls import tool_parser as vllm_parser
 from pa_npu.environments.protocol import EnvironmentFailed, Generate, Turn
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import ConfigError
+from pa_npu.launcher.engine_key import run_key_file
 from pa_npu.samples.types import Sample
 from tools.make_tiny_model import AGENT_TEMPLATE, END_OF_TURN, make_tokenizer
 
@@ -234,7 +237,8 @@ async def test_streams_completions_and_models_are_those_of_the_openai_package(ag
     ("field", "value"),
     [
         ("temperature", 0.5), ("top_p", 0.9), ("n", 2), ("logit_bias", {"5": 1}), ("seed", 1), ("presence_penalty", 0.1),
-        ("response_format", {"type": "json_object"}), ("tool_choice", "required"), ("top_logprobs", 3), ("max_tokens", 0),
+        ("response_format", {"type": "json_object"}), ("echo", True), ("top_k", 5), ("repetition_penalty", 1.1), ("min_p", 0.1),
+        ("reasoning_effort", "high"), ("tool_choice", "required"), ("top_logprobs", 3), ("max_tokens", 0),
         ("stop", [""]), ("messages", []), ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]),
     ],
 )  # fmt: skip
@@ -293,7 +297,9 @@ async def test_a_turns_reward_counts_for_the_branches_that_hold_it(agents: Agent
     client = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
     first = await client.chat([user("q")])
     assert (await client.send("/reward", {"reward": 0.25, "turn": first.id}))[0] == 200
-    assert (await client.send("/reward", {"reward": 1, "turn": "chatcmpl-x-9"}))[0] == 400
+    other = first.id.replace(client.session.id, "0" * 16)
+    for wrong in ("chatcmpl-x-9", other, first.id.rpartition("-")[2], "-", ""):
+        assert (await client.send("/reward", {"reward": 1, "turn": wrong}))[0] == 400, wrong
     await client.chat([user("another branch")])
     rewards = [sample.reward for sample in client.session.tree.samples("", ended=True, reward=1.0)]
     assert sorted(rewards) == [1.0, 1.25]  # type: ignore[type-var]
@@ -333,6 +339,104 @@ async def rollout(settings: Config, num_samples: int, script: Callable[[str], st
     policy = Policy(script)
     async with opened(make_environment(settings, TOKENIZER), 30.0) as environment:
         return await environment.rollout(PROMPT, num_samples, policy), policy
+
+
+@pytest.mark.parametrize("side_by_side", [True, False])
+async def test_which_branch_is_judged_is_chance_neither_for_parallel_requests_nor_for_one_after_another(
+    agents: AgentEnvironment, side_by_side: bool
+) -> None:
+    """Two sub-agents: side by side, the one that was shown more; one after another, the later one."""
+
+    async def judged(questions: list[str]) -> str:
+        policy = Policy(lambda shown: f"a{len(shown)}{END_OF_TURN}")
+        client = await client_of(agents, policy)
+        await client.chat([user("first")])
+        if not side_by_side:
+            for question in questions:
+                await client.chat([user(question)])
+            return agents._transcript(client.session)
+        waits = dict(zip(questions, (asyncio.Event(), asyncio.Event()), strict=True))
+
+        async def answer(turn: Turn, write: Any = policy._write) -> list[Generation]:
+            shown = str(TOKENIZER.decode(turn.tokens.tolist()))
+            await next(event for question, event in waits.items() if question in shown).wait()
+            return await write(turn)  # type: ignore[no-any-return]
+
+        policy._write = answer  # type: ignore[method-assign]
+        asking = [asyncio.create_task(client.chat([user(question)])) for question in questions]
+        while len(client.session._running) < 2:
+            await asyncio.sleep(0.001)
+        for question, task in zip(questions, asking, strict=True):
+            waits[question].set()
+            await task
+        return agents._transcript(client.session)
+
+    short, long = "a sub-task", "another and longer sub-task"
+    answers = [await judged([short, long]), await judged([long, short])]
+    assert (answers[0] == answers[1]) is side_by_side, answers
+
+
+async def test_what_is_too_long_for_any_limit_is_refused_before_the_template_sees_it(
+    agents: AgentEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await client_of(agents, Policy(asks_then_answers))
+    rendered: list[str] = []
+    render = agents._chat.render
+    monkeypatch.setattr(agents._chat, "render", lambda *args, **more: rendered.append("") or render(*args, **more))
+    for long in ([user("x" * 64 * 400)], [user("x")] * 64 * 400):
+        with pytest.raises(openai.BadRequestError, match="about [0-9]+ tokens do not fit") as refused:
+            await client.chat(long)
+        assert refused.value.code == "context_length_exceeded" and not rendered
+    with pytest.raises(openai.BadRequestError, match="about"):
+        await client.chat([user("q")], tools=[{"type": "function", "function": {"name": "x" * 64 * 400}}])
+    await client.chat([user("q")])
+    assert rendered
+
+
+async def test_programs_inherit_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "PA_NPU_STORE", "GRADER", "MY_PASSWORD")
+    for name in (*hidden, "PLAIN"):
+        monkeypatch.setenv(name, "x")
+    lines = f"found = [n for n in {(*hidden, 'PLAIN')} if n in os.environ]"
+    lines += '; ask(os.environ["SESSION_URL"] + "/reward", {"reward": len(found) + 10 * ("PLAIN" in found)})'
+    settings = config(command=program(tmp_path, lines))
+    judge = settings.reward.judge.model_copy(update={"api_key_variable": "GRADER"})
+    settings = settings.model_copy(update={"reward": settings.reward.model_copy(update={"judge": judge})})
+    samples, _ = await rollout(settings, 1, lambda shown: f"w{END_OF_TURN}")
+    assert [sample.reward for sample in samples] == [11.0]
+
+
+def test_agents_are_refused_where_other_numbers_of_samples_would_end_the_run() -> None:
+    tree = {"model": {"path": "m"}, "data": {"train": "t"}, "environment": {"name": "agents"}}
+    for section, keys in (
+        ("trainer", {"pipeline_parallel": 2, "devices": 2}),
+        ("algorithm", {"loss": "dpo"}),
+        ("algorithm", {"kl_in": "reward", "kl_coef": 0.1}),
+    ):
+        with pytest.raises(ValueError, match="environment.name: agents, whose sessions are one sample, several or none"):
+            Config.model_validate(tree | {section: keys})
+    Config.model_validate(tree)
+
+
+def test_the_gateways_key_is_in_a_file_also_where_engines_are_attached(tmp_path: Path) -> None:
+    def of(**rollout: Any) -> Config:
+        return config().model_copy(
+            update={
+                "run": config().run.model_copy(update={"dir": str(tmp_path)}),
+                "rollout": config().rollout.model_copy(update=rollout),
+            }
+        )
+
+    for settings, key in ((of(attach=("http://x",)), ""), (of(attach=("http://x",)), "engines"), (of(), "own")):
+        with run_key_file(settings, tmp_path, key):
+            written = (tmp_path / "api_key").read_text().strip()
+            gateway_of_run = make_gateway(settings, make_environment(settings, TOKENIZER), key or None, None)
+            assert gateway_of_run is not None and gateway_of_run.sessions.key == written
+            assert written == key or (not key and len(written) == 64)
+        assert not (tmp_path / "api_key").exists()
+    alone = of(attach=("http://x",)).model_copy(update={"environment": Config.model_fields["environment"].default})
+    with run_key_file(alone, tmp_path, "engines"):
+        assert not (tmp_path / "api_key").exists(), "nobody needs another's key"
 
 
 async def test_programs_are_started_with_a_task_and_their_reward_is_the_sessions(tmp_path: Path) -> None:
@@ -471,9 +575,79 @@ def test_what_is_no_call_stays_text() -> None:
         '<tool_call>{"name": 1}</tool_call>',
         "<tool_call>[1]",
     ):
-        assert hermes(text, []).content == text and not hermes(text, []).calls
-    two = hermes(f"a{CALL}\n{CALL}", [])
+        assert hermes(text).content == text and not hermes(text).calls
+    two = hermes(f"a{CALL}\n{CALL}")
     assert two.content == "a" and len(two.calls) == 2
+
+
+# What the files of a tokenizer may say of its answers, read by transformers.
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}},
+        },
+    },
+}
+LLAMA_CALL = '{"name": "calculator", "parameters": {"x": "6*7"}}'
+
+
+@pytest.mark.parametrize(
+    ("parser", "call", "plain"),
+    [("hermes", CALL, ""), ("template", CALL, "so"), ("auto", CALL, "so"), ("vllm hermes", CALL, "so"), ("llama3_json", LLAMA_CALL, "")],
+)
+def test_calls_are_found_by_the_models_own_format(
+    parser: str, call: str, plain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = make_tokenizer()
+    if parser in ("template", "auto"):
+        tokenizer.response_template = RESPONSE_TEMPLATE
+    elif parser != "hermes":
+        pytest.importorskip("vllm")
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|python_tag|>"]})
+    if parser == "vllm hermes":
+        extract = vllm_parser("hermes", tokenizer)
+        assert extract(plain + call, TOOLS) == (plain, [("calculator", '{"x": "6*7"}')])
+        assert extract("no call", TOOLS) == ("no call", [])
+        return
+    parse = make_parser(parser, tokenizer)
+    found = parse(plain + call, TOOLS, f"<|user|>q{'<|assistant|>'}")
+    assert found.content.strip() == plain and [one.canonical for one in found.calls] == [("calculator", '{"x": "6*7"}')]
+    assert parse("no call", TOOLS, "<|assistant|>") == Parsed("no call")
+
+
+def test_a_parser_that_there_is_not_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="template, but the model's tokenizer does not say"):
+        make_parser("template", make_tokenizer())
+    pytest.importorskip("vllm")
+    for name in ("nonsense", "llama3_json"):
+        with pytest.raises(ConfigError, match=f"vLLM has no parser {name} for this model"):
+            make_parser(name, make_tokenizer())
+
+
+async def test_curl_reads_an_answer_and_a_stream(agents: AgentEnvironment) -> None:
+    """With what clients of other servers send by habit, where it says what is so anyway."""
+    client = await client_of(agents, Policy(asks_then_answers))
+    neutral = {"echo": False, "top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "reasoning_effort": "medium", "n": 1}
+    for stream in (False, True):
+        body = json.dumps({"model": "policy", "messages": [user("q")], "stream": stream, **neutral})
+        command = ["curl", "-sS", "--fail-with-body", "--max-time", "30", f"{client.root}/v1/chat/completions", "-d", body]
+        command += ["-H", f"Authorization: Bearer {client.key}", "-H", "Content-Type: application/json"]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        said = (await asyncio.wait_for(process.communicate(), 60.0))[0].decode()
+        assert process.returncode == 0, said
+        if not stream:
+            assert json.loads(said)["choices"][0]["message"]["content"].startswith("so ")
+            continue
+        events = [line.removeprefix("data: ") for line in said.splitlines() if line]
+        assert events[-1] == "[DONE]"
+        parts = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1]]
+        assert "".join(parts).startswith("so ")
 
 
 async def test_half_requests_slow_bodies_and_too_many_connections_are_bounded_and_clients_go_on(

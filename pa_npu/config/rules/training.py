@@ -40,6 +40,11 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
             yield f"{own}, which trainer.backend={t.backend} has not; set it to auto"
         elif c.attention.shared_prompt:
             yield f"{own}, which shares no prompts; set attention.shared_prompt=false, or the implementation to auto"
+    if c.environment.name == "agents" and (needs := c.needs_whole_groups) is not None:
+        yield (
+            f"environment.name: agents, whose sessions are one sample, several or none, while {needs} needs exactly "
+            f"rollout.responses_per_prompt = {c.rollout.responses_per_prompt} samples of every prompt; change that key"
+        )
     if c.mesh.expert != t.expert_parallel:
         yield (
             f"trainer.expert_parallel: {t.expert_parallel} does not divide the {c.mesh.stage_size} ranks of a pipeline stage "
