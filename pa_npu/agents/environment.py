@@ -22,6 +22,7 @@ from pa_npu.agents.gateway import Gateway
 from pa_npu.agents.programs import Programs
 from pa_npu.agents.session import Limits, Session
 from pa_npu.agents.sessions import Sessions
+from pa_npu.agents.tree import num_unique
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import LOOPBACK
 from pa_npu.control.tasks import cancel, gather
@@ -76,12 +77,14 @@ class AgentEnvironment:
         rewarded = any(session.is_rewarded for session in written)
         trained = [session for session in written if session.outcome not in self._settings.discards]
         samples = [one for session in trained or written for one in self.samples(session, rewarded)]
+        generate.counted.update(tokens=sum(len(sample.tokens) for sample in samples), tokens_unique=num_unique(samples))
         # where nothing may be trained, equal rewards give the group no advantages
         return samples if trained else [replace(sample, reward=0.0) for sample in samples]
 
     async def sessions_of(self, prompt: Prompt, num_sessions: int, generate: Generate) -> list[Session]:
         """Sessions that have ended and asked the policy for something. Raises EnvironmentFailed where there is none."""
         sessions = await gather([self._session(prompt, number, generate) for number in range(num_sessions)])
+        generate.counted.update(f"sessions_{session.outcome}" for session in sessions)
         written = [session for session in sessions if len(session.tree.nodes) > 1]
         if not written:
             said = self._programs.last_words if self._programs is not None else ""

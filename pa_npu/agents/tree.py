@@ -157,8 +157,15 @@ class SessionTree:
             samples.append(sample.finish(ended and last is not None and last.finished, text, own))
         return samples
 
-    @property
-    def num_tokens(self) -> tuple[int, int]:
-        """Tokens of all leaves, each with all that it begins with, and those that are left when what is shared counts once."""
-        unique = sum(len(n.context) + len(n.written.tokens) for n in self.nodes if n.written is not None)
-        return sum(len(self.tokens(leaf)) for leaf in self.leaves()), unique
+
+def num_unique(samples: Sequence[Sample]) -> int:
+    """Tokens of all samples where those of a common beginning count once."""
+    ordered = sorted((sample.tokens for sample in samples), key=lambda tokens: tokens.tobytes())
+    shared = (_num_common(one, two) for one, two in zip(ordered, ordered[1:]))  # neighbours have most in common
+    return sum(map(len, ordered)) - sum(shared)
+
+
+def _num_common(one: npt.NDArray[np.int32], two: npt.NDArray[np.int32]) -> int:
+    shorter = min(len(one), len(two))
+    differ = np.flatnonzero(one[:shorter] != two[:shorter])
+    return int(differ[0]) if len(differ) else shorter

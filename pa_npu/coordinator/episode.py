@@ -8,8 +8,8 @@ An environment's mistake is one line that names it; a failing reward function is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -38,11 +38,12 @@ class Rewards(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ScoredGroup:
-    """A prompt, the samples that its environment made of it, any number from one on, and their rewards."""
+    """A prompt, the samples that its environment made of it, any number from one on, their rewards, and what it counted."""
 
     prompt: Prompt
     samples: list[Sample]
     result: RewardResult
+    counted: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def lengths(self) -> list[int]:

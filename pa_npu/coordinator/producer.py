@@ -208,7 +208,7 @@ class Producer:
         lane = f"engine {session.lease.engine.name}"
         self._timeline.complete(f"group {index}", start_s, now(), lane, iteration=iteration, **shape)
         start_s = now()
-        group = await score(self._rewards, prompt, samples)
+        group = replace(await score(self._rewards, prompt, samples), counted=generate.counted)
         self._timeline.complete(f"reward {index}", start_s, now(), "rewards", iteration=iteration)
         return group, session.lease
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,7 @@ class Production(Variant):
         self._groups = 0
         self._outcomes: dict[int, Outcome] = {}  # by dispatch index
         self._dispatched_correct = 0.0
+        self._counted: Counter[str] = Counter()
         self._responses = 0
         self._prompt_tokens = 0
         self._sample_prompt_tokens = 0
@@ -76,6 +78,7 @@ class Production(Variant):
         prompt, result = group.prompt, group.result
         right, reward = _mean(result.correct.tolist()), _mean(result.total.tolist())
         self._dispatched_correct += right
+        self._counted.update(group.counted)
         self._outcomes[index] = Outcome(prompt.prompt_id, prompt.source, None if result.errors else right, reward)
 
     def add(self, index: int, group: ScoredGroup) -> None:
@@ -115,7 +118,7 @@ class Production(Variant):
         return Produced(self.iteration, self._numbers(), self._samples, dispatched, tuple(self._kept), outcomes)
 
     def _numbers(self) -> dict[str, Any]:
-        responses = self._responses
+        responses, counted = self._responses, self._counted
         return {
             "groups": self._groups,
             "groups_dispatched": len(self._outcomes),
@@ -135,6 +138,8 @@ class Production(Variant):
             "interrupted_ratio": self._interrupted / responses,
             "tokens_prompt": self._sample_prompt_tokens,
             "tokens_response": self._response_tokens,
+            "environment": dict(sorted(counted.items())),
+            **({"unique_ratio": counted["tokens_unique"] / counted["tokens"]} if counted["tokens"] else {}),
             "generate_s": self._seconds,
             "window": self._window,
             "tail_waste": self._tail_waste,

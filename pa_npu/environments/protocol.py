@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,6 +38,11 @@ class Turn:
 
 class Generate(ABC):
     """Lets the policy write. The same arguments give the same tokens, whatever engine answers and however often it is asked."""
+
+    @cached_property
+    def counted(self) -> Counter[str]:
+        """What an environment counts of the group; the sums of an iteration are in metrics.jsonl, under `environment`."""
+        return Counter()
 
     async def __call__(
         self,

@@ -33,6 +33,7 @@ class _Watched(Generate):
 
     def __init__(self, generate: Generate) -> None:
         self._generate = generate
+        self.counted = generate.counted
         self._under_way = 0
         self._since_s = time.monotonic()
 

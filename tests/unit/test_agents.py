@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ import aiohttp
 import numpy as np
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pa_npu.agents import gateway
 from pa_npu.agents.environment import AgentEnvironment, evaluated
 from pa_npu.agents.session import Session
 from pa_npu.agents.sessions import Sessions
 from pa_npu.agents.tool_calls import Parsed, hermes, make_parser
+from pa_npu.agents.tree import num_unique
+from pa_npu.attention.trie import pack
 from pa_npu.config.schema import Config
 from pa_npu.coordinator import environment_trial
 from pa_npu.coordinator.assembly import make_gateway
@@ -31,7 +36,7 @@ from pa_npu.environments.protocol import EnvironmentFailed, Generate, Turn
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import ConfigError
 from pa_npu.launcher.engine_key import run_key_file
-from pa_npu.samples.types import Sample
+from pa_npu.samples.types import Sample, SampleBuilder
 from tools.make_tiny_model import AGENT_TEMPLATE, END_OF_TURN, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -335,9 +340,9 @@ def program(directory: Path, *lines: str) -> str:
     return shlex.join([sys.executable, str(file)])
 
 
-async def rollout(settings: Config, num_samples: int, script: Callable[[str], str]) -> tuple[list[Sample], Policy]:
+async def rollout(chosen: Config, num_samples: int, script: Callable[[str], str]) -> tuple[list[Sample], Policy]:
     policy = Policy(script)
-    async with opened(make_environment(settings, TOKENIZER), 30.0) as environment:
+    async with opened(make_environment(chosen, TOKENIZER), 30.0) as environment:
         return await environment.rollout(PROMPT, num_samples, policy), policy
 
 
@@ -399,10 +404,10 @@ async def test_programs_inherit_no_secrets(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setenv(name, "x")
     lines = f"found = [n for n in {(*hidden, 'PLAIN')} if n in os.environ]"
     lines += '; ask(os.environ["SESSION_URL"] + "/reward", {"reward": len(found) + 10 * ("PLAIN" in found)})'
-    settings = config(command=program(tmp_path, lines))
-    judge = settings.reward.judge.model_copy(update={"api_key_variable": "GRADER"})
-    settings = settings.model_copy(update={"reward": settings.reward.model_copy(update={"judge": judge})})
-    samples, _ = await rollout(settings, 1, lambda shown: f"w{END_OF_TURN}")
+    chosen = config(command=program(tmp_path, lines))
+    judge = chosen.reward.judge.model_copy(update={"api_key_variable": "GRADER"})
+    chosen = chosen.model_copy(update={"reward": chosen.reward.model_copy(update={"judge": judge})})
+    samples, _ = await rollout(chosen, 1, lambda shown: f"w{END_OF_TURN}")
     assert [sample.reward for sample in samples] == [11.0]
 
 
@@ -427,10 +432,10 @@ def test_the_gateways_key_is_in_a_file_also_where_engines_are_attached(tmp_path:
             }
         )
 
-    for settings, key in ((of(attach=("http://x",)), ""), (of(attach=("http://x",)), "engines"), (of(), "own")):
-        with run_key_file(settings, tmp_path, key):
+    for chosen, key in ((of(attach=("http://x",)), ""), (of(attach=("http://x",)), "engines"), (of(), "own")):
+        with run_key_file(chosen, tmp_path, key):
             written = (tmp_path / "api_key").read_text().strip()
-            gateway_of_run = make_gateway(settings, make_environment(settings, TOKENIZER), key or None, None)
+            gateway_of_run = make_gateway(chosen, make_environment(chosen, TOKENIZER), key or None, None)
             assert gateway_of_run is not None and gateway_of_run.sessions.key == written
             assert written == key or (not key and len(written) == 64)
         assert not (tmp_path / "api_key").exists()
@@ -467,20 +472,22 @@ async def test_outcomes_decide_what_is_trained(tmp_path: Path, line: str, outcom
     """One session of a group ends so, the other is done."""
     number = tmp_path / "number"
     lines = f"if not os.path.exists({str(number)!r}):\n    open({str(number)!r}, 'w')\n    {line}"
-    given = {
+    keys = {
         "command": program(tmp_path, lines),
         "concurrent": 1,
         "timeout_s": 8 if outcome == "time" else 60,
         "output_kib": 8,
     }
-    samples, _ = await rollout(config(**given), 2, lambda shown: f"w{END_OF_TURN}")
+    samples, policy = await rollout(config(**keys), 2, lambda shown: f"w{END_OF_TURN}")
     assert len(samples) == 1 and samples[0].finished
+    length = len(samples[0].tokens)
+    assert policy.counted == {"sessions_done": 1, f"sessions_{outcome}": 1, "tokens": length, "tokens_unique": length}
     number.unlink()
-    samples, _ = await rollout(config(**given, discards=[]), 2, lambda shown: f"w{END_OF_TURN}")
+    samples, _ = await rollout(config(**keys, discards=[]), 2, lambda shown: f"w{END_OF_TURN}")
     assert sorted(sample.finished for sample in samples) == [False, True]
     if outcome == "failed":
         number.unlink()
-        samples, _ = await rollout(config(**given), 1, lambda shown: f"w{END_OF_TURN}")
+        samples, _ = await rollout(config(**keys), 1, lambda shown: f"w{END_OF_TURN}")
         assert [sample.reward for sample in samples] == [0.0], (
             "a group of which nothing may be trained has no advantages"
         )
@@ -564,6 +571,16 @@ def test_agents_are_tried_for_as_long_as_their_sessions_may_take(monkeypatch: py
     monkeypatch.setattr(environment_trial, "ask", lambda module, request, limit_s, *texts: asked.append(limit_s))
     environment_trial.check_environment(config(command="agent", timeout_s=900.0), PROMPT)
     assert asked == [60.0 + 2 * 900.0], "one whose room is taken first, as in a run"
+
+
+@settings(max_examples=200)
+@given(st.lists(st.lists(st.sampled_from([1, 2, 256, 65536]), min_size=1, max_size=6), min_size=1, max_size=8))
+def test_unique_tokens_are_the_rows_of_the_trie(sequences: list[list[int]]) -> None:
+    row = SampleBuilder(np.zeros(1, np.int32))
+    row.write(np.ones(1, np.int32), np.zeros(1, np.float32), 0, {})
+    sample = row.finish(True, "", None)
+    samples = [replace(sample, tokens=np.asarray(tokens, np.int32)) for tokens in sequences]
+    assert num_unique(samples) == pack(sequences).layout.total
 
 
 def test_what_is_no_call_stays_text() -> None:

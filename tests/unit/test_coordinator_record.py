@@ -40,7 +40,7 @@ def test_every_number_is_what_its_definition_gives() -> None:
         if index == 1:
             reward[:] = reward[0]
         result = RewardResult(total=reward, correct=right, functions={"math": 2 * reward}, errors=())
-        scored = ScoredGroup(prompt, samples, result)
+        scored = ScoredGroup(prompt, samples, result, {"tokens": 10, "tokens_unique": 4 + index, f"sessions_{index % 2}": 1})
         production.scored(index, scored)
         if index < 3:  # one that is generated and not trained
             production.add(index, scored)
@@ -85,6 +85,9 @@ def test_every_number_is_what_its_definition_gives() -> None:
         "response_length_max": length.max(),
         "prompt_length_mean": np.mean(prompts),
         "truncated_ratio": 1 - end.mean(),
+        # all groups that are generated
+        "environment": {"sessions_0": 2, "sessions_1": 2, "tokens": 40, "tokens_unique": 22},
+        "unique_ratio": 22 / 40,
         "tokens_prompt": prompt_tokens,
         "tokens_response": tokens,
         "tokens_computed": 70,

@@ -9,6 +9,7 @@ const CHARTS = [
   { topic: "grad_norm", title: "Gradient norm", unit: "before clipping", keys: [["grad_norm", "norm"]], limit: ["optimizer.clip_grad", "clipped at"] },
   { topic: "response_length_mean", title: "Response length", unit: "tokens, mean", keys: [["response_length_mean", "length"]], limit: ["rollout.max_response_tokens", "limit"] },
   { topic: "truncated_ratio", title: "Lost signal", unit: "share", kind: "share", keys: [["truncated_ratio", "cut at the limit"], ["equal_reward_ratio", "groups with equal rewards"]] },
+  { topic: "unique_ratio", title: "Shared turns", unit: "share of tokens that are unique", kind: "share", keys: [["unique_ratio", "unique"]] },
   { topic: "trainer_idle", title: "Idle", unit: "share of the iteration", kind: "share", keys: [["trainer_idle", "trainers"], ["engine_idle", "engines"], ["tail_waste", "tail of generation"]] },
   { topic: "iteration_s", title: "Time", unit: "seconds", keys: [["iteration_s", "iteration"], ["generate_s", "generation"], ["train_s", "training"], ["publish_s", "publish"], ["evaluation_s", "evaluation"], ["predicted_s", "predicted"]] },
   { topic: "tpspd", title: "Throughput", unit: "tokens per second per device", keys: [["tpspd", "prompt + response"], ["tpspd_response", "response"], ["tpspd_computed", "computed"]] },
