@@ -125,9 +125,8 @@ class Programs:
                     await _reap(process)
 
     def _inherited(self) -> dict[str, str]:
-        """This process's environment without what a name calls secret: keys of judges, trackers and hubs are no agent's business."""
-        theirs = os.environ.items()
-        return {name: value for name, value in theirs if name not in self._hidden and not is_secret(name)}
+        """This process's environment without secrets, known by their names: the keys of hubs, trackers and judges."""
+        return {name: value for name, value in os.environ.items() if name not in self._hidden and not is_secret(name)}
 
     async def _read(self, process: asyncio.subprocess.Process, session: Session | None) -> bool:
         """Reads its output until its end (True) or its limit."""

@@ -34,7 +34,6 @@ from pa_npu.engines.protocol import Generation
 from pa_npu.environments.protocol import Generate
 from pa_npu.errors import PaNpuError
 
-
 _LONGEST_TOKEN = 64  # characters
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -161,7 +162,7 @@ class SessionTree:
 def num_unique(samples: Sequence[Sample]) -> int:
     """Tokens of all samples where those of a common beginning count once."""
     ordered = sorted((sample.tokens for sample in samples), key=lambda tokens: tokens.tobytes())
-    shared = (_num_common(one, two) for one, two in zip(ordered, ordered[1:]))  # neighbours have most in common
+    shared = (_num_common(one, two) for one, two in pairwise(ordered))  # neighbours have most in common
     return sum(map(len, ordered)) - sum(shared)
 
 

@@ -47,7 +47,7 @@ def key_file(directory: Path, key: str) -> Iterator[Path]:
 
 
 def run_key_file(config: Config, directory: Path, key: str) -> contextlib.AbstractContextManager[object]:
-    """RUN/api_key for who uses the run: it starts engines, or has a gateway, whose key is a new one where the engines' is not known."""
+    """RUN/api_key, for engines that the run starts, and for its gateway: with a new key where the engines' is not known."""
     if config.rollout.attach and not config.has_gateway:
         return contextlib.nullcontext()
     return key_file(directory, key or secrets.token_hex(32))

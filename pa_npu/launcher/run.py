@@ -11,7 +11,6 @@ failed    that does not help: the name, end and last log lines of a process are 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence

@@ -389,7 +389,7 @@ async def test_what_is_too_long_for_any_limit_is_refused_before_the_template_see
     render = agents._chat.render
     monkeypatch.setattr(agents._chat, "render", lambda *args, **more: rendered.append("") or render(*args, **more))
     for long in ([user("x" * 64 * 400)], [user("x")] * 64 * 400):
-        with pytest.raises(openai.BadRequestError, match="about [0-9]+ tokens do not fit") as refused:
+        with pytest.raises(openai.BadRequestError, match=r"about [0-9]+ tokens do not fit") as refused:
             await client.chat(long)
         assert refused.value.code == "context_length_exceeded" and not rendered
     with pytest.raises(openai.BadRequestError, match="about"):
@@ -418,7 +418,9 @@ def test_agents_are_refused_where_other_numbers_of_samples_would_end_the_run() -
         ("algorithm", {"loss": "dpo"}),
         ("algorithm", {"kl_in": "reward", "kl_coef": 0.1}),
     ):
-        with pytest.raises(ValueError, match="environment.name: agents, whose sessions are one sample, several or none"):
+        with pytest.raises(
+            ValueError, match=r"environment\.name: agents, whose sessions are one sample, several or none"
+        ):
             Config.model_validate(tree | {section: keys})
     Config.model_validate(tree)
 
@@ -540,7 +542,7 @@ async def test_a_program_may_end_after_every_task_and_is_started_again(tmp_path:
 
 async def test_a_program_that_ends_without_a_task_done_ends_the_run_in_one_line() -> None:
     command = shlex.join([sys.executable, "-c", "raise SystemExit('no module named nonsense')"])
-    with pytest.raises(ConfigError, match="ended 3 times without a session done.*no module named nonsense"):
+    with pytest.raises(ConfigError, match=r"ended 3 times without a session done.*no module named nonsense"):
         await rollout(config(command=command, programs=1), 1, asks_then_answers)
 
 
@@ -562,7 +564,7 @@ async def test_a_sessions_time_runs_from_when_it_is_taken() -> None:
 
 async def test_a_run_whose_tasks_nobody_takes_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pa_npu.agents.environment._COME_S", 0.1)
-    with pytest.raises(EnvironmentFailed, match="no agent has taken a task for 0.2 s"):
+    with pytest.raises(EnvironmentFailed, match=r"no agent has taken a task for 0\.2 s"):
         await rollout(config(timeout_s=0.1), 2, asks_then_answers)
 
 
@@ -607,7 +609,10 @@ RESPONSE_TEMPLATE = {
             "close": "</tool_call>",
             "content": "json",
             "repeats": True,
-            "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}},
+            "transform": {
+                "type": "function",
+                "function": {"name": "{content.name}", "arguments": "{content.arguments}"},
+            },
         },
     },
 }
@@ -616,7 +621,13 @@ LLAMA_CALL = '{"name": "calculator", "parameters": {"x": "6*7"}}'
 
 @pytest.mark.parametrize(
     ("parser", "call", "plain"),
-    [("hermes", CALL, ""), ("template", CALL, "so"), ("auto", CALL, "so"), ("vllm hermes", CALL, "so"), ("llama3_json", LLAMA_CALL, "")],
+    [
+        ("hermes", CALL, ""),
+        ("template", CALL, "so"),
+        ("auto", CALL, "so"),
+        ("vllm hermes", CALL, "so"),
+        ("llama3_json", LLAMA_CALL, ""),
+    ],
 )
 def test_calls_are_found_by_the_models_own_format(
     parser: str, call: str, plain: str, monkeypatch: pytest.MonkeyPatch
@@ -653,7 +664,16 @@ async def test_curl_reads_an_answer_and_a_stream(agents: AgentEnvironment) -> No
     neutral = {"echo": False, "top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "reasoning_effort": "medium", "n": 1}
     for stream in (False, True):
         body = json.dumps({"model": "policy", "messages": [user("q")], "stream": stream, **neutral})
-        command = ["curl", "-sS", "--fail-with-body", "--max-time", "30", f"{client.root}/v1/chat/completions", "-d", body]
+        command = [
+            "curl",
+            "-sS",
+            "--fail-with-body",
+            "--max-time",
+            "30",
+            f"{client.root}/v1/chat/completions",
+            "-d",
+            body,
+        ]
         command += ["-H", f"Authorization: Bearer {client.key}", "-H", "Content-Type: application/json"]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         said = (await asyncio.wait_for(process.communicate(), 60.0))[0].decode()

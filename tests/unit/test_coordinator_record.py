@@ -40,7 +40,9 @@ def test_every_number_is_what_its_definition_gives() -> None:
         if index == 1:
             reward[:] = reward[0]
         result = RewardResult(total=reward, correct=right, functions={"math": 2 * reward}, errors=())
-        scored = ScoredGroup(prompt, samples, result, {"tokens": 10, "tokens_unique": 4 + index, f"sessions_{index % 2}": 1})
+        scored = ScoredGroup(
+            prompt, samples, result, {"tokens": 10, "tokens_unique": 4 + index, f"sessions_{index % 2}": 1}
+        )
         production.scored(index, scored)
         if index < 3:  # one that is generated and not trained
             production.add(index, scored)
