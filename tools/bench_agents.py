@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What the gateway of agents costs per request, beside the same requests sent to the engine directly, and whether it grows.
+"""Costs of the agents' gateway per request, beside the same requests sent to the engine directly, and whether it grows.
 
     agents ──chat requests──> gateway, sessions, trees (this process) ──token ids──> stand-in engine
     agents ──the same conversations as token ids──────────────────────────────────> stand-in engine
@@ -216,8 +216,14 @@ async def serve(load: Load, engine_url: str, start_agents: Callable[[str, str], 
         async def work() -> None:
             for number in numbers:
                 lease = await pool.admit(1, longest, lambda _: load.at_once, WAIT_S)
-                waits = {"deadline_s": WAIT_S, "again_deadline_s": WAIT_S, "what": f"session {number}", "version": None}
-                with pool.session(lease, lambda _: load.at_once, **waits) as session:
+                with pool.session(
+                    lease,
+                    lambda _: load.at_once,
+                    deadline_s=WAIT_S,
+                    again_deadline_s=WAIT_S,
+                    what=f"session {number}",
+                    version=None,
+                ) as session:
                     generate = GroupGenerate(session, group_seed(0, 0, number), sampling)
                     samples = await run_episode(config, environment, prompt, 1, generate, longest)
                 if len(samples) != 1:
@@ -253,7 +259,7 @@ async def agents(load: dict[str, Any], url: str, key: str | None) -> None:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
         def length() -> int:
-            """Of the next answer: equal ones would all end in the same step of the engine."""
+            """Tokens of the next answer: equal ones would all end in the same step of the engine."""
             return int(lengths.integers(work.tokens // 2, work.tokens + work.tokens // 2, endpoint=True))
 
         async def timed(url: str, key: str, body: Any) -> Any:

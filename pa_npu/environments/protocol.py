@@ -41,7 +41,7 @@ class Generate(ABC):
 
     @cached_property
     def counted(self) -> Counter[str]:
-        """What an environment counts of the group; the sums of an iteration are in metrics.jsonl, under `environment`."""
+        """Numbers that the environment counts of the group; metrics.jsonl has their sums of an iteration under `environment`."""
         return Counter()
 
     async def __call__(
