@@ -141,15 +141,10 @@ class AgentEnvironment:
                     f"environment.name: agents: no agent has taken a task for {limit_s + _COME_S:g} s (agent.timeout_s and "
                     f"{_COME_S:g} s) while some waited; look at the agents, which ask for them at {self.sessions.url}/tasks"
                 ) from None
-        working = asyncio.ensure_future(programs.run(session) if programs is not None else session.ended())
         try:
-            done, _ = await asyncio.wait([working], timeout=limit_s)
-            if not done:
-                session.end("time")
-            for ended in done:
-                ended.result()
-        finally:
-            await cancel([working])
+            await asyncio.wait_for(programs.run(session) if programs is not None else session.ended(), limit_s)
+        except asyncio.TimeoutError:
+            session.end("time")
 
     def _transcript(self, session: Session) -> str:
         """Returns as text all that follows the first request of the session's last branch."""

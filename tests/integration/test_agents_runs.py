@@ -140,7 +140,6 @@ def test_the_example_trains_what_was_sampled_and_learns_to_call_its_tool(tmp_pat
         "data.test": made / "test.jsonl",
         "rollout.backend": "transformers",
         "schedule.iterations": 8,
-        "telemetry.samples": "all",
     }
     config = ["--config", str(ROOT / "configs" / "grpo_tiny_agent.yaml")]
     run = Launched(tmp_path, "run", *config, *(f"{key}={value}" for key, value in keys.items()))
