@@ -130,7 +130,7 @@ def test_a_run_with_a_killed_process_equals_the_quiet_one(
 
 @pytest.mark.nightly
 def test_the_example_trains_what_was_sampled_and_learns_to_call_its_tool(tmp_path: Path) -> None:
-    """configs/grpo_tiny_agent.yaml with an engine of transformers; docs/results/agents.md has the run with vLLM."""
+    """configs/grpo_tiny_agent.yaml with an engine of transformers."""
     made = tmp_path / "made"
     assert make_tiny_model.main(["--out", str(made), "--task", "agent", "--train-questions", "256"]) == 0
     keys = {

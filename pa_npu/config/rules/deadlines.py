@@ -51,26 +51,31 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
             if key.endswith("_s") and value is not None and value > _LONGEST_WAIT_S:
                 yield f"{section}.{key}: {value:g} s is longer than any run; set it to {_LONGEST_WAIT_S} or less"
     wait_s = c.trainer.wait_timeout_s
-    agents = c.environment.name == "agents"
-    if agents and wait_s < c.group_limit_s:
-        yield (
-            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.group_limit_s:g} s that the sessions of a group may take "
-            f"(agent.timeout_s = {c.agent.timeout_s:g}, agent.concurrent = {c.agent.concurrent} of "
-            f"rollout.responses_per_prompt = {c.rollout.responses_per_prompt} at once, behind those that are under way), so that "
-            f"trainers would give up on a group that still has time; set it to at least that, or remove it"
+    if c.environment.name == "agents":
+        what, why = (
+            "the sessions of a group",
+            (
+                f"agent.timeout_s = {c.agent.timeout_s:g}, of rollout.responses_per_prompt = {c.rollout.responses_per_prompt} sessions "
+                f"agent.concurrent = {c.agent.concurrent} at once, which begin when others end"
+            ),
         )
-    elif not agents and wait_s < c.request_limit_s:
+    else:
         cut = ", once more for a group that is cut" if c.rollout.too_long == "cut" else ""
+        what, why = (
+            "a request",
+            (
+                f"rollout.request_timeout_s = {c.rollout.request_timeout_s:g} and {SLOWEST_TOKEN_S:g} s for each of "
+                f"rollout.max_response_tokens = {c.rollout.max_response_tokens}{cut}"
+            ),
+        )
+    if wait_s < c.group_limit_s:
         yield (
-            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.request_limit_s:g} s that a request may take "
-            f"(rollout.request_timeout_s = {c.rollout.request_timeout_s:g} and {SLOWEST_TOKEN_S:g} s for each of "
-            f"rollout.max_response_tokens = {c.rollout.max_response_tokens}{cut}), so that trainers would give up on a group that "
-            f"still has time; set it to at least that, or remove it"
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.group_limit_s:g} s that {what} may take ({why}), so that "
+            f"trainers would give up on a group that still has time; set it to at least that, or remove it"
         )
     elif c.reward_limit_s and wait_s < c.group_limit_s + c.reward_limit_s:
         yield (
-            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.group_limit_s:g} s of "
-            f"{'its sessions' if agents else 'a request'} and the "
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.group_limit_s:g} s of {what} and the "
             f"{c.reward_limit_s:g} s that the group's rewards may take then (reward.judge: attempts, timeout_s and concurrency; "
             f"reward.code: most_tests, timeout_s and concurrency), so that trainers would give up on a group that still has time; "
             f"set it to at least {c.group_limit_s + c.reward_limit_s:g}, remove it, or lower these"
