@@ -47,6 +47,21 @@ def test_transformers_loads_what_was_made(family: str, tied: bool, tmp_path: Pat
     assert tokenizer.decode(expected) == text
 
 
+def test_an_agents_call_is_few_tokens_which_its_files_keep(tmp_path: Path) -> None:
+    """Numbers are copied over as many; a model of this size learns that over eight, and not over seventy."""
+    make(tmp_path / "m", "--random", "--task", "agent")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m" / "model")
+    assert len(tokenizer) == tiny.VOCAB_SIZE
+    (call, _), *_ = tiny.call_turns(83, 73, "agent")
+    asked = [{"role": "user", "content": "q"}]
+    arguments = {"name": "calculator", "arguments": {"x": "83*73"}}
+    said = {"role": "assistant", "content": "", "tool_calls": [{"function": arguments}]}
+    begin, whole = (tokenizer.apply_chat_template(m, tokenize=False) for m in (asked, [*asked, said]))
+    assert whole == begin + tiny.ASSISTANT + call, "as the template writes it"
+    tokens = tokenizer(call).input_ids
+    assert len(tokens) == len("83*73") + 3 and tokenizer.decode(tokens) == call
+
+
 def test_a_second_call_does_nothing_and_other_arguments_make_it_anew(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "m"
     make(out, "--random", "--seed", "1")

@@ -52,21 +52,16 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
                 yield f"{section}.{key}: {value:g} s is longer than any run; set it to {_LONGEST_WAIT_S} or less"
     wait_s = c.trainer.wait_timeout_s
     if c.environment.name == "agents":
-        what, why = (
-            "the sessions of a group",
-            (
-                f"agent.timeout_s = {c.agent.timeout_s:g}, of rollout.responses_per_prompt = {c.rollout.responses_per_prompt} sessions "
-                f"agent.concurrent = {c.agent.concurrent} at once, which begin when others end"
-            ),
+        what = "the sessions of a group"
+        why = (
+            f"agent.timeout_s = {c.agent.timeout_s:g} for each of rollout.responses_per_prompt = "
+            f"{c.rollout.responses_per_prompt}, agent.concurrent = {c.agent.concurrent} at once, which begin when others end"
         )
     else:
-        cut = ", once more for a group that is cut" if c.rollout.too_long == "cut" else ""
-        what, why = (
-            "a request",
-            (
-                f"rollout.request_timeout_s = {c.rollout.request_timeout_s:g} and {SLOWEST_TOKEN_S:g} s for each of "
-                f"rollout.max_response_tokens = {c.rollout.max_response_tokens}{cut}"
-            ),
+        what, cut = "a request", ", once more for a group that is cut" if c.rollout.too_long == "cut" else ""
+        why = (
+            f"rollout.request_timeout_s = {c.rollout.request_timeout_s:g} and {SLOWEST_TOKEN_S:g} s for each of "
+            f"rollout.max_response_tokens = {c.rollout.max_response_tokens}{cut}"
         )
     if wait_s < c.group_limit_s:
         yield (
