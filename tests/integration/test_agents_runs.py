@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from tests.helpers.launched import ENGINE_SERVERS, Launched, find, settings
 from tools import make_tiny_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+# two runs each; in CI one process is killed beside stand-in engines (test_gateway.py)
+pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 400.0
@@ -105,7 +106,6 @@ def test_periodic_equals_synchronous_to_the_bit(launch: Callable[..., Launched])
     assert_equal(ended(launch("periodic")), synchronous)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("victim", "said"),
     [
@@ -128,7 +128,6 @@ def test_a_run_with_a_killed_process_equals_the_quiet_one(
     assert_equal(disturbed, quiet)
 
 
-@pytest.mark.nightly
 def test_the_example_trains_what_was_sampled_and_learns_to_call_its_tool(tmp_path: Path) -> None:
     """configs/grpo_tiny_agent.yaml with an engine of transformers."""
     made = tmp_path / "made"
