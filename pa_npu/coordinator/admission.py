@@ -159,9 +159,9 @@ class Admission:
             lengths=tuple(lengths),
             delivered_s=scored_s - end_s + put_s,
             trained=self._choice.trains(group),
+            moved=lease.first is not lease,
         )
-        if lease.first is lease:  # what several engines did says nothing of one
-            self._planner.observe(timing, self._iteration)
+        self._planner.observe(timing, self._iteration)
 
     def end(self) -> None:
         """All groups have been delivered."""

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -317,7 +318,7 @@ class RolesDelivery(Delivery):
         if self._pump is not None:
             await self._pump
         while (due := self._due(at_end=True)) is not None:
-            await self._give(*due)
+            await self._give(*due[:2])
         return await super().finish(num_groups)
 
     async def close(self) -> None:
@@ -326,29 +327,23 @@ class RolesDelivery(Delivery):
     async def _give_in_time(self) -> None:
         while not self._ended:
             self._changed.clear()
-            while (due := self._due(at_end=False)) is not None:
-                await self._give(*due)
-            ahead_s = _AHEAD * self._mean_s()
-            next_s = (
-                min((until_s - ahead_s for until_s in self._given_s.values()), default=None) if self._held else None
-            )
-            wait_s = None if next_s is None else max(0.001, next_s - time.perf_counter())
-            try:
-                await asyncio.wait_for(self._changed.wait(), wait_s if wait_s is None or wait_s > 0.001 else None)
-            except asyncio.TimeoutError:
+            due = self._due(at_end=False)
+            if due is not None and due[2] <= 0.0:
+                await self._give(*due[:2])
                 continue
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), None if due is None else due[2])
 
-    def _due(self, *, at_end: bool) -> tuple[int, int] | None:
-        """(place in what is held, replica) of the next group to give; None where none is to be given now."""
+    def _due(self, *, at_end: bool) -> tuple[int, int, float] | None:
+        """(place in what is held, replica, in how many seconds) of the next group to give; None until something changes."""
         if not self._held or not self._given_s:
             return None
         if self._assignment.by_index:
             for place, (number, _) in enumerate(self._held):
                 replica = self._assignment.replica_of(number)
                 if replica in self._given_s:
-                    return place, replica
+                    return place, replica, 0.0
             return None
-        at_s = time.perf_counter()
         free = [replica for replica in self._given_s if self._assignment.has_room(replica)]
         if not free:
             return None
@@ -357,10 +352,9 @@ class RolesDelivery(Delivery):
             return None  # every replica trains something, so that its first tokens are compared
         starved = [replica for replica in free if replica in untouched]
         replica = min(starved or free, key=self._given_s.__getitem__)
-        if not at_end and self._given_s[replica] - at_s > _AHEAD * self._mean_s():
-            return None
         works = [self._work(scored) for _, scored in self._held]
-        return max(range(len(works)), key=works.__getitem__), replica
+        in_s = self._given_s[replica] - time.perf_counter() - _AHEAD * self._mean_s()
+        return max(range(len(works)), key=works.__getitem__), replica, in_s
 
     async def _give(self, place: int, replica: int) -> None:
         number, scored = self._held.pop(place)

@@ -19,8 +19,8 @@ from pa_npu.errors import InvariantViolation
 if TYPE_CHECKING:
     from pa_npu.engines.pool import EnginePool, Lease
 
-# An engine that hands on what it was not asked to, before the first token, is broken.
-_MAX_IDLE = 16
+# Responses may be handed on unbegun whenever a device changes its role. An engine that does so of itself is broken.
+_MAX_UNASKED = 16
 # A request that so many engines died of is the cause, not the victim.
 _MAX_SENDS = 4
 
@@ -52,6 +52,9 @@ class GroupSession:
         self._version = version
         self._moving = asyncio.Lock()
         self._tokens = 0
+        self._unasked = 0  # responses that an engine handed on unbegun, which did not rest
+        self._seats = lease.sequences
+        self._open = 0  # responses that were asked for and are not there; those of a request that failed among them
 
     def __enter__(self) -> GroupSession:
         self._pool.count_open(self._version, 1)
@@ -68,8 +71,11 @@ class GroupSession:
 
         Raises InvariantViolation where the engine does not say which weight version wrote one: nobody else can (I1).
         """
+        self._open += n
         generations = await self._ask(prompt_tokens, n, seed, sampling)
-        if any(generation.finish_reason == "cut" for generation in generations):
+        num_cut = sum(generation.finish_reason == "cut" for generation in generations)
+        self._open -= n - num_cut
+        if num_cut:
             several = enumerate(generations)
             generations = await gather([self._go_on(g, prompt_tokens, seed + i, sampling) for i, g in several])
         self._tokens += sum(len(generation.tokens) for generation in generations)
@@ -79,19 +85,17 @@ class GroupSession:
         self, response: Generation, prompt_tokens: npt.NDArray[np.int32], seed: int, sampling: Sampling
     ) -> Generation:
         """The whole of a response that an engine may have handed on, and the next one again."""
+        if response.finish_reason != "cut":
+            return response
         begun: Generation | None = None
-        idle = 0
         while response.finish_reason == "cut":
-            idle = 0 if len(response.tokens) else idle + 1
-            if idle > _MAX_IDLE:
-                name = self.lease.engine.name
-                raise EngineError(f"engine {name}: it ended {self._what} {idle} times unbegun; see the engine's log")
             if begun is None or len(response.tokens):
                 whole = response if begun is None else joined(begun, response, None)
                 written = written_of(whole, sampling, self._pool.continues)
                 begun = whole if len(written) else None
             rest = left_of(sampling, 0 if begun is None else len(begun.tokens))
             (response,) = await self._ask(prompt_tokens, 1, seed, rest, NOTHING if begun is None else begun.tokens)
+        self._open -= 1
         return response if begun is None else joined(begun, response, self._pool.decode)
 
     async def _ask(
@@ -128,6 +132,12 @@ class GroupSession:
                         f"I1 version: engine {engine.name} does not say which weight version wrote its responses for {self._what}; "
                         f"its client must put the version that the engine itself names into every Generation"
                     )
+                unbegun = sum(one.finish_reason == "cut" and not len(one.tokens) for one in generations)
+                self._unasked += 0 if self._pool.rests(engine) else unbegun
+                if self._unasked > _MAX_UNASKED * self._seats:
+                    raise EngineError(
+                        f"engine {engine.name}: it ended responses of {self._what} {self._unasked} times unbegun; see its log"
+                    )
                 return generations
         raise AssertionError("unreachable: the loop ends by return or raise")
 
@@ -153,17 +163,23 @@ class GroupSession:
         return True
 
     async def _leave_resting(self) -> None:
-        """Go to another engine where the group's has handed its responses on."""
+        """Go to another engine where the group's has handed its responses on, with room for what is asked for there."""
         async with self._moving:
             if self._pool.rests(self.lease.engine):
                 self.lease.close(self._tokens)
                 self._tokens = 0
                 await self._admit_again()
+            elif self.lease.sequences < self._num_open:  # more of it than had been asked for when it moved here
+                self.lease.hold(self._num_open)
+
+    @property
+    def _num_open(self) -> int:
+        return min(max(1, self._open), self._seats)
 
     async def _admit_again(self) -> None:
-        first = self.lease.first
+        first, tokens = self.lease.first, self.lease.tokens * self._num_open // self.lease.sequences
         self.lease = await self._pool.admit(
-            *(self.lease.sequences, self.lease.tokens, self._window, self._again_deadline_s),
+            *(self._num_open, tokens, self._window, self._again_deadline_s),
             again=True,
             version=self._version,
         )

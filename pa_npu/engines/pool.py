@@ -99,6 +99,11 @@ class Lease:
         self._use.advance(0, tokens - self.tokens)
         self.tokens = tokens
 
+    def hold(self, sequences: int) -> None:
+        """Hold so many sequences from here on, whether there is room or not."""
+        self._use.advance(sequences - self.sequences)
+        self.sequences = sequences
+
     def close(self, response_tokens: int = 0) -> None:
         """Give the room back; response_tokens were received. Further calls do nothing."""
         if self._closed:

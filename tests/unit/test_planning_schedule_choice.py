@@ -332,3 +332,26 @@ def test_what_steps_take_beside_many_sequences_decides_the_window_not_a_rule():
     many = run_controller(free, 5)[-1]
     assert few.end_s <= 1.03 * saturated.optimum_s([0]) and many.end_s <= 1.03 * free.optimum_s([0])
     assert math.isfinite(few.end_s)
+
+
+def test_groups_that_moved_between_engines_are_training_that_was_done_and_no_measure_of_an_engine():
+    """Trainers report the seconds of all groups, moved or not."""
+
+    def learned(moved: range) -> tuple[EngineSpeed, float]:
+        controller = ScheduleController(rules_of(CPU), lambda prompt, lengths: prompt + sum(lengths))
+        groups, outlooks = CPU.work(0)
+        outcome = simulate(CPU.cluster, groups, controller.begin_iteration(IterationOutlook(outlooks, CPU.names)))
+        for timing in outcome.timings:
+            # of two engines' seconds, the second of which began anew
+            late = replace(timing, start_s=timing.start_s + 0.9 * (timing.end_s - timing.start_s), moved=True)
+            controller.observe(late if timing.index in moved else timing)
+        controller.end_iteration(IterationTimes(outcome.end_s, 0.0, outcome.train_s, 0.0))
+        speeds = controller.speeds()
+        assert speeds is not None
+        return EngineSpeed(speeds[0].step_s, speeds[0].sequence_s), speeds[1]
+
+    engine, seconds_per_work = learned(range(0))
+    beside, beside_per_work = learned(range(4, 12))
+    assert beside_per_work == pytest.approx(seconds_per_work)
+    full, half = (speed.step_s + 64 * speed.sequence_s for speed in (engine, beside))
+    assert half > 0.5 * full, "a moved group's last engine had a tenth of its tokens"

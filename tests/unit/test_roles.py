@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
+from pa_npu.control.tasks import cancel
 from pa_npu.coordinator import roles as module
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.production import Produced
 from pa_npu.coordinator.roles import Roles, Unit, units_of
 from pa_npu.data.prompts import Prompt
+from pa_npu.dispatch.assignment import Assignment
 from pa_npu.dispatch.roles import Rest, Speeds, decoding_units
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
+from pa_npu.planning.iteration_model.cluster import GroupTiming
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import Rules
 from pa_npu.rewards.types import RewardInput, RewardResult
@@ -116,6 +120,7 @@ class Shelf:
 
     def __init__(self, engines: list[Engine]) -> None:
         self.engines, self.groups, self.beside = engines, {}, 0
+        self.timings: list[GroupTiming] = []
 
     def put(self, group: Group, replica: int, slot: int) -> None:
         assert not self.engines[replica].decoding, f"replica {replica} trains while engine {replica} decodes"
@@ -173,6 +178,7 @@ async def produce(
     )
     prompts = [Prompt(i, np.full(3, i, np.int32), str(i), f"question {i}", {"id": i}) for i in range(GROUPS)]
     produced = await asyncio.wait_for(producer.produce(5, prompts, version=5), 50.0)
+    shelf.timings = controller._running[5].timings
     return produced, shelf, lost
 
 
@@ -192,6 +198,8 @@ async def test_responses_that_move_are_those_that_do_not_and_nobody_trains_where
     assert 1 <= changes <= 2 and shelf.beside and not lost
     assert sum(engine.handed_on > 0 for engine in shelf.engines) <= changes
     assert bits(shelf) == bits(held) and len(bits(held)) == GROUPS
+    assert not any(timing.moved for timing in held.timings) and any(timing.moved for timing in shelf.timings)
+    assert len(shelf.timings) == GROUPS, "trainers' seconds are of all groups, moved or not"
     if order == "prompt":
         assert all(group.index == slot * 3 + replica for (replica, slot), group in shelf.groups.items())
         assert shelf.groups.keys() == held.groups.keys()
@@ -242,3 +250,51 @@ def test_equal_lengths_and_dear_prompts_stay_in_turns() -> None:
     tail = rest(np.r_[np.full(28, 5.0), np.full(4, 1000.0)], 8)
     assert decoding_units(tail, Speeds(0.01, 0.0001))[0] < 4, "the rest fits on fewer"
     assert decoding_units(tail, Speeds(0.01, 0.0001, prompt_token_s=10.0))[0] == 4
+
+
+# when groups are given
+
+
+class Given(module.RolesDelivery):
+    """Notes which replica gets a group, and when."""
+
+    def __init__(self, replicas: int, groups: int) -> None:
+        self.given: list[int] = []
+        self.all_given = asyncio.Event()
+        self._expected = groups
+        roles: Any = SimpleNamespace(begin=lambda delivery: None)
+        assignment = Assignment("completion", replicas, groups // replicas)
+        parts: Any = (config(), None, assignment, lambda prompt, responses: 1.0, None, None, ())
+        super().__init__(roles, *parts)
+
+    def _work(self, scored: Any) -> float:
+        return 1.0
+
+    async def _deliver_to(self, number: int, scored: Any, slot: tuple[int, int]) -> None:
+        self.given.append(slot[0])
+        if len(self.given) == self._expected:
+            self.all_given.set()
+
+    async def all_of(self, groups: int) -> list[int]:
+        for number in range(groups):
+            await self._deliver(number, SimpleNamespace(tokens=1))  # type: ignore[arg-type]
+        try:
+            await asyncio.wait_for(self.all_given.wait(), 20.0)
+        finally:
+            await cancel([self._pump] if self._pump is not None else [])
+        return self.given
+
+
+async def test_a_group_is_given_in_time_however_short_the_wait_is() -> None:
+    delivery = Given(1, 8)
+    delivery.seconds_per_work = 0.0004
+    delivery.free([0])
+    assert await delivery.all_of(8) == [0] * 8, "with nothing else happening"
+
+
+async def test_a_replica_without_room_is_not_waited_for() -> None:
+    delivery = Given(2, 4)
+    delivery.seconds_per_work = 0.02
+    delivery.free([0, 1])
+    delivery._given_s[1] += 0.3  # it has work for longer than the other, which will be full
+    assert await delivery.all_of(4) == [0, 1, 0, 1]

@@ -8,10 +8,13 @@ an offset, on CPU one integer (`fused_gumbel_argmax`) or a row of exponentials a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 DRAWN = "drawn"
 """The name under which a request says how many tokens of its stream were drawn before."""
@@ -50,11 +53,17 @@ def _skip_of(worker: Any) -> Skip | None:
     if sampler is None or not hasattr(runner, "_update_states"):
         return None
     vocabulary = int(worker.model_config.get_vocab_size())
-    drawn = torch.Generator(device=device).manual_seed(1)
-    sampler(torch.zeros(1, vocabulary, device=device), {0: drawn}, None, None)
-    if device.type != "cpu":
-        fresh = torch.Generator(device=device).manual_seed(1)
-        return _by_offset(drawn.get_offset() - fresh.get_offset())
+    drawn, fresh = (torch.Generator(device=device).manual_seed(1) for _ in range(2))
+    try:
+        sampler(torch.zeros(1, vocabulary, device=device), {0: drawn}, None, None)
+        if device.type != "cpu":
+            return _by_offset(drawn.get_offset() - fresh.get_offset())
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # another signature, kernel or generator
+        logger.warning(
+            "responses cannot be continued elsewhere: this engine's sampler does not draw from one row of logits on %s (%s: %s)",
+            *(device, type(error).__name__, error),
+        )
+        return None
     known: tuple[Callable[[torch.Generator], object], ...] = (
         lambda generator: torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long),
         lambda generator: torch.empty(vocabulary).exponential_(generator=generator),

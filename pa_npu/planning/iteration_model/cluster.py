@@ -65,7 +65,8 @@ class VirtualGroup:
 @dataclass(frozen=True)
 class GroupTiming:
     """A group that was generated: where, from when to when on one clock, from what and how long. delivered_s: how long until
-    trainers could take it. trained: not replaced by another (dynamic sampling)."""
+    trainers could take it. trained: not replaced by another (dynamic sampling). moved: between engines, so that its seconds say
+    nothing of one."""
 
     index: int
     engine: str
@@ -75,3 +76,4 @@ class GroupTiming:
     lengths: tuple[int, ...]
     delivered_s: float = 0.0
     trained: bool = True
+    moved: bool = False

@@ -76,7 +76,7 @@ class Learned:
         """An iteration that is complete."""
         self._observe_shapes(outlook, timings)
         self._engines.expect(outlook.speeds)
-        self._engines.observe(timings)
+        self._engines.observe([timing for timing in timings if not timing.moved])
         trained = [timing for timing in timings if timing.trained]
         work = sum(self._work(timing.prompt_tokens, timing.lengths) for timing in trained)
         if work > 0 and times.train_s > times.step_s:
