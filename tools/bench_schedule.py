@@ -24,6 +24,7 @@ lengths known; these speeds; and how far the model's predictions were off.
     python tools/bench_schedule.py [--iterations 16] [--rows equal-16,...] [--constant 16,32,64] [--json FILE] [--markdown FILE]
     python tools/bench_schedule.py --simulate             # what any schedule can reach, by the engine's speed; no engines, a minute
     python tools/bench_schedule.py --colocated            # each row also with placement.colocate: in turns, and with roles
+    python tools/bench_schedule.py --paced 45,0.75,0.2 --devices 4 --replica 1,2    # turns, roles and every split of them
     python tools/bench_schedule.py --max-num-seqs 32      # engines whose memory holds 32 sequences
     python tools/bench_schedule.py --paced 12,0.5,0.12    # devices of this speed: ms a step, a sequence, a token of a prompt
     python tools/bench_schedule.py --engine-args=--block-size,128    # rollout.extra_args
@@ -83,7 +84,9 @@ PROMPT_SIGMA, RESPONSE_SIGMA, MOST_OF_MEAN = 0.6, 0.4, 4
 
 @dataclass(frozen=True)
 class Case:
-    """ratio: Tg / Tt aimed at. prompt: the length that is given instead, in tokens; then the ratio is that of paced devices."""
+    """ratio: Tg / Tt aimed at. prompt: the length that is given instead, in tokens; then the ratio is that of paced devices.
+    most: of heavy lengths, over their mean. spread: of their logarithms, over what is usual. epoch: iterations after which prompts
+    of heavy lengths come again."""
 
     name: str
     groups: int
@@ -91,6 +94,9 @@ class Case:
     heavy: bool = False
     engines: int = 1
     prompt: int | None = None
+    most: float = MOST_OF_MEAN
+    spread: float = 1.0
+    epoch: int = EPOCH
 
 
 def _cases() -> Iterator[Case]:
@@ -103,6 +109,14 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = tuple(_cases())
+
+# Of --devices, with groups for 1, 2, 3 and 4 replicas: as answers of 200 with a limit of 1,024, and with the longest 1 : 8.
+SHARED = (
+    Case("equal", 24),
+    Case("answers", 24, heavy=True, most=1024 / 200, epoch=1),
+    Case("heavy-tails", 24, heavy=True, most=8, spread=1.25, epoch=1),
+)
+SHARED_WARMUP = 2  # iterations: nothing is known in the first, and roles change for the first time in the second
 
 
 @dataclass(frozen=True)
@@ -178,13 +192,17 @@ def main() -> int:
         help="ms that a decode step, a sequence in it and a token of a prompt take; devices sleep",
     )
     parser.add_argument("--engine-args", default="", help="further arguments of the engines (rollout.extra_args)")
-    parser.add_argument("--rows", default=",".join(case.name for case in CASES), help="which rows, by name")
+    parser.add_argument("--rows", help="which rows, by name; all by default")
     parser.add_argument("--constant", default="", help="constant windows to run beside it, a run each, in sequences")
     parser.add_argument(
         "--colocated",
         action="store_true",
         help="also engines and trainers on the same devices, both on all of them, in turns and with roles that follow the work",
     )
+    parser.add_argument(
+        "--devices", type=int, default=0, help="paced devices to have turns, roles and every split on instead"
+    )
+    parser.add_argument("--replica", default="1", help="of --devices: devices of a replica, a run of rows each")
     parser.add_argument(
         "--shared-prompt", action="store_true", help="measure attention.shared_prompt on and off instead"
     )
@@ -198,9 +216,20 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
-    unknown = set(args.rows.split(",")) - {case.name for case in CASES}
+    known = SHARED if args.devices else CASES
+    args.rows = args.rows or ",".join(case.name for case in known if case.engines == 1 or not args.colocated)
+    unknown = set(args.rows.split(",")) - {case.name for case in known}
     if unknown:
-        parser.error(f"--rows: {', '.join(sorted(unknown))} not among {', '.join(case.name for case in CASES)}")
+        parser.error(f"--rows: {', '.join(sorted(unknown))} not among {', '.join(case.name for case in known)}")
+    cases = [case for case in known if case.name in args.rows.split(",")]
+    if args.colocated and any(case.engines > 1 for case in cases):
+        parser.error(
+            "--colocated: two engines and a trainer are three devices, among which groups cannot be divided; see --devices"
+        )
+    if args.devices and not args.paced:
+        parser.error("--devices: only paced devices are as many as asked; give --paced")
+    if args.devices:
+        return measure_shared(args, cases)
     if args.iterations <= WARMUP + 1 or args.iterations % 2:
         parser.error(f"--iterations: {args.iterations} is not an even number above {WARMUP + 1}")
 
@@ -213,7 +242,6 @@ def main() -> int:
         return 0
     if args.staleness:
         return measure_staleness(args)
-    cases = [case for case in CASES if case.name in args.rows.split(",")]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench_schedule_") as scratch:
         bench = Bench(Path(scratch), args)
@@ -263,18 +291,61 @@ def measure_staleness(args: argparse.Namespace) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class SharedRow:
+    """Median seconds of an iteration, border included, on as many devices: in turns, with roles, and with so many of them engines.
+
+    floor_s: the longest response alone, or all decoding (of full engines) and training over the devices.
+    error: of the predictions of roles, median and worst.
+    """
+
+    name: str
+    replica: int
+    turns_s: float
+    roles_s: float
+    splits_s: dict[int, float]
+    floor_s: float
+    errors: list[float]
+    changes: float
+    cores_busy: float
+
+    @property
+    def best_split_s(self) -> float:
+        return min(self.splits_s.values())
+
+
+def measure_shared(args: argparse.Namespace, cases: Sequence[Case]) -> int:
+    end_on_sigterm()
+    rows: list[SharedRow] = []
+    with tempfile.TemporaryDirectory(prefix="bench_schedule_") as scratch:
+        bench = Bench(Path(scratch), args)
+        with bench.engines(args.devices):
+            for case, replica in itertools.product(cases, map(int, args.replica.split(","))):
+                rows.append(bench.shared_row(case, replica))
+                print(f"# {rows[-1]}", file=sys.stderr, flush=True)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    table = render_shared(rows, args)
+    print(table)
+    if args.markdown:
+        args.markdown.write_text(table + "\n")
+    return 0
+
+
 class HeavyTailed:
-    """The environment of heavy rows: single turns whose lengths are drawn, not sampled. options: median and limit in tokens."""
+    """The environment of heavy rows: single turns whose lengths are drawn, not sampled. options: median and limit in tokens, and
+    the spread."""
 
     def __init__(self, context: EnvironmentContext) -> None:
-        context.refuse_options("tools.bench_schedule:HeavyTailed", ("median", "limit"))
+        context.refuse_options("tools.bench_schedule:HeavyTailed", ("median", "limit", "spread"))
         self._median, self._limit = float(context.options["median"]), int(context.options["limit"])
+        self._spread = float(context.options.get("spread", 1.0))
         self._visits: dict[int, int] = {}
 
     async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
         visit = self._visits.get(prompt.prompt_id, 0)
         self._visits[prompt.prompt_id] = visit + 1
-        lengths = drawn_lengths(prompt.prompt_id, visit, num_samples, self._median, self._limit)
+        lengths = drawn_lengths(prompt.prompt_id, visit, num_samples, self._median, self._limit, self._spread)
         pending = [generate(prompt.tokens, sample=i, max_tokens=length) for i, length in enumerate(lengths)]
         samples = []
         for (generation,) in await _all(pending):
@@ -290,18 +361,18 @@ async def _all(pending: Sequence[Any]) -> list[Any]:
     return list(await asyncio.gather(*pending))
 
 
-def drawn_lengths(prompt_id: int, visit: int, count: int, median: float, limit: int) -> list[int]:
+def drawn_lengths(prompt_id: int, visit: int, count: int, median: float, limit: int, spread: float = 1.0) -> list[int]:
     """Draws the lengths of the responses to a prompt when it comes for the `visit`-th time."""
     of_prompt = np.random.default_rng([prompt_id, 1]).standard_normal()
     of_response = np.random.default_rng([prompt_id, visit, 2]).standard_normal(count)
-    drawn = median * np.exp(PROMPT_SIGMA * of_prompt + RESPONSE_SIGMA * of_response)
+    drawn = median * np.exp(spread * (PROMPT_SIGMA * of_prompt + RESPONSE_SIGMA * of_response))
     return [int(n) for n in np.clip(np.round(drawn), 1, limit)]
 
 
-def median_for(mean: float, limit: int) -> float:
+def median_for(mean: float, limit: int, spread: float = 1.0) -> float:
     """The median with which cut lengths have this mean, by bisection over a large sample."""
     rng = np.random.default_rng(0)
-    draw = np.exp(PROMPT_SIGMA * rng.standard_normal(20000) + RESPONSE_SIGMA * rng.standard_normal(20000))
+    draw = np.exp(spread * (PROMPT_SIGMA * rng.standard_normal(20000) + RESPONSE_SIGMA * rng.standard_normal(20000)))
     low, high = 1.0, 2.0 * mean
     for _ in range(40):
         middle = (low + high) / 2
@@ -388,6 +459,60 @@ class Bench:
         ]
         records = self._records(case, prompt, self._args.iterations, settings)[WARMUP:]
         return statistics.median(record["iteration_s"] for record in records)
+
+    def shared_row(self, case: Case, replica: int) -> SharedRow:
+        """A row of runs on all devices, `replica` of which are a replica of the trainer."""
+        args, devices = self._args, self._args.devices
+        token_s = devices * self._paced_token_s(
+            replace(case, engines=devices)
+        )  # of a device, as fast together as engines are
+        self._environment["PACED_TRAINER"] = str(token_s / replica)
+        iterations, busy = range(SHARED_WARMUP, args.iterations), []
+
+        def records(engines: int, *overrides: str) -> list[dict[str, Any]]:
+            beside = "placement.colocate=true" in overrides
+            settings = [
+                f"rollout.engines={engines}",
+                f"rollout.attach=[{','.join(self._urls[:engines])}]",
+                f"trainer.devices={devices if beside else devices - engines}",
+                f"trainer.tensor_parallel={replica}",
+                *overrides,
+            ]
+            psutil.cpu_percent()
+            found = self._records(case, PACED_PROMPT, args.iterations, settings)[SHARED_WARMUP:]
+            busy.append(psutil.cpu_percent() / 100)
+            print(
+                f"# {case.name}, R = {replica}, {engines} engines {overrides}: {[r['iteration_s'] for r in found]}",
+                file=sys.stderr,
+            )
+            return found
+
+        def seconds(found: list[dict[str, Any]]) -> float:
+            return statistics.median(record["iteration_s"] for record in found)
+
+        turns = records(devices, "placement.colocate=true", "schedule.stream=false")
+        roles = records(devices, "placement.colocate=true", "schedule.stream=true")
+        engines = [count for count in range(1, devices) if not (devices - count) % replica]
+        return SharedRow(
+            case.name,
+            replica,
+            seconds(turns),
+            seconds(roles),
+            {count: seconds(records(count, "schedule.stream=true")) for count in engines},
+            statistics.median(self._floor_s(case, number, token_s) for number in iterations),
+            [record["prediction_error"] for record in roles if record["prediction_error"] is not None],
+            statistics.mean(record["role_changes"] for record in roles),
+            max(busy),
+        )
+
+    def _floor_s(self, case: Case, iteration: int, token_s: float) -> float:
+        pace, lengths = self._args.paced, self._lengths(case, iteration)
+        tokens = sum(map(sum, lengths))
+        most = min(self._args.max_num_seqs, case.groups * RESPONSES)
+        decoding_s = tokens * (pace.step_s / most + pace.sequence_s)
+        training_s = token_s * (tokens + case.groups * RESPONSES * PACED_PROMPT)
+        longest = max(map(max, lengths))
+        return max(longest * (pace.step_s + pace.sequence_s), (decoding_s + training_s) / self._args.devices)
 
     def stale_rows(self, waves: Sequence[int], staleness: Sequence[int]) -> list[StaleRow]:
         """Tg and Tt are those of synchronous iterations with the same window."""
@@ -483,13 +608,13 @@ class Bench:
         """Draws the lengths of an iteration's groups, by index: prompts come in order, and again after EPOCH iterations."""
         if not case.heavy:
             return [[self._args.response] * RESPONSES] * case.groups
-        first, visit = iteration % EPOCH * case.groups, iteration // EPOCH
-        median, limit = self._heavy()
-        return [drawn_lengths(first + i, visit, RESPONSES, median, limit) for i in range(case.groups)]
+        first, visit = iteration % case.epoch * case.groups, iteration // case.epoch
+        median, limit = self._heavy(case)
+        return [drawn_lengths(first + i, visit, RESPONSES, median, limit, case.spread) for i in range(case.groups)]
 
-    def _heavy(self) -> tuple[float, int]:
-        limit = MOST_OF_MEAN * self._args.response
-        return median_for(self._args.response, limit), limit
+    def _heavy(self, case: Case) -> tuple[float, int]:
+        limit = round(case.most * self._args.response)
+        return median_for(self._args.response, limit, case.spread), limit
 
     def _records(self, case: Case, prompt: int, iterations: int, overrides: list[str]) -> list[dict[str, Any]]:
         """The iteration records of one run."""
@@ -501,7 +626,7 @@ class Bench:
         self._runs += 1
         run_dir = self._scratch / f"run{self._runs}"
         data = self._scratch / f"prompts{self._runs}.jsonl"
-        write_prompts(data, prompt, case.groups * (EPOCH if case.heavy else iterations), seed or self._runs)
+        write_prompts(data, prompt, case.groups * (case.epoch if case.heavy else iterations), seed or self._runs)
         engines = self._scratch / f"engines{len(self._urls)}-engines"
         settings = [
             f"run.dir={run_dir}",
@@ -514,11 +639,11 @@ class Bench:
             *overrides,
         ]
         if case.heavy:
-            median, limit = self._heavy()
+            median, limit = self._heavy(case)
             settings += [
                 f"rollout.max_response_tokens={limit}",
                 "environment.name=tools.bench_schedule:HeavyTailed",
-                f"environment.options={{median: {median}, limit: {limit}}}",
+                f"environment.options={{median: {median}, limit: {limit}, spread: {case.spread}}}",
             ]
         result = subprocess.run(
             self._command("run", settings),
@@ -553,7 +678,7 @@ class Bench:
             "data.max_prompt_tokens": MAX_PROMPT,
             "rollout.engines": engines,
             "rollout.responses_per_prompt": RESPONSES,
-            "rollout.max_response_tokens": MOST_OF_MEAN * self._args.response,
+            "rollout.max_response_tokens": round(max(case.most for case in SHARED) * self._args.response),
             "rollout.max_num_seqs": self._args.max_num_seqs,
             "rollout.ignore_eos": "true",
             "attention.shared_prompt": "false",
@@ -696,6 +821,30 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
             cells = [r.name, *(f"{t:.2f}" for t in (r.sync_s, r.periodic_s, turns_s, roles_s))]
             lines.append(f"| {' | '.join([*cells, f'{turns_s / roles_s:.2f}', f'{r.periodic_s / roles_s:.2f}'])} |")
     lines += ["", "Schedules of the last periodic iterations:", "", *(f"- {r.name}: {r.schedule}" for r in rows)]
+    return "\n".join(lines)
+
+
+def render_shared(rows: list[SharedRow], args: argparse.Namespace) -> str:
+    step, sequence, prompt = (f"{1000 * seconds:g}" for seconds in astuple(args.paced))
+    splits = list(range(1, args.devices))
+    lines = [
+        f"{args.devices} paced devices on {len(os.sched_getaffinity(0))} cores ({processor()}), of which up to "
+        f"{max(row.cores_busy for row in rows):.0%} were busy; a decode step takes {step} ms, {sequence} ms per sequence in it and "
+        f"{prompt} ms per token of a prompt of {PACED_PROMPT}; groups of {RESPONSES} responses of {args.response} tokens on "
+        f"average, room for {args.max_num_seqs} sequences, all training as long as all decoding; medians of "
+        f"{args.iterations - SHARED_WARMUP} iterations, border included.",
+        "",
+        f"| row | R | turns s | {' | '.join(f'{count} + {args.devices - count} s' for count in splits)} | roles s | "
+        "turns / roles | best split / roles | roles / floor | changes | model's error: median, worst |",
+        "|---|" + "---:|" * (8 + len(splits)),
+    ]
+    for row in rows:
+        cells = [row.name, str(row.replica), f"{row.turns_s:.2f}"]
+        cells += [f"{row.splits_s[count]:.2f}" if count in row.splits_s else "" for count in splits]
+        ratios = (row.turns_s / row.roles_s, row.best_split_s / row.roles_s, row.roles_s / row.floor_s)
+        cells += [f"{row.roles_s:.2f}", *(f"{ratio:.2f}" for ratio in ratios), f"{row.changes:.1f}"]
+        errors = [abs(error) for error in row.errors] or [math.nan]
+        lines.append(f"| {' | '.join([*cells, f'{statistics.median(errors):.1%}, {max(errors):.1%}'])} |")
     return "\n".join(lines)
 
 
