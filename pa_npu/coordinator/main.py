@@ -121,11 +121,13 @@ async def run(config: Config) -> None:
             where = (config.placement.address, config.agent.port or 0, Path(config.run.dir))
             await stack.enter_async_context(gateway.serving(*where))
         await stack.enter_async_context(opened(environment, limit_s))
+        if (roles := make_roles(config, pool, timeline, controller)) is not None:
+            stack.callback(roles.close)
         producer = Producer(
             *(config, pool, environment, rewards, buffer, controller, sampling, timeline, work, store_thread),
             [variant for variant in (service, interruptions) if variant is not None],
             is_timed=interruptions is None,
-            roles=make_roles(config, pool, timeline, controller),
+            roles=roles,
         )
         await fleet.wait_all_ready()
         device = platform.get(config.run.device)

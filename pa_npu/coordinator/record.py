@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,7 @@ def iteration_record(
     )
     use_before = {name: EngineUse() for name in use_after} | dict(use_before)  # an engine may be new
     busy = [(use.busy_s - use_before[name].busy_s) / iteration_s for name, use in use_after.items()]
+    trainer_idle = min(1.0, (report.training.wait_s + border.border_wait_s) / iteration_s)
     engine = {"host": publish.memory.host_bytes, "device": publish.memory.device_bytes} if publish.memory else {}
     return {
         **report.record(),
@@ -164,8 +165,9 @@ def iteration_record(
         "learned": dict(prediction.learned),
         "evaluation_s": evaluation["seconds"] if evaluation else None,
         "eval_accuracy": evaluation["accuracy"] if evaluation else None,
-        "trainer_idle": min(1.0, (report.training.wait_s + border.border_wait_s) / iteration_s),
+        "trainer_idle": trainer_idle,
         "engine_idle": max(0.0, 1.0 - sum(busy) / max(1, len(busy))),
+        **_device_idle(trainer_idle, sum(busy) * config.rollout.tensor_parallel / devices, use_after.values()),
         "tpspd": rates.tpspd,
         "tpspd_response": rates.tpspd_response,
         "tpspd_computed": rates.tpspd_computed,
@@ -181,3 +183,9 @@ def iteration_record(
         },
         "time": time.time(),
     }
+
+
+def _device_idle(trainer_idle: float, decodes: float, uses: Collection[EngineUse]) -> dict[str, float]:
+    """Share of the iteration in which devices neither decoded nor trained, where each is for both: a trainer that waits while its
+    device decodes is not idle. decodes: share in which the mean device does."""
+    return {"device_idle": max(0.0, trainer_idle - decodes)} if uses and all(use.shared for use in uses) else {}

@@ -32,7 +32,7 @@ from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.production import Production
 from pa_npu.coordinator.variants import Variant
 from pa_npu.dispatch.assignment import Assignment
-from pa_npu.dispatch.roles import Rest, Speeds, decoding_units
+from pa_npu.dispatch.roles import Rest, Speeds, Unit, decoding_units, units_of
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
@@ -47,30 +47,6 @@ _SHARE_OF_CORE = 0.01
 _AHEAD = 1.5
 # Iterations whose lengths are expected of what is in flight.
 _ITERATIONS_SEEN = 4
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Devices that change their role together. engines: their indices."""
-
-    engines: tuple[int, ...]
-    replicas: tuple[int, ...]
-
-
-def units_of(config: Config) -> list[Unit]:
-    """The finest parts of the run of which one can train while the others decode."""
-    mesh = config.mesh
-    joined = [{mesh.place(rank).replica for rank in config.ranks_beside(index)} for index in range(config.num_engines)]
-    together = [*joined, *({mesh.place(rank).replica for rank in group} for group in mesh.shard_groups())]
-    together += [{mesh.place(rank).replica for rank in group} for group in mesh.groups("expert_tensor", "expert")]
-    parts = [{replica} for replica in range(mesh.data)]
-    for one in together:
-        touched = [part for part in parts if part & one]
-        parts = [part for part in parts if not part & one] + [set().union(*touched)]
-    return [
-        Unit(tuple(index for index, replicas in enumerate(joined) if replicas & part), tuple(sorted(part)))
-        for part in sorted(parts, key=min)
-    ]
 
 
 @dataclass
@@ -104,7 +80,7 @@ class Roles(Variant):
         self._speeds = speeds
         self._known = Known()
         self._flights: dict[Lease, _Flight] = {}
-        self._training: list[Unit] = []
+        self._training: dict[Unit, float] = {}  # since when, on the timeline's clock
         self._lengths: list[int] = []
         self._dispatched = False
         self._delivery: RolesDelivery | None = None
@@ -119,7 +95,8 @@ class Roles(Variant):
 
     def begin(self, delivery: RolesDelivery) -> None:
         """All devices decode, for a delivery of this iteration."""
-        self._flights, self._training, self._lengths, self._dispatched = {}, [], [], False
+        self.close()
+        self._flights, self._training, self._lengths, self._dispatched = {}, {}, [], False
         self._delivery, self.changing = delivery, None
         self._steps, self._next_s = 0.0, 0.0
         self._at_s, self._begin_s = time.perf_counter(), now()
@@ -168,6 +145,11 @@ class Roles(Variant):
         self._known.lengths.append(np.sort(np.asarray(self._lengths, float)))
         self._delivery = None
         self._pool.rest(frozenset())
+
+    def close(self) -> None:
+        """The last iteration's devices train no more."""
+        for unit, since_s in self._training.items():
+            self._show(unit, "trains", since_s, now())
 
     def training(self, replica: int) -> bool:
         """Whether the replica's devices are its own."""
@@ -234,11 +216,15 @@ class Roles(Variant):
     def _trains(self, unit: Unit) -> None:
         if unit in self._training:
             return
-        self._training.append(unit)
-        lanes = [f"engine {seat}" for seat in unit.engines]
-        self._timeline.complete("decodes", self._begin_s, now(), f"role of {', '.join(lanes) or 'no engine'}")
+        self._training[unit] = now()
+        self._show(unit, "decodes", self._begin_s, self._training[unit])
         if self._delivery is not None:
             self._delivery.free(unit.replicas)
+
+    def _show(self, unit: Unit, role: str, start_s: float, end_s: float) -> None:
+        if unit.engines:
+            lanes = ", ".join(f"engine {seat}" for seat in unit.engines)
+            self._timeline.complete(role, start_s, end_s, f"role of {lanes}")
 
     def _raise_failure(self) -> None:
         if self.changing is not None and self.changing.done():

@@ -18,12 +18,38 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pa_npu.config.schema import Config
+
 # Rules tried: sequences per engine, between what engines have now and the most that they may have; and how many units, of all,
 # change together, since every change makes the others compute the moved sequences' tokens once more.
 _LEVELS = 10
 _TOGETHER = (0.0, 0.125, 0.25)
 # A change has to pay by this much of what is left, or the device decodes on: predictions of lengths are no better.
 _LEAST_GAIN = 0.01
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Devices that change their role together. engines: their indices."""
+
+    engines: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+
+def units_of(config: Config) -> list[Unit]:
+    """The finest parts of the run of which one can train while the others decode."""
+    mesh = config.mesh
+    joined = [{mesh.place(rank).replica for rank in config.ranks_beside(index)} for index in range(config.num_engines)]
+    together = [*joined, *({mesh.place(rank).replica for rank in group} for group in mesh.shard_groups())]
+    together += [{mesh.place(rank).replica for rank in group} for group in mesh.groups("expert_tensor", "expert")]
+    parts = [{replica} for replica in range(mesh.data)]
+    for one in together:
+        touched = [part for part in parts if part & one]
+        parts = [part for part in parts if not part & one] + [set().union(*touched)]
+    return [
+        Unit(tuple(index for index, replicas in enumerate(joined) if replicas & part), tuple(sorted(part)))
+        for part in sorted(parts, key=min)
+    ]
 
 
 @dataclass(frozen=True)

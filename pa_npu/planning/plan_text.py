@@ -116,14 +116,14 @@ def predicted_lines(config: Config, spec: ModelSpec) -> list[str]:
     changes = advice(config, spec, typical, found)
     lines = [
         f"predicted             waves {found.waves:.1f}, Tg {found.generate_s:.3g} s, Tt {found.train_s:.3g} s, iteration "
-        f"{found.iteration_s:.3g} s: {found.of_bound:.2f} of the bound {found.bound:.2f}x; engines idle "
-        f"{found.engines_idle:.0%}, trainers {found.trainers_idle:.0%} ({typical.name}, assumed lengths)"
+        f"{found.iteration_s:.3g} s: {found.of_bound:.2f} of the bound {found.bound:.2f}x; {found.idle} "
+        f"({typical.name}, assumed lengths)"
     ]
     for change, after in changes[:2]:
         per_group = after.iteration_s / found.iteration_s
         lines.append(
             f"to change             {change}: iteration {after.iteration_s:.3g} s ({per_group:.2f} of it), {after.of_bound:.2f} of "
-            f"the bound; engines idle {after.engines_idle:.0%}, trainers {after.trainers_idle:.0%}"
+            f"the bound; {after.idle}"
         )
     return lines
 

@@ -34,7 +34,9 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
         f"grad {show('grad_norm', '7.3f')}",
         f"length {show('response_length_mean', '6.1f')}",
         f"TPSPD {show('tpspd', '8.1f')}",
-        f"idle trainer {show('trainer_idle', '3.0f', 100)}% engine {show('engine_idle', '3.0f', 100)}%",
+        f"idle device {show('device_idle', '3.0f', 100)}%"
+        if "device_idle" in record
+        else f"idle trainer {show('trainer_idle', '3.0f', 100)}% engine {show('engine_idle', '3.0f', 100)}%",
         f"publish {show('publish_s', '6.2f')} s",
         f"ETA {format_duration(eta_s):>7}",
     ]

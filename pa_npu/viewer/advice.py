@@ -62,6 +62,21 @@ def _percent(share: float) -> str:
 
 def _idle(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
     trainer, engine = recent(records, "trainer_idle"), recent(records, "engine_idle")
+    if (device := recent(records, "device_idle")) is not None:  # no side has devices that the other could have
+        in_turns = config.get("schedule.stream") is False
+        if device > MUCH_IDLE:
+            yield Advice(
+                "act" if in_turns else "look",
+                "trainer_idle",
+                "Devices wait for the longest responses" if in_turns else "Devices wait, though roles follow the work",
+                f"In the last iterations devices neither decoded nor trained for {_percent(device)} of the time. "
+                + (
+                    "schedule.stream=true lets them train as soon as the rest fits on fewer; the update stays the same."
+                    if in_turns
+                    else "More groups per iteration (schedule.prompts_per_iteration) leave more to train meanwhile."
+                ),
+            )
+        return
     if trainer is None or engine is None:
         return
     seen = f"In the last iterations trainers were idle for {_percent(trainer)} of the time and engines for {_percent(engine)}."

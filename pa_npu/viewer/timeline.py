@@ -22,7 +22,11 @@ KINDS = {
     "step": "step",
     "checkpoint": "checkpoint",
     "checkpoint write": "checkpoint",
+    "decodes": "generate",
+    "trains": "train",
 }
+# Lanes that show what devices are for, beside what engines and trainers on them do.
+ROLES = "role of "
 # Spans that hold others say nothing of their own.
 AROUND = frozenset({"produce", "iteration", "run"})
 
@@ -164,7 +168,7 @@ def _waits(processes: Mapping[str, Sequence[Span]], start_s: float, end_s: float
     found = []
     coordinator = processes.get("coordinator", ())
     border = [span for span in coordinator if span.kind in ("publish", "evaluate")]
-    engines = sorted({span.lane for span in coordinator if span.kind == "generate"})
+    engines = sorted({span.lane for span in coordinator if span.kind == "generate" and not span.lane.startswith(ROLES)})
     for engine in engines:
         own = [span for span in coordinator if span.kind == "generate" and span.lane == engine]
         parts = {

@@ -15,6 +15,7 @@ from helpers.virtual_cluster import CPU, EQUAL, HEAVY, LONG, NPU, Case, Lengths,
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.lengths import ResponseLengths
 from pa_npu.dispatch.schedule import Schedule, Windows
+from pa_npu.planning.iteration_model.changes import gain_s
 from pa_npu.planning.iteration_model.cluster import EngineSpeed, VirtualGroup
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes
@@ -355,3 +356,27 @@ def test_groups_that_moved_between_engines_are_training_that_was_done_and_no_mea
     assert beside_per_work == pytest.approx(seconds_per_work)
     full, half = (speed.step_s + 64 * speed.sequence_s for speed in (engine, beside))
     assert half > 0.5 * full, "a moved group's last engine had a tenth of its tokens"
+
+
+def test_what_roles_gain_is_in_the_prediction_and_not_of_an_iteration_in_turns():
+    """Tails that leave engines empty are trained beside; in equal lengths there is nothing to gain, nor with one unit."""
+    case = replace(HEAVY_NPU, replicas=len(HEAVY_NPU.engines))
+
+    def predicted(lengths: Lengths, units: int) -> tuple[float | None, float, float]:
+        some = replace(case, lengths=lengths)
+        rules = replace(rules_of(some), units=units)
+        controller, found = ScheduleController(rules, lambda prompt, lengths: prompt + sum(lengths)), None
+        for number in range(3):
+            groups, outlooks = some.work(number)
+            schedule = controller.begin_iteration(IterationOutlook(outlooks, some.names, False))
+            turns = simulate(some.cluster, groups, schedule, streams=False)
+            gain = gain_s(some.cluster, groups, turns, units)
+            for timing in turns.timings:
+                controller.observe(timing)
+            end_s = turns.end_s - (gain if number else 0.0)
+            found = controller.end_iteration(IterationTimes(end_s, 0.0, turns.train_s, 0.0))
+        return found.error, gain, turns.end_s
+
+    error, gain, turns_s = predicted(HEAVY, len(case.engines))
+    assert gain > 0.1 * turns_s and abs(error) < 0.1, (error, gain, turns_s)
+    assert predicted(EQUAL, len(case.engines))[1] < 0.02 * turns_s and predicted(HEAVY, 1)[1] == 0.0

@@ -16,10 +16,10 @@ from pa_npu.control.tasks import cancel
 from pa_npu.coordinator import roles as module
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.production import Produced
-from pa_npu.coordinator.roles import Roles, Unit, units_of
+from pa_npu.coordinator.roles import Roles
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import Assignment
-from pa_npu.dispatch.roles import Rest, Speeds, decoding_units
+from pa_npu.dispatch.roles import Rest, Speeds, Unit, decoding_units, units_of
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.environments.protocol import EnvironmentContext

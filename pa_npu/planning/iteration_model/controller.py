@@ -32,6 +32,7 @@ from pa_npu.planning.iteration_model.candidates import (
     turns_schedule,
     window_schedule,
 )
+from pa_npu.planning.iteration_model.changes import gain_s
 from pa_npu.planning.iteration_model.cluster import Cluster, GroupTiming, VirtualGroup
 from pa_npu.planning.iteration_model.learned import Learned
 from pa_npu.planning.iteration_model.matched import ENDS, unequal
@@ -137,7 +138,12 @@ class ScheduleController:
         if some is None:
             return None
         cluster = part.cluster(self._learned.cluster(running.outlook))
-        return simulate(cluster, some, schedule, streams=running.outlook.streams).end_s
+        outcome = simulate(cluster, some, schedule, streams=running.outlook.streams)
+        # what was chosen with nothing known was followed in turns
+        return outcome.end_s - (gain_s(cluster, some, outcome, self._units(part)) if running.part is not None else 0.0)
+
+    def _units(self, part: Part) -> int:
+        return round(self._rules.units * part.replicas / self._rules.replicas)
 
     def _first(self, outlook: IterationOutlook) -> _Running:
         rules, order = self._rules, self._orders(outlook.streams)[0]
@@ -202,7 +208,11 @@ class ScheduleController:
         if not part.is_whole:
             end = tried.reach.end if tried.reach is not None else None
             schedule = self._made(chosen, whole(outlook, self._rules), everything, end=end)
-        return _Running(outlook, chosen, schedule, part, tried, scores[chosen] + learned.border_s)
+        predicted_s = scores[chosen] + learned.border_s
+        if units := self._units(part):
+            outcome = simulate(cluster, draws[0], tried, streams=streams)
+            predicted_s -= biased(chosen, gain_s(cluster, draws[0], outcome, units))
+        return _Running(outlook, chosen, schedule, part, tried, predicted_s)
 
     def _budget(self, share: float) -> float:
         """Sequences that may be simulated at a border, for this share of an iteration."""

@@ -31,12 +31,14 @@ _MOST_SEQUENCES = 8192
 @dataclass(frozen=True)
 class Rehearsal:
     """Seconds of an iteration without border. generate_s, train_s: Tg, Tt of a synchronous one without engines on the trainers'
-    devices. waves: an engine's sequences over those that it has in flight at most."""
+    devices. waves: an engine's sequences over those that it has in flight at most. devices_idle: of devices for
+    both."""
 
     waves: float
     generate_s: float
     train_s: float
     iteration_s: float
+    devices_idle: float | None = None
 
     @property
     def bound(self) -> float:
@@ -49,6 +51,13 @@ class Rehearsal:
         return max(self.generate_s, self.train_s) / self.iteration_s
 
     @property
+    def idle(self) -> str:
+        """Who is idle for which part of the time."""
+        if self.devices_idle is not None:
+            return f"devices idle {self.devices_idle:.0%}"
+        return f"engines idle {self.engines_idle:.0%}, trainers {self.trainers_idle:.0%}"
+
+    @property
     def engines_idle(self) -> float:
         return max(0.0, 1.0 - self.generate_s / self.iteration_s)
 
@@ -58,14 +67,16 @@ class Rehearsal:
 
 
 def rehearse(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Rehearsal:
-    """Predict a synchronous and a periodic iteration of config; colocated engines and trainers only take turns."""
+    """Predict a synchronous and a periodic iteration of config, or, of colocated engines and trainers, one with roles that follow
+    the work."""
     costs, workload = published(config, spec, typical), assumed_workload(config)
     synchronous = predict(
         config, spec, costs, workload, typical, streams=False, iterations=_ITERATIONS, most_groups=_MOST_GROUPS
     )
     best = predict(config, spec, costs, workload, typical, iterations=_ITERATIONS, most_groups=_MOST_GROUPS)
     iteration_s = best.iteration_s - best.border_s
-    return Rehearsal(best.waves, synchronous.generate_s, synchronous.train_s, iteration_s)
+    idle = best.engines_idle if config.placement.colocate else None
+    return Rehearsal(best.waves, synchronous.generate_s, synchronous.train_s, iteration_s, idle)
 
 
 def can_rehearse(config: Config) -> bool:

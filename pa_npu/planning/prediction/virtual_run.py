@@ -23,6 +23,7 @@ from pa_npu.dispatch.schedule import Schedule
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning import amounts
+from pa_npu.planning.iteration_model.changes import gain_s
 from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
@@ -49,8 +50,9 @@ class Predicted:
     """Medians over a configuration's predicted iterations, in seconds. iteration_s: from publish to publish, border_s included.
 
     generate_s, train_s: of an iteration's production, and of its training without waiting for groups. *_idle: shares of the
-    iteration. tokens: prompt and response of an iteration, as TPSPD counts them. window: the most sequences in flight
-    on an engine; waves: an engine's share of an iteration over that. schedule: the controller's name for the last one.
+    iteration, of devices that do neither where they do both. tokens: prompt and response of an iteration, as TPSPD counts them.
+    window: the most sequences in flight on an engine; waves: an engine's share of an iteration over that. schedule: the
+    controller's name for the last one.
     """
 
     iteration_s: float
@@ -84,17 +86,19 @@ def predict(
 ) -> Predicted:
     """Predict iterations of config on such devices.
 
-    streams: periodic, not synchronous; colocated engines and trainers take turns either way. most_groups: of an iteration that are
-    simulated.
+    streams: periodic, not synchronous; colocated engines and trainers have roles that follow the work, or take turns. most_groups:
+    of an iteration that are simulated.
     """
-    streams = streams and not config.placement.colocate
     engine_cost = calibration.engine_for(config, spec, typical)
     trainer_cost = calibration.trainer_for(config, spec, typical)
     part = _part(config, most_groups or _MOST_GROUPS)
     engine_cost, trainer_cost = _shared_devices(config, engine_cost, trainer_cost)
     seconds = GroupSeconds(config, spec, trainer_cost, typical)
     work = GroupWork(spec, config)
-    rules = replace(Rules.of(config), replicas=part.replicas)
+    rules = Rules.of(config)
+    units = round(rules.units * part.replicas / rules.replicas) if streams else 0
+    rules = replace(rules, replicas=part.replicas, units=units)
+    streams = streams and not config.placement.colocate
     controller, lengths = ScheduleController(rules, work), ResponseLengths(config.rollout.max_response_tokens)
     fill_s = 0.0  # of a pipeline, before its last stage has work
     ran: list[tuple[Outcome, Schedule, float, int]] = []
@@ -123,6 +127,7 @@ def predict(
         )
         schedule = controller.begin_iteration(IterationOutlook(outlooks, names, streams, speeds=speeds))
         outcome = simulate(cluster, groups, schedule, streams=streams)
+        outcome = replace(outcome, end_s=outcome.end_s - gain_s(cluster, groups, outcome, units if number else 0))
         for (
             timing
         ) in outcome.timings:  # as a coordinator sees them: prompts whole, whatever an engine has cached of them
@@ -247,6 +252,9 @@ def _predicted(
     median = statistics.median
     iteration_s = border_s + median(outcome.end_s for outcome, _, _, _ in ran)
     train_s = median(outcome.train_s for outcome, _, _, _ in ran)
+    busy_s = median(busy_s for _, _, busy_s, _ in ran)
+    # a device that has both waits for nothing while it does either
+    decodes_s, trains_s = (busy_s, train_s) if config.placement.colocate else (0.0, 0.0)
     window = min(ran[-1][1].largest_window, config.rollout.max_num_seqs)
     sequences = part.groups * config.rollout.responses_per_prompt / part.engines
     return Predicted(
@@ -254,8 +262,8 @@ def _predicted(
         median(outcome.generated_s for outcome, _, _, _ in ran),
         train_s,
         border_s,
-        max(0.0, 1.0 - median(busy_s for _, _, busy_s, _ in ran) / iteration_s),
-        max(0.0, 1.0 - train_s / iteration_s),
+        max(0.0, 1.0 - (busy_s + trains_s) / iteration_s),
+        max(0.0, 1.0 - (train_s + decodes_s) / iteration_s),
         median(tokens for _, _, _, tokens in ran) * config.schedule.prompts_per_iteration / part.groups,
         config.num_devices,
         window,
