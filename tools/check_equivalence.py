@@ -1,14 +1,17 @@
 #!/usr/bin/env python
 """Show that periodic asynchrony changes nothing but the time: the same run synchronously and periodically, weights compared.
 
-Three runs from one seed, real engines and trainers: sync with order=prompt, periodic with order=prompt, periodic with
-order=completion. With order=prompt every weight must be bit-identical (invariant I4); with order=completion groups are summed in
-another order, so the largest relative difference is printed and must stay below 1e-5 in fp32. A fourth run from another seed is
-the negative control: it must differ, or the comparison shows nothing.
+Five runs from one seed, real engines and trainers: sync with order=prompt, periodic with order=prompt, periodic with
+order=completion, and with engines on the trainers' devices (placement.colocate) in turns and with roles that follow the work. With
+order=prompt every weight must be bit-identical (invariant I4); with order=completion groups are summed in another order, so the
+largest relative difference is printed and must stay below 1e-5 in fp32. A run from another seed is the negative control: it must
+differ, or the comparison shows nothing.
 
     python tools/check_equivalence.py [--iterations 4] [--work DIR] [key=value ...]
+    python tools/check_equivalence.py --config configs/grpo_tiny_tools.yaml --work runs/equivalence_tools    # several turns
 
-Exits with 1 when a bound is broken. With rollout.attach (see `pa_npu.launcher engines`) the runs share engines that run already.
+All have two engines and two replicas of the trainer, so that roles can change; how often they did is printed. Exits with 1 when a
+bound is broken. With rollout.attach (see `pa_npu.launcher engines`) the runs share engines that run already.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+
+from pa_npu.telemetry.metrics import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPLETION_BOUND = 1e-5
@@ -40,6 +45,8 @@ REFERENCE = Variant("sync, order=prompt", ("schedule.stream=false", "schedule.or
 VARIANTS = (
     Variant("periodic, order=prompt", ("schedule.stream=true", "schedule.order=prompt")),
     Variant("periodic, order=completion", ("schedule.stream=true", "schedule.order=completion")),
+    Variant("turns, order=prompt", ("placement.colocate=true", "schedule.stream=false", "schedule.order=prompt")),
+    Variant("roles, order=prompt", ("placement.colocate=true", "schedule.stream=true", "schedule.order=prompt")),
     Variant("control: another seed", ("schedule.stream=false", "schedule.order=prompt", "run.seed=2")),
 )
 
@@ -87,6 +94,9 @@ def run(args: argparse.Namespace, variant: Variant) -> dict[str, torch.Tensor]:
         f"optimizer.epsilon={EPSILON}",
         "model.dtype=fp32",
         "data.test=null",
+        "rollout.engines=2",
+        "trainer.devices=2",
+        "placement.pin_cores=false",
         *args.overrides,
         *variant.overrides,
     ]
@@ -100,6 +110,9 @@ def run(args: argparse.Namespace, variant: Variant) -> dict[str, torch.Tensor]:
             f"check_equivalence: the run '{variant.name}' ended with exit code {code}; its last lines:\n{tail}"
         )
     weights: dict[str, torch.Tensor] = {}
+    changes = sum(record.get("role_changes", 0) for record in read_records(directory))
+    if "roles" in variant.name:
+        print(f"{variant.name}: roles changed {changes} times", flush=True)
     for file in sorted((directory / "hf").glob("*.safetensors")):
         weights |= load_file(file)
     return weights

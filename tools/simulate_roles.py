@@ -1,10 +1,11 @@
 """Virtual time of one strictly on-policy iteration on N devices: in turns, by the best split, and with roles that follow the work.
 
-    python tools/simulate_roles.py
+    python tools/simulate_roles.py [--devices 8,16,64,256] [--seeds 2]
 
 The policy is the one that runs use (pa_npu/dispatch/roles.py). It knows what a coordinator knows: the speeds, the lengths of
-earlier responses, and which groups have ended. Engines are simulated one by one, with every sequence's true length, which the
-policy does not see. A group is trained by a replica of R devices in its work / R; a change of roles costs 1% of what decoding takes
+earlier responses, and which groups have ended. Groups go out by the longest response that their prompts had before, and a decision
+is made no more often than its cost allows. Engines are simulated one by one, with every sequence's true length, which the policy
+does not see. A group is trained by a replica of R devices in its work / R; a change of roles costs 1% of what decoding takes
 on all devices.
 """
 
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import argparse
 import heapq
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +26,8 @@ Lengths = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Shape:
-    """A run. spread: of the logarithms of lengths, of `mean` tokens, up to `limit`. most: sequences on an engine. ratio: training
-    over decoding, on all devices."""
+    """A run, of any number of devices. spread: of the logarithms of lengths, of `mean` tokens, up to `limit`. most: sequences on an
+    engine. ratio: training over decoding, on all devices."""
 
     name: str
     devices: int
@@ -41,17 +43,23 @@ class Shape:
     prompt_token_s: float = 0.00001
 
 
-SHAPES = (
+SHAPES = (  # on 8 devices
     Shape("7B, answers of 200", 8, 256, 8, 200, 1024, 0.6, 512, 1.9),
     Shape("7B, the same, balanced", 8, 256, 8, 200, 1024, 0.6, 512, 1.0),
-    Shape("7B, 2k to 8k", 8, 128, 8, 2000, 8192, 0.8, 256, 0.7),
-    Shape("7B, 4k to 16k", 16, 128, 16, 4000, 16384, 0.9, 256, 0.5),
-    Shape("7B, 4k to 16k, 512 groups", 16, 512, 16, 4000, 16384, 0.9, 256, 0.5),
-    Shape("7B, 4k to 16k, 512 groups", 64, 512, 16, 4000, 16384, 0.9, 256, 0.5),
     Shape("7B, equal lengths", 8, 256, 8, 512, 512, 0.0, 512, 1.0),
-    Shape("32B, 2k to 8k", 64, 512, 8, 2000, 8192, 0.8, 256, 0.7, 0.03, 0.00009, 0.00004),
-    Shape("32B, 4k to 16k", 256, 1024, 16, 4000, 16384, 0.9, 256, 0.5, 0.03, 0.00009, 0.00004),
+    Shape("7B, 2k to 8k", 8, 128, 8, 2000, 8192, 0.8, 256, 0.7),
+    Shape("7B, 4k to 16k", 8, 128, 16, 4000, 16384, 0.9, 256, 0.5),
+    Shape("32B, 2k to 8k", 8, 128, 8, 2000, 8192, 0.8, 256, 0.7, 0.03, 0.00009, 0.00004),
+    Shape("32B, 4k to 16k", 8, 128, 16, 4000, 16384, 0.9, 256, 0.5, 0.03, 0.00009, 0.00004),
 )
+MOST_GROUPS = 1024  # of an iteration, however many devices there are
+# Seconds of a core that a decision takes per sequence in flight (20 rules, x86-64), and the share that decisions may take.
+_DECISION_S, _SHARE_OF_CORE = 5e-6, 0.01
+
+
+def on(shape: Shape, devices: int) -> Shape:
+    """The shape with as many groups per device, up to MOST_GROUPS."""
+    return replace(shape, devices=devices, groups=min(MOST_GROUPS, shape.groups * devices // shape.devices))
 
 
 @dataclass(frozen=True)
@@ -63,13 +71,13 @@ class Ended:
     changes: int
 
 
-def draw(shape: Shape, seed: int) -> Lengths:
-    """Lengths [groups, size]; half of their variance is the prompt's."""
-    rng = np.random.default_rng(seed)
+def draw(shape: Shape, seed: int, visit: int = 1) -> Lengths:
+    """Lengths [groups, size]; half of their variance is the prompt's. visit: how often the prompts have come before."""
     if not shape.spread:
         return np.full((shape.groups, shape.size), shape.mean)
-    noise = rng.normal(0, 0.7 * shape.spread, (shape.groups, 1))
-    noise = noise + rng.normal(0, 0.714 * shape.spread, (shape.groups, shape.size))
+    noise = np.random.default_rng([seed, 0]).normal(0, 0.7 * shape.spread, (shape.groups, 1))
+    own = np.random.default_rng([seed, 1, visit]).normal(0, 0.714 * shape.spread, (shape.groups, shape.size))
+    noise = noise + own
     return np.clip(np.exp(np.log(shape.mean) - shape.spread**2 / 2 + noise), 1, shape.limit).astype(np.int64)
 
 
@@ -96,19 +104,20 @@ class _Engine:
 def iterate(
     shape: Shape, replica: int, lengths: Lengths, earlier: Lengths, mode: str, engines_of_split: int = 0
 ) -> Ended:
-    """One iteration. mode: turns, roles, or split, with so many engines. earlier: lengths that the policy has seen."""
+    """One iteration. mode: turns, roles, or split, with so many engines. earlier: lengths that the policy has seen, of the same
+    prompts."""
     decode_alone_s = float(np.sum(lengths)) * (shape.step_s / shape.most + shape.sequence_s) / shape.devices
     trains_s = _work(lengths, shape) / replica
     change_s = 0.01 * decode_alone_s
     count = engines_of_split if mode == "split" else shape.devices
     engines = [_Engine(shape) for _ in range(count)]
-    order = list(np.argsort(-np.sort(lengths, 1)[:, -1], kind="stable"))
+    order = list(np.argsort(-earlier.max(1), kind="stable"))
     left, number, began = np.full(shape.groups, shape.size), 0, {}
     units = [list(range(at, at + replica)) for at in range(0, count, replica)]
     free_at: dict[int, float] = {}
     ended: list[tuple[float, int]] = []
     speeds = Speeds(shape.step_s, shape.sequence_s, shape.prompt_token_s, change_s)
-    clock = 0.0
+    clock = due_s = 0.0
 
     def admit(engine: _Engine) -> None:
         nonlocal number
@@ -141,8 +150,9 @@ def iterate(
                 done = True
         admit(engine)
         decoding = [unit for unit in units if unit[0] in living]
-        if mode != "roles" or number < shape.groups or not done or len(decoding) < 2:
+        if mode != "roles" or number < shape.groups or not done or len(decoding) < 2 or clock < due_s:
             continue
+        due_s = clock + sum(len(engines[k].running) for k in living) * _DECISION_S / _SHARE_OF_CORE
         wanted = _decide(shape, replica, engines, decoding, ended, free_at, trains_s, earlier, speeds, clock)
         for _ in range(len(decoding) - wanted):
             decoding = [unit for unit in units if unit[0] in living]
@@ -266,7 +276,7 @@ def row(shape: Shape, replica: int, seeds: range, splits: bool = True) -> tuple[
     """Mean seconds: best split, turns, roles; floor; changes."""
     found = []
     for seed in seeds:
-        lengths, earlier = draw(shape, seed), draw(shape, 1000 + seed)
+        lengths, earlier = draw(shape, seed), draw(shape, seed, visit=0)
         turns = iterate(shape, replica, lengths, earlier, "turns").end_s
         roles = iterate(shape, replica, lengths, earlier, "roles")
         counts = [
@@ -287,17 +297,20 @@ def row(shape: Shape, replica: int, seeds: range, splits: bool = True) -> tuple[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=2)
-    seeds = range(parser.parse_args().seeds)
-    print("| case | devices | R | best split s | turns s | roles s | turns / roles | split / roles | changes |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
-    for shape in SHAPES:
-        for replica in (1, 4):
-            split, turns, roles, _, changes = row(shape, replica, seeds)
-            print(
-                f"| {shape.name} | {shape.devices} | {replica} | {split:.0f} | {turns:.0f} | {roles:.0f} | {turns / roles:.2f} | "
-                f"{split / roles:.2f} | {changes:.1f} |",
-                flush=True,
-            )
+    parser.add_argument("--devices", default="8,16,64,256")
+    args = parser.parse_args()
+    print(
+        "| case | devices | groups | R | best split s | turns s | roles s | turns / roles | split / roles | changes |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for devices, usual, replica in itertools.product(map(int, args.devices.split(",")), SHAPES, (1, 4)):
+        shape = on(usual, devices)
+        split, turns, roles, _, changes = row(shape, replica, range(args.seeds))
+        print(
+            f"| {shape.name} | {devices} | {shape.groups} | {replica} | {split:.0f} | {turns:.0f} | {roles:.0f} | "
+            f"{turns / roles:.2f} | {split / roles:.2f} | {changes:.1f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

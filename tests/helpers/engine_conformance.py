@@ -305,6 +305,43 @@ class ModelConformance(Conformance):
         return make_engine_model(tmp_path / "other", seed=1)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    @pytest.mark.nightly
+    async def test_a_thousand_responses_moved_at_random_tokens_equal_those_that_were_not(self, client, record_property):
+        """Each twice, at any two tokens, beside all the others; the control draws from the stream's beginning."""
+        prompts, size, long = 125, 8, replace(SAMPLING, max_tokens=MAX_RESPONSE - 16, ignore_eos=True)
+        at_once, cuts = asyncio.Semaphore(64), np.random.default_rng(3)
+        whole = await asyncio.gather(*(ask(client, size, 1000 * number, long, number) for number in range(prompts)))
+
+        async def moved(number: int, place: int, first: int, second: int, drawn: bool) -> Generation:
+            tokens = whole[number][place].tokens[:first]
+            found, seed = [whole[number][place].logprobs[:first]], 1000 * number + place
+            async with at_once:
+                for end in (second, long.max_tokens):
+                    asked, go_on = (
+                        (prompt(number), {"written": tokens})
+                        if drawn
+                        else (np.concatenate([prompt(number), tokens]), {})
+                    )
+                    left = replace(long, max_tokens=end - len(tokens))
+                    (part,) = await client.generate(asked, 1, seed, left, deadline_s=DEADLINE_S, **go_on)
+                    tokens = np.concatenate([tokens, part.tokens])
+                    found.append(part.logprobs)
+            return replace(part, tokens=tokens, logprobs=np.concatenate(found))
+
+        places = [(number, place) for number in range(prompts) for place in range(size)]
+        cut = [sorted(cuts.choice(np.arange(1, long.max_tokens), 2, replace=False).tolist()) for _ in places]
+        for drawn in (True, False):
+            parts = await asyncio.gather(
+                *(moved(*place, *at, drawn) for place, at in zip(places, cut, strict=True) if drawn or place[1] == 0)
+            )
+            wanted = [whole[number][place] for number, place in places if drawn or place == 0]
+            same = sum(
+                part.tokens.tolist() == one.tokens.tolist() and part.logprobs.tolist() == one.logprobs.tolist()
+                for part, one in zip(parts, wanted, strict=True)
+            )
+            record_property(f"equal, drawn {drawn}", f"{same} of {len(wanted)}")
+            assert same == len(wanted) if drawn else same <= len(wanted) // 20, f"{same} of {len(wanted)} equal"
+
     async def test_logprobs_are_those_of_the_sampling_distribution(self, subject, client, temperature):
         sampling = Sampling(24, temperature, (EOS,))
         for number in range(4):

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 START_TIMEOUT_S = 400.0
-PERIODIC, COMPLETION, CONTROL = VARIANTS
+PERIODIC, COMPLETION, _TURNS, _ROLES, CONTROL = VARIANTS
 # Equal to the reference but for a hundredth of the learning rate: what must be bit-identical is not.
 BROKEN = Variant(
     "broken, order=prompt", ("schedule.stream=true", "schedule.order=prompt", "optimizer.learning_rate=0.000202")
@@ -50,6 +50,8 @@ def checked(
     # a reward that a random model gets now and then, so that there is something to learn
     common += [
         'reward.functions=[{name: format, pattern: "[0-4]"}]',
+        "rollout.engines=1",
+        "trainer.devices=1",
         "checkpoint.every=0",
         "telemetry.trackers=[]",
     ]
