@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -20,6 +23,36 @@ from pa_npu.samples.types import Sample, SampleBuilder
 from tests.helpers.reports import iteration_report
 
 RESPONSES, SECONDS, DEVICES = 3, 8.0, 5
+
+
+def test_a_device_that_decodes_and_trains_is_idle_while_it_does_neither() -> None:
+    """Four trainer devices, of which two have an engine: one busy for half of the iteration and one for a quarter."""
+    produced: Any = SimpleNamespace(iteration=4, numbers={"tokens_prompt": 10, "tokens_response": 10})
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
+
+    def record(shared: bool) -> dict[str, Any]:
+        before = {name: EngineUse(busy_s=1.0, shared=shared) for name in "ab"}
+        after = {name: EngineUse(busy_s=busy_s, shared=shared) for name, busy_s in (("a", 5.0), ("b", 3.0))}
+        return iteration_record(
+            *(
+                config,
+                produced,
+                iteration_report(4, wait_s=3.5, train_s=4.0, tokens_computed=70),
+                BorderReport(0.5, 0.125),
+            ),
+            Prediction("", None, None),
+            iteration_s=SECONDS,
+            publish=EnginesHold(None, 10.0, 10.25, 10.625, 10.75, MemoryPeak(7000, 5000), 0.5),
+            evaluation=None,
+            use_before=before,
+            use_after=after,
+            devices=4,
+        )
+
+    found = record(shared=True)
+    assert found["trainer_idle"] == pytest.approx(0.5) and found["engine_idle"] == pytest.approx(1 - 0.375)
+    assert found["device_idle"] == pytest.approx(0.5 - 2 * 0.375 / 4), "waiting while the device decodes is not idle"
+    assert "device_idle" not in record(shared=False)
 
 
 def sample(prompt: np.ndarray, length: int, finished: bool) -> Sample:

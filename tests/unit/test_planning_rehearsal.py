@@ -38,6 +38,18 @@ def test_the_side_that_is_slower_waits_least():
     assert many.train_s > many.generate_s and many.trainers_idle < many.engines_idle
 
 
+def test_devices_for_both_are_predicted_with_roles_that_follow_the_work():
+    """In turns every device waits for the longest response; with roles what is idle of a device is less."""
+    shared = ("placement.colocate=true", "rollout.engines=8", "trainer.devices=8", "schedule.prompts_per_iteration=256")
+    _, turns = rehearsed(*shared, "schedule.stream=false")
+    config, roles = rehearsed(*shared)
+    assert roles.iteration_s < 0.95 * turns.iteration_s
+    assert turns.devices_idle is not None and roles.devices_idle is not None
+    assert roles.devices_idle < turns.devices_idle
+    spec = known_spec(config.model.path)
+    assert spec is not None and "devices idle" in predicted_lines(config, spec)[0]
+
+
 def test_a_7b_model_decodes_and_trains_as_fast_as_is_assumed_of_such_devices():
     """18 ms and 0.045 ms per sequence on an NPU; a GSM8K iteration of 128 x 8 on 4 + 4 devices takes tens of seconds."""
     config, found = rehearsed("schedule.prompts_per_iteration=128")

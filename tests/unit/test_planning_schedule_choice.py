@@ -370,7 +370,7 @@ def test_what_roles_gain_is_in_the_prediction_and_not_of_an_iteration_in_turns()
             groups, outlooks = some.work(number)
             schedule = controller.begin_iteration(IterationOutlook(outlooks, some.names, False))
             turns = simulate(some.cluster, groups, schedule, streams=False)
-            gain = gain_s(some.cluster, groups, turns, units)
+            gain = gain_s(some.cluster, groups, turns, units, case.replicas)
             for timing in turns.timings:
                 controller.observe(timing)
             end_s = turns.end_s - (gain if number else 0.0)

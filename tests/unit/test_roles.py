@@ -121,6 +121,7 @@ class Shelf:
     def __init__(self, engines: list[Engine]) -> None:
         self.engines, self.groups, self.beside = engines, {}, 0
         self.timings: list[GroupTiming] = []
+        self.events: list[dict[str, Any]] = []
 
     def put(self, group: Group, replica: int, slot: int) -> None:
         assert not self.engines[replica].decoding, f"replica {replica} trains while engine {replica} decodes"
@@ -167,6 +168,7 @@ async def produce(
         pool.serve(engine, 5)  # type: ignore[arg-type]
     controller = ScheduleController(Rules.of(config), lambda prompt, responses: prompt + sum(responses))
     shelf, timeline = Shelf(engines), Timeline(None, "")
+    monkeypatch.setattr(timeline, "_write", shelf.events.append)
     roles = Roles(config, pool, timeline, lambda: (Speeds(0.0005, 0.0), 1e-6))
     roles._known.lengths.append(np.arange(1.0, LONGEST))
     environment = SingleTurn(EnvironmentContext(None, LONGEST))
@@ -178,6 +180,7 @@ async def produce(
     )
     prompts = [Prompt(i, np.full(3, i, np.int32), str(i), f"question {i}", {"id": i}) for i in range(GROUPS)]
     produced = await asyncio.wait_for(producer.produce(5, prompts, version=5), 50.0)
+    roles.close()
     shelf.timings = controller._running[5].timings
     return produced, shelf, lost
 
@@ -199,6 +202,9 @@ async def test_responses_that_move_are_those_that_do_not_and_nobody_trains_where
     assert sum(engine.handed_on > 0 for engine in shelf.engines) <= changes
     assert bits(shelf) == bits(held) and len(bits(held)) == GROUPS
     assert not any(timing.moved for timing in held.timings) and any(timing.moved for timing in shelf.timings)
+    for seat in range(3):
+        decodes, trains = [event for event in shelf.events if event["lane"] == f"role of engine {seat}"]
+        assert (decodes["name"], trains["name"]) == ("decodes", "trains") and decodes["end"] == trains["start"]
     assert len(shelf.timings) == GROUPS, "trainers' seconds are of all groups, moved or not"
     if order == "prompt":
         assert all(group.index == slot * 3 + replica for (replica, slot), group in shelf.groups.items())

@@ -34,6 +34,10 @@ def test_the_line_shows_every_number() -> None:
     )
 
 
+def test_devices_that_decode_and_train_have_one_share_of_idle_time() -> None:
+    assert "| idle device  31% |" in progress_line(RECORD | {"device_idle": 0.31}, 20, 312.0)
+
+
 def test_lines_stay_aligned_whatever_the_values() -> None:
     other = {
         "iteration": 99,

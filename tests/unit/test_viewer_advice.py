@@ -33,6 +33,16 @@ def test_a_run_without_trouble_gets_none_and_so_does_an_empty_one() -> None:
     assert advise([], CONFIG) == [] and advise([{"iteration": 0}], {}) == []
 
 
+def test_devices_that_decode_and_train_are_not_moved_from_one_side_to_the_other() -> None:
+    """Their trainers wait while they decode, and their engines while they train."""
+    both = {"trainer_idle": 0.6, "engine_idle": 0.3}
+    assert given(**both, device_idle=0.1) == []
+    (roles,) = given(**both, device_idle=0.4)
+    assert "neither decoded nor trained for 40%" in roles.text and "schedule.prompts_per_iteration" in roles.text
+    (turns,) = given({"schedule.stream": False}, **both, device_idle=0.4)
+    assert "schedule.stream=true" in turns.text and turns.level == "act"
+
+
 def test_synchronous_iterations_between_periodic_ones_are_no_reason_for_advice() -> None:
     turns = [{"periodic": bool(number % 2), "trainer_idle": 0.1 if number % 2 else 0.9} for number in range(12)]
     records = [metrics(iteration) | CALM | turn for iteration, turn in enumerate(turns)]

@@ -16,10 +16,12 @@ import pytest
 
 from pa_npu.errors import UserError
 from pa_npu.launcher.cli import main
+from pa_npu.telemetry.timeline import Timeline
 from pa_npu.viewer import run as viewer_run
 from pa_npu.viewer.export import export
 from pa_npu.viewer.run import RunDirectory, columns
 from pa_npu.viewer.server import ViewServer, answer
+from pa_npu.viewer.timeline import RunTimeline
 from tests.helpers.finished_run import ENGINES, GROUPS, HOSTILE, ITERATIONS, RESPONSES, SECRET, make_run, metrics
 
 
@@ -87,6 +89,19 @@ def test_waits_of_an_iteration_are_what_its_spans_add_up_to(run_dir: Path) -> No
         for one, two in pairwise(bars):
             assert one[0] != two[0] or one[1] + one[2] <= two[1] + 2e-6, f"bars of a track overlap in {row['name']}"
     assert RunDirectory(run_dir).timeline(ITERATIONS + 5) is None
+
+
+def test_a_device_shows_its_roles_and_is_no_engine(tmp_path: Path) -> None:
+    with Timeline.for_run(tmp_path, "coordinator") as timeline:
+        for version, end_s in ((0, 1.0), (1, 11.0)):
+            timeline.complete("publish", end_s - 0.5, end_s, version=version)
+        timeline.complete("group 0", 1.5, 6.0, "engine e-0")
+        timeline.complete("decodes", 1.0, 6.0, "role of engine 0")
+        timeline.complete("trains", 6.0, 10.5, "role of engine 0")
+    found = RunTimeline(tmp_path).iteration(0)
+    assert found is not None and [entry["name"] for entry in found["waits"]] == ["e-0"]
+    (role,) = [row for row in found["rows"] if row["name"].startswith("role")]
+    assert [bar[3:] for bar in role["bars"]] == [["generate", "decodes"], ["train", "trains"]]
 
 
 def test_groups_have_their_responses_side_by_side(run_dir: Path) -> None:

@@ -10,12 +10,21 @@ from pa_npu.dispatch.roles import Rest, Speeds, decoding_units
 from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
 from pa_npu.planning.iteration_model.simulate import Outcome
 
+# Of a part of a cluster so many are put side by side that they have as many units, where the cluster has: fewer change in steps that
+# are too large.
+_UNITS = 8
 
-def gain_s(cluster: Cluster, groups: Sequence[VirtualGroup], turns: Outcome, units: int) -> float:
-    """Seconds by which the iteration ends earlier where so many units change their roles, as dispatch/roles.py would decide once
-    all groups have been dispatched. What a change itself takes is left out."""
+
+def gain_s(cluster: Cluster, groups: Sequence[VirtualGroup], turns: Outcome, units: int, replicas: int) -> float:
+    """Seconds by which the iteration ends earlier where units change their roles, as dispatch/roles.py would decide once all groups
+    have been dispatched. What a change itself takes is left out.
+
+    units: of so many replicas; the cluster may be a part of that.
+    """
     if units < 2:
         return 0.0
+    own = max(1, round(units * cluster.replicas / replicas))
+    copies = max(1, min(units, _UNITS) // own)
     begin_s = max(timing.start_s for timing in turns.timings)
     by_index = {group.index: group for group in groups}
     remaining, numbers, written = [np.zeros(0)], [np.zeros(0, np.int64)], [np.zeros(0)]
@@ -34,14 +43,14 @@ def gain_s(cluster: Cluster, groups: Sequence[VirtualGroup], turns: Outcome, uni
         written.append(np.full(len(left), steps + group.prompt_tokens))
         trains_s.append(train_s)
     rest = Rest(
-        np.concatenate(remaining),
-        np.concatenate(numbers),
-        np.concatenate(written),
-        decoding=units,
-        engines=len(cluster.engines) / units,
-        replicas=cluster.replicas / units,
-        trains_s=np.asarray(trains_s),
-        ready_s=ready_s,
+        np.tile(np.concatenate(remaining), copies),
+        np.concatenate([np.concatenate(numbers) + copy * len(trains_s) for copy in range(copies)]),
+        np.tile(np.concatenate(written), copies),
+        decoding=copies * own,
+        engines=len(cluster.engines) / own,
+        replicas=cluster.replicas / own,
+        trains_s=np.tile(trains_s, copies),
+        ready_s=ready_s * copies,
         free_s=[],
         most=cluster.max_num_seqs,
     )

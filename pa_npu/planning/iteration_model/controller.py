@@ -38,7 +38,7 @@ from pa_npu.planning.iteration_model.learned import Learned
 from pa_npu.planning.iteration_model.matched import ENDS, unequal
 from pa_npu.planning.iteration_model.messages import IterationOutlook, IterationTimes, Prediction, Rules
 from pa_npu.planning.iteration_model.part import Part, cost, halves, part_of, whole
-from pa_npu.planning.iteration_model.simulate import simulate
+from pa_npu.planning.iteration_model.simulate import Outcome, simulate
 
 logger = logging.getLogger(__name__)
 
@@ -140,10 +140,10 @@ class ScheduleController:
         cluster = part.cluster(self._learned.cluster(running.outlook))
         outcome = simulate(cluster, some, schedule, streams=running.outlook.streams)
         # what was chosen with nothing known was followed in turns
-        return outcome.end_s - (gain_s(cluster, some, outcome, self._units(part)) if running.part is not None else 0.0)
+        return outcome.end_s - (self._gain_s(cluster, some, outcome) if running.part is not None else 0.0)
 
-    def _units(self, part: Part) -> int:
-        return round(self._rules.units * part.replicas / self._rules.replicas)
+    def _gain_s(self, cluster: Cluster, groups: Sequence[VirtualGroup], turns: Outcome) -> float:
+        return gain_s(cluster, groups, turns, self._rules.units, self._rules.replicas)
 
     def _first(self, outlook: IterationOutlook) -> _Running:
         rules, order = self._rules, self._orders(outlook.streams)[0]
@@ -209,9 +209,9 @@ class ScheduleController:
             end = tried.reach.end if tried.reach is not None else None
             schedule = self._made(chosen, whole(outlook, self._rules), everything, end=end)
         predicted_s = scores[chosen] + learned.border_s
-        if units := self._units(part):
+        if self._rules.units:
             outcome = simulate(cluster, draws[0], tried, streams=streams)
-            predicted_s -= biased(chosen, gain_s(cluster, draws[0], outcome, units))
+            predicted_s -= biased(chosen, self._gain_s(cluster, draws[0], outcome))
         return _Running(outlook, chosen, schedule, part, tried, predicted_s)
 
     def _budget(self, share: float) -> float:

@@ -96,8 +96,8 @@ def predict(
     seconds = GroupSeconds(config, spec, trainer_cost, typical)
     work = GroupWork(spec, config)
     rules = Rules.of(config)
-    units = round(rules.units * part.replicas / rules.replicas) if streams else 0
-    rules = replace(rules, replicas=part.replicas, units=units)
+    units = rules.units if streams else 0
+    rules = replace(rules, replicas=part.replicas, units=round(units * part.replicas / config.data_parallel))
     streams = streams and not config.placement.colocate
     controller, lengths = ScheduleController(rules, work), ResponseLengths(config.rollout.max_response_tokens)
     fill_s = 0.0  # of a pipeline, before its last stage has work
@@ -127,7 +127,10 @@ def predict(
         )
         schedule = controller.begin_iteration(IterationOutlook(outlooks, names, streams, speeds=speeds))
         outcome = simulate(cluster, groups, schedule, streams=streams)
-        outcome = replace(outcome, end_s=outcome.end_s - gain_s(cluster, groups, outcome, units if number else 0))
+        outcome = replace(
+            outcome,
+            end_s=outcome.end_s - gain_s(cluster, groups, outcome, units if number else 0, config.data_parallel),
+        )
         for (
             timing
         ) in outcome.timings:  # as a coordinator sees them: prompts whole, whatever an engine has cached of them
