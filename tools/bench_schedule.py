@@ -25,6 +25,7 @@ lengths known; these speeds; and how far the model's predictions were off.
     python tools/bench_schedule.py --simulate             # what any schedule can reach, by the engine's speed; no engines, a minute
     python tools/bench_schedule.py --colocated            # each row also with placement.colocate: in turns, and with roles
     python tools/bench_schedule.py --paced 45,0.75,0.2 --devices 4 --replica 1,2    # turns, roles and every split of them
+    python tools/bench_schedule.py --paced 18,0.045,0.01 --devices 4 --virtual    # the same in virtual time
     python tools/bench_schedule.py --max-num-seqs 32      # engines whose memory holds 32 sequences
     python tools/bench_schedule.py --paced 12,0.5,0.12    # devices of this speed: ms a step, a sequence, a token of a prompt
     python tools/bench_schedule.py --engine-args=--block-size,128    # rollout.extra_args
@@ -36,6 +37,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -53,6 +55,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from pa_npu.config.load import load_config
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.order import ORDERS, dispatch_order
 from pa_npu.dispatch.schedule import Schedule, same_windows
@@ -70,6 +73,7 @@ from pa_npu.telemetry.metrics import read_records
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools import virtual_devices
 from tools.processes import end_on_sigterm, reason_of, serve, started
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,7 +120,7 @@ SHARED = (
     Case("answers", 24, heavy=True, most=1024 / 200, epoch=1),
     Case("heavy-tails", 24, heavy=True, most=8, spread=1.25, epoch=1),
 )
-SHARED_WARMUP = 2  # iterations: nothing is known in the first, and roles change for the first time in the second
+SHARED_WARMUP = 3  # iterations: nothing is known in the first, and roles change for the first time in the second
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,9 @@ def main() -> int:
     parser.add_argument(
         "--devices", type=int, default=0, help="paced devices to have turns, roles and every split on instead"
     )
+    parser.add_argument(
+        "--virtual", action="store_true", help="of --devices: in virtual time, with the run's own coordinator"
+    )
     parser.add_argument("--replica", default="1", help="of --devices: devices of a replica, a run of rows each")
     parser.add_argument(
         "--shared-prompt", action="store_true", help="measure attention.shared_prompt on and off instead"
@@ -226,6 +233,10 @@ def main() -> int:
         parser.error(
             "--colocated: two engines and a trainer are three devices, among which groups cannot be divided; see --devices"
         )
+    if args.devices and args.iterations <= SHARED_WARMUP:
+        parser.error(f"--iterations: {args.iterations} is not above {SHARED_WARMUP}")
+    if args.virtual and not args.devices:
+        parser.error("--virtual: only rows of --devices are run in virtual time")
     if args.devices and not args.paced:
         parser.error("--devices: only paced devices are as many as asked; give --paced")
     if args.devices:
@@ -318,7 +329,7 @@ def measure_shared(args: argparse.Namespace, cases: Sequence[Case]) -> int:
     end_on_sigterm()
     rows: list[SharedRow] = []
     with tempfile.TemporaryDirectory(prefix="bench_schedule_") as scratch:
-        bench = Bench(Path(scratch), args)
+        bench = (VirtualBench if args.virtual else Bench)(Path(scratch), args)
         with bench.engines(args.devices):
             for case, replica in itertools.product(cases, map(int, args.replica.split(","))):
                 rows.append(bench.shared_row(case, replica))
@@ -698,6 +709,33 @@ class Bench:
         return [sys.executable, "-m", "pa_npu.launcher", action, *keys, *settings]
 
 
+class VirtualBench(Bench):
+    """The same runs in virtual time (tools/virtual_devices.py)."""
+
+    def __init__(self, scratch: Path, args: argparse.Namespace) -> None:
+        self._scratch, self._args = scratch, args
+        self._environment, self._urls = {}, []
+
+    @contextlib.contextmanager
+    def engines(self, count: int) -> Iterator[None]:
+        yield
+
+    def _records(self, case: Case, prompt: int, iterations: int, overrides: list[str]) -> list[dict[str, Any]]:
+        limit = max(max(map(max, self._lengths(case, number))) for number in range(iterations))
+        keys = [
+            "model.path=none",
+            "data.train=none",
+            f"schedule.prompts_per_iteration={case.groups}",
+            f"rollout.responses_per_prompt={RESPONSES}",
+            f"rollout.max_response_tokens={limit}",
+            f"rollout.max_num_seqs={self._args.max_num_seqs}",
+            *(setting for setting in overrides if not setting.startswith("rollout.attach")),
+        ]
+        token_s = float(self._environment["PACED_TRAINER"])
+        lengths = functools.partial(self._lengths, case)
+        return virtual_devices.run(load_config([], keys), self._args.paced, token_s, prompt, lengths, iterations)
+
+
 def best_known_s(cluster: Cluster, groups: Sequence[VirtualGroup]) -> float:
     """The shortest iteration over a family of schedules that know every length.
 
@@ -827,9 +865,12 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
 def render_shared(rows: list[SharedRow], args: argparse.Namespace) -> str:
     step, sequence, prompt = (f"{1000 * seconds:g}" for seconds in astuple(args.paced))
     splits = list(range(1, args.devices))
+    where = "in virtual time"
+    if not args.virtual:
+        busy = max(row.cores_busy for row in rows)
+        where = f"on {len(os.sched_getaffinity(0))} cores ({processor()}), of which up to {busy:.0%} were busy"
     lines = [
-        f"{args.devices} paced devices on {len(os.sched_getaffinity(0))} cores ({processor()}), of which up to "
-        f"{max(row.cores_busy for row in rows):.0%} were busy; a decode step takes {step} ms, {sequence} ms per sequence in it and "
+        f"{args.devices} paced devices {where}; a decode step takes {step} ms, {sequence} ms per sequence in it and "
         f"{prompt} ms per token of a prompt of {PACED_PROMPT}; groups of {RESPONSES} responses of {args.response} tokens on "
         f"average, room for {args.max_num_seqs} sequences, all training as long as all decoding; medians of "
         f"{args.iterations - SHARED_WARMUP} iterations, border included.",

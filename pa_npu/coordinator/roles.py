@@ -45,6 +45,7 @@ _SHARE_OF_CORE = 0.01
 # A replica is given its next group this many groups before it will have trained what it has: earlier, a replica that is free sooner
 # could not have it; later, it would wait.
 _AHEAD = 1.5
+_LEAST_WAIT_S = 0.001
 # Iterations whose lengths are expected of what is in flight.
 _ITERATIONS_SEEN = 4
 
@@ -318,7 +319,7 @@ class RolesDelivery(Delivery):
                 await self._give(*due[:2])
                 continue
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), None if due is None else due[2])
+                await asyncio.wait_for(self._changed.wait(), None if due is None else max(_LEAST_WAIT_S, due[2]))
 
     def _due(self, *, at_end: bool) -> tuple[int, int, float] | None:
         """(place in what is held, replica, in how many seconds) of the next group to give; None until something changes."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from pathlib import Path
 
 import pytest
 
 from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
 from pa_npu.planning.iteration_model.simulate import simulate
-from tools.bench_schedule import CASES, RESPONSES, best_known_s, drawn_lengths, main, median_for
+from tools.bench_schedule import CASES, RESPONSES, SHARED, VirtualBench, best_known_s, drawn_lengths, main, median_for
 
 
 def test_every_combination_is_a_row_under_a_name_of_its_own():
@@ -68,3 +70,22 @@ def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with pytest.raises(SystemExit):
         main()
     return capsys.readouterr().err.splitlines()[-1].partition("error: ")[2]
+
+
+@pytest.mark.parametrize(
+    "other", [["--devices", "4"], ["--virtual"], ["--colocated", "--rows", "equal-16-two-engines"]]
+)
+def test_rows_that_cannot_be_are_refused(
+    other: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(other, monkeypatch, capsys).startswith(other[0])
+
+
+def test_in_virtual_time_roles_are_ahead_of_turns_and_of_every_split_where_lengths_vary(tmp_path: Path) -> None:
+    """With the coordinator of a run; nothing is ahead of the floor."""
+    pace = EngineSpeed(0.018, 0.000045, 0.00001)
+    args = argparse.Namespace(paced=pace, devices=4, max_num_seqs=96, response=100, iterations=5, virtual=True)
+    (case,) = [case for case in SHARED if case.name == "heavy-tails"]
+    found = VirtualBench(tmp_path, args).shared_row(case, 2)
+    assert found.floor_s < found.roles_s < 0.95 * min(found.turns_s, found.best_split_s), found
+    assert list(found.splits_s) == [2] and found.changes == 1.0

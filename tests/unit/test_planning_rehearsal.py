@@ -43,7 +43,7 @@ def test_devices_for_both_are_predicted_with_roles_that_follow_the_work():
     shared = ("placement.colocate=true", "rollout.engines=8", "trainer.devices=8", "schedule.prompts_per_iteration=256")
     _, turns = rehearsed(*shared, "schedule.stream=false")
     config, roles = rehearsed(*shared)
-    assert roles.iteration_s < 0.95 * turns.iteration_s
+    assert roles.iteration_s < 0.98 * turns.iteration_s
     assert turns.devices_idle is not None and roles.devices_idle is not None
     assert roles.devices_idle < turns.devices_idle
     spec = known_spec(config.model.path)

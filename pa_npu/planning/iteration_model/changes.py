@@ -10,7 +10,7 @@ from pa_npu.dispatch.roles import Rest, Speeds, decoding_units
 from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
 from pa_npu.planning.iteration_model.simulate import Outcome
 
-# Of a part of a cluster so many are put side by side that they have as many units, where the cluster has: fewer change in steps that
+# Parts of a cluster are put side by side until they have so many units, where the cluster has: fewer change in steps that
 # are too large.
 _UNITS = 8
 
