@@ -258,11 +258,11 @@ def _work(lengths: Lengths, shape: Shape) -> npt.NDArray[np.float64]:
     return np.asarray(work / work.sum() * decoded_s * shape.devices * shape.ratio)
 
 
-_DECODING: dict[tuple[int, int], float] = {}
+_DECODING: dict[tuple[Shape, int], float] = {}
 
 
 def _decoding_s(lengths: Lengths, shape: Shape) -> float:
-    key = (id(shape), int(lengths.sum()))
+    key = (shape, int(lengths.sum()))
     if key not in _DECODING:
         ends = np.sort(lengths.ravel())[::-1]
         places = shape.devices * shape.most

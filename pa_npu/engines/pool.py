@@ -205,7 +205,7 @@ class EnginePool:
     def suspend(self, engine: RolloutEngine) -> None:
         """Admit nothing more to it; what it has in flight goes on."""
         self._serving.discard(engine.name)
-        self._room.set()  # where it was the last with devices of its own, shared ones take its place
+        self._room.set()  # where it was the last that writes by a version, later ones may do
 
     def on_lost(self, report: OnLost) -> None:
         """Name the callback by which sessions report engines that are gone, with the reason."""
@@ -240,9 +240,9 @@ class EnginePool:
         """Wait until an engine has room for `sequences` more, of about `tokens` together, and take it.
 
         window: the most sequences in flight on an engine, by its name, asked anew whenever room appears; one with a window of its
-        own has no more than that. An idle engine takes anything, so that a group larger than the window still runs. place,
-        everywhere: as engine_with_room has them. version: by which the engine must write; None: any. Call it from one task only, in
-        dispatch order; with `again`, for what an engine has lost, from anywhere.
+        own has no more than that. An idle engine takes anything, so that a group larger than the window still runs. version: by
+        which the engine must write; None: any. Call it from one task only, in dispatch order; with `again`, for what an engine has
+        lost or handed on, from anywhere.
         """
         end_s = time.monotonic() + deadline_s
         self._again += again

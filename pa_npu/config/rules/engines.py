@@ -1,4 +1,5 @@
-"""Rules for engines: sampling that trainers can recompute, windows and lengths that fit, attached and shared engines."""
+"""Rules for engines: sampling that trainers can recompute, windows and lengths that fit, engines that are attached, and how
+weights reach engines on the trainers' devices."""
 
 from __future__ import annotations
 
