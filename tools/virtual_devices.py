@@ -193,9 +193,9 @@ def run(
                 pool.add(engine, seat=seat, shared=config.placement.colocate)  # type: ignore[arg-type]
                 pool.serve(engine)  # type: ignore[arg-type]
             timeline = Timeline(None, "")
-            parts: Any = (config, pool, SingleTurn(EnvironmentContext(None, longest)), _Rewards(), None, controller)
-            roles = make_roles(config, pool, timeline, controller)
-            producer: Any = Producer(*parts, Sampling(longest, 1.0), timeline, work, Inline(), roles=roles)
+            environment, sampling = SingleTurn(EnvironmentContext(None, longest)), Sampling(longest, 1.0)
+            parts: Any = (config, pool, environment, _Rewards(), None, controller, sampling, timeline, work, Inline())
+            producer: Any = Producer(*parts, roles=make_roles(config, pool, timeline, controller))
             for iteration in range(iterations):
                 by_seed.clear()
                 for engine in engines:

@@ -312,7 +312,8 @@ class ModelConformance(Conformance):
         at_once, cuts = asyncio.Semaphore(64), np.random.default_rng(3)
         whole = await asyncio.gather(*(ask(client, size, 1000 * number, long, number) for number in range(prompts)))
 
-        async def moved(number: int, place: int, first: int, second: int, drawn: bool) -> Generation:
+        async def moved(at: tuple[int, int], first: int, second: int, drawn: bool) -> Generation:
+            number, place = at
             tokens = whole[number][place].tokens[:first]
             found, seed = [whole[number][place].logprobs[:first]], 1000 * number + place
             async with at_once:
@@ -332,7 +333,7 @@ class ModelConformance(Conformance):
         cut = [sorted(cuts.choice(np.arange(1, long.max_tokens), 2, replace=False).tolist()) for _ in places]
         for drawn in (True, False):
             parts = await asyncio.gather(
-                *(moved(*place, *at, drawn) for place, at in zip(places, cut, strict=True) if drawn or place[1] == 0)
+                *(moved(at, *two, drawn) for at, two in zip(places, cut, strict=True) if drawn or at[1] == 0)
             )
             wanted = [whole[number][place] for number, place in places if drawn or place == 0]
             same = sum(
