@@ -333,7 +333,7 @@ class ModelConformance(Conformance):
         cut = [sorted(cuts.choice(np.arange(1, long.max_tokens), 2, replace=False).tolist()) for _ in places]
         for drawn in (True, False):
             parts = await asyncio.gather(
-                *(moved(at, *two, drawn) for at, two in zip(places, cut, strict=True) if drawn or at[1] == 0)
+                *(moved(at, two[0], two[1], drawn) for at, two in zip(places, cut, strict=True) if drawn or at[1] == 0)
             )
             wanted = [whole[number][place] for number, place in places if drawn or place == 0]
             same = sum(
