@@ -1,4 +1,4 @@
-"""What a worker says of its sampler's random streams: how to continue one, or that it cannot."""
+"""A worker's word on its sampler's random streams: how to continue one, or that it cannot."""
 
 from __future__ import annotations
 
