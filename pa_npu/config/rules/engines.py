@@ -1,5 +1,4 @@
-"""Rules for engines: sampling that trainers can recompute, windows and lengths that fit, engines that are attached, and how
-weights reach engines on the trainers' devices."""
+"""Rules for engines: sampling that trainers can recompute, windows and lengths that fit, attached engines, the way of weights."""
 
 from __future__ import annotations
 
