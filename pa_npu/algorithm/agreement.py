@@ -24,7 +24,8 @@ iteration, divided by the tests that an iteration has. K3 leaves out the respons
 
 Limit of the slope. Its standard error follows from how it varies between responses, and has Student's tails. Allowed is what the
 slope that is judged can be by chance and, beside it, the margin times the yardstick's own slope with its standard error, and at
-least what fp32 rounds.
+least what fp32 rounds: over few tokens what chance makes of it, over any number what two orders of summation make of a
+factor on a token's logits, which has one sign for a whole run and which the yardstick does not have.
 
 Of tokens whose policy has moved on, the slope is judged by that of other tokens as old, which agreed when they were new.
 
@@ -58,8 +59,11 @@ _K3_VARIANCE_FACTOR = 4.0
 _SERIES_BELOW = 0.02
 # Log-probs are fp32 numbers around 1 on both sides, whatever the models' type.
 _LEAST_ROUNDING = 2.0**-24
-# A slope that rounding in fp32 makes over n tokens is below this / sqrt(n), also where a sharp policy's log-probs hardly vary.
+# A slope that rounding in fp32 makes over n tokens is below this / sqrt(n), also where a sharp policy's log-probs hardly vary,
 _SLOPE_ROUNDING = 2.0**-10
+# or below this, however many they are: fp32 rounding of a scalar product of 2^14 terms. One that all logits of a token depend on,
+# as on the final norm's, is a slope.
+_LEAST_SLOPE = 2.0**-17
 
 
 def k3_of(difference: torch.Tensor) -> torch.Tensor:
@@ -227,11 +231,11 @@ def limits(
     k3 = max(y.k3_mean, 0.5 * _LEAST_ROUNDING**2) * quantile(
         _K3_VARIANCE_FACTOR * _relative_variance(y, y.k, y.kk, y.kn)
     )
+    rounding = max(_LEAST_SLOPE, _SLOPE_ROUNDING / math.sqrt(max(1.0, sums.n)))
     return Limits(
         margin * absolute,
         margin**2 * k3,
-        max(margin * (abs(y.slope) + y.slope_deviation), _SLOPE_ROUNDING / math.sqrt(max(1.0, sums.n)))
-        + sums.slope_error(z),
+        max(margin * (abs(y.slope) + y.slope_deviation), rounding) + sums.slope_error(z),
         _evidence(sums, false_stop_rate, probes),
     )
 

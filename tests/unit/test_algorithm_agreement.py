@@ -192,6 +192,34 @@ def test_a_temperature_is_a_slope_that_rounding_does_not_have(responses: int, te
         assert "slope" in str(reason)
 
 
+# (responses, tokens each, slope): the two quick starts that had stopped, in a probe and over an iteration, and a large iteration
+ROUNDED_SLOPES = {"probe": (8, 20, 2e-5), "iteration": (768, 20, 3e-6), "large iteration": (1024, 1000, 3e-6)}
+
+
+@pytest.mark.parametrize(("responses", "tokens", "slope"), ROUNDED_SLOPES.values(), ids=ROUNDED_SLOPES)
+def test_a_sharp_policys_slope_of_fp32_rounding_is_no_fault_and_a_temperature_is(
+    responses: int, tokens: int, slope: float
+) -> None:
+    """All of few responses' differences lie on one line, so that their own scatter allows nothing."""
+    rng = np.random.default_rng(12)
+
+    def sharp(rows: int, columns: int, slope: float) -> DifferenceSums:
+        is_open = rng.random((rows, columns)) < 0.05
+        trainer = np.where(is_open, -rng.exponential(0.3, (rows, columns)), -1e-4)
+        differences = slope * trainer + 3e-7 * rng.standard_normal((rows, columns))
+        index = torch.arange(rows).repeat_interleave(columns)
+        flat, engine = (torch.from_numpy(values.reshape(-1)) for values in (trainer, trainer - differences))
+        return DifferenceSums(*difference_sums(flat, engine, index, rows).tolist())
+
+    yardstick = sharp(32, 20, 0.0)
+    honest, faulty = sharp(responses, tokens, slope), sharp(responses, tokens, 1 - 1 / 1.001)
+    assert honest.slope == pytest.approx(slope, rel=0.1) and honest.slope_error(6.0) < slope
+    assert limits(yardstick, honest, DEFAULT_MARGIN, DEFAULT_RATE).broken(honest) is None
+    bound = limits(yardstick, faulty, DEFAULT_MARGIN, DEFAULT_RATE)
+    assert abs(faulty.slope) > 10 * bound.slope, "not for its mean |difference| alone"
+    assert bound.broken(faulty) is not None
+
+
 def aged_sums(trainer: torch.Tensor, engine: torch.Tensor, age: float = 1.0) -> DifferenceSums:
     """[responses, tokens] each."""
     index = torch.arange(len(trainer)).repeat_interleave(trainer.shape[1])
