@@ -11,6 +11,10 @@ import torch
 from pa_npu.algorithm.agreement import NUM_MAXIMA, NUM_SUMS, DifferenceSums, difference_sums
 from pa_npu.algorithm.corrections import effective_sample_size
 
+# A sum over a gradient takes one element in so many. A prime, so that they fall into all rows and columns: whole columns of the LM
+# head's gradient add up to zero by themselves.
+SAMPLED_EVERY = 61
+
 
 class Reductions(Protocol):
     """Sums, or element-wise maxima, of a tensor over trainer ranks; the result is on all of them. Collective, in place."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from pa_npu.algorithm.update_sums import SAMPLED_EVERY
 from pa_npu.config.schema import Config
 
 
@@ -51,8 +52,9 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def gradient_size(self) -> torch.Tensor:
-        """The norm of this rank's shards of the gradient."""
-        return torch.stack([gradient.square().sum() for gradient in self._gradients()]).sum().sqrt()
+        """The norm of a sample of this rank's shards of the gradient."""
+        samples = [gradient.flatten()[::SAMPLED_EVERY] for gradient in self._gradients()]
+        return torch.stack([torch.linalg.vector_norm(sample) for sample in samples]).norm()
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:

@@ -7,12 +7,8 @@ from typing import Any
 
 import torch
 
-from pa_npu.algorithm.update_sums import ReducedGradient
+from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient
 from pa_npu.config.mesh import Place
-
-# One element in so many is looked at. A prime, so that they fall into all rows and columns: whole columns of the LM head's gradient
-# add up to zero by themselves.
-_STRIDE = 61
 
 
 class WatchedReduction:
@@ -52,7 +48,7 @@ class WatchedReduction:
 
     def _note_own(self, group: Any) -> None:
         for bucket in group.buckets:
-            sample = bucket.grad_data[::_STRIDE]
+            sample = bucket.grad_data[::SAMPLED_EVERY]
             self._before[id(bucket)] = sample.sum(), sample.square().sum()
 
     def _note_reduced(self, group: Any) -> None:
@@ -62,10 +58,10 @@ class WatchedReduction:
             ranks, rank = self._shares[id(group)]
             size = -(-gradient.numel() // ranks)
             start = size * rank
-            self._after[id(bucket)] = gradient[start + -start % _STRIDE : start + size : _STRIDE].sum()
+            self._after[id(bucket)] = gradient[start + -start % SAMPLED_EVERY : start + size : SAMPLED_EVERY].sum()
 
 
 def gradient_size(ddp: Any) -> torch.Tensor:
     """The norm of a sample of what this rank's gradient buffers hold."""
     buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
-    return torch.stack([torch.linalg.vector_norm(buffer.grad_data[::_STRIDE]) for buffer in buffers]).norm()
+    return torch.stack([torch.linalg.vector_norm(buffer.grad_data[::SAMPLED_EVERY]) for buffer in buffers]).norm()

@@ -1,0 +1,79 @@
+"""What FSDP2's reductions are counted by (invariant I7): a sample that is the same before and behind a reduction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient
+from pa_npu.backends.fsdp import reduction
+from pa_npu.backends.fsdp.optimizer import ShardedAdamW
+from pa_npu.backends.fsdp.reduction import CountedReduceScatter, counted
+from tests.helpers.megatron import model_config
+
+CHUNK = 2 * SAMPLED_EVERY + 5
+RANKS = 3
+
+
+@pytest.fixture
+def parts() -> list[torch.Tensor]:
+    """What each rank brings."""
+    return list(torch.randn(RANKS, RANKS * CHUNK, generator=torch.Generator().manual_seed(1)).unbind())
+
+
+def reduced(parts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, forgotten: int | None = None) -> ReducedGradient:
+    """The counts of all ranks added up, as FSDP2 calls them on each. forgotten: a rank whose part is not in the sum."""
+    whole = sum(part for rank, part in enumerate(parts) if rank != forgotten)
+    total: torch.Tensor | None = None
+    for rank, part in enumerate(parts):
+        one = CountedReduceScatter(copies=1)
+
+        def scatter(output: torch.Tensor, *_: Any, rank: int = rank, **__: Any) -> None:
+            output.copy_(whole[rank * CHUNK :][:CHUNK])  # type: ignore[index]
+
+        monkeypatch.setattr(reduction, "_reduce_scatter", scatter)
+        given, output = (one.allocate((n,), dtype=torch.float32, device=torch.device("cpu")) for n in (len(part), CHUNK))
+        given.copy_(part)
+        one(output, given, None, None)  # type: ignore[arg-type]
+        one.take_reduced(output)
+        counts = counted([one], torch.device("cpu"))
+        found = torch.stack([counts.own, counts.squares, counts.reduced])
+        total = found if total is None else total + found
+    assert total is not None
+    return ReducedGradient(*total)
+
+
+def test_what_ranks_bring_is_what_is_left_and_a_forgotten_part_shows(
+    parts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = reduced(parts, monkeypatch)
+    torch.testing.assert_close(sums.own, sums.reduced, rtol=1e-5, atol=1e-5)
+    less = reduced(parts, monkeypatch, forgotten=1)
+    torch.testing.assert_close(less.own, sums.own, rtol=0, atol=0)
+    assert abs(less.own - less.reduced) > 0.1 * less.squares.sqrt()
+
+
+def test_only_every_so_manieth_element_of_a_chunk_is_looked_at(
+    parts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = reduced(parts, monkeypatch)
+    taken = torch.arange(CHUNK) % SAMPLED_EVERY == 0
+    for part in parts:
+        part.view(RANKS, CHUNK)[:, ~taken] = torch.nan
+    seen = reduced(parts, monkeypatch)
+    for name in ("own", "squares", "reduced"):
+        torch.testing.assert_close(getattr(seen, name), getattr(sums, name), rtol=0, atol=0)
+    assert seen.squares == pytest.approx(sum(float(p.view(RANKS, CHUNK)[:, taken].square().sum()) for p in parts))
+
+
+def test_a_gradients_size_around_its_division_is_that_of_a_sample(tmp_path: Any) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(7, SAMPLED_EVERY)), torch.nn.Parameter(torch.zeros(3))]
+    optimizer = ShardedAdamW(weights, model_config(tmp_path), torch.float64)
+    for weight in weights:
+        weight.grad = torch.full_like(weight, torch.nan)
+    weights[0].grad[:, 0], weights[1].grad[0] = 2.0, 6.0  # type: ignore[index]
+    assert optimizer.gradient_size() == pytest.approx((7 * 4 + 36) ** 0.5)
+    optimizer.scale_gradients(0.25)
+    assert optimizer.gradient_size() == pytest.approx(2.0)
