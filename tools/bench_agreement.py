@@ -2,7 +2,8 @@
 """The smallest fault that I5 catches, and how near honest rounding comes to its limits, in fp32 and bf16.
 
     python tools/make_tiny_model.py --out .cache/tiny --seed 1
-    python tools/bench_agreement.py --model .cache/tiny/model [--pool 256] [--tokens 24] [--draws 5000] [--markdown FILE]
+    python tools/bench_agreement.py --model .cache/tiny/model [--dtypes fp32 bf16] [--pool 256] [--tokens 24] [--draws 1000000]
+        [--markdown FILE]
 
 A transformers engine samples a pool of responses with the model as it is, and with each fault at several sizes:
 
@@ -11,17 +12,21 @@ A transformers engine samples a pool of responses with the model as it is, and w
   stale         the engine's weights lack one optimizer step of the learning rate x (a publish that was skipped)
 
 The Megatron trainer computes the log-probs of what was sampled, and its own rounding (the yardstick). Real are the log-probs of
-the pool; an iteration of R responses is R of them drawn with replacement, its yardstick 32 others. Caught means in at least 95
-of 100 such iterations, by the tokens of one iteration at the default keys. False stops: of --draws iterations without a fault, at
-the default margin, and the largest share of a limit that any of them reached.
+the pool; an iteration of R responses is R of them drawn with replacement, its yardstick 32 others, drawn anew every 32nd. Caught
+means in at least 95 of 100 such iterations, by the tokens of one iteration at the default keys. False stops: of --draws iterations
+without a fault, and of as many probes of 8 responses, at the default margin; and the largest share of a limit that any of them
+reached. A million draws know no more responses than the pool has, of one policy: what stops a run only in a response, or with a
+policy, that is not in it is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,7 +38,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from pa_npu import platform as platforms
-from pa_npu.algorithm.agreement import NUM_SUMS, DifferenceSums, difference_sums, limits
+from pa_npu.algorithm.agreement import NUM_SUMS, DifferenceSums, Limits, difference_sums, limits, stray_evidence
 from pa_npu.algorithm.objective import Columns, Objective, Outputs
 from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
@@ -42,12 +47,12 @@ from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.timeline import Timeline
-from pa_npu.trainer.agreement import FALSE_STOP_RATE
+from pa_npu.trainer.agreement import FALSE_STOP_RATE, YARDSTICK_EVERY, YARDSTICK_RESPONSES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RESPONSES = (32, 256, 2048)
-YARDSTICK = 32
 GROUP = 8
+DRAWN_AT_ONCE = 10_000
 STEP = 1e-3  # the learning rate of the measured optimizer step, which "stale" scales
 SIZES = {
     "temperature": (1e-5, 1e-4, 1e-3, 3e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.3),
@@ -78,9 +83,12 @@ def sampled(
         rng = np.random.default_rng(1)
         prompts = rng.integers(3, engine.config.vocab_size, (pool // GROUP, 6)).repeat(GROUP, axis=0)
         sequences, generator = torch.from_numpy(prompts), torch.Generator().manual_seed(1)
+        last, cache = sequences, None
         for _ in range(tokens):
-            distribution = (engine(sequences).logits[:, -1].float() / temperature).softmax(-1)
-            sequences = torch.cat([sequences, torch.multinomial(distribution, 1, generator=generator)], dim=1)
+            output = engine(last, past_key_values=cache, use_cache=True)
+            cache, distribution = output.past_key_values, (output.logits[:, -1].float() / temperature).softmax(-1)
+            last = torch.multinomial(distribution, 1, generator=generator)
+            sequences = torch.cat([sequences, last], dim=1)
         table = (engine(sequences).logits[:, :-1].float() / temperature).log_softmax(-1)
         logprobs = table.gather(-1, sequences[:, 1:, None])[:, -tokens:, 0].numpy()
     found = []
@@ -104,7 +112,7 @@ def sampled(
 
 
 class Rows:
-    """[responses, fields of DifferenceSums], one row per response; `draw` makes an iteration of some of them."""
+    """[responses, fields of DifferenceSums], one row per response; `draws` makes iterations of some of them."""
 
     def __init__(self) -> None:
         self._rows: list[list[float]] = []
@@ -117,9 +125,16 @@ class Rows:
             self._rows.append(difference_sums(a.float(), b.float(), index, 1).tolist())
         self._table = np.array(self._rows)
 
-    def draw(self, rng: np.random.Generator, number: int) -> DifferenceSums:
-        chosen = self._table[rng.integers(len(self._table), size=number)]
-        return DifferenceSums(*chosen[:, :NUM_SUMS].sum(0).tolist(), *chosen[:, NUM_SUMS:].max(0).tolist())
+    def draws(self, rng: np.random.Generator, number: int, iterations: int) -> np.ndarray:
+        """[iterations, fields]: each of `number` responses, drawn with replacement."""
+        size = len(self._table)
+        times = rng.multinomial(number, np.full(size, 1 / size), size=iterations)
+        sums = times @ self._table[:, :NUM_SUMS]
+        maxima = []
+        for column in self._table[:, NUM_SUMS:].T:
+            falling = np.argsort(-column)
+            maxima.append(column[falling][(times[:, falling] > 0).argmax(1)])
+        return np.column_stack([sums, *maxima])
 
 
 class Trainer:
@@ -175,24 +190,33 @@ def measure(model: Path, dtype: str, pool: int, tokens: int, draws: int) -> tupl
     against, rounding = trainer.compared(clean)
     margin = publish.noise_margin or 4.0
 
-    def share_of_limit(rows: Rows, yardstick: Rows, number: int) -> tuple[bool, float]:
-        sums = rows.draw(rng, number)
-        bound = limits(yardstick.draw(rng, YARDSTICK), sums, margin, FALSE_STOP_RATE)
-        shares = (
-            sums.absolute_mean / bound.absolute,
-            sums.k3_trimmed / bound.k3,
-            abs(sums.slope) / bound.slope,
-            sums.strays / bound.strays,
-        )
-        return bound.broken(sums) is not None, max(shares)
+    def bounds(measured: DifferenceSums, sums: DifferenceSums) -> Limits:
+        found = limits(measured, sums, margin, FALSE_STOP_RATE)
+        return replace(found, k3=math.inf) if sums.responses == GROUP else found  # of a probe it says nothing
 
-    noise, own = against.draw(rng, 50_000), rounding.draw(rng, 50_000)
+    def judged(rows: Rows, yardstick: Rows, number: int, iterations: int) -> tuple[int, float]:
+        """How many of the iterations are stopped, and the largest share of a limit that any reaches."""
+        stops, most = 0, 0.0
+        for start in range(0, iterations, DRAWN_AT_ONCE):
+            drawn = rows.draws(rng, number, min(DRAWN_AT_ONCE, iterations - start))
+            for first, other in enumerate(yardstick.draws(rng, YARDSTICK_RESPONSES, -(-len(drawn) // YARDSTICK_EVERY))):
+                some, measured = drawn[first * YARDSTICK_EVERY :][:YARDSTICK_EVERY], DifferenceSums(*other)
+                # The exact limits differ in what a slope's own scatter adds, so most iterations need none to be ruled out.
+                least = bounds(measured, DifferenceSums(number, number * tokens, q=1.0))
+                for row in some[~(_largest_shares(some, least) <= min(1.0, most))]:
+                    sums = DifferenceSums(*row.tolist())
+                    bound = bounds(measured, sums)
+                    stops += bound.broken(sums) is not None
+                    most = max(most, _largest_shares(row[None], bound)[0])
+        return stops, most
+
+    noise, own = (DifferenceSums(*part.draws(rng, 50_000, 1)[0].tolist()) for part in (against, rounding))
     chance = []
-    for number in RESPONSES:
-        found = [share_of_limit(against, rounding, number) for _ in range(draws)]
-        stops, most = sum(stopped for stopped, _ in found), max(share for _, share in found)
+    for number in (GROUP, *RESPONSES):
+        stops, most = judged(against, rounding, number, draws)
         numbers = f"{noise.absolute_mean:.2g} | {own.absolute_mean:.2g} | {noise.absolute_mean / own.absolute_mean:.2f}"
-        chance.append(f"| {dtype} | {number:,} | {numbers} | {stops} of {draws:,} | {most:.2f} |")
+        slopes = f"{abs(noise.slope):.1g} | {abs(own.slope):.1g}"
+        chance.append(f"| {dtype} | {number:,} | {numbers} | {slopes} | {stops} of {draws:,} | {most:.2f} |")
 
     caught: list[str] = []
     pools: dict[tuple[str, float], tuple[Rows, Rows]] = {}
@@ -211,7 +235,7 @@ def measure(model: Path, dtype: str, pool: int, tokens: int, draws: int) -> tupl
     for fault, sizes in SIZES.items():
         cells = []
         for number in RESPONSES:
-            hits = (x for x in sizes if _often(share_of_limit, *pools[fault, x], number))
+            hits = (x for x in sizes if judged(*pools[fault, x], number, 100)[0] >= 95)
             smallest = next(hits, None)
             cells.append(f"more than {sizes[-1]:g}" if smallest is None else f"{smallest:g}")
         caught.append(f"| {dtype} | {fault} | {' | '.join(cells)} |")
@@ -219,20 +243,31 @@ def measure(model: Path, dtype: str, pool: int, tokens: int, draws: int) -> tupl
     return caught, chance
 
 
-def _often(judge: object, rows: Rows, yardstick: Rows, number: int) -> bool:
-    return sum(judge(rows, yardstick, number)[0] for _ in range(100)) >= 95  # type: ignore[operator]
+def _largest_shares(drawn: np.ndarray, bound: Limits) -> np.ndarray:
+    """[iterations]: of [iterations, fields], the largest of its values' shares of their limits."""
+    sums, shares = DifferenceSums(*drawn.T), []
+    pooled = stray_evidence(*(torch.from_numpy(v) for v in (sums.n, sums.own, sums.others, sums.expected))).numpy()
+    for value, limit in (
+        (sums.a / sums.n, bound.absolute),
+        ((sums.k - sums.k_largest) / sums.n, bound.k3),
+        (np.abs(sums.p / sums.q), bound.slope),
+        (np.maximum(sums.strays, pooled), bound.strays),
+    ):
+        shares.append(value / limit)
+    return np.max(shares, axis=0)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="HF directory")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--pool", type=int, default=256, help="responses per condition")
     parser.add_argument("--tokens", type=int, default=24, help="of each response")
-    parser.add_argument("--draws", type=int, default=5000, help="iterations without a fault")
+    parser.add_argument("--draws", type=int, default=1_000_000, help="iterations without a fault")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     options = parser.parse_args(arguments)
     caught, chance = [], []
-    for dtype in DTYPES:
+    for dtype in options.dtypes:
         rows = measure(options.model, dtype, options.pool, options.tokens, options.draws)
         caught += rows[0]
         chance += rows[1]
@@ -244,8 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "|---|---|---:|---:|---:|",
         *caught,
         "",
-        "| type | responses | mean \\|d\\| | yardstick | ratio | false stops | largest share of a limit |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| type | responses | mean \\|d\\| | yardstick | ratio | slope | yardstick's | false stops | largest share of a limit |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
         *chance,
     ]
     print("\n".join(text))

@@ -24,8 +24,8 @@ iteration, divided by the tests that an iteration has. K3 leaves out the respons
 
 Limit of the slope. Its standard error follows from how it varies between responses, and has Student's tails. Allowed is what the
 slope that is judged can be by chance and, beside it, the margin times the yardstick's own slope with its standard error, and at
-least what fp32 rounds: over few tokens what chance makes of it, over any number what two orders of summation make of a
-factor on a token's logits, which has one sign for a whole run and which the yardstick does not have.
+least what fp32 rounds. The standard error does not show that rounding where one response has nearly all of the spread of t, as
+in a probe of a sharp policy; nor is a slope that two sets of kernels have, which no number of tokens averages out, in the yardstick.
 
 Of tokens whose policy has moved on, the slope is judged by that of other tokens as old, which agreed when they were new.
 
@@ -61,8 +61,8 @@ _SERIES_BELOW = 0.02
 _LEAST_ROUNDING = 2.0**-24
 # A slope that rounding in fp32 makes over n tokens is below this / sqrt(n), also where a sharp policy's log-probs hardly vary,
 _SLOPE_ROUNDING = 2.0**-10
-# or below this, however many they are: fp32 rounding of a scalar product of 2^14 terms. One that all logits of a token depend on,
-# as on the final norm's, is a slope.
+# or below this: fp32 rounding of a scalar product of 2^14 terms. Where all logits depend on one, as on the final norm's, it is a
+# slope of all tokens alike.
 _LEAST_SLOPE = 2.0**-17
 
 
