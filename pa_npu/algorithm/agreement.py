@@ -25,7 +25,8 @@ iteration, divided by the tests that an iteration has. K3 leaves out the respons
 Limit of the slope. Its standard error follows from how it varies between responses, and has Student's tails. Allowed is what the
 slope that is judged can be by chance and, beside it, the margin times the yardstick's own slope with its standard error, and at
 least what fp32 rounds. The standard error does not show that rounding where one response has nearly all of the spread of t, as
-in a probe of a sharp policy; nor is a slope that two sets of kernels have, which no number of tokens averages out, in the yardstick.
+in a probe of a sharp policy; nor does the yardstick show a slope between two sets of kernels, which no number of tokens averages
+out.
 
 Of tokens whose policy has moved on, the slope is judged by that of other tokens as old, which agreed when they were new.
 

@@ -9,15 +9,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from pa_npu.backends.registry import export_checkpoint
+from pa_npu.backends.registry import backend_module, export_checkpoint
 from pa_npu.checkpoints import directories as store
 from pa_npu.errors import UserError
+from pa_npu.families.spec import ModelSpec
+from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.learner import Learner
 from tests.helpers.checkpoint_damage import (
     COMMON,
     INDEX,
@@ -33,7 +38,7 @@ from tests.helpers.checkpoint_damage import (
     truncate,
     zero_a_page,
 )
-from tests.helpers.megatron import model_config, single_process
+from tests.helpers.megatron import PLATFORM, model_config, single_process
 from tests.helpers.models import make_model
 from tests.unit.test_checkpoints_trainer import Run
 
@@ -45,14 +50,45 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "megatron": {"model": {"dtype": "bf16"}},  # with masters in fp32
+    "fsdp": {"trainer": {"backend": "fsdp"}},
+    "adapters": {"trainer": {"backend": "fsdp"}, "lora": {"rank": 4}},
+}
+
+
+class ShardedRun(Run):
+    """The same with trainer.backend=fsdp."""
+
+    def make_learner(self) -> Learner:
+        spec, timeline = ModelSpec.read(self.config.model.path), Timeline(None, "")
+        backend = backend_module("fsdp").create(self.config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline)
+        return Learner(self.config, backend, PLATFORM, timeline)
+
+
 @pytest.fixture(scope="module")
-def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two versions, in bf16 with masters in fp32."""
-    made = Run(model, tmp_path_factory.mktemp("run"), model={"dtype": "bf16"})
-    for version in range(2):
-        made.train(version)
-        made.checkpoints.finish(version + 1)
+def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Two versions of each kind."""
+
+    @cache
+    def made(kind: str) -> Run:
+        run = (Run if kind == "megatron" else ShardedRun)(model, tmp_path_factory.mktemp("run"), **KINDS[kind])
+        for version in range(2):
+            run.train(version)
+            run.checkpoints.finish(version + 1)
+        return run
+
     return made
+
+
+@pytest.fixture
+def run(kind: str, runs: Callable[[str], Run]) -> Run:
+    return runs(kind)
+
+
+@pytest.fixture
+def kind() -> str:
+    return "megatron"
 
 
 @pytest.fixture
@@ -62,26 +98,49 @@ def checkpoint(run: Run, tmp_path: Path) -> Path:
     return tmp_path / "checkpoints" / store.directory_name(2)
 
 
+def of_each_kind(cases: list[tuple[Callable[[Path], None], str]], at_once: set[tuple[str, Any]]) -> list[Any]:
+    """Parameters kind, damage, said: all of Megatron's and those of `at_once`; the others are nightly."""
+    return [
+        pytest.param(kind, damage, said, marks=[] if fast else [pytest.mark.nightly], id=f"{kind}-{damage.__name__}")
+        for kind in KINDS
+        for damage, said in cases
+        if kind == "megatron" or damage is not forge_the_common_part  # which others have not
+        for fast in [kind == "megatron" or (kind, damage) in at_once]
+    ]
+
+
 def resume(run: Run, checkpoint: Path) -> int:
     options = run.config.checkpoint.model_copy(update={"load": str(checkpoint)})
     run.checkpoints._config = run.config.model_copy(update={"checkpoint": options})
     return run.checkpoints.load()
 
 
+def export_policy(kind: str, run: Run, checkpoint: Path) -> None:
+    """In this process, which has a model of Megatron's."""
+    if kind != "megatron":
+        export_checkpoint(checkpoint, checkpoint.parent / "hf")
+        return
+    from pa_npu.backends.megatron.checkpoint.state import load_policy_only
+
+    load_policy_only(run.stage, checkpoint)
+
+
 @pytest.mark.parametrize("through", ["resume", "export"])
 @pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (flip_a_bit, f"{SHARD} is not what was written"),
-        (zero_a_page, f"{SHARD} is not what was written"),
-        (truncate, f"{SHARD} has "),
-        (take_the_shard_of_another_version, f"{SHARD} is not what was written"),
-        (lose_a_digest, f"no file and digest of '{SHARD}'"),
-        (change_the_data_position, "its own digest is that of other values"),
-        (forge_the_index, f"{INDEX} "),
-        (forge_the_common_part, f"{COMMON} "),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ("kind", "damage", "said"),
+    of_each_kind(
+        [
+            (flip_a_bit, f"{SHARD} is not what was written"),
+            (zero_a_page, f"{SHARD} is not what was written"),
+            (truncate, f"{SHARD} has "),
+            (take_the_shard_of_another_version, f"{SHARD} is not what was written"),
+            (lose_a_digest, f"no file and digest of '{SHARD}'"),
+            (change_the_data_position, "its own digest is that of other values"),
+            (forge_the_index, f"{INDEX} "),
+            (forge_the_common_part, f"{COMMON} "),
+        ],
+        {("fsdp", zero_a_page), ("adapters", flip_a_bit)},
+    ),
 )
 def test_what_is_not_what_was_written_is_refused_in_one_line_that_names_it_and_the_next_older_one(
     damage: Callable[[Path], None], said: str, through: str, run: Run, checkpoint: Path
@@ -98,25 +157,25 @@ def test_what_is_not_what_was_written_is_refused_in_one_line_that_names_it_and_t
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (take_the_shard_of_another_version, "a file is of a checkpoint after 1 updates instead of 2"),
-        (forge_the_index, r"one of its files names (posix|nt)\.mkdir"),
-        (forge_the_common_part, r"one of its files names (posix|nt)\.mkdir"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ("kind", "damage", "said"),
+    of_each_kind(
+        [
+            (take_the_shard_of_another_version, "a file is of a checkpoint after 1 updates instead of 2"),
+            (forge_the_index, r"one of its files names (posix|nt)\.mkdir"),
+            (forge_the_common_part, r"one of its files names (posix|nt)\.mkdir"),
+        ],
+        {(kind, take_the_shard_of_another_version) for kind in KINDS},
+    ),
 )
 def test_a_forger_who_signs_anew_neither_mixes_versions_nor_runs_code(
-    damage: Callable[[Path], None], said: str, run: Run, checkpoint: Path
+    kind: str, damage: Callable[[Path], None], said: str, run: Run, checkpoint: Path
 ) -> None:
-    from pa_npu.backends.megatron.checkpoint.state import load_policy_only
-
     damage(checkpoint)
     sign_anew(checkpoint)
     with pytest.raises(UserError, match=said):
         resume(run, checkpoint)
     with pytest.raises(UserError, match=said):
-        load_policy_only(run.stage, checkpoint)
+        export_policy(kind, run, checkpoint)
     assert not (checkpoint.parent / "made").exists()
     if damage is not forge_the_index:
         return

@@ -37,6 +37,7 @@ from pa_npu.checkpoints import saving as checkpointing  # isort: skip
 from pa_npu.backends.megatron.checkpoint.shards import PlannedShards  # isort: skip
 from pa_npu.checkpoints.writer import InPlace  # isort: skip
 from pa_npu.checkpoints.saving import Checkpointing  # isort: skip
+from pa_npu.trainer.learner import Learner  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip
 
 
@@ -53,13 +54,17 @@ class Run:
     def __init__(self, model: Path, directory: Path, /, **sections: dict[str, Any]) -> None:
         sections["checkpoint"] = {"every": 1, **sections.get("checkpoint", {})}
         self.config = self.configure(model, directory, sections)
-        self.learner, self.stage = make_learner(self.config)
+        self.learner = self.make_learner()
         self.backend: Any = self.learner.backend
         self.directory = directory / "checkpoints"
         self.checkpoints = Checkpointing(self.config, self.learner, self.data, Timeline(None, ""))
 
     def configure(self, model: Path, directory: Path, sections: dict[str, dict[str, Any]]) -> Config:
         return make_config(model, run={"dir": str(directory)}, **sections)
+
+    def make_learner(self) -> Learner:
+        learner, self.stage = make_learner(self.config)
+        return learner
 
     @staticmethod
     def data(version: int) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Checkpoints of sharded models by torch's distributed checkpoint: planned by all ranks, written by each on its own.
 
 Weights are saved in fp32 as they are trained, with AdamW's moments beside them under `model.`, `exp_avg.` and `exp_avg_sq.`, and a
-reference that is no longer the HF model under `reference.`. Any number of ranks reads what any other has written.
+reference that is no longer the HF model under `reference.`; beside its shards every rank writes how many updates they have seen.
+Any number of ranks reads what any other has written.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from pa_npu.backends.fsdp.optimizer import ShardedAdamW
 from pa_npu.backends.shard_index import IndexReader, describe, list_of, refusing, restore
+from pa_npu.checkpoints.digests import damaged
+from pa_npu.checkpoints.directories import read_meta
 
 MODEL = "model."
+_STAMP = "updates."  # and the rank that wrote it
 
 
 class Trained(Protocol):
@@ -52,6 +56,7 @@ class PlannedShards:
         """Collective."""
         self._directory = directory
         self.description = description
+        state = {**state, f"{_STAMP}{dist.get_rank()}": torch.tensor(description["updates"])}
         self._writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
         planner, leads = DefaultSavePlanner(), dist.get_rank() == 0
         planner.set_up_planner(state, self._writer.storage_meta(), leads)
@@ -112,9 +117,18 @@ class _OnHost:
 def load_state(state: dict[str, torch.Tensor], directory: Path, *, alone: bool = False) -> None:
     """Fill `state` in place from a checkpoint. alone: by this process only, not by all ranks together.
 
-    Raises DataError where its index is none.
+    Raises DataError where its index is none, and on some rank where its files are not all of the checkpoint's update.
     """
-    dcp.load(state, storage_reader=_Reader(directory), no_dist=alone)
+    rank, ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    names = sorted(_Reader(directory).read_metadata().state_dict_metadata)
+    # those of a release before them have none
+    stamps = {name: torch.zeros((), dtype=torch.int64) for name in names if name.startswith(_STAMP)}
+    mine = dict(list(stamps.items())[rank::ranks])
+    dcp.load({**state, **mine}, storage_reader=_Reader(directory), no_dist=alone)
+    expected = read_meta(directory).updates
+    for found in map(int, mine.values()):
+        if found != expected:
+            raise damaged(directory, f"a file is of a checkpoint after {found} updates instead of {expected}")
 
 
 class _Reader(FileSystemReader):
