@@ -8,7 +8,8 @@ The thinking block is no part of a response (`<think>...</think>`; one that neve
 2. the content of the last `\boxed{...}` or `\fbox{...}` that is closed and not empty.
 3. the expression behind the last "answer is" or "answer:", else the last one in that sentence, else in the response. An
    expression is all of the formula around a number: of `2\sqrt{3}`, `minus 7` and `3 1/2` no part is the answer. A number
-   that the words before it turn into another ("not 5", "more than 5", "half of 10") is none.
+   that the words around it turn into another ("not 5", "at least 5", "half of 10", "5 or more", "5th") is none. Without any digit
+   a number in words counts, behind "answer is" or as all that a sentence says.
 4. for a reference that is no number: also the words behind "answer is", or what math-verify finds in the response.
 
 A number is compared exactly (numbers.py), the right-hand side of an equation counts, and a relation, several answers or the task
@@ -28,7 +29,8 @@ from functools import lru_cache
 from typing import Any
 
 from pa_npu.data.records import ANSWER_MARK
-from pa_npu.rewards.numbers import DIGITS, TEXT, plain_text, read_number, same_number
+from pa_npu.rewards.number_words import is_in_words
+from pa_npu.rewards.numbers import DIGITS, TEXT, in_base, plain_text, read_number, same_number, with_base
 
 _MOST_BOXES = 4  # how many \boxed from the end are tried, which bounds the time for a response full of open ones
 _SEARCHED_CHARACTERS = 10_000  # at the end of a response, for an answer without a mark
@@ -58,16 +60,32 @@ _ATOM = (
 )
 _EXPRESSION = re.compile(rf"(?:{_ATOM})(?:(?:[ \t]|[,;](?=[ \d\\])|(?:and|or)(?![A-Za-z]))*(?:{_ATOM}))*")
 _VALUE = re.compile(r"[\d½¼-¾⅐-⅞]")
+_BOUND = r"at (?:the )?(?:very )?(?:least|most)"
 _OTHER_BEFORE = re.compile(
     r"(?:\b(?:not|never|nor|cannot be|than|half|twice|double|triple|out of|\d of)|n't|(?:root|square|cube|log|logarithm|power"
     r"|factorial|reciprocal|opposite|inverse|half|third|quarter|percent|%|\w+th|sine|cosine|tangent) of"
-    r"|(?:not|n't) (?:be|equal|equal to|exactly))(?: the| a| an)?[\s*$]*$",
+    rf"|\b(?:{_BOUND}|under|over|above|below|beyond|exceed(?:s|ed|ing)?|up to|within|as (?:many|much|few|little) as)"
+    r"|\b(?:no longer|anything but|far from|instead of|except(?: for)?|without|neither)"
+    r"|(?:not|n't|never) (?:be|equal|equal to|exactly))(?: the| a| an)?[\s*$]*$",
     re.IGNORECASE,
 )
 _OTHER_AFTER = re.compile(
-    r"[\s*$]*(?:(?:more|less|fewer|greater) than\b|(?:is|was)(?:n't| not\b| wrong\b| incorrect\b| false\b))",
+    r"[\s*$]*(?:(?:more|less|fewer|greater) than\b|or (?:more|less|fewer|greater|higher|lower|above|below|over|under)\b"
+    rf"|and (?:above|below|up)\b|{_BOUND}\b|(?:halves|thirds|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths)\b"
+    r"|(?:is|was)(?:n't| (?:not|wrong|incorrect|false|unlikely|impossible|invalid)\b| too (?:large|small|big|high|low|many|few)\b)"
+    r"|can(?:not|'t| not) be\b|do(?:es)?(?:n't| not) (?:work|fit|hold|satisfy)\b)",
     re.IGNORECASE,
 )
+_DENIED = re.compile(
+    r"(?:(?:\bnot|n't|\bnever) (?:think|thought|believed?|sa(?:y|id)|claim(?:ed)?|mean|expect|true|certain|the case)"
+    r"|(?<!\bno )(?<!\bwithout )\bdoubt|\b(?:false|unlikely|impossible|(?:wrong|incorrect) to (?:say|claim|think)))"
+    r"(?: that| if| whether)?(?: (?:the|for|its?|this|that|my|our|final|correct|answer|result|value|total|sum|number|is|was|to"
+    r"|would|could|be|equals?))*[\s*$]*$",
+    re.IGNORECASE,
+)
+_ORDINAL = re.compile(r"\d(?:st|nd|rd|th)$")
+_NOUN = re.compile(r"\s+(?!(?:of|in|and|or|from|to|at|on|by)\b)[A-Za-z]")  # the 5th floor says which
+_OPERATOR = re.compile(r"[/^×·÷]|(?:times|divided by|over|mod)(?![a-z])")
 _SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n|;\s")
 _ASIDE = re.compile(r"(?<=\S)\s+\((?=[^()]{0,200}[A-Za-z]{3})[^()]{1,200}\)(?=[.!*\s]*$)")
 _REMARK = re.compile(r"(?<=[\w%}$])\s+\((?!\s*[-+]?\d+\s*\)\s*[=^*/])")
@@ -79,7 +97,7 @@ _INEQUALITY = re.compile(
 )
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\\\\|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 _NEXT_STATEMENT = re.compile(r"(?:,|;|\band\b)\s+(?=[\d\s.,+\-*/()$×·÷]+=[^=]+$)")
-_EQUALS = re.compile(r"=|≈|\\approx(?![a-z])")
+_EQUALS = re.compile(r"=|≈|≡|\\(?:approx|equiv)(?![a-z])")
 _VARIABLE = re.compile(r"\s*\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*")
 
 
@@ -93,7 +111,7 @@ def final_text(response: str) -> str:
 
 def extract_answer(response: str, reference: str) -> str | None:
     """The final answer of a response as text, None without one. reference: decides if any number may count."""
-    response = final_text(response)
+    response = with_base(final_text(response))
     numeric = read_number(reference) is not None
     if ANSWER_MARK in response:
         below = response.rpartition(ANSWER_MARK)[2]
@@ -148,8 +166,12 @@ def _stated(text: str, numeric: bool) -> str | None:
         sentence = text[phrase.end() : end.start() if end else len(text)]
         if _VALUE.search(sentence):
             return _last_expression(text[: phrase.end() + len(sentence)])
-        if not numeric:
+        if not numeric or read_number(sentence) is not None:  # in words
             return sentence.strip() or None
+    if numeric and not _VALUE.search(text):
+        last = next((part for part in reversed(_SENTENCE_END.split(text)) if part.strip(" *.!")), "")
+        words = re.split(r"\b(?:is|are|equals)\s", last)[-1].strip(" *.!")
+        return words if is_in_words(words) else None
     aside = _ASIDE.search(text)
     stands_alone = aside and _VALUE.search(text[: aside.start()].rpartition("\n")[2])
     return _last_expression(text[: aside.start()] if aside and stands_alone else text)
@@ -158,24 +180,32 @@ def _stated(text: str, numeric: bool) -> str | None:
 def _expression_at(text: str, position: int) -> str | None:
     """The expression that begins there."""
     found = _EXPRESSION.match(text, position)
-    if not found or not _VALUE.search(found[0]) or _OTHER_AFTER.match(text, found.end()):
-        return None
-    return _trimmed(found[0])
+    return None if not found or not _VALUE.search(found[0]) or _is_other(text, found) else _trimmed(found[0])
+
+
+def _is_other(text: str, found: re.Match[str]) -> bool:
+    """Whether the words around an expression, or its own form, say that it is not the answer."""
+    if _ORDINAL.search(found[0]) and not _NOUN.match(text, found.end()):
+        return True
+    if _OPERATOR.match(found[0]):  # the rest of an expression in words
+        return True
+    before = text[max(0, found.start() - 200) : found.start()]
+    return bool(_OTHER_AFTER.match(text, found.end()) or _DENIED.search(before))
 
 
 def _last_expression(text: str) -> str | None:
     """The last expression with a number; None where the words around it say that it is not the answer."""
     found = next((e for e in reversed(list(_EXPRESSION.finditer(text))) if _VALUE.search(e[0])), None)
-    if found is None or _OTHER_AFTER.match(text, found.end()):
+    if found is None or _is_other(text, found):
         return None
     before = text[: found.start()]
     expression = found[0]
     if re.match(r"[-*+\u2013]\s", expression) and not before.rpartition("\n")[2].strip():
         expression = expression[1:]  # a list's bullet
-    elif re.match(r"[+/^×·÷]\s?|[-*]\s", expression):
+    elif re.match(r"\+|[-*]\s", expression):
         return None  # the rest of an expression in words
     elif _OTHER_BEFORE.search(before[-60:]):
-        *earlier, _ = re.split(r",? (?:and |but )?not[\s*$]*$", before[-200:]) or [""]
+        *earlier, _ = re.split(r",? (?:and |but )?(?:not|rather than|instead of)[\s*$]*$", before[-200:]) or [""]
         return _last_expression(earlier[0]) if earlier and _EXPRESSION.search(earlier[0][-1:]) else None  # 6, not 5
     return _trimmed(expression)
 
@@ -210,7 +240,7 @@ def is_correct(response: str, reference: str) -> bool:
     answer = extract_answer(response, reference)
     if answer is not None and equal_answers(answer, reference):
         return True
-    if read_number(reference) is not None or last_boxed(response) is not None:
+    if read_number(reference) is not None or in_base(reference) or last_boxed(response) is not None:
         return False
     # No mark, not a number: math-verify searches the response for expressions by itself.
     return _equal_expressions(final_text(response)[-_SEARCHED_CHARACTERS:], reference)
@@ -223,6 +253,9 @@ def equal_answers(answer: str, reference: str) -> bool:
         if _normalised(reference) == label[1].lower():
             return True
         answer = plain_text(answer)[label.end() :]
+    bases = [in_base(_EQUALS.split(text)[-1]) for text in (answer, reference)]
+    if any(bases):
+        return bases[0] == bases[1]
     expected = read_number(reference)
     if expected is None:
         return _normalised(answer) == _normalised(reference) or _equal_expressions(f"\\boxed{{{answer}}}", reference)
@@ -233,7 +266,7 @@ def equal_answers(answer: str, reference: str) -> bool:
     if value is not None:
         return same_number(value, expected)
     # The task left undone ("12+34" for 46) is no answer, though math-verify would work it out; nor are several.
-    if _ARITHMETIC.fullmatch(stated) or _SEVERAL.search(stated):
+    if _ARITHMETIC.fullmatch(stated) or _SEVERAL.search(stated) or _OTHER_AFTER.search(plain_text(stated)):
         return False
     return _equal_expressions(f"\\boxed{{{stated}}}", reference)
 

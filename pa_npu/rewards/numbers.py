@@ -1,4 +1,4 @@
-r"""Numbers as people and models write them: `$1,234.50`, `50%`, `-(5)`, `\frac{3}{4}`, `1.5 \times 10^3`, `3½`, `18 dollars`.
+r"""Numbers as people and models write them: `$1,234.50`, `50%`, `-(5)`, `\frac{3}{4}`, `1.5 \times 10^3`, `3½`, `18 dollars`, six.
 
 Values are exact fractions. Text that may mean something else is no number: `5x`, `5 or 6`, `(1,234)`, `2*3`.
 """
@@ -10,6 +10,8 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+
+from pa_npu.rewards.number_words import with_digits
 
 
 def _words(text: str) -> frozenset[str]:
@@ -46,13 +48,24 @@ _UNIT = re.compile(r"(?P<words>[A-Za-z][A-Za-z. ]*)(?:/ ?(?P<per>[A-Za-z]+))?(?:
 _SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NO_UNITS = _words(
     "and or to plus minus times over half quarter third pi tau phi sqrt root log ln sin cos tan exp mod base choose "
-    "infinity inf nan squared cubed not than more less least most factorial"
+    "infinity inf nan squared cubed not than more less least most factorial percent halves quarters thirds fourths fifths sixths "
+    "sevenths eighths ninths tenths hundredths thousandths"
 )
 _ONE_LETTER_UNITS = frozenset("mgshlL")
 _ATTACHED_UNITS = _words(
     "mm cm dm km mg kg ml mL cl kW kWh ms min mins hr hrs hour hours day days week weeks year years inch inches ft yd mi "
     "mph kph lb lbs oz usd USD cents dollars euros st nd rd th"
 )
+
+
+_BASE_WORD = re.compile(
+    r"(?<=[\dA-F])[\s$]*(?:(?:in |\()?base[ -]?\$?"
+    r"(?P<base>\d{1,2}|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\b\)?|in (?P<name>binary|octal|hexadecimal)\b)"
+)
+_BASES = {"binary": "2", "octal": "8", "hexadecimal": "16"}
+_BASED = re.compile(r"0*([\dA-Fa-f]{1,300})\)?\s*_\s*\{?\s*\(?\s*(?:base\s*)?(\d{1,2}|[a-z]{3,7})\s*\)?\s*\}?")
+_BASE_TEN = re.compile(r"(?<=[\d)])\s*_\s*\{\s*(?:10|ten)\s*\}$")
+_MODULUS = re.compile(r"\s*(?:\(\s*\\?b?mod\s*(\d{1,100})\s*\)|\\?[pb]?mod\s*\{?\s*(\d{1,100})\s*\}?)$")
 
 
 @dataclass(frozen=True)
@@ -102,11 +115,29 @@ def plain_text(text: str) -> str:
     return text
 
 
+def with_base(text: str) -> str:
+    """The text with `101 in base 2` as `101_{2}`."""
+    return _BASE_WORD.sub(lambda found: f"_{{{with_digits(found['base'] or _BASES[found['name']])}}}", text)
+
+
+def in_base(text: str) -> tuple[str, int] | None:
+    """Digits and base of what the whole text is, `101_2`; None for anything else, also in base ten."""
+    based = _BASED.fullmatch(with_base(plain_text(text[:_MOST_CHARACTERS])).strip("$ ("))
+    found = based and read_number(based[2])
+    if not based or not found or found.value == 10 or max(int(digit, 16) for digit in based[1]) >= found.value:
+        return None
+    return based[1].upper(), int(found.value)
+
+
 def read_number(text: str) -> Number | None:
     """The number that the whole text is, with decoration and unit; None for anything else."""
     if len(text) > _MOST_CHARACTERS:
         return None
-    text = _DEGREE.sub("", _CURRENCY.sub("", plain_text(text)).strip())
+    text = _DEGREE.sub("", _BASE_TEN.sub("", _CURRENCY.sub("", plain_text(text)).strip()))
+    if modulus := _MODULUS.search(text):  # of a residue, whether it is a congruence or what remains
+        residue = read_number(text[: modulus.start()])
+        return residue if residue and 0 <= residue.value < int(modulus[1] or modulus[2]) else None
+    text = with_digits(text)
     negative = re.match(r"(?:minus|negative)\s+(?=[^-+\s])", text)
     numeral = _NUMERAL.match(text, negative.end() if negative else 0)
     assert numeral is not None

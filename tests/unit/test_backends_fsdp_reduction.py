@@ -23,7 +23,9 @@ def parts() -> list[torch.Tensor]:
     return list(torch.randn(RANKS, RANKS * CHUNK, generator=torch.Generator().manual_seed(1)).unbind())
 
 
-def reduced(parts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, forgotten: int | None = None) -> ReducedGradient:
+def reduced(
+    parts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, forgotten: int | None = None
+) -> ReducedGradient:
     """The counts of all ranks added up, as FSDP2 calls them on each. forgotten: a rank whose part is not in the sum."""
     whole = sum(part for rank, part in enumerate(parts) if rank != forgotten)
     total: torch.Tensor | None = None
@@ -34,7 +36,9 @@ def reduced(parts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, forgotte
             output.copy_(whole[rank * CHUNK :][:CHUNK])  # type: ignore[index]
 
         monkeypatch.setattr(reduction, "_reduce_scatter", scatter)
-        given, output = (one.allocate((n,), dtype=torch.float32, device=torch.device("cpu")) for n in (len(part), CHUNK))
+        given, output = (
+            one.allocate((n,), dtype=torch.float32, device=torch.device("cpu")) for n in (len(part), CHUNK)
+        )
         given.copy_(part)
         one(output, given, None, None)  # type: ignore[arg-type]
         one.take_reduced(output)
