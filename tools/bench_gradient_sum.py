@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What invariant I7 costs: the share of a trainer's iteration that goes into checking its gradient, on each backend.
+"""Measures what invariant I7 costs: the share of a trainer's iteration that goes into checking its gradient, on each backend.
 
     python tools/bench_gradient_sum.py [--ranks 2] [--prompt 64] [--response 64] [--responses 8] [--groups 8] [--repetitions 9]
 

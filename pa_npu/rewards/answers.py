@@ -29,8 +29,8 @@ from functools import lru_cache
 from typing import Any
 
 from pa_npu.data.records import ANSWER_MARK
-from pa_npu.rewards.number_words import is_in_words
-from pa_npu.rewards.numbers import DIGITS, TEXT, in_base, plain_text, read_number, same_number, with_base
+from pa_npu.rewards.number_words import is_in_words, with_digits
+from pa_npu.rewards.numbers import DIGITS, TEXT, in_base, plain_text, read_number, same_number
 
 _MOST_BOXES = 4  # how many \boxed from the end are tried, which bounds the time for a response full of open ones
 _SEARCHED_CHARACTERS = 10_000  # at the end of a response, for an answer without a mark
@@ -98,6 +98,11 @@ _INEQUALITY = re.compile(
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\\\\|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 _NEXT_STATEMENT = re.compile(r"(?:,|;|\band\b)\s+(?=[\d\s.,+\-*/()$×·÷]+=[^=]+$)")
 _EQUALS = re.compile(r"=|≈|≡|\\(?:approx|equiv)(?![a-z])")
+_BASE_WORD = re.compile(
+    r"(?<=[\dA-F])[\s$]*(?:(?:in |\()?base[ -]?\$?"
+    r"(?P<base>\d{1,2}|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\b\)?|in (?P<name>binary|octal|hexadecimal)\b)"
+)
+_BASES = {"binary": "2", "octal": "8", "hexadecimal": "16"}
 _VARIABLE = re.compile(r"\s*\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*")
 
 
@@ -109,9 +114,14 @@ def final_text(response: str) -> str:
     return str(tagged[-1]) if tagged else response
 
 
+def _with_base(text: str) -> str:
+    """The text with `101 in base 2` as `101_{2}`."""
+    return _BASE_WORD.sub(lambda found: f"_{{{with_digits(found['base'] or _BASES[found['name']])}}}", text)
+
+
 def extract_answer(response: str, reference: str) -> str | None:
     """The final answer of a response as text, None without one. reference: decides if any number may count."""
-    response = with_base(final_text(response))
+    response = _with_base(final_text(response))
     numeric = read_number(reference) is not None
     if ANSWER_MARK in response:
         below = response.rpartition(ANSWER_MARK)[2]
@@ -240,7 +250,7 @@ def is_correct(response: str, reference: str) -> bool:
     answer = extract_answer(response, reference)
     if answer is not None and equal_answers(answer, reference):
         return True
-    if read_number(reference) is not None or in_base(reference) or last_boxed(response) is not None:
+    if read_number(reference) is not None or in_base(_with_base(reference)) or last_boxed(response) is not None:
         return False
     # No mark, not a number: math-verify searches the response for expressions by itself.
     return _equal_expressions(final_text(response)[-_SEARCHED_CHARACTERS:], reference)
@@ -253,7 +263,7 @@ def equal_answers(answer: str, reference: str) -> bool:
         if _normalised(reference) == label[1].lower():
             return True
         answer = plain_text(answer)[label.end() :]
-    bases = [in_base(_EQUALS.split(text)[-1]) for text in (answer, reference)]
+    bases = [in_base(_with_base(plain_text(_EQUALS.split(text)[-1]))) for text in (answer, reference)]
     if any(bases):
         return bases[0] == bases[1]
     expected = read_number(reference)

@@ -58,11 +58,6 @@ _ATTACHED_UNITS = _words(
 )
 
 
-_BASE_WORD = re.compile(
-    r"(?<=[\dA-F])[\s$]*(?:(?:in |\()?base[ -]?\$?"
-    r"(?P<base>\d{1,2}|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\b\)?|in (?P<name>binary|octal|hexadecimal)\b)"
-)
-_BASES = {"binary": "2", "octal": "8", "hexadecimal": "16"}
 _BASED = re.compile(r"0*([\dA-Fa-f]{1,300})\)?\s*_\s*\{?\s*\(?\s*(?:base\s*)?(\d{1,2}|[a-z]{3,7})\s*\)?\s*\}?")
 _BASE_TEN = re.compile(r"(?<=[\d)])\s*_\s*\{\s*(?:10|ten)\s*\}$")
 _MODULUS = re.compile(r"\s*(?:\(\s*\\?b?mod\s*(\d{1,100})\s*\)|\\?[pb]?mod\s*\{?\s*(\d{1,100})\s*\}?)$")
@@ -115,14 +110,9 @@ def plain_text(text: str) -> str:
     return text
 
 
-def with_base(text: str) -> str:
-    """The text with `101 in base 2` as `101_{2}`."""
-    return _BASE_WORD.sub(lambda found: f"_{{{with_digits(found['base'] or _BASES[found['name']])}}}", text)
-
-
 def in_base(text: str) -> tuple[str, int] | None:
     """Digits and base of what the whole text is, `101_2`; None for anything else, also in base ten."""
-    based = _BASED.fullmatch(with_base(plain_text(text[:_MOST_CHARACTERS])).strip("$ ("))
+    based = _BASED.fullmatch(plain_text(text[:_MOST_CHARACTERS]).strip("$ ("))
     found = based and read_number(based[2])
     if not based or not found or found.value == 10 or max(int(digit, 16) for digit in based[1]) >= found.value:
         return None

@@ -1,4 +1,4 @@
-"""What FSDP2's reductions are counted by (invariant I7): a sample that is the same before and behind a reduction."""
+"""The counts of FSDP2's reductions (invariant I7): a sample that is the same before and behind a reduction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS = 3
 
 @pytest.fixture
 def parts() -> list[torch.Tensor]:
-    """What each rank brings."""
+    """A gradient of each rank."""
     return list(torch.randn(RANKS, RANKS * CHUNK, generator=torch.Generator().manual_seed(1)).unbind())
 
 
