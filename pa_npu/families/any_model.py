@@ -18,8 +18,8 @@ from pa_npu.families.shape import ModelShape
 
 PREFIX = "transformers "
 # What transformers' configurations call experts, and how many of them a token passes through.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_ACTIVE = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+ACTIVE = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _instance(path: str, trust_remote_code: bool) -> _Instance:
     config = config_of(path, trust_remote_code)
     model, text = bare_model(config, trust_remote_code), config.get_text_config()
     experts, active = (
-        next((getattr(text, key) for key in keys if getattr(text, key, None)), 1) for keys in (_EXPERTS, _ACTIVE)
+        next((getattr(text, key) for key in keys if getattr(text, key, None)), 1) for keys in (EXPERTS, ACTIVE)
     )
     inside = {name: tensor.numel() for name, tensor in decoder_layers(model).named_parameters()}
     computed = sum(size * (active / experts if ".experts." in f".{name}" else 1.0) for name, size in inside.items())

@@ -59,6 +59,39 @@ def test_a_window_that_no_sequence_exceeds_is_none(tmp_path: Path) -> None:
     assert not fit(longer, spec)[0].attention.shared_prompt
 
 
+def test_experts_in_groups_stay_enough_for_their_router(tmp_path: Path) -> None:
+    """As DeepSeek-V3 has them: 8 of 256 in 4 of 8 groups, each by its two best."""
+    experts = {"n_routed_experts": 64, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
+    config, spec = run_of(make_other(tmp_path, "deepseek_v3", **experts))
+    assert trial.few_layers(spec, 128).config.n_routed_experts == 16
+    assert fit(config, spec)[0].attention.implementation == "sdpa"
+
+
+@pytest.mark.parametrize("part", ["few_layers", "_forward"])
+def test_whatever_a_model_raises_by_itself_is_one_line(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("selected index k\nout of range")
+
+    config, spec = run_of(make_other(tmp_path, "mistral"))
+    monkeypatch.setattr(trial, part, fail)
+    with pytest.raises(ConfigError) as caught:
+        fit(config, spec)
+    line = str(caught.value)
+    assert line.startswith(f"model.path: {tmp_path}: a trial of transformers mistral") and "\n" not in line
+    assert line.endswith("(selected index k out of range); use another model")
+
+
+def test_a_model_that_cannot_recompute_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("it does not support gradient checkpointing")
+
+    _, spec = run_of(make_other(tmp_path, "mistral"))
+    monkeypatch.setattr("transformers.MistralForCausalLM.gradient_checkpointing_enable", fail)
+    assert tried(spec, SHARED, 128, recompute=True) == "it does not support gradient checkpointing"
+
+
 def test_what_the_user_rules_out_is_not_taken(tmp_path: Path) -> None:
     config, spec = run_of(make_other(tmp_path, "mistral"), attention={"shared_prompt": False})
     assert fit(config, spec)[0] == config

@@ -23,17 +23,14 @@ from pa_npu.attention.trie import pack
 from pa_npu.backends.fsdp.model import OWN_ATTENTION, ScoredModel, without_dropout
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
-from pa_npu.families.any_model import config_of
+from pa_npu.families.any_model import ACTIVE, EXPERTS, config_of
 from pa_npu.families.spec import ModelSpec
 
 # Equal ways differ by rounding in fp32, some 1e-6; another mask changes log-probs by some tenths.
 MOST_DIFFERENT = 1e-3
-_LAYERS, _VOCABULARY, _WINDOW = 2, 160, 8
+_LAYERS, _VOCABULARY, _WINDOW, _INNER, _EXPERTS = 2, 160, 8, 128, 8
 # Sizes that no attention depends on.
-_SHRUNK = {
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 128),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
-}
+_INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 # (prompt, responses) of two groups.
 _GROUPS = ((20, (7, 12, 3)), (9, (5, 14)))
@@ -95,23 +92,45 @@ def tried(spec: ModelSpec, way: Way, longest: int, recompute: bool = False, rank
     """Why a way is wrong for this model, None where it is right. longest: tokens of the run's longest sequence.
 
     ranks: trainer ranks, which reduce together what each microbatch has a gradient for, and so must all have one for the same.
+    Raises ConfigError where the model fails by itself.
     """
-    model = few_layers(spec, longest)
-    sequences = _sequences()
-    expected = _alone(model, sequences)
-    if _mixed_up(model, sequences, expected):
-        return "a later token changes what comes before it, or the prompt changes nothing"
+    try:
+        model, sequences = few_layers(spec, longest), _sequences()
+        expected = _alone(model, sequences)
+        if _mixed_up(model, sequences, expected):
+            return "a later token changes what comes before it, or the prompt changes nothing"
+    except Exception as error:  # of anybody's code
+        raise ConfigError(
+            f"model.path: {spec.path}: a trial of {spec.family} with few layers fails in transformers' own forward "
+            f"({_line(error)}); use another model"
+        ) from error
+    try:
+        return _different(model, few_layers(spec, longest), sequences, expected, way, recompute, ranks)
+    except Exception as error:  # whatever a model's code raises, it does not take this way
+        return _line(error)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:120] or type(error).__name__
+
+
+def _different(
+    model: Any,
+    other: Any,
+    sequences: list[_Sequence],
+    expected: list[torch.Tensor],
+    way: Way,
+    recompute: bool,
+    ranks: int,
+) -> str | None:
+    """Train `other` on the sequences in this way; returns what differs from `model`, which was on each alone."""
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
-    other = few_layers(spec, longest)
     other.load_state_dict(model.state_dict())
     other.train()
     if recompute:
         other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    try:
-        scored = ScoredModel(other, way.attention)
-        found = _scored(scored, sequences, way)
-    except Exception as error:  # whatever a model's code raises, it does not take this way
-        return " ".join(str(error).split())[:120] or type(error).__name__
+    scored = ScoredModel(other, way.attention)
+    found = _scored(scored, sequences, way)
     worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     if not worst <= MOST_DIFFERENT:
         return f"log-probs differ by {worst:.2g}"
@@ -149,10 +168,10 @@ def few_layers(spec: ModelSpec, longest: int) -> Any:
     kinds = getattr(text, "layer_types", None)
     kept = sorted({kinds.index(kind) for kind in kinds} | {0, 1}) if kinds else range(_LAYERS)
     for part in {id(one): one for one in (config, text)}.values():
-        for name, most in _SHRUNK.items():
-            if isinstance(value := getattr(part, name, None), int):
-                active = getattr(part, "num_experts_per_tok", None) or 0
-                setattr(part, name, min(value, max(most, active) if "expert" in name else most))
+        for names, most in ((_INNER_SIZES, _INNER), (EXPERTS, _few_experts(part))):
+            for name in names:
+                if isinstance(value := getattr(part, name, None), int):
+                    setattr(part, name, min(value, most))
         for name in _WINDOWS:
             if isinstance(value := getattr(part, name, None), int) and value < longest:
                 setattr(part, name, min(value, _WINDOW))
@@ -173,6 +192,14 @@ def few_layers(spec: ModelSpec, longest: int) -> Any:
                 else:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
+
+
+def _few_experts(config: Any) -> int:
+    """As many as a token passes through, in groups of two or more, of which routers take the sum of the two largest scores."""
+    active = next((number for name in ACTIVE if isinstance(number := getattr(config, name, None), int)), 1)
+    groups = getattr(config, "n_group", None) or 1
+    taken = getattr(config, "topk_group", None) or groups
+    return groups * max(2, -(-active // taken), -(-_EXPERTS // groups))
 
 
 @dataclass(frozen=True)
