@@ -89,7 +89,7 @@ def write_hf(
                 _number_files(temporary, spec)
                 assert source is not None, "world rank 0 publishes"
                 _copy_config(Path(spec.path), temporary, source.manifest.buckets[0].dtype)
-            _copy_tokenizer(Path(spec.path), temporary)
+            _copy_rest(Path(spec.path), temporary)
             _take_name(temporary, target)
 
     for step, action in (("preparing", prepare), ("writing", write), ("completing", finish)):
@@ -178,10 +178,11 @@ def _copy_config(source: Path, directory: Path, dtype: str) -> None:
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_tokenizer(source: Path, directory: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
+def _copy_rest(source: Path, directory: Path) -> None:
+    """The tokenizer's files, and the code that config.json or they may name (auto_map)."""
+    for file in source.iterdir():
+        if file.is_file() and (file.name in TOKENIZER_FILES or file.suffix == ".py"):
+            shutil.copyfile(file, directory / file.name)
 
 
 def _take_name(temporary: Path, target: Path) -> None:

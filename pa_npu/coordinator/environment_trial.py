@@ -20,6 +20,7 @@ from pa_npu.control.trial import ask, serve
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.errors import ConfigError
+from pa_npu.families.model_directory import load_tokenizer
 
 _TIME_LIMIT_S = 60.0  # importing transformers and a user's modules on a busy machine
 _LOGPROB = -0.5
@@ -71,12 +72,10 @@ class _MadeUpPolicy:
 
 async def _try(config: Config, given: dict[str, Any] | None) -> None:
     # what the launcher, which only starts this process, need not import
-    from transformers import AutoTokenizer
-
     from pa_npu.coordinator.episode import GroupGenerate, check_size, run_episode
     from pa_npu.environments.registry import make_environment, opened
 
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     async with opened(make_environment(config, tokenizer), _TIME_LIMIT_S) as environment:
         if given is None:
             return

@@ -56,6 +56,7 @@ from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.protocol import Environment
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import PaNpuError, UserError, exit_code
+from pa_npu.families.model_directory import load_tokenizer
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import Rules
@@ -90,7 +91,7 @@ async def run(config: Config) -> None:
     first = first_version(config)
     kind = engine_kind(config.rollout.backend)
     async with AsyncExitStack() as stack:
-        tokenizer = load_tokenizer(config)
+        tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
         train, held_out = load_prompt_sets(config, tokenizer)
         limit_s = config.trainer.startup_timeout_s
         environment = make_environment(config, tokenizer)
@@ -177,13 +178,6 @@ def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
         stop_token_ids=spec.eos_token_ids,
         ignore_eos=config.rollout.ignore_eos,
     )
-
-
-def load_tokenizer(config: Config) -> Any:
-    """The model's, of transformers."""
-    from transformers import AutoTokenizer  # seconds of import, which engines and trainers spend starting anyway
-
-    return AutoTokenizer.from_pretrained(config.model.path)
 
 
 def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[TrainingStream, dict[str, PromptSet]]:

@@ -200,6 +200,23 @@ def _in_vocabulary(spec: ModelSpec, what: str, tokens: tuple[int, ...]) -> None:
         )
 
 
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """The model's, of transformers. Raises DataError."""
+    from transformers import AutoTokenizer  # seconds of import
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (
+        BaseException
+    ) as error:  # transformers raises anything from OSError to bare Exception, its native code panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"model.path: {path}: its tokenizer cannot be loaded ({reason}); add the model's tokenizer files"
+        ) from None
+
+
 def check_tokenizer(spec: ModelSpec, tokenizer: Any) -> None:
     """tokenizer: a loaded transformers tokenizer. The vocabulary may be larger than it: models pad theirs."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))

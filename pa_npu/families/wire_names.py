@@ -42,6 +42,13 @@ def stored_tensors(model: Any) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) | buffers
 
 
+def use_dtype(model: Any, dtype: torch.dtype) -> None:
+    """Hold all parameters in `dtype`, of which transformers keeps some in fp32, and the buffers of checkpoints in fp32, of which it
+    keeps some: a router's biases may be large, and its scores close to each other."""
+    for tensor in stored_tensors(model).values():
+        tensor.data = tensor.data.to(dtype if isinstance(tensor, torch.nn.Parameter) else torch.float32)
+
+
 def wire_weights(model: Any) -> dict[str, WireWeight]:
     """By HF name, in transformers' order. Raises DataError where a tensor of the checkpoint is not in one piece."""
     from transformers.core_model_loading import revert_weight_conversion

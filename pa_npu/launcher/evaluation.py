@@ -23,7 +23,7 @@ from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 from pa_npu.evaluation.results import Judged, compare, read_results, results_file, summarise, write_results
 from pa_npu.evaluation.statistics import Estimate
-from pa_npu.families.model_directory import check_tokenizer
+from pa_npu.families.model_directory import check_tokenizer, load_tokenizer
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.placement import engine_ports
@@ -34,7 +34,6 @@ from pa_npu.launcher.run_checks import (
     check_engines,
     check_held_out,
     check_rewards,
-    load_tokenizer,
     resolve_device,
 )
 from pa_npu.rewards.pool import RewardPool
@@ -55,7 +54,7 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
     config, platform = resolve_device(config)
     assert platform
     spec = ModelSpec.of(config)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_tokenizer(spec, tokenizer)
     sets = {name: check_held_out(name, tokenizer, config) for name in config.evaluation_sets}
     check_rewards(config, next(iter(sets.values()))[0])

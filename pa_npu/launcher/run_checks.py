@@ -20,7 +20,13 @@ from pa_npu.config.words import counted
 from pa_npu.coordinator.environment_trial import check_environment
 from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
-from pa_npu.families.model_directory import check_end_tokens, check_plain_files, check_tokenizer, check_weights
+from pa_npu.families.model_directory import (
+    check_end_tokens,
+    check_plain_files,
+    check_tokenizer,
+    check_weights,
+    load_tokenizer,
+)
 from pa_npu.families.peft_directory import check_adapters
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.engine_key import engine_key
@@ -144,7 +150,8 @@ def check_surroundings(
     if config.has_adapters:
         local(lambda: check_adapters(config), config.model.adapter)
     check_memory(config, findings)
-    tokenizer = load_tokenizer(config.model.path) if Path(config.model.path).is_dir() else None
+    path, trusted = config.model.path, config.model.trust_remote_code
+    tokenizer = load_tokenizer(path, trusted) if Path(path).is_dir() else None
     sample = None if tokenizer is None else _check_data(config, findings, tokenizer, local)
     findings.counts += check_rewards(config, sample, ask_judge=not forgive)
     check_algorithm(config.algorithm)
@@ -295,22 +302,6 @@ def check_model_files(config: Config) -> ModelSpec:
     check_weights(spec)
     check_end_tokens(spec)
     return spec
-
-
-def load_tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (
-        BaseException
-    ) as error:  # transformers raises anything from OSError to bare Exception, its native code panics
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(
-            f"model.path: {path}: its tokenizer cannot be loaded ({reason}); add the model's tokenizer files"
-        ) from None
 
 
 def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:

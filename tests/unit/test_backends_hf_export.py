@@ -75,7 +75,7 @@ def test_an_existing_directory_is_replaced_only_by_a_complete_one(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_copy_tokenizer", disk_full)
+        patch.setattr(export, "_copy_rest", disk_full)
         with pytest.raises(ExportError, match=r"completing .*hf\.tmp: .*No space left on device"):
             export_hf(module, spec, target, Mesh().place(0))
     assert [file.name for file in target.iterdir()] == ["old"], "a failed export must not touch the former one"

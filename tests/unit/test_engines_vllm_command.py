@@ -92,7 +92,13 @@ def test_command_has_the_arguments_that_exactness_depends_on():
     assert option(argv, "--seed") == "5"
     assert (option(argv, "--host"), option(argv, "--port")) == ("127.0.0.1", "8123")
     assert "--enable-prefix-caching" in argv and "--enforce-eager" in argv
-    assert command.env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert command.env["VLLM_SERVER_DEV_MODE"] == "1" and "--trust-remote-code" not in argv
+
+
+def test_code_of_a_models_own_is_run_by_engines_as_by_trainers():
+    own = {"path": SPEC.path, "dtype": "fp32", "trust_remote_code": True}
+    trusting = server_command(config(model=own, trainer={"backend": "fsdp"}), SPEC, 0, 1)
+    assert "--trust-remote-code" in trusting.argv
 
 
 def test_host_memory_engine_never_chunks_a_prompt_and_fixes_its_cache():

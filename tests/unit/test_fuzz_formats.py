@@ -27,7 +27,7 @@ from pa_npu.engines.answers import decode_object
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.engines.vllm.codec import decode_response
 from pa_npu.errors import DataError
-from pa_npu.launcher.run_checks import load_tokenizer
+from pa_npu.families.model_directory import load_tokenizer
 from pa_npu.samples.columns import GroupFormatError
 from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.telemetry.metrics import MetricsWriter, read_evaluations, read_records

@@ -83,19 +83,16 @@ def create(
 
         shared = load_adapted(config, spec, mesh)
         return FsdpBackend(shared, mesh, config, spec, platform, device, timeline)
-    models = {}
+    models: dict[str, ScoredModel] = {}
     for name in ("policy", *config.model_copies):
         dtype = DTYPES[config.model.dtype if name in ("policy", "published") else config.frozen_dtype]
         held = torch.float32 if name == "policy" else dtype
-        models[name] = shard(
-            ScoredModel(
-                load_model(spec.path, held, trust_remote_code=spec.trust_remote_code), config.attention.implementation
-            ),
-            mesh,
-            compute=dtype,
-            trained=name == "policy",
-            recompute=config.trainer.recompute == "full",
-        )
+        causal = load_model(spec.path, held, trust_remote_code=spec.trust_remote_code)
+        model = ScoredModel(causal, config.attention.implementation)
+        for own, policys in zip(model.modules(), models.get("policy", model).modules(), strict=True):
+            own._buffers.update(policys._buffers)  # transformers rounds some when it loads a model in bf16
+        recompute, trained = config.trainer.recompute == "full", name == "policy"
+        models[name] = shard(model, mesh, compute=dtype, trained=trained, recompute=recompute)
     return FsdpBackend(models, mesh, config, spec, platform, device, timeline)
 
 

@@ -23,7 +23,7 @@ from pa_npu.backends.fsdp.weights import Rows, rows_of
 from pa_npu.backends.logprob import vocab_parallel_logprobs
 from pa_npu.errors import DataError
 from pa_npu.families.any_model import config_of, decoder_layers
-from pa_npu.families.wire_names import WireWeight, stored_tensors, wire_weights
+from pa_npu.families.wire_names import WireWeight, stored_tensors, use_dtype, wire_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OWN_ATTENTION = ("sdpa", "eager")  # transformers'
@@ -125,8 +125,7 @@ def load_model(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False
             f"model.path: {path} lacks {len(wrong)} tensor(s) of the model, or has them in another shape, the first is {wrong[0]}; "
             f"use a complete checkpoint whose config.json belongs to it"
         )
-    for parameter in model.parameters():  # some are kept in fp32, and FSDP wants one type
-        parameter.data = parameter.data.to(dtype)
+    use_dtype(model, dtype)
     return model
 
 

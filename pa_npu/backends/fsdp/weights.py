@@ -52,7 +52,8 @@ class Weights(Protocol):
 
 
 class ShardedWeights:
-    """A WeightSource. dtype: what is sent; group: the ranks whose shards make the whole, None where this rank is alone."""
+    """A WeightSource. dtype: what parameters are sent in, buffers go as they are held; group: the ranks whose shards make the whole,
+    None where this rank is alone."""
 
     def __init__(
         self,
@@ -65,17 +66,21 @@ class ShardedWeights:
     ) -> None:
         self._place = place
         self._group = group
-        self._dtype = dtype
         self._model = model
         self._weights = model.wire_weights()
         shapes = {name: weight.shape for name, weight, _ in self._weights}
+        sent: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
+        for name, weight, whole in self._weights:  # parameters first
+            own = dtype if isinstance(whole, torch.nn.Parameter) else whole.dtype
+            sent.setdefault(own, {})[name] = weight.shape
         self.manifest = Manifest(
             stage=0,
             model=spec.wire_sizes(),
             shapes=shapes,
             buckets=tuple(
-                Bucket(str(dtype).removeprefix("torch."), segments)
-                for segments in plan_segments(shapes, max(1, bucket_bytes // dtype.itemsize))
+                Bucket(str(own).removeprefix("torch."), segments)
+                for own, some in sent.items()
+                for segments in plan_segments(some, max(1, bucket_bytes // own.itemsize))
             ),
         )
 
@@ -97,14 +102,14 @@ class ShardedWeights:
                 what = f"bucket {number} of {len(buckets)} ({bucket.summary})"
                 where = f"gathering weights over shards, {what}: rank {self._place.rank}"
                 transport.wait(work, deadline, where, "look at the logs of the trainer ranks for the one that stopped")
-            yield whole.view(self._dtype)[: bucket.num_elements] if self.is_leader else None
+            yield whole.view(bucket.torch_dtype)[: bucket.num_elements] if self.is_leader else None
 
     @torch.no_grad()
     def _start(self, bucket: Bucket, weights: dict[str, Rows]) -> tuple[torch.Tensor, transport.Work | None]:
         """Lay this rank's rows of a bucket out, and begin to add the other ranks'."""
         device = memory_of(self._group, next(iter(weights.values())).shard.device)
         words = torch.zeros(-(-bucket.num_bytes // _WORD_BYTES), dtype=torch.int32, device=device)
-        flat, offset = words.view(self._dtype), 0
+        flat, offset = words.view(bucket.torch_dtype), 0
         for segment in bucket.segments:
             own = weights[segment.name]
             own.gather(self._group)

@@ -38,6 +38,7 @@ def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> En
         *("--device", config.run.device),
         *("--max-model-len", str(total)),
         *("--max-num-seqs", str(config.rollout.max_num_seqs)),
+        *(["--trust-remote-code"] if config.model.trust_remote_code else []),
     ]
     device = platform.get(config.run.device)
     env = {

@@ -41,6 +41,8 @@ from pa_npu.engines.transformers.messages import (
 )
 from pa_npu.engines.transformers.scheduler import Busy, Scheduler
 from pa_npu.engines.transformers.weights import WeightReceiver
+from pa_npu.families.model_directory import load_tokenizer
+from pa_npu.families.wire_names import use_dtype
 from pa_npu.platform.memory_peaks import ResidentPeak, device_peak_bytes, own_processes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -225,14 +227,23 @@ async def serving(server: Server, host: str, port: int) -> AsyncIterator[str]:
 
 
 def load_server(
-    path: str, dtype: str, device: torch.device, api_key: str, max_model_len: int, max_num_seqs: int
+    path: str,
+    dtype: str,
+    device: torch.device,
+    api_key: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    trust_remote_code: bool = False,
 ) -> Server:
     """A server with the model and the tokenizer of an HF directory."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype], attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=_DTYPES[dtype], attn_implementation="eager", trust_remote_code=trust_remote_code
+    )
+    use_dtype(model, _DTYPES[dtype])
     model = model.to(device).eval().requires_grad_(False)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path, trust_remote_code)
     return Server(path, model, tokenizer, device, api_key, max_model_len, max_num_seqs)
 
 
@@ -251,12 +262,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="npu, cuda or cpu")
     parser.add_argument("--max-model-len", type=int, required=True, help="tokens of a prompt and its response")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="responses in flight; further ones wait")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the directory brings along")
     args = parser.parse_args()
     device = platform.get(args.device)
     device.set_device(0)
     device.set_deterministic(True)
     key = os.environ.get(KEY_VARIABLE, "")
-    server = load_server(args.model, args.dtype, device.device(0), key, args.max_model_len, args.max_num_seqs)
+    limits = args.max_model_len, args.max_num_seqs
+    server = load_server(args.model, args.dtype, device.device(0), key, *limits, args.trust_remote_code)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve_forever(server, args.host, args.port))
 

@@ -68,6 +68,7 @@ def server_command(
         *("--middleware", MIDDLEWARE),
         "--enable-prefix-caching" if rollout.prefix_caching else "--no-enable-prefix-caching",
         "--disable-uvicorn-access-log",
+        *(["--trust-remote-code"] if config.model.trust_remote_code else []),
         *graph_arguments(config, version),
     ]
     device = platform.get(config.run.device)
