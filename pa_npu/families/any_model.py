@@ -27,6 +27,8 @@ class _Instance:
     """tensors: those of the checkpoint. computed: parameters of the layers that a token passes through."""
 
     tensors: dict[str, tuple[int, ...]]
+    linear: dict[str, tuple[int, ...]]
+    fuses_experts: bool
     num_parameters: int
     computed: float
 
@@ -85,6 +87,12 @@ class AnyModel(DenseDecoder):
     def tensors(self, spec: ModelShape) -> dict[str, tuple[int, ...]]:
         return _instance(spec.path, spec.trust_remote_code).tensors
 
+    def linear_layers(self, spec: ModelShape) -> dict[str, tuple[int, ...]]:
+        return _instance(spec.path, spec.trust_remote_code).linear
+
+    def fuses_experts(self, spec: ModelShape) -> bool:
+        return _instance(spec.path, spec.trust_remote_code).fuses_experts
+
     def num_parameters(self, spec: ModelShape) -> int:
         return _instance(spec.path, spec.trust_remote_code).num_parameters
 
@@ -119,6 +127,8 @@ def bare_model(config: Any, trust_remote_code: bool) -> Any:
 
 @cache
 def _instance(path: str, trust_remote_code: bool) -> _Instance:
+    import torch
+
     from pa_npu.families.wire_names import wire_weights
 
     config = config_of(path, trust_remote_code)
@@ -126,10 +136,17 @@ def _instance(path: str, trust_remote_code: bool) -> _Instance:
     experts, active = (
         next((getattr(text, key) for key in keys if getattr(text, key, None)), 1) for keys in (EXPERTS, ACTIVE)
     )
-    inside = {name: tensor.numel() for name, tensor in decoder_layers(model).named_parameters()}
-    computed = sum(size * (active / experts if ".experts." in f".{name}" else 1.0) for name, size in inside.items())
+    inside = {f".{name}": tensor.shape for name, tensor in decoder_layers(model).named_parameters()}
+    computed = sum(size.numel() * (active / experts if ".experts." in name else 1.0) for name, size in inside.items())
+    fuses = experts > 1 and any(len(size) == 3 and size[0] == experts for size in inside.values())
     tensors = {name: weight.shape for name, weight in wire_weights(model).items()}
-    return _Instance(tensors, sum(parameter.numel() for parameter in model.parameters()), computed)
+    outside = model.get_output_embeddings()
+    linear = {
+        name: tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not outside
+    }
+    return _Instance(tensors, linear, fuses, sum(parameter.numel() for parameter in model.parameters()), computed)
 
 
 def decoder_layers(model: Any) -> Any:

@@ -200,6 +200,19 @@ class DenseDecoder:
             }
         return weights
 
+    def linear_layers(self, spec: ModelShape) -> dict[str, tuple[int, ...]]:
+        """Name and [outputs, inputs] of every layer that adapters can stand beside. No experts or routers."""
+        return {
+            self.layer_prefix(number) + weight.name.removesuffix(".weight"): weight.shape
+            for number in range(spec.num_layers)
+            for role, weight in self.layer_weights(spec, number).items()
+            if len(weight.shape) == 2 and not weight.experts and role != "router"
+        }
+
+    def fuses_experts(self, spec: ModelShape) -> bool:
+        """Whether transformers keeps all experts of a layer in one tensor."""
+        return spec.experts is not None
+
     # Work and memory
 
     def num_parameters(self, spec: ModelShape) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -46,6 +47,14 @@ class AdapterShape:
     def factor(self) -> float:
         """The factor of the product."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    def chooses(self, layer: str) -> bool:
+        """Whether targets name a layer, of which all-linear takes all that are linear."""
+        if self.targets == "all-linear":
+            return True
+        if isinstance(self.targets, str):
+            return re.fullmatch(self.targets, layer) is not None
+        return any(layer == target or layer.endswith(f".{target}") for target in self.targets)
 
     @classmethod
     def of(cls, config: Config) -> AdapterShape:

@@ -47,6 +47,7 @@ _DEPENDENCIES = (
     Dependency("math_verify", ("math-verify",), "math rewards by symbolic comparison (else numeric)", needed=False),
     Dependency("pyarrow", ("pyarrow",), "parquet datasets", needed=False),
     Dependency("tensorboard", ("tensorboard",), "telemetry.trackers", needed=False),
+    Dependency("peft", ("peft",), "adapters (lora.rank, model.adapter)", needed=False),
     Dependency("ray", ("ray",), "several nodes (placement.cluster=ray)", needed=False),
     Dependency("transfer_queue", ("TransferQueue",), "buffer.backend=transfer_queue", needed=False),
 )
@@ -73,10 +74,8 @@ def doctor(config: Config | None, device: str | None = None) -> int:
     print("\nversions against the supported matrix (trainers)")
     for kind in platforms.KINDS:
         if platforms.missing(kind) is None:
-            deviations = trainer_problems(kind)
-            print(
-                f"  {kind:<14} {nearest_stack(kind).name}: {nearest_stack(kind).name}: {'; '.join(deviations) or 'as supported'}"
-            )
+            deviations = "; ".join(trainer_problems(kind)) or "as supported"
+            print(f"  {kind:<14} {nearest_stack(kind).name}: {deviations}")
             for index, users in busy_devices(kind).items():
                 print(f"  {kind} {index} in use: {users}")
     trainer = config.trainer.backend if config else DEFAULT_TRAINER

@@ -45,6 +45,7 @@ from pa_npu.launcher.resume import check_checkpoint, resolve_resume
 from pa_npu.launcher.run_directory import check_run_directory
 from pa_npu.launcher.tracker_checks import check_trackers
 from pa_npu.launcher.trainer_versions import trainer_problems
+from pa_npu.planning.adapters import without_adapters
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.places import with_places
@@ -219,7 +220,7 @@ def settle_places(config: Config, findings: Findings) -> Config:
     if findings.spec is None:
         return config
     config, found = backend_module(config.trainer.backend).fit(config, findings.spec)
-    findings.counts += found
+    findings.counts += [*found, *without_adapters(config, findings.spec)]
     settled = with_places(config, findings.spec, findings.device_bytes, findings.own_memory)
     if settled is not config:
         findings.counts.append(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from pa_npu.config.schema import Config
 from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.families.spec import ModelSpec
@@ -12,16 +10,16 @@ _FP32 = 4
 
 
 def adapter_parameters(config: Config, spec: ModelSpec) -> int:
-    """Parameters of one set of adapters: rank x (inputs + outputs) of every layer that gets one.
+    """Parameters of one set of adapters: rank x (inputs + outputs) of every layer that gets one."""
+    shape, layers = AdapterShape.of(config), spec.definition.linear_layers(spec)
+    return shape.rank * sum(sum(size) for name, size in layers.items() if shape.chooses(name))
 
-    Experts are no layers of their own in transformers, and get none.
-    """
-    shape, total = AdapterShape.of(config), 0
-    for name, size in spec.hf_tensors().items():
-        layer = name.removesuffix(".weight")
-        if len(size) == 2 and ".layers." in name and ".experts." not in name and _is_target(layer, shape.targets):
-            total += shape.rank * sum(size)
-    return total
+
+def without_adapters(config: Config, spec: ModelSpec) -> list[str]:
+    """A line where the most of a model gets none, though lora.targets may say all."""
+    if not (config.has_adapters and spec.definition.fuses_experts(spec)):
+        return []
+    return ["lora.targets: the experts of this mixture get no adapters and stay as they are"]
 
 
 def adapter_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, int]:
@@ -37,11 +35,3 @@ def adapter_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, in
         "published weights": published * own,
     }
     return {name: size // config.mesh.shards for name, size in held.items()}
-
-
-def _is_target(layer: str, targets: str | tuple[str, ...]) -> bool:
-    if targets == "all-linear":
-        return True
-    if isinstance(targets, str):  # peft's pattern of whole names
-        return re.fullmatch(targets, layer) is not None
-    return any(layer == target or layer.endswith(f".{target}") for target in targets)

@@ -24,6 +24,8 @@ from pa_npu.checkpoints.directories import directory_name
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.errors import DataError
 from pa_npu.families.spec import ModelSpec
+from pa_npu.launcher.run_checks import Findings, settle_places
+from pa_npu.planning.adapters import adapter_parameters, without_adapters
 from pa_npu.planning.memory import trainer_memory
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
@@ -33,7 +35,7 @@ from tests.helpers.adapters import make_adapter, merged_by_hand, peft_model, pla
 from tests.helpers.backend import Source
 from tests.helpers.backend_conformance import RESPONSES, by_hand, config_of, shares
 from tests.helpers.megatron import PLATFORM, model_config, single_process
-from tests.helpers.models import make_model
+from tests.helpers.models import make_model, make_other
 
 from pa_npu.samples.microbatch import Microbatch, build_microbatches  # isort: skip
 
@@ -206,6 +208,22 @@ def test_the_plan_counts_the_adapters_that_are_made(targets: Any, model: Path, t
     assert held["weights"] == 4 * (made + sum(tensor.numel() for tensor in weights(model).values()))
     begun = model_config(model, lora={"rank": 3}, algorithm={"kl_coef": 0.1}, **FSDP)
     assert dict(trainer_memory(begun, spec).parts)["frozen models"] == 0, "the reference is the adapters' being off"
+
+
+@pytest.mark.parametrize("kind", ["gptj", "mistral", "qwen3_moe", "qwen3_next", "deepseek_v3"])
+def test_the_plan_counts_the_adapters_of_other_models_and_says_that_experts_get_none(kind: str, tmp_path: Path) -> None:
+    """Layers may be named .h., routers may be no layers; experts are in one tensor. Only Qwen3-MoE has a family file."""
+    path = make_other(tmp_path, kind, **({"rotary_dim": 16} if kind == "gptj" else {}))
+    config = model_config(path, lora={"rank": 3}, **FSDP)
+    spec, causal = ModelSpec.of(config), AutoModelForCausalLM.from_pretrained(path)
+    add_adapters(causal, config)
+    made = sum(weight.numel() for weight in causal.parameters() if weight.requires_grad)
+    assert adapter_parameters(config, spec) == made > 0
+    findings = Findings(spec=spec, own_memory=False)
+    settle_places(config, findings)
+    said = [line for line in findings.counts if line.startswith("lora.targets: the experts of this mixture get no")]
+    assert len(said) == (kind in ("qwen3_moe", "qwen3_next", "deepseek_v3"))
+    assert not without_adapters(model_config(path, **FSDP), spec), "without adapters all is trained"
 
 
 def test_a_checkpoint_holds_adapters_and_goes_on_as_if_nothing_had_been(model: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import socket
@@ -469,6 +470,24 @@ def test_doctor_tells_devices_versions_and_operators(capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     for word in ("cpu            yes", "npu            no: ", "torch", "megatron-core", "ascendc", "a run can start"):
         assert word in out
+
+
+def test_doctor_names_each_stack_once_and_peft_where_it_is_missing(
+    capsys: pytest.CaptureFixture[str], base: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration with adapters cannot run without it; without a configuration it is one line among the packages."""
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: there(name, *more) if name != "peft" else None)
+    monkeypatch.setattr("pa_npu.families.peft_directory.find_spec", importlib.util.find_spec)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "  peft           not installed: adapters" in out and "missing: peft" not in out
+    stack = trainer_versions.nearest_stack("cpu").name
+    assert f"\n  cpu            {stack}: as supported\n" in out
+    assert main(["doctor", *base, "trainer.backend=fsdp"]) == 0, "trains without adapters"
+    assert "changes of fsdp to other packages" in capsys.readouterr().out
+    assert main(["doctor", *base, "trainer.backend=fsdp", "lora.rank=4"]) == 1
+    assert "missing: lora.rank: adapters need peft, which is not installed" in capsys.readouterr().out
 
 
 def test_help_lists_keys(capsys: pytest.CaptureFixture[str]) -> None:

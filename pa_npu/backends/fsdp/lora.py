@@ -70,27 +70,27 @@ def add_adapters(causal: Any, config: Config) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    shape, targets = AdapterShape.of(config), None
+    shape, whole = AdapterShape.of(config), torch.nn.ModuleDict({"causal": causal})
+    targets = _chosen(causal, config, shape)
     for name in _sets(config):
-        wanted = shape.targets if targets is None else targets
         options = LoraConfig(
             r=shape.rank,
             lora_alpha=shape.alpha,  # type: ignore[arg-type]  # peft's own files have fractions too
             use_rslora=shape.rank_stabilized,
-            target_modules=wanted if isinstance(wanted, str) else list(wanted),
+            target_modules=targets,
             lora_dropout=0.0,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.run.seed)
             try:
-                inject_adapter_in_model(options, causal, name)
-            except ValueError as error:  # of targets that no layer has, or that are no linear layers
+                # by the names that were chosen: of a mixture that it knows, peft would make adapters of experts' tensors
+                inject_adapter_in_model(options, whole, name)
+            except ValueError as error:  # of targets that are no layers with weights
                 reason = str(error).partition("\n")[0].partition(". ")[0]
-                raise DataError(f"{_key(config)}: {wanted}: {reason}; name linear layers of the model") from None
+                raise DataError(f"{_key(config)}: {shape.targets}: {reason}; name linear layers of the model") from None
             _check_layers(causal, config)
             _start(causal, name)
-        del causal.peft_config  # peft warns of a model that has one when it gets the next set
-        targets = list(_layers(causal))
+        del whole.peft_config  # peft warns of a model that has one when it gets the next set
     for name, weight in causal.named_parameters():
         weight.requires_grad_(any(f".{part}.{POLICY}." in name for part in _PARTS))
     for layer in _layers(causal).values():
@@ -170,6 +170,21 @@ def _layers(causal: Any) -> dict[str, Any]:
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in causal.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _chosen(causal: Any, config: Config, shape: AdapterShape) -> list[str]:
+    """Names of what the targets choose. Raises DataError where that is nothing."""
+    head, everything = causal.get_output_embeddings(), shape.targets == "all-linear"
+    found = [
+        name
+        for name, module in causal.named_modules()
+        if shape.chooses(name) and (not everything or (isinstance(module, torch.nn.Linear) and module is not head))
+    ]
+    if not found:
+        raise DataError(
+            f"{_key(config)}: {shape.targets}: the model has none of these; name linear layers of the model"
+        )
+    return found
 
 
 def _weights(layers: dict[str, Any], adapters: str) -> dict[str, torch.Tensor]:

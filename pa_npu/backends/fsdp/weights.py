@@ -52,8 +52,10 @@ class Weights(Protocol):
 
 
 class ShardedWeights:
-    """A WeightSource. dtype: what parameters are sent in, buffers go as they are held; group: the ranks whose shards make the whole,
-    None where this rank is alone."""
+    """A WeightSource. dtype: what parameters are sent in, buffers go as they are held.
+
+    group: the ranks whose shards make the whole, None where this rank is alone.
+    """
 
     def __init__(
         self,
