@@ -101,16 +101,20 @@ def make_other(directory: Path, kind: str, *, seed: int = 0, **changes: object) 
     return directory
 
 
+def make_usable(directory: Path, kind: str, tiny: Path) -> Path:
+    """Write make_other's model with the tokenizer of tiny/model beside it, and return its directory."""
+    vocabulary = json.loads((tiny / "model" / "config.json").read_text())["vocab_size"]
+    make_other(directory, kind, vocab_size=vocabulary)
+    for file in (*(tiny / "model").glob("*token*"), *(tiny / "model").glob("chat_template*")):
+        shutil.copyfile(file, directory / file.name)
+    return directory
+
+
 def run(kind: str, engine: str, tiny: Path, work: Path) -> tuple[list[dict[str, float]], str] | str:
     """Train two iterations; returns their records and how the model is packed, or the line that says why there are none."""
     model, directory = work / kind / "model", work / kind / engine
     shutil.rmtree(work / kind, ignore_errors=True)
-    vocabulary = json.loads((tiny / "model" / "config.json").read_text())["vocab_size"]
-    make_other(model, kind, vocab_size=vocabulary)
-    for file in (tiny / "model").glob("*token*"):
-        shutil.copyfile(file, model / file.name)
-    for file in (tiny / "model").glob("chat_template*"):
-        shutil.copyfile(file, model / file.name)
+    make_usable(model, kind, tiny)
     settings = {
         **{"run.dir": directory, "run.device": "cpu", "model.path": model, "model.dtype": "fp32"},
         **{"data.train": tiny / "train.jsonl", "data.max_prompt_tokens": 32, "trainer.backend": "fsdp"},

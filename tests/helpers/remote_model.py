@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
-from tools.try_models import make_other
+from tools.try_models import make_usable
 
 _CONFIGURATION = """
 from transformers import LlamaConfig
@@ -45,10 +44,7 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 def make_remote(directory: Path, tiny: Path) -> Path:
     """Write a random model with the tokenizer of tiny/model and code that doubles the last hidden state; returns its directory."""
-    vocabulary = json.loads((tiny / "model" / "config.json").read_text())["vocab_size"]
-    make_other(directory, "llama", vocab_size=vocabulary)
-    for file in (*(tiny / "model").glob("*token*"), *(tiny / "model").glob("chat_template*")):
-        shutil.copyfile(file, directory / file.name)
+    make_usable(directory, "llama", tiny)
     for name, text in (("configuration", _CONFIGURATION), ("modeling", _MODELING), ("tokenization", _TOKENIZATION)):
         (directory / f"{name}_own.py").write_text(text)
     own = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}

@@ -85,6 +85,30 @@ def test_two_ranks_train_as_one_sharded_or_copied_and_one_goes_on_from_their_che
     assert exported.keys() == two.keys() and all(torch.equal(exported[name], tensor) for name, tensor in two.items())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rank"),
+    [("fp32", 0), *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("fp32", 3), ("bf16", 0)))],
+    ids=lambda value: f"adapters of rank {value}" if isinstance(value, int) and value else str(value or "weights"),
+)
+def test_copies_of_shards_train_as_one_rank_and_one_goes_on_from_their_checkpoint(
+    dtype: str, rank: int, tmp_path: Path
+) -> None:
+    """Two copies of two shards; an update has groups for two of the four ranks."""
+    model = make_model(tmp_path / "model", "qwen2", tied=True)
+    alone = trained(model, tmp_path / "alone", dtype, 1, rank=rank)
+    copies = trained(model, tmp_path / "copies", dtype, 4, shards=2, rank=rank)
+    middle = tmp_path / "copies" / "checkpoints" / store.directory_name(1)
+    resumed = trained(model, tmp_path / "resumed", dtype, 1, first=1, load=middle, rank=rank)
+    assert [r["grad_norm"] for r in copies] == pytest.approx([r["grad_norm"] for r in alone], rel=1e-5)
+    assert resumed[-1]["grad_norm"] == pytest.approx(alone[-1]["grad_norm"], rel=1e-5)
+    expected = weights(tmp_path / "alone" / "hf")
+    for name, tensor in expected.items():
+        for other in ("copies", "resumed"):
+            found = weights(tmp_path / other / "hf")[name]
+            torch.testing.assert_close(found, tensor, rtol=1e-5, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}")
+    assert any(not torch.equal(tensor, weights(model)[name].to(tensor.dtype)) for name, tensor in expected.items())
+
+
 def test_a_model_without_a_family_file_trains_and_its_engine_has_what_was_trained(tiny: Path, tmp_path: Path) -> None:
     """From the trial to the export, with scaled logits, embeddings and residuals."""
     found = try_models.run("granite", "transformers", tiny, tmp_path)

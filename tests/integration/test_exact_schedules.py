@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,9 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def synchronous(run: Callable[..., Any]) -> Any:
-    return run(**{"schedule.stream": "false"})
+def synchronous(run: Callable[..., Any]) -> Callable[[str], Any]:
+    """Gives the synchronous run of a trainer.backend, which is made once."""
+    return cache(lambda backend: run(**{"schedule.stream": "false", "trainer.backend": backend}))
 
 
 def test_sharded_trainers_end_with_the_synchronous_runs_weights_too(run: Callable[..., Any]) -> None:
@@ -75,10 +77,15 @@ def test_sharded_trainers_end_with_the_synchronous_runs_weights_too(run: Callabl
     [
         pytest.param({"rollout.engines": 2, "placement.colocate": "true"}, id="roles"),
         pytest.param({"rollout.engines": 2}, id="two engines", marks=pytest.mark.nightly),
+        pytest.param(
+            {"rollout.engines": 2, "placement.colocate": "true", "trainer.backend": "fsdp"},
+            id="roles of sharded trainers",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_whatever_the_schedules_weights_are_those_of_the_synchronous_run(
-    engines: dict[str, object], run: Callable[..., Any], synchronous: Any
+    engines: dict[str, object], run: Callable[..., Any], synchronous: Callable[[str], Any]
 ) -> None:
     weights, records = run(**{"environment.name": "tests.helpers.scripted_schedules:Scripted"}, **engines)
     assert [record["schedule"] for record in records] == list(NAMES), "the schedules were followed"
@@ -86,7 +93,7 @@ def test_whatever_the_schedules_weights_are_those_of_the_synchronous_run(
         assert [record["role_changes"] for record in records] == [0, 1, 1, 1, 1, 1], (
             "the first teaches how fast engines are"
         )
-    expected, held = synchronous
+    expected, held = synchronous(str(engines.get("trainer.backend", "megatron")))
     assert [(r["reward_mean"], r["loss"]) for r in records] == [(r["reward_mean"], r["loss"]) for r in held]
     assert weights.keys() == expected.keys()
     different = [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)]

@@ -383,22 +383,30 @@ def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that
     assert any(record["role_changes"] for record in records), "negative control: sequences were handed on"
 
 
+LORA = {"lora.rank": 4, "lora.export_merged": "true"}
+TWO: Kills = (("trainer-1", "training"), ("coordinator", "generation"))
+ALL: Kills = tuple(each([VLLM[1], *WORKERS]))
+
+
 @pytest.mark.parametrize(
-    ("backend", "kills"),
+    ("backend", "kills", "trained"),
     [
-        pytest.param("transformers", (("trainer-1", "training"), ("coordinator", "generation")), id="some"),
-        pytest.param("vllm", tuple(each([VLLM[1], *WORKERS])), id="vllm-all", marks=pytest.mark.nightly),
+        pytest.param("transformers", TWO, LORA, id="adapters-some"),
+        pytest.param("vllm", ALL, LORA, id="adapters-vllm-all", marks=pytest.mark.nightly),
+        pytest.param("transformers", TWO, {}, id="weights-some", marks=pytest.mark.nightly),
+        pytest.param("vllm", ALL, {}, id="weights-vllm-all", marks=pytest.mark.nightly),
     ],
 )
-def test_a_periodic_run_of_adapters_ends_with_those_of_the_synchronous_one_whatever_is_killed(
-    backend: str, kills: Kills, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+def test_a_periodic_run_of_sharded_trainers_ends_with_the_weights_of_the_synchronous_one_whatever_is_killed(
+    backend: str, kills: Kills, trained: dict[str, object], launch: Callable[..., Launched], tiny: Path, tmp_path: Path
 ) -> None:
-    adapters = {"trainer.backend": "fsdp", "lora.rank": 4, "lora.export_merged": "true", "algorithm.kl_coef": 0.01}
-    calm = launch(*keys(tiny, tmp_path / "calm", backend, schedule__stream="false", **adapters))
+    """Adapters, and all weights; with a reference."""
+    sharded = {"trainer.backend": "fsdp", "algorithm.kl_coef": 0.01, **trained}
+    calm = launch(*keys(tiny, tmp_path / "calm", backend, schedule__stream="false", **sharded))
     calm.popen.wait(TIMEOUT_S)
     assert calm.popen.returncode == 0, calm.output
 
-    watched = watched_when_ready(launch(*keys(tiny, tmp_path / "run", backend, **adapters)))
+    watched = watched_when_ready(launch(*keys(tiny, tmp_path / "run", backend, **sharded)))
     kill_all(watched, kills)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and "the run continues from" in watched.run.output, watched.run.output
@@ -426,12 +434,14 @@ SOME: Kills = ((TRANSFORMERS, "generation"), ("trainer-0", "publish"))
         ),
     ],
 )
+@pytest.mark.parametrize("trainer", ["megatron", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed(
-    on_publish: str, kills: Kills, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+    trainer: str, on_publish: str, kills: Kills, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
 ) -> None:
     """Groups in the buffer that are not trained yet, or are half written, are in the checkpoints, also if they are in shards with
     the trainers; an engine that comes again gets the version that trainers have left."""
     stale = {
+        "trainer.backend": trainer,
         "schedule.max_staleness": AHEAD,
         "schedule.on_publish": on_publish,
         "algorithm.importance_sampling": "token",

@@ -6,6 +6,7 @@ latter when it loads a model in bf16.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def test_routers_add_the_same_biases_in_trainer_engine_and_export(kind: str, tmp
     assert '"bfloat16"' in (tmp_path / "hf" / "config.json").read_text()
 
     for file in (random_tiny(tmp_path / "tiny") / "model").glob("*token*"):
-        (model / file.name).write_bytes(file.read_bytes())
+        shutil.copyfile(file, model / file.name)
     server = load_server(str(model), "bf16", torch.device("cpu"), "key", 64, 4)
     held = buffers(server._weights._model)
     server.close()

@@ -18,8 +18,11 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
+from pa_npu.launcher.cli import main
+from tests.helpers.launched import random_tiny, settings
 from tests.helpers.megatron import model_config
 from tests.helpers.models import OTHERS, make_model, make_other
+from tools.try_models import make_usable
 
 SHARED = Way("shared", "auto")
 
@@ -49,6 +52,15 @@ def test_every_model_goes_the_fastest_way_that_is_right_and_says_so_in_one_line(
     assert settled.microbatch_responses == (1 if way.name == "alone" else 4)
     assert re.match(rf"model.path: (transformers )?{kind}, ", line) and "\n" not in line
     assert Config.model_validate(settled.model_dump()) == settled, "no rule is broken"
+
+
+def test_plan_says_how_a_model_is_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = random_tiny(tmp_path / "tiny")
+    model, run = make_usable(tmp_path / "model", "gemma3_text", tiny), tmp_path / "run"
+    assert main(["plan", *settings(tiny, run, model__path=model, trainer__backend="fsdp")]) == 0
+    planned = capsys.readouterr().out
+    assert "model.path: transformers gemma3_text, separate sequences are packed, by transformers' sdpa" in planned
+    assert "not shared by auto (" not in planned and "; not shared (" in planned, "and why no faster way is right"
 
 
 def test_a_window_that_no_sequence_exceeds_is_none(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.recorded_run import ENGINE, TRAINER, iteration_s, tree, write_run
+from safetensors.numpy import load_file
 
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
@@ -17,7 +18,10 @@ from pa_npu.planning.prediction.calibration import Calibration, calibrate, publi
 from pa_npu.planning.prediction.records import SeenRun, read_run
 from pa_npu.planning.prediction.virtual_run import against_itself, predict
 from pa_npu.planning.prediction.workload import Workload, seen_workload
+from pa_npu.planning.sharded import gather_seconds
 from pa_npu.platform.typical import published_speed
+from tests.helpers.megatron import model_config
+from tests.helpers.models import make_model
 
 CORE = published_speed("cpu")
 LEARNED = range(3, 6)  # iterations of a prediction whose times count
@@ -117,3 +121,26 @@ def test_a_directory_without_records_is_refused_in_one_line(tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text(lines)
     with pytest.raises(DataError, match="train_s"):
         read_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("sections", "bytes_per_parameter"),
+    [
+        ({}, 2 * 2 + 4),  # gathered in bf16 forward and backward, gradients scattered in fp32
+        ({"algorithm": {"kl_coef": 0.1}}, 3 * 2 + 4),  # the reference once more
+        ({"lora": {"rank": 4}}, 2 * 2),  # adapters' gradients are nothing beside the weights
+        ({"model": {"dtype": "fp32"}}, 2 * 4 + 4),
+    ],
+    ids=["weights", "reference", "adapters", "fp32"],
+)
+def test_a_microbatch_of_sharded_trainers_moves_all_weights(sections, bytes_per_parameter, tmp_path):
+    """Each of 4 ranks in a ring sends and receives 3/4 of what is gathered and scattered; at 1 GB/s."""
+    model = make_model(tmp_path)
+    parameters = sum(tensor.size for tensor in load_file(model / "model.safetensors").values())
+    trainer = {"backend": "fsdp", "devices": 8, "shards": 4}
+    config = model_config(model, trainer=trainer, **{"model": {"dtype": "bf16"}, **sections})
+    spec, element = ModelSpec.of(config), {"fp32": 4, "bf16": 2}[config.model.dtype]
+    expected = bytes_per_parameter * parameters * 3 / 4 / 1e9
+    assert gather_seconds(config, spec, element, 1e9) == pytest.approx(expected)
+    alone = model_config(model, trainer={**trainer, "shards": 1})
+    assert gather_seconds(alone, spec, element, 1e9) == gather_seconds(model_config(model), spec, element, 1e9) == 0
