@@ -226,6 +226,17 @@ def test_the_plan_counts_the_adapters_of_other_models_and_says_that_experts_get_
     assert not without_adapters(model_config(path, **FSDP), spec), "without adapters all is trained"
 
 
+@pytest.mark.usefixtures("model")
+def test_a_mixtures_experts_and_routers_stay_while_its_attention_is_trained(tmp_path: Path) -> None:
+    mixture = make_model(tmp_path / "mixture", "qwen3_moe")
+    learner = learner_of(mixture, lora={"rank": 2})
+    train(learner)
+    found, first = sent(learner), weights(mixture)
+    assert found.keys() == first.keys()
+    trained = {name for name, tensor in found.items() if not torch.equal(tensor, first[name])}
+    assert trained == {name for name in first if name.endswith("_proj.weight") and ".self_attn." in name}
+
+
 def test_a_checkpoint_holds_adapters_and_goes_on_as_if_nothing_had_been(model: Path, tmp_path: Path) -> None:
     sections: dict[str, Any] = {"lora": {"rank": 2}, "algorithm": {"kl_coef": 0.1, "reference_refresh_every": 1}}
     learner = learner_of(model, **sections)
