@@ -206,9 +206,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (
-        BaseException
-    ) as error:  # transformers raises anything from OSError to bare Exception, its native code panics
+    except BaseException as error:  # transformers raises anything from OSError to Exception, its native code panics
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())[:200]

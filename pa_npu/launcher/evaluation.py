@@ -30,12 +30,7 @@ from pa_npu.launcher.placement import engine_ports
 from pa_npu.launcher.process.commands import engine_command, engine_url
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 from pa_npu.launcher.process.readiness import engine_answers
-from pa_npu.launcher.run_checks import (
-    check_engines,
-    check_held_out,
-    check_rewards,
-    resolve_device,
-)
+from pa_npu.launcher.run_checks import check_engines, check_held_out, check_rewards, resolve_device
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.telemetry.record_file import say
 

@@ -105,7 +105,14 @@ def tried(spec: ModelSpec, way: Way, longest: int, recompute: bool = False, rank
             f"({_line(error)}); use another model"
         ) from error
     try:
-        return _different(model, few_layers(spec, longest), sequences, expected, way, recompute, ranks)
+        other = few_layers(spec, longest)
+        other.load_state_dict(model.state_dict())
+        other.train()
+        if recompute:
+            other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        scored = ScoredModel(other, way.attention)
+        found = _scored(scored, sequences, way)
+        return _different(model, other, expected, found) or (_depends_on_tokens(scored) if ranks > 1 else None)
     except Exception as error:  # whatever a model's code raises, it does not take this way
         return _line(error)
 
@@ -114,36 +121,21 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:120] or type(error).__name__
 
 
-def _different(
-    model: Any,
-    other: Any,
-    sequences: list[_Sequence],
-    expected: list[torch.Tensor],
-    way: Way,
-    recompute: bool,
-    ranks: int,
-) -> str | None:
-    """Train `other` on the sequences in this way; returns what differs from `model`, which was on each alone."""
-    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
-    other.load_state_dict(model.state_dict())
-    other.train()
-    if recompute:
-        other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    scored = ScoredModel(other, way.attention)
-    found = _scored(scored, sequences, way)
+def _different(model: Any, other: Any, expected: list[torch.Tensor], found: list[torch.Tensor]) -> str | None:
+    """Say what of `other`, its log-probs `found` or its gradients, is not the model's."""
     worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     if not worst <= MOST_DIFFERENT:
         return f"log-probs differ by {worst:.2g}"
-    for name, parameter in other.named_parameters():
-        if parameter.grad is None or wanted[name] is None:
-            if parameter.grad is not wanted[name]:
+    for (name, parameter), wanted in zip(other.named_parameters(), model.parameters(), strict=True):
+        if parameter.grad is None or wanted.grad is None:
+            if parameter.grad is not wanted.grad:
                 return f"{name} gets no gradient"
             continue
-        size = float(wanted[name].abs().max())
-        difference = float((parameter.grad - wanted[name]).abs().max()) / max(size, 1e-6)
+        size = float(wanted.grad.abs().max())
+        difference = float((parameter.grad - wanted.grad).abs().max()) / max(size, 1e-6)
         if not difference <= MOST_DIFFERENT:
             return f"the gradient of {name} differs by {difference:.2g} of it"
-    return None if ranks == 1 else _depends_on_tokens(scored)
+    return None
 
 
 def _depends_on_tokens(model: ScoredModel) -> str | None:
