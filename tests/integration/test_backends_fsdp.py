@@ -36,6 +36,7 @@ def trained(
     first: int = 0,
     load: Path | None = None,
     rank: int = 0,
+    prompts: int = 4,
 ) -> list[dict]:
     """Two iterations of two updates, or the second after a checkpoint."""
     config = model_config(
@@ -44,7 +45,7 @@ def trained(
         run={"dir": str(directory), "deterministic": True},
         trainer={"backend": "fsdp", "devices": ranks, **({"shards": shards} if shards else {})},
         rollout={"responses_per_prompt": 4, "max_response_tokens": 16},
-        schedule={"prompts_per_iteration": 4, "updates_per_iteration": 2, "order": "prompt", "iterations": 2},
+        schedule={"prompts_per_iteration": prompts, "updates_per_iteration": 2, "order": "prompt", "iterations": 2},
         algorithm={"kl_coef": 0.01},
         optimizer={"learning_rate": 1e-3, "weight_decay": 0.1},
         lora={"rank": rank, "export_merged": True} if rank else {},
@@ -93,12 +94,12 @@ def test_two_ranks_train_as_one_sharded_or_copied_and_one_goes_on_from_their_che
 def test_copies_of_shards_train_as_one_rank_and_one_goes_on_from_their_checkpoint(
     dtype: str, rank: int, tmp_path: Path
 ) -> None:
-    """Two copies of two shards; an update has groups for two of the four ranks."""
+    """Two copies of two shards."""
     model = make_model(tmp_path / "model", "qwen2", tied=True)
-    alone = trained(model, tmp_path / "alone", dtype, 1, rank=rank)
-    copies = trained(model, tmp_path / "copies", dtype, 4, shards=2, rank=rank)
+    alone = trained(model, tmp_path / "alone", dtype, 1, rank=rank, prompts=8)
+    copies = trained(model, tmp_path / "copies", dtype, 4, shards=2, rank=rank, prompts=8)
     middle = tmp_path / "copies" / "checkpoints" / store.directory_name(1)
-    resumed = trained(model, tmp_path / "resumed", dtype, 1, first=1, load=middle, rank=rank)
+    resumed = trained(model, tmp_path / "resumed", dtype, 1, first=1, load=middle, rank=rank, prompts=8)
     assert [r["grad_norm"] for r in copies] == pytest.approx([r["grad_norm"] for r in alone], rel=1e-5)
     assert resumed[-1]["grad_norm"] == pytest.approx(alone[-1]["grad_norm"], rel=1e-5)
     expected = weights(tmp_path / "alone" / "hf")
