@@ -304,7 +304,6 @@ class ModelConformance(Conformance):
     def other_model(self, tmp_path: Path) -> Path:
         return make_engine_model(tmp_path / "other", seed=1)
 
-    @pytest.mark.parametrize("temperature", [1.0, 0.7])
     @pytest.mark.nightly
     async def test_a_thousand_responses_moved_at_random_tokens_equal_those_that_were_not(self, client, record_property):
         """Each twice, at any two tokens, beside all the others; the control draws from the stream's beginning."""
@@ -343,6 +342,7 @@ class ModelConformance(Conformance):
             record_property(f"equal, drawn {drawn}", f"{same} of {len(wanted)}")
             assert same == len(wanted) if drawn else same <= len(wanted) // 20, f"{same} of {len(wanted)} equal"
 
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
     async def test_logprobs_are_those_of_the_sampling_distribution(self, subject, client, temperature):
         sampling = Sampling(24, temperature, (EOS,))
         for number in range(4):
