@@ -6,7 +6,6 @@ merge    a causal call over all segments and cross calls to their ancestors, mer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -80,20 +79,10 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayo
 
 
 def gather_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: PrefixLayout,
-    scale: float,
-    kernel: VarlenKernel,
-    segments: Sequence[int] | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout, scale: float, kernel: VarlenKernel
 ) -> torch.Tensor:
-    """Shapes as in shared_prompt_attention. Costs a copy of the shared keys and values per sequence, and no merge.
-
-    segments: compute only the queries of these segments of the layout (a context-parallel rank's own, ascending); q and
-    the result then hold just their rows, while k and v hold all rows.
-    """
-    return _Gather.apply(q, k, v, gather_plan(layout, segments), scale, kernel)
+    """Shapes as in shared_prompt_attention. Costs a copy of the shared keys and values per sequence, and no merge."""
+    return _Gather.apply(q, k, v, gather_plan(layout), scale, kernel)
 
 
 class _Gather(torch.autograd.Function):

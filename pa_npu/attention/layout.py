@@ -2,8 +2,8 @@
 
 Packed tokens are cut into segments in depth-first order. A token attends to all tokens of its segment's ancestors and
 causally to its own segment. A shared prompt is a root with one child per response; several groups are several roots;
-separate sequences are roots without children; cutting a segment in two makes a parent with an only child, so splitting,
-path compression and context-parallel sharding never change the mask, the positions or the order of the rows.
+separate sequences are roots without children; a segment cut in two is a parent with an only child, so merging only children
+never changes the mask, the positions or the order of the rows.
 
     group (P=4, R=[2, 3]):   lengths (4, 2, 3)  parents (-1, 0, 0)
     rows       0 1 2 3 | 4 5 | 6 7 8
@@ -215,8 +215,6 @@ class PrefixLayout:
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]
-
-    # Other layouts of the same rows; `transform` has those that cut and merge segments, `trie` finds a layout from tokens
 
     def pad(self, multiple: int) -> PrefixLayout:
         """A layout whose total is a multiple: pad tokens form a root of their own at the end, seen by nobody else."""

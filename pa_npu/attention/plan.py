@@ -10,7 +10,6 @@ from itertools import accumulate
 import torch
 
 from pa_npu.attention.layout import PrefixLayout
-from pa_npu.attention.transform import compress
 
 Span = tuple[int, int]
 
@@ -180,26 +179,54 @@ def _build_merge_plan(layout: PrefixLayout, per_depth: bool) -> MergePlan:
     return MergePlan(VarlenCall(lengths, lengths, causal=True), tuple(crosses))
 
 
-def gather_plan(layout: PrefixLayout, segments: Sequence[int] | None = None) -> GatherPlan:
-    """The plan for the queries of all segments (kept with the layout) or of some (a context-parallel rank's own)."""
-    if segments is not None:
-        return _build_gather_plan(layout, segments)
-
-    def build() -> GatherPlan:
-        compressed = compress(layout)
-        return _build_gather_plan(compressed, range(len(compressed.lengths)))
-
-    return layout.cached("gather_plan", build)
+def gather_plan(layout: PrefixLayout) -> GatherPlan:
+    """The plan, kept with the layout."""
+    return layout.cached("gather_plan", lambda: _build_gather_plan(compress(layout)))
 
 
-def _build_gather_plan(layout: PrefixLayout, segments: Sequence[int]) -> GatherPlan:
-    segments = [s for s in segments if layout.lengths[s]]
+def _build_gather_plan(layout: PrefixLayout) -> GatherPlan:
+    segments = [segment for segment, length in enumerate(layout.lengths) if length]
     spans = [(layout.starts[s], layout.ends[s]) for s in segments]
     paths = [[(layout.starts[a], layout.ends[a]) for a in layout.path(s) if layout.lengths[a]] for s in segments]
-    shared = any(len(path) > 1 for path in paths) or len(segments) < sum(1 for length in layout.lengths if length)
+    shared = any(len(path) > 1 for path in paths)
     k_rows = Rows(tuple(span for path in paths for span in path)) if shared else None
     k_lengths = tuple(layout.offsets[s] + layout.lengths[s] for s in segments)
     return GatherPlan(k_rows, VarlenCall(_lengths(spans), k_lengths, causal=True))
+
+
+def compress(layout: PrefixLayout) -> PrefixLayout:
+    """The same mask, positions and rows in fewer segments: only children are merged into their parents, empty inner ones dropped."""
+    num_children = [0] * len(layout.lengths)
+    for parent in layout.parents:
+        if parent >= 0:
+            num_children[parent] += 1
+    # An empty inner segment vanishes and its children move up to its parent, which may then have more than one child.
+    effective_parent: list[int] = []
+    for parent in layout.parents:
+        while parent >= 0 and layout.lengths[parent] == 0:
+            parent = effective_parent[parent]
+        effective_parent.append(parent)
+    kept = [length > 0 or not children for length, children in zip(layout.lengths, num_children, strict=True)]
+    children_kept = [0] * len(layout.lengths)
+    for segment, parent in enumerate(effective_parent):
+        if parent >= 0 and kept[segment]:
+            children_kept[parent] += 1
+
+    lengths: list[int] = []
+    parents: list[int] = []
+    renumbered: list[int] = []
+    for segment, length in enumerate(layout.lengths):
+        parent = effective_parent[segment]
+        if not kept[segment]:
+            renumbered.append(-1)  # nobody's effective parent
+        elif parent >= 0 and children_kept[parent] == 1:
+            renumbered.append(renumbered[parent])
+            lengths[renumbered[segment]] += length
+        else:
+            renumbered.append(len(lengths))
+            lengths.append(length)
+            parents.append(renumbered[parent] if parent >= 0 else -1)
+    return PrefixLayout(tuple(lengths), tuple(parents), layout.padding)
 
 
 def _lengths(spans: Sequence[Span]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
 from pa_npu.attention.forms import gather_attention, merge_attention
 from pa_npu.attention.kernels import cuda
-from pa_npu.attention.transform import compress
+from pa_npu.attention.plan import compress
 from pa_npu.errors import UserError
 
 LAYOUTS = {

@@ -13,7 +13,6 @@ from pa_npu.attention import PrefixLayout, shared_prompt_attention
 from pa_npu.attention.forms import gather_attention, merge_attention
 from pa_npu.attention.kernels.cpu import CpuFlash
 from pa_npu.attention.kernels.portable import Portable
-from pa_npu.attention.transform import shard
 
 # Largest |difference| of an output or gradient from dense fp64, as a share of its largest |value|.
 BOUNDS = {torch.float64: 1e-14, torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -177,28 +176,6 @@ def test_gather_sums_the_gradients_of_many_responses_in_fp32():
         part = out_and_gradients(lambda q, k, v: shared_prompt_attention(q, k, v, one, impl="dense"), *inputs)  # noqa: B023
         rounded += part[3][:16].bfloat16()
     assert largest_error([rounded], [expected[3][:16]]) > 1e-2
-
-
-def test_context_parallel_shards_give_the_whole():
-    """Each rank computes its own queries over gathered keys; outputs concatenate and key gradients add up."""
-    layout = PrefixLayout.from_groups([(50, [20, 7, 33])])
-    sharding = shard(layout, 3, block=8)
-    q, k, v, grad = inputs_for(layout, 4, 2, torch.float64)
-    expected = out_and_gradients(lambda q, k, v: shared_prompt_attention(q, k, v, layout, impl="dense"), q, k, v, grad)
-    found = [torch.zeros_like(x) for x in expected]
-    for rank in range(3):
-        rows, segments = sharding.rows(rank), sharding.segments(rank)
-        out, dq, dk, dv = out_and_gradients(
-            lambda q, k, v: gather_attention(q, k, v, sharding.layout, 32**-0.5, KERNELS["cpu-flash"], segments),  # noqa: B023
-            q[rows],
-            k,
-            v,
-            grad[rows],
-        )
-        found[0][rows], found[1][rows] = out, dq
-        found[2] += dk
-        found[3] += dv
-    assert largest_error(found, expected) < 1e-14
 
 
 def test_auto_takes_the_measured_winner():

@@ -11,7 +11,7 @@ import torch
 
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.flops import FlopsModel
-from pa_npu.attention.transform import compress, shard, split
+from pa_npu.attention.plan import compress
 from pa_npu.attention.trie import pack
 
 
@@ -88,30 +88,16 @@ def test_every_sequence_reads_as_if_it_were_alone(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_split_compress_and_shard_change_no_row(layout):
-    generator = random.Random(layout.total)
-    pieces = split(layout, [generator.randint(0, layout.total) for _ in range(8)])
-    assert same_attention(pieces, layout)
-    assert same_attention(compress(pieces), layout)
-    assert len(compress(pieces).leaves) == len(layout.leaves)
-    assert compress(compress(pieces)) == compress(pieces) == compress(layout)
-
-    sharding = shard(layout, 3, block=4)
-    assert same_attention(sharding.layout, layout)
-    assert torch.cat([sharding.rows(rank) for rank in range(3)]).sort().values.tolist() == list(range(layout.total))
-    assert sum(sharding.pairs(rank) for rank in range(3)) == layout.pairs
+def test_compress_changes_no_row(layout):
+    assert same_attention(compress(layout), layout)
+    assert len(compress(layout).leaves) == len(layout.leaves)
+    assert compress(compress(layout)) == compress(layout)
 
 
 def test_compress_leaves_a_single_sequence_of_a_single_response():
     assert compress(PrefixLayout.from_groups([(512, [256])])) == PrefixLayout.from_sequences([768])
+    assert compress(PrefixLayout((2, 3, 1), (-1, 0, 1))) == PrefixLayout.from_sequences([6])
     assert compress(PrefixLayout((3, 0, 2, 4), (-1, 0, 1, 1))) == PrefixLayout((3, 2, 4), (-1, 0, 0))
-
-
-def test_shard_balances_pairs_not_rows():
-    layout = PrefixLayout.from_groups([(1000, [500, 20, 700, 90])])
-    sharding = shard(layout, 4, block=64)
-    loads = [sharding.pairs(rank) for rank in range(4)]
-    assert max(loads) < 1.05 * layout.pairs / 4
 
 
 def test_pad_adds_a_root_that_nobody_sees():
@@ -124,7 +110,7 @@ def test_pad_adds_a_root_that_nobody_sees():
     assert padded.multiplicity()[12:].tolist() == [0] * 4
     assert padded.separate() == layout.separate()
     assert padded.pad(4) is padded and layout.pad(1) is layout
-    assert split(padded, range(16)).padding == 4
+    assert compress(padded).padding == 4
     with pytest.raises(ValueError, match="already ends in 4 pad tokens"):
         padded.pad(5)
 
@@ -181,10 +167,6 @@ def test_refuses_bad_arguments():
         PrefixLayout((3,), (-1,), padding=2)
     with pytest.raises(ValueError, match="pad: multiple 0"):
         layout.pad(0)
-    with pytest.raises(ValueError, match="split: row 4 is outside"):
-        split(layout, [4])
-    with pytest.raises(ValueError, match="shard: ranks 0"):
-        shard(layout, 0)
     with pytest.raises(ValueError, match="sequence 1: must be a non-empty list of integers"):
         pack([[1], []])
 

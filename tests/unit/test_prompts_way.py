@@ -86,7 +86,6 @@ HANDS_ON = {
 # Looks at it, and nothing goes on from there.
 ASIDE = {
     "algorithm/agreement.py": "statistics of log-prob differences",
-    "attention/transform.py": "layouts of other forms",
     "algorithm/batch.py": "sums of a response's tokens",
     "algorithm/update_sums.py": "metrics",
     "backends/reductions.py": "metrics over ranks",
