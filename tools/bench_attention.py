@@ -227,7 +227,8 @@ class Bench:
                 self.step(*runs[name])
                 seconds[name].append(self.clock() - start)
         median = {name: statistics.median(values) for name, values in seconds.items()}
-        ideal = self.shape.ideal_speedup(shared.layout, shared.targets.numel())
+        targets = shared.targets.numel()
+        ideal = self.shape.step(shared.layout.separate(), targets) / self.shape.step(shared.layout, targets)
         rows = []
         for name in runs.keys() - {"baseline"}:
             speedup = median["baseline"] / median[name]

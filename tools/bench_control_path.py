@@ -255,7 +255,8 @@ async def produce_for(
     buffer = StoreRolloutBuffer(channel, "run", readers=1)
     with ThreadPoolExecutor(1) as store_thread:
         async with EnginePool([VllmEngine(url, VOCABULARY) for url in urls]) as pool:
-            await pool.on_all(lambda engine: engine.load_weights(0, deadline_s=STARTUP_S))
+            for engine in pool.engines:
+                await engine.load_weights(0, deadline_s=STARTUP_S)
             timeline = Timeline(None, "")
             work = GroupWork(SHAPE, config)
             controller = ScheduleController(Rules.of(config), work)

@@ -47,7 +47,7 @@ from pa_npu.launcher.placement import free_ports
 from pa_npu.planning.prediction.calibration import Calibration, calibrate
 from pa_npu.planning.prediction.records import read_run
 from pa_npu.planning.prediction.virtual_run import Predicted, against_itself, predict
-from pa_npu.planning.prediction.workload import Workload, given_workload, seen_workload
+from pa_npu.planning.prediction.workload import Shape, Workload, seen_workload
 from pa_npu.platform.typical import published_speed
 from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
@@ -220,7 +220,8 @@ def predict_case(config: Config, spec: ModelSpec, case: Case, calibration: Calib
         limit = MOST_OF_MEAN * case.mean
         median = median_for(case.mean, limit)
         lengths = [drawn_lengths(number, 0, RESPONSES, median, limit) for number in range(len(prompts))]
-    workload = given_workload(prompts, lengths)
+    shapes = tuple(Shape(prompt, tuple(group)) for prompt, group in zip(prompts, lengths, strict=True))
+    workload = Workload(shapes, "measured")
     return predict(config, spec, calibration, workload, published_speed("cpu"), streams=case.stream)
 
 

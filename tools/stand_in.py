@@ -120,7 +120,6 @@ class StandInEngine:
         app = web.Application(client_max_size=2**26, middlewares=[self._guard])
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/collective_rpc", self._collective_rpc)
-        app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
         app.router.add_post("/pause", self._pause)
         app.router.add_post("/resume", self._resume)
         app.router.add_get("/health", self._health)
@@ -223,10 +222,6 @@ class StandInEngine:
         elif method not in ("pa_connect", "pa_close", "pa_prepare"):
             return web.json_response({"error": f"no method {method!r}"}, status=500)
         return web.json_response({"results": [result]})
-
-    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
-        self.calls.append(("reset_prefix_cache", []))
-        return web.json_response({"success": not self._running})
 
     def _choice(
         self, prompt: Sequence[int], seed: int, max_tokens: int, ignore_eos: bool, with_logprobs: bool

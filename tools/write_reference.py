@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from pa_npu.config.help import keys_markdown
+from pa_npu.config.help import ENTRIES, preset_lines, show
+from pa_npu.config.keys import Key, all_keys, section_of
+from pa_npu.config.presets import PRESETS
+from pa_npu.config.schema import Config
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 _HEAD = """# Configuration
@@ -32,6 +36,32 @@ def main(arguments: list[str] | None = None) -> int:
         return int(PAGE.read_text(encoding="utf-8") != text)
     PAGE.write_text(text, encoding="utf-8")
     return 0
+
+
+def keys_markdown() -> str:
+    """Every key as markdown, a table per section."""
+    lines: list[str] = []
+    for section, field in Config.model_fields.items():
+        model = section_of(field.annotation)
+        if model is None:
+            continue
+        lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        for key in all_keys(model, f"{section}."):
+            lines.append(_row(key))
+            if entry := ENTRIES.get(key.name):
+                lines += [_row(replace(inner, name=f"{key.name}[].{inner.name}")) for inner in all_keys(entry)]
+        if section == "algorithm":
+            lines += ["", "Presets, `algorithm.name`, and the keys that they fill where you do not:", ""]
+            for name in PRESETS:
+                source, values = (line.strip() for line in preset_lines(name))
+                lines.append(f"- `{source.partition(':')[0]}`{source[len(name) :]}: `{values}`")
+    return "\n".join(lines[1:])
+
+
+def _row(key: Key) -> str:
+    default = "required" if key.required else f"`{show(key.default)}`"
+    cells = (f"`{key.name}`", key.type, default, key.description)
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*") for cell in cells) + " |"
 
 
 if __name__ == "__main__":

@@ -54,7 +54,3 @@ class FlopsModel:
         tokens = written + prompts * prompt
         pairs = own_pairs + written * prompt + prompts * (prompt * (prompt + 1) // 2)
         return tokens * self.per_token + pairs * self.per_pair + written * self.per_prediction
-
-    def ideal_speedup(self, layout: PrefixLayout, predictions: int) -> float:
-        """Work of the same sequences without sharing over the work with it: what a perfect implementation gains."""
-        return self.step(layout.separate(), predictions) / self.step(layout, predictions)

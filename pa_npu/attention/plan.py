@@ -195,7 +195,7 @@ def _build_gather_plan(layout: PrefixLayout) -> GatherPlan:
 
 
 def compress(layout: PrefixLayout) -> PrefixLayout:
-    """The same mask, positions and rows in fewer segments: only children are merged into their parents, empty inner ones dropped."""
+    """The same attention in fewer segments: only children are merged into their parents and empty inner segments dropped."""
     num_children = [0] * len(layout.lengths)
     for parent in layout.parents:
         if parent >= 0:

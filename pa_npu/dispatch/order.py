@@ -33,11 +33,6 @@ def dispatch_order(name: OrderName, expected: Sequence[float], shares: int = 1) 
     ]
 
 
-def longest_first(expected: Sequence[float], shares: int = 1) -> list[int]:
-    """Indices by falling expected length, equal ones in order, within each of `shares` equal parts of the sequence."""
-    return dispatch_order("longest-first", expected, shares)
-
-
 def _longest_first(expected: list[float]) -> list[int]:
     return sorted(range(len(expected)), key=lambda index: -expected[index])
 

@@ -168,28 +168,6 @@ class HttpEngine(ABC):
     async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:
         """Ask the workers which weights they hold."""
 
-    @abstractmethod
-    async def _reset(self, deadline_s: float) -> bool:
-        """Forget the cached prefixes; false where some are in use."""
-
-    async def reset_prefix_cache(self, *, deadline_s: float) -> None:
-        """Retries while the engine still holds what belongs to requests that have just ended."""
-        end = time.monotonic() + deadline_s
-        in_use = False
-        while not in_use or time.monotonic() + _RESET_PAUSE_S < end:
-            try:
-                if await self._reset(max(end - time.monotonic(), 0.001)):
-                    return
-            except DeadlineExceeded:
-                if not in_use:
-                    raise
-                break
-            in_use = True
-            await asyncio.sleep(_RESET_PAUSE_S)
-        raise DeadlineExceeded(
-            f"engine {self.name}: prefix cache still in use after {deadline_s:g} s; are requests in flight?"
-        )
-
     async def probe(self, *, deadline_s: float) -> None:
         try:
             await self.generate(_PROBE_PROMPT, 1, 0, _PROBE_SAMPLING, deadline_s=deadline_s)

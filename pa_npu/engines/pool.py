@@ -406,7 +406,3 @@ class EnginePool:
         while not is_so():
             self._room.clear()
             await self._room.wait()
-
-    async def on_all(self, call: Callable[[RolloutEngine], Awaitable[T]]) -> list[T]:
-        """`call` on every engine that serves, at the same time; results in engine order, the first failure cancels the others."""
-        return await gather([call(engine) for engine in self.engines])

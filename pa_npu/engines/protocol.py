@@ -120,7 +120,6 @@ class EngineCapabilities:
     num_workers: int | None = None
     max_num_seqs: int | None = None
     loads_weights: bool = True
-    prefix_cache: bool = True
     continues: bool = False
 
 
@@ -175,9 +174,6 @@ class RolloutEngine(Protocol):
 
     async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:
         """Ask every worker which weights it holds. Each must answer, so it also tells whether they are all there."""
-
-    async def reset_prefix_cache(self, *, deadline_s: float) -> None:
-        """Forget all cached prefixes, as `load_weights` does by itself. Nothing may be in flight."""
 
     async def check_health(self, *, deadline_s: float) -> EngineHealth:
         """Return when the engine says that it is well, which it can also while its workers load weights."""

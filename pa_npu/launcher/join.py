@@ -54,7 +54,6 @@ _TICK_S = 0.2
 _PROBE_EVERY_S = 0.5
 _GRACE_S = 5.0
 _LOG_LINES = 20
-_INTERRUPTED = 130
 _MOST_DIGITS = 6  # of a device's index
 
 

@@ -119,8 +119,3 @@ def published_speed(name: str) -> TypicalSpeed:
         known = ", ".join([*_TYPICAL_SPEED, *_OTHER_NAMES])
         raise UserError(f"{name[:40]!r} is no device with published figures; give one of {known}")
     return found
-
-
-def published_speeds() -> tuple[TypicalSpeed, ...]:
-    """The whole table, accelerators first."""
-    return tuple(_TYPICAL_SPEED.values())

@@ -34,7 +34,6 @@ class ConcurrentRewards:
     """`start`, then `score` from any number of tasks; owner calls `close`. labels: of the functions that it runs."""
 
     def __init__(self, specs: tuple[FunctionSpec, ...], timeout_s: float) -> None:
-        self._specs = specs
         self._first = first_of_concurrent(specs, timeout_s, trial=False)
         self._silence_s = timeout_s + _SILENCE_S
         self._waiting: dict[int, _Waiting] = {}

@@ -36,8 +36,7 @@ class Microbatch:
     packed: declared columns of all tokens, [T, *shape] by name, beside `tokens`; a shared prefix has its first sample's.
     ages: float32 [N], by how many versions the weights that sampled a target are behind those that the iteration trains.
     response_index: int64 [N], the sample's number in this microbatch, from 0.
-    response_lengths: trained tokens of each sample, its response. num_sample_tokens: all tokens of all samples, shared ones once
-    per sample, as TPSPD counts. versions: oldest and newest weight version of a target.
+    response_lengths: trained tokens of each sample, its response. versions: oldest and newest weight version of a target.
     group_indices: dispatch indices of the groups that the samples come from, each once.
     sources: of each sample its group's dispatch index and its number in the group.
     """
@@ -51,7 +50,6 @@ class Microbatch:
     ages: torch.Tensor
     response_index: torch.Tensor
     response_lengths: tuple[int, ...]
-    num_sample_tokens: int
     iteration: int
     versions: tuple[int, int]
     group_indices: tuple[int, ...]
@@ -73,11 +71,6 @@ class Microbatch:
     def is_filler(self) -> bool:
         """Whether it belongs to no response: one that is computed so that other ranks may go on."""
         return not self.response_lengths
-
-    @property
-    def num_response_tokens(self) -> int:
-        """N."""
-        return sum(self.response_lengths)
 
     @property
     def num_computed_tokens(self) -> int:
@@ -137,7 +130,6 @@ def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Mic
         ),
         response_index=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
         response_lengths=tuple(lengths.tolist()),
-        num_sample_tokens=sum(piece.num_tokens for piece in pieces),
         iteration=pieces[0].iteration,
         versions=(min(oldest for oldest, _ in ranges), max(newest for _, newest in ranges)),
         group_indices=tuple(dict.fromkeys(piece.index for piece in pieces)),

@@ -43,7 +43,6 @@ class Timeline:
     """
 
     def __init__(self, path: Path | str | None, process_name: str) -> None:
-        self.process_name = process_name
         # Without a buffer: an event costs a write of a few microseconds and survives SIGKILL.
         self._file = RecordFile(Path(path)) if path is not None else None
         self._write({"process": process_name, "pid": os.getpid(), "start": now()})
@@ -72,10 +71,6 @@ class Timeline:
         """Records something that lasted from start_s to end_s, both from `now()`."""
         self._write({"name": name, "lane": lane, "start": start_s, "end": end_s, **({"args": args} if args else {})})
 
-    def instant(self, name: str, /, lane: str = "main", **args: Any) -> None:
-        """Records a moment."""
-        self._write({"name": name, "lane": lane, "start": now(), **({"args": args} if args else {})})
-
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
@@ -103,7 +98,7 @@ def merge(run_dir: Path | str) -> Path:
         name = headers[-1]["process"] if headers else path.stem
         trace.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
         trace.append({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}})
-        trace.extend(_process_trace(pid, [event for event in events if "name" in event], origin_s))
+        trace.extend(_process_trace(pid, [event for event in events if "end" in event], origin_s))
     merged = run_dir / MERGED
     partial = merged.with_suffix(".partial")
     partial.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": trace}), encoding="utf-8")
@@ -138,35 +133,32 @@ def _process_trace(pid: int, events: list[dict[str, Any]], origin_s: float) -> I
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
             yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
             for event in row:
-                entry = {
+                yield {
                     "name": event["name"],
+                    "ph": "X",
                     "pid": pid,
                     "tid": tid,
                     "ts": round((event["start"] - origin_s) * 1e6, 3),
+                    "dur": round((event["end"] - event["start"]) * 1e6, 3),
                     "args": event.get("args", {}),
                 }
-                if "end" in event:
-                    yield {**entry, "ph": "X", "dur": round((event["end"] - event["start"]) * 1e6, 3)}
-                else:
-                    yield {**entry, "ph": "i", "s": "t"}
 
 
 def _rows(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """A lane's events in rows: one if they nest properly, else as few as keep events of a row from overlapping."""
-    events = sorted(events, key=lambda event: (event["start"], -event.get("end", event["start"])))
+    events = sorted(events, key=lambda event: (event["start"], -event["end"]))
     if _nested(events):
         return [events]
     rows: list[list[dict[str, Any]]] = []
     ends: list[float] = []
     for event in events:
-        end_s = event.get("end", event["start"])
         free = next((number for number, row_end_s in enumerate(ends) if row_end_s <= event["start"]), None)
         if free is None:
             rows.append([event])
-            ends.append(end_s)
+            ends.append(event["end"])
         else:
             rows[free].append(event)
-            ends[free] = end_s
+            ends[free] = event["end"]
     return rows
 
 
@@ -176,8 +168,7 @@ def _nested(events: list[dict[str, Any]]) -> bool:
     for event in events:
         while open_ends and open_ends[-1] <= event["start"]:
             open_ends.pop()
-        end_s = event.get("end", event["start"])
-        if open_ends and end_s > open_ends[-1]:
+        if open_ends and event["end"] > open_ends[-1]:
             return False
-        open_ends.append(end_s)
+        open_ends.append(event["end"])
     return True

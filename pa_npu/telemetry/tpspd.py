@@ -68,7 +68,6 @@ class RunThroughput:
     engine_idle: float
     tail_waste: float | None
     replica_imbalance: float | None
-    synchronous_iterations: int = 0
     synchronous_s: float | None = None
 
 
@@ -142,7 +141,6 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
         engine_idle=weighted("engine_idle"),
         tail_waste=weighted_if_there("tail_waste"),
         replica_imbalance=weighted_if_there("replica_imbalance"),
-        synchronous_iterations=len(apart),
         synchronous_s=sum(number(record, "iteration_s") for record in apart) / len(apart) if apart else None,
     )
 

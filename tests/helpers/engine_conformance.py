@@ -222,11 +222,6 @@ class Conformance:
         with pytest.raises(InvariantViolation, match=r"I1 version: .*by weight version 4, but .*gave it 3"):
             await ask(client)
 
-    async def test_the_prefix_cache_can_be_reset_when_nothing_is_in_flight(self, client):
-        reference = bits(await ask(client))
-        await client.reset_prefix_cache(deadline_s=DEADLINE_S)
-        assert bits(await ask(client)) == reference
-
     @pytest.mark.parametrize(
         "answer",
         [

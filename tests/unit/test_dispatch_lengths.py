@@ -10,7 +10,7 @@ import pytest
 
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.lengths import ResponseLengths
-from pa_npu.dispatch.order import longest_first
+from pa_npu.dispatch.order import dispatch_order
 
 
 def prompt(number: int, length: int = 10) -> Prompt:
@@ -63,14 +63,14 @@ def test_a_constant_prompt_length_is_no_slope():
 
 
 def test_longest_first_is_a_permutation_stable_for_equals_and_within_shares():
-    assert longest_first([1.0, 3.0, 2.0, 3.0]) == [1, 3, 2, 0]
-    assert longest_first([5.0] * 6) == list(range(6)), "nothing known: the order of the prompts"
-    assert longest_first([1.0, 9.0, 2.0, 8.0, 7.0, 3.0], shares=2) == [1, 2, 0, 3, 4, 5]
+    assert dispatch_order("longest-first", [1.0, 3.0, 2.0, 3.0]) == [1, 3, 2, 0]
+    assert dispatch_order("longest-first", [5.0] * 6) == list(range(6)), "nothing known: the order of the prompts"
+    assert dispatch_order("longest-first", [1.0, 9.0, 2.0, 8.0, 7.0, 3.0], shares=2) == [1, 2, 0, 3, 4, 5]
     numbers = random.Random(0)
     for _ in range(200):
         shares = numbers.randint(1, 4)
         count = shares * numbers.randint(1, 20)
-        order = longest_first([numbers.random() for _ in range(count)], shares)
+        order = dispatch_order("longest-first", [numbers.random() for _ in range(count)], shares)
         assert sorted(order) == list(range(count))
         size = count // shares
         assert [index // size for index in order] == sorted(index // size for index in range(count))
@@ -110,7 +110,7 @@ def test_longest_first_ends_within_four_thirds_of_the_best_order_and_arrival_ord
         machines = numbers.randint(2, 3)
         jobs = [round(10 * numbers.lognormvariate(1.0, 0.8)) + 1 for _ in range(numbers.randint(4, 9))]
         best = shortest(jobs, machines)
-        dispatched = [float(jobs[index]) for index in longest_first([float(job) for job in jobs])]
+        dispatched = [float(jobs[index]) for index in dispatch_order("longest-first", [float(job) for job in jobs])]
         assert makespan(dispatched, machines) <= (4 / 3 - 1 / (3 * machines)) * best + 1e-9, (jobs, machines)
         worst_in_order = max(worst_in_order, makespan([float(job) for job in jobs], machines) / best)
     assert worst_in_order > 4 / 3, "the bound would hold for any order, so the check shows nothing"

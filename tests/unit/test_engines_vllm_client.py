@@ -88,19 +88,6 @@ async def test_api_key_from_the_environment_is_sent(monkeypatch):
     assert seen == ["Bearer secret"]
 
 
-async def test_cache_reset_repeats_while_blocks_are_held_and_gives_up_at_the_deadline():
-    answers = [False, False, True]
-
-    async def reset(request: web.Request) -> web.Response:
-        return web.json_response({"success": answers.pop(0) if answers else False})
-
-    async with server({"/reset_prefix_cache": reset}) as url, VllmEngine(url, 10) as client:
-        await client.reset_prefix_cache(deadline_s=5)
-        assert answers == []
-        with pytest.raises(DeadlineExceeded, match="prefix cache still in use"):
-            await client.reset_prefix_cache(deadline_s=0.2)
-
-
 async def test_a_hanging_engine_ends_in_deadline_exceeded_within_the_deadline():
     # 1000 s per step
     async with serving(StandInEngine(Speed(step_s=1000.0))) as url, VllmEngine(url, 1000) as client:

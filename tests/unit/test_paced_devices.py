@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pa_npu.attention import PrefixLayout
 from pa_npu.backends.registry import backend_module
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed
 from tools.bench_schedule import RESPONSES, shortest_generation_s
@@ -56,7 +57,7 @@ class Source:
         ready_s, tokens = next(self._batches)
         self.waited_s += max(0.0, ready_s - self._clock.now)
         self._clock.now = max(self._clock.now, ready_s)
-        return SimpleNamespace(num_sample_tokens=tokens)
+        return SimpleNamespace(layout=PrefixLayout.from_sequences([tokens]))
 
 
 def test_work_that_goes_on_has_no_gap_and_work_that_begins_does_not_begin_earlier(clock: Clock) -> None:

@@ -201,7 +201,7 @@ async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: Store
         serving(engine) as url,
         EnginePool([VllmEngine(url, spec.vocab_size)]) as pool,
     ):
-        await pool.on_all(lambda client: client.load_weights(0, deadline_s=30))
+        await pool.engines[0].load_weights(0, deadline_s=30)
         with ThreadPoolExecutor(1) as store_thread:
             work = GroupWork(spec, config)
             producer = Producer(

@@ -83,7 +83,8 @@ def test_threads_lose_no_event(tmp_path: Path) -> None:
 
         def work(lane: str) -> None:
             for number in range(500):
-                timeline.instant("tick", lane=lane, number=number)
+                with timeline.span("tick", lane=lane, number=number):
+                    pass
 
         threads = [threading.Thread(target=work, args=(f"lane {n}",), name=f"tick-{n}") for n in range(4)]
         for thread in threads:
@@ -94,19 +95,19 @@ def test_threads_lose_no_event(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_loses_only_its_last_line_and_a_restart_appends(tmp_path: Path) -> None:
-    with Timeline.for_run(tmp_path, "a") as timeline:
-        timeline.instant("first")
+    with Timeline.for_run(tmp_path, "a") as timeline, timeline.span("first"):
+        pass
     with (tmp_path / "timeline" / "a.jsonl").open("a") as file:
         file.write('{"name":"cut","la\n')
-    with Timeline.for_run(tmp_path, "a") as timeline:
-        timeline.instant("second")
+    with Timeline.for_run(tmp_path, "a") as timeline, timeline.span("second"):
+        pass
     assert [event["name"] for event in events(tmp_path)] == ["first", "second"]
 
 
 def test_a_disabled_timeline_writes_nothing(tmp_path: Path) -> None:
     timeline = Timeline.for_run(tmp_path, "a", enabled=False)
     with timeline.span("x"):
-        timeline.instant("y")
+        pass
     timeline.close()
     assert list(tmp_path.iterdir()) == []
     assert json.loads(merge(tmp_path).read_text())["traceEvents"] == []

@@ -59,7 +59,7 @@ class PacedMicrobatches:
         waited_s = self._source.waited_s
         microbatch = next(self._source)
         self._begin_s = self._device.begins(before and self._source.waited_s - waited_s < _WAITED_S)
-        self._seconds = self._token_s * microbatch.num_sample_tokens
+        self._seconds = self._token_s * microbatch.layout.separate().total
         return microbatch
 
 

@@ -29,7 +29,6 @@ def filler(tokens: int, device: torch.device) -> Microbatch:
         ages=none,
         response_index=none.long(),
         response_lengths=(),
-        num_sample_tokens=0,
         iteration=0,
         versions=(0, 0),
         group_indices=(),

@@ -133,8 +133,3 @@ def pipeline_group() -> dist.ProcessGroup:
 def data_group() -> dist.ProcessGroup:
     """Ranks that hold the same weights in different replicas."""
     return parallel_state.get_data_parallel_group()
-
-
-def model_group() -> dist.ProcessGroup:
-    """All ranks of one replica."""
-    return parallel_state.get_model_parallel_group()

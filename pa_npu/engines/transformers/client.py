@@ -108,9 +108,6 @@ class TransformersEngine(HttpEngine):
     async def hand_on(self, *, deadline_s: float) -> None:
         await self._request("POST", "/hand_on", None, deadline_s)
 
-    async def _reset(self, deadline_s: float) -> bool:
-        return True  # it keeps no prefixes beyond a request
-
     async def _capabilities(self, deadline_s: float) -> EngineCapabilities:
         data, _ = await self._request("GET", "/info", None, deadline_s)
         info = self._decode(data, InfoAnswer)
@@ -120,7 +117,6 @@ class TransformersEngine(HttpEngine):
             self._instance,
             num_workers=1,
             max_num_seqs=info.max_num_seqs,
-            prefix_cache=False,
             continues=True,
         )
 

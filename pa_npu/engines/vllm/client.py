@@ -119,11 +119,6 @@ class VllmEngine(HttpEngine):
             raise EngineError(f"engine {self.name}: {method} on its workers returned no results")
         return results, headers
 
-    async def _reset(self, deadline_s: float) -> bool:
-        data, _ = await self._request("POST", "/reset_prefix_cache", None, deadline_s)
-        # vLLM before 0.31 answers with an empty body
-        return bool(decode_object(data, self.name).get("success", True))
-
     async def _capabilities(self, deadline_s: float) -> EngineCapabilities:
         data, _ = await self._request("GET", "/version", None, deadline_s)
         version = decode_object(data, self.name).get("version")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,12 +86,6 @@ def assumed_workload(config: Config) -> Workload:
     share = 1.0 if config.rollout.ignore_eos else _SHORT_MEAN if limit <= _SHORT_LIMIT else _MEAN_OF_LIMIT
     mean = max(1.0, share * limit)
     return Workload(_drawn_shapes(config, prompt, mean), "estimated")
-
-
-def given_workload(prompts: Sequence[int], lengths: Sequence[Sequence[int]]) -> Workload:
-    """Make a workload of what is known beforehand, as in a benchmark: the prompt and the responses of each group."""
-    shapes = tuple(Shape(prompt, tuple(group)) for prompt, group in zip(prompts, lengths, strict=True))
-    return Workload(shapes, "measured")
 
 
 def _drawn_shapes(config: Config, prompt: float, mean: float) -> tuple[Shape, ...]:
