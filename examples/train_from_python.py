@@ -1,4 +1,4 @@
-"""A run from Python: a reward and rows that are objects of this script, records as they come, and an early stop.
+"""A run from Python: a reward of this file, rows that are objects of the script, records as they come, and an early stop.
 
 bash launch/install_cpu.sh && source .venv/bin/activate
 python tools/make_tiny_model.py --out .cache/tiny
@@ -13,6 +13,17 @@ import sys
 
 from pa_npu import Run
 
+REWARD = "examples.train_from_python:right_and_short"
+
+
+def right_and_short(group) -> list[float]:  # type: ignore[no-untyped-def]
+    """Workers import it by its name; group has prompt, answer, responses, response_tokens and row."""
+    answers = [re.findall(r"#### (\d+)", text) for text in group.responses]
+    return [
+        float(found[-1:] == [group.answer]) - 0.001 * tokens
+        for found, tokens in zip(answers, group.response_tokens, strict=True)
+    ]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -24,17 +35,6 @@ def main() -> None:
     options = parser.parse_args()
 
     rows = [{"question": f"What is {x}+{y}?", "answer": str(x + y)} for x in range(10, 100) for y in range(10, 100, 7)]
-    seen = []
-
-    def right_and_short(group) -> list[float]:  # type: ignore[no-untyped-def]
-        """Called in this process, so it may use anything here: group.prompt, answer, responses, response_tokens, row."""
-        seen.append(group.prompt)
-        answers = [re.findall(r"#### (\d+)", text) for text in group.responses]
-        return [
-            float(found[-1:] == [group.answer]) - 0.001 * tokens
-            for found, tokens in zip(answers, group.response_tokens, strict=True)
-        ]
-
     keys = {
         "model.path": options.model,
         "run.dir": options.run_dir,
@@ -44,7 +44,7 @@ def main() -> None:
         "data.test": None,
         "checkpoint.export_hf": True,
     }
-    with Run("configs/grpo_tiny.yaml", keys, reward=right_and_short, train=rows, say=None) as run:
+    with Run("configs/grpo_tiny.yaml", keys, reward=REWARD, train=rows, say=None) as run:
         for record in run:
             print(
                 f"iteration {record['iteration']}: reward {record['reward_mean']:.3f}, {record['iteration_s']:.1f} s",
@@ -54,7 +54,7 @@ def main() -> None:
                 print("good enough; stopping")
                 run.stop()
                 sys.exit(0)
-    print(f"{len(seen)} groups were rewarded here; the final weights are in {run.hf}")
+    print(f"the final weights are in {run.hf}")
 
 
 if __name__ == "__main__":

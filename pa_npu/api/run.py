@@ -5,9 +5,8 @@
             print(record["iteration"], record["reward_mean"])
     run.hf          the final weights, an HF directory
 
-The launcher is a child in a session of its own; leaving the block stops it. Reward functions are called here, in the caller's
-process, by threads of their own, so they may hold models and close over anything; datasets are written to a
-file beside the run directory.
+The launcher is a child in a session of its own; leaving the block stops it. Reward functions are imported by the run's workers,
+which are processes of their own; datasets are written to a file beside the run directory.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pa_npu.api.reward_server import Reward, RewardServer
 from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError, DeadlineExceeded, PaNpuError, UserError
+from pa_npu.rewards.types import RewardInput
 from pa_npu.telemetry.metrics import read_evaluations, read_records
 
 _POLL_S = 0.2
@@ -36,6 +35,7 @@ _STOP_S = 60.0  # the launcher ends its processes within its own grace of some s
 _KEPT_LINES = 40
 
 Rows = Iterable[Mapping[str, Any]]
+Reward = str | Callable[[RewardInput], Sequence[float] | Awaitable[Sequence[float]]]
 
 
 class RunFailed(PaNpuError):
@@ -50,8 +50,8 @@ class RunFailed(PaNpuError):
 class Run:
     """One run. `config`: a Config, a YAML file, or several of which later ones win; `keys`: dotted keys over it.
 
-    reward: a function of your own, or several (their sum), in place of reward.functions; it gets a group as any reward
-        function does (prompt, answer, responses, response_tokens, row) and returns as many numbers.
+    reward: in place of reward.functions: a name as that key takes it ("math", "module:function"), a function of an imported module,
+        or several, whose sum counts. It gets a group (prompt, answer, responses, response_tokens, row) and returns as many numbers.
     train, test: rows in the layouts of dataset files, such as {"question": ..., "answer": ...}; a `datasets.Dataset` is an iterable
         of them.
     say: what gets the launcher's lines; None for nobody.
@@ -68,8 +68,7 @@ class Run:
         test: Rows | None = None,
         say: Callable[[str], None] | None = print,
     ) -> None:
-        rewards = [] if reward is None else list(reward) if isinstance(reward, Sequence) else [reward]
-        self._server = RewardServer(rewards) if rewards else None
+        self._imports: set[str] = set()
         self._say = say
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
@@ -79,8 +78,9 @@ class Run:
         for name, rows in (("train", train), ("test", test)):
             if rows is not None:
                 chosen[f"data.{name}"] = f"{_run_dir(config, chosen)}-inputs/{name}.jsonl"
-        if self._server is not None:
-            chosen["reward.functions"] = [{"name": name} for name in self._server.names]
+        if reward is not None:
+            rewards = [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else reward
+            chosen["reward.functions"] = [{"name": self._name_of(one)} for one in rewards]
         self.config = _load(config, chosen)
         self.dir = Path(self.config.run.dir)
         self._inputs = Path(f"{self.config.run.dir}-inputs")
@@ -107,9 +107,9 @@ class Run:
         file.write_text(dump_config(self.config), encoding="utf-8")
         environment = dict(os.environ)
         package = str(Path(__file__).resolve().parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), package)))
-        if self._server is not None:
-            environment.update(self._server.start())
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (environment.get("PYTHONPATH"), package, *sorted(self._imports)))
+        )
         self._started = time.time()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pa_npu.launcher", "run", "--config", str(file)],
@@ -161,7 +161,6 @@ class Run:
         except subprocess.TimeoutExpired:
             raise DeadlineExceeded(f"the run in {self.dir} goes on after {timeout_s:g} s") from None
         self._reader.join()
-        self._close()
         if code:
             raise RunFailed(code, list(self._lines))
 
@@ -177,11 +176,25 @@ class Run:
                 process.wait()
         if self._reader is not None:
             self._reader.join()
-        self._close()
 
-    def _close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+    def _name_of(self, reward: Any) -> str:
+        """A reward as reward.functions names it; where its module is found is kept for the run."""
+        if isinstance(reward, str):
+            return reward
+        module_name, name = getattr(reward, "__module__", "__main__"), getattr(reward, "__qualname__", "")
+        module = sys.modules.get(module_name)
+        found: Any = module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        file = getattr(module, "__file__", None)
+        if file is None or module_name == "__main__" or found is not reward:
+            raise UserError(
+                f"reward: {name or repr(reward)} of {module_name} cannot be imported by the run's workers; write it at the top "
+                f"level of a module that you import, without a closure, or give 'module:function'"
+            )
+        depth = module_name.count(".") + Path(file).stem.count("__init__")
+        self._imports.add(str(Path(file).resolve().parents[depth]))
+        return f"{module_name}:{name}"
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None

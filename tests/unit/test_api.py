@@ -1,15 +1,14 @@
-"""`pa_npu.Run`: rewards of the caller's process, rows as a file, records as they come, a bad end as an error, and its stop."""
+"""`pa_npu.Run`: rewards by their names, rows as a file, records as they come, a bad end as an error, and its stop."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import sys
-import threading
 import time
-from dataclasses import asdict
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,10 @@ import pytest
 
 import pa_npu
 from pa_npu import Run, RunFailed, load_config
-from pa_npu.api import reward_client
-from pa_npu.api.reward_server import RewardServer, answer
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.rewards.types import RewardInput
 from tests.unit.test_launcher_cli import ROOT
 
-GROUP = RewardInput("What is 1+1?", "2", ("#### 2", "#### 3"), (4, 5), {"question": "What is 1+1?", "number": 7})
 KEYS = {"model.path": "m", "data.test": None}
 
 
@@ -31,45 +27,46 @@ def lengths(group: RewardInput) -> list[int]:
     return list(group.response_tokens)
 
 
-def test_a_function_of_the_caller_that_waits_is_awaited() -> None:
-    async def waits(group: RewardInput) -> list[float]:
-        await asyncio.sleep(0)
-        return [float(tokens) for tokens in group.response_tokens]
+def test_a_reward_that_no_worker_can_import_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    offset = 3
 
-    group = {**asdict(GROUP), "row": dict(GROUP.row)}
-    line = json.dumps({"function": "waits", "group": group}).encode()
-    assert json.loads(answer({"waits": waits}, line)) == {"rewards": [4.0, 5.0]}
+    def closes(group: RewardInput) -> list[float]:
+        return [float(tokens + offset) for tokens in group.response_tokens]
+
+    def of_the_script(group: RewardInput) -> list[float]:
+        return [0.0]
+
+    of_the_script.__module__, of_the_script.__qualname__ = "__main__", "of_the_script"
+    monkeypatch.setattr(sys.modules["__main__"], "of_the_script", of_the_script, raising=False)
+    for reward in (closes, lambda group: [0.0], of_the_script, partial(lengths), 3):
+        with pytest.raises(
+            UserError, match="cannot be imported by the run's workers; write it at the top level of a mod"
+        ) as refused:
+            Run(ROOT / "configs" / "grpo_tiny.yaml", KEYS, reward=reward)  # type: ignore[arg-type]
+        assert "\n" not in str(refused.value)
 
 
-def test_a_worker_hears_from_the_callers_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = []
-
-    def whole(group: RewardInput) -> list[float]:
-        heard.append((threading.current_thread(), group))
-        return [1.0, 0.5]
-
-    def fails(group: RewardInput) -> list[float]:
-        raise KeyError("no such row")
-
-    server = RewardServer([whole, lengths, fails, lambda group: [0.0, 0.0]])
-    assert [name.partition(":")[2] for name in server.names] == ["whole", "lengths", "fails", "reward_3"]
-    for name, value in server.start().items():
-        monkeypatch.setenv(name, value)
-        assert Path(value).parent.stat().st_mode & 0o777 == 0o700
-    try:
-        assert reward_client.whole(GROUP) == [1.0, 0.5]
-        assert reward_client.lengths(GROUP) == [4.0, 5.0] and reward_client.reward_3(GROUP) == [0.0, 0.0]
-        with pytest.raises(RuntimeError, match="KeyError: 'no such row'"):
-            reward_client.fails(GROUP)
-        with pytest.raises(RuntimeError, match="nobody"):
-            reward_client.nobody(GROUP)
-    finally:
-        server.close()
-    ((thread, group),) = heard
-    assert thread is not threading.main_thread() and (group.row["number"], group.answer) == (7, "2")
-    monkeypatch.delenv(reward_client.SOCKET_VARIABLE)
-    with pytest.raises(UserError, match="lives in the process that made the run"):
-        reward_client.whole(GROUP)
+def test_a_reward_is_found_by_another_process_where_its_module_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module is on this process's path only, and a package's own file is found from its parent."""
+    (tmp_path / "own" / "mine").mkdir(parents=True)
+    (tmp_path / "own" / "mine" / "__init__.py").write_text("def lengths(group):\n    return group.response_tokens\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "own"))
+    keys = {**KEYS, "run.dir": str(tmp_path / "r"), "data.train": "t.jsonl"}
+    run = Run(ROOT / "configs" / "grpo_tiny.yaml", keys, reward=[import_module("mine").lengths, "math"])
+    assert [function.name for function in run.config.reward.functions] == ["mine:lengths", "math"]
+    script = (
+        "from pa_npu.rewards.functions import import_reward\nimport_reward('mine:lengths')\nprint('found', flush=True)"
+    )
+    interpreter = tmp_path / "python"
+    (tmp_path / "find.py").write_text(script)
+    interpreter.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path / 'find.py'}\n")
+    interpreter.chmod(0o755)
+    monkeypatch.setattr("pa_npu.api.run.sys.executable", str(interpreter))
+    monkeypatch.chdir(tmp_path)
+    run.start().wait(60)
+    assert run._lines[-1] == "found"
 
 
 def test_objects_become_keys_and_files(tmp_path: Path) -> None:
@@ -81,15 +78,13 @@ def test_objects_become_keys_and_files(tmp_path: Path) -> None:
         train=rows,
     )
     assert (run.config.schedule.iterations, run.config.data.test, run.dir) == (3, None, tmp_path / "r")
-    assert [function.name for function in run.config.reward.functions] == ["pa_npu.api.reward_client:lengths"]
+    assert [function.name for function in run.config.reward.functions] == ["tests.unit.test_api:lengths"]
     written = [json.loads(line) for line in Path(run.config.data.train).read_text().splitlines()]
     assert len(written) == 40 and written[7] == {"question": "What is 7?", "answer": "7"}
     again = Run(run.config, {"run.seed": 5}, say=None)
     assert again.config.run.seed == 5 and again.config.schedule.iterations == 3
     with pytest.raises(ConfigError, match=r"did you mean algorithm\.kl_coef"):
         Run(run.config, {"algorithm.beta": 1})
-    with pytest.raises(UserError, match="no function"):
-        Run(run.config, reward=3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="cannot be written as JSON"):
         Run(run.config, train=[{"question": object()}])
 
