@@ -2,25 +2,37 @@
 
 `make(config)` gives a Learner over a fresh backend with the weights of config.model.path, inside the one process group that the
 backend is content with. Numbers are compared with the same update by hand on the HF model: plain autograd and torch's AdamW.
+The suite is the list of what a backend must do: every member of TrainBackend and of BackendModule occurs in it.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+from pa_npu import platform as platforms
 from pa_npu.algorithm.objective import Objective, PolicyState
+from pa_npu.backends.registry import backend_module
+from pa_npu.checkpoints.directories import directory_name
+from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
+from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
+from pa_npu.weight_transfer.manifest import Assembler, Manifest
+from pa_npu.weight_transfer.transport import Deadline
 from tests.helpers.adapters import plain
 from tests.helpers.backend import Source
 from tests.helpers.gradient_faults import FAULTS, faults_of, inject, negated
@@ -29,6 +41,8 @@ from tests.helpers.trainer_rank import make_groups
 
 Make = Callable[[Config], Learner]
 GROUPS, RESPONSES, LEARNING_RATE = 4, 4, 3e-3
+BUCKET_BYTES = 20_000  # a few tensors of the model in each, and its embedding in several
+ALONE_S = 240.0
 
 
 def config_of(model: Path, /, **sections: dict[str, Any]) -> Config:
@@ -84,8 +98,37 @@ def by_hand(policy: Any) -> list[dict[str, torch.Tensor]]:
     return after
 
 
+def save(learner: Learner, run: Path, version: int) -> None:
+    """Save the learner as it is, as a run in the directory `run` does."""
+    config = learner._config
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run)})})
+    Checkpointing(config, learner, lambda version: {}, Timeline(None, "")).finish(version)
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def made_and_left(name: str, config: Config, checkpoint: Path, output: Path) -> tuple[int, bool]:
+    """In a process of its own: a backend is made, says its place and leaves its groups; then a checkpoint is exported.
+
+    Returns the number of trainer ranks that the backend knows, and whether the process was in a group while it had it.
+    """
+    module, platform = backend_module(name), platforms.get("cpu")
+    config, _ = module.fit(config, ModelSpec.of(config))
+    backend = module.create(config, ModelSpec.of(config), platform, dist.HashStore(), 0, 0, Timeline(None, ""))
+    ranks, joined = backend.place.mesh.size, dist.is_initialized()
+    backend.close()
+    assert not dist.is_initialized()
+    assert all(isinstance(line, str) for line in module.changes())
+    module.export_checkpoint(checkpoint, output, None, True)
+    return ranks, joined
+
+
 class BackendConformance:
-    """Subclass it as a test class with a fixture `make`, and a fixture `model`, an HF directory."""
+    """Subclass it as a test class with fixtures `make` and `model`, an HF directory, and the backend's name in the registry."""
+
+    name: str
 
     def train(self, learner: Learner) -> None:
         learner.publish(0)
@@ -99,7 +142,7 @@ class BackendConformance:
 
     def exported(self, learner: Learner, directory: Path) -> dict[str, torch.Tensor]:
         learner.backend.export(directory)
-        return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        return tensors_of(directory)
 
     def test_two_updates_are_those_by_hand(self, make: Make, model: Path, tmp_path: Path) -> None:
         """Forward over packed prefixes, backward, division, the step, the old policy and the reference, and the export."""
@@ -145,6 +188,88 @@ class BackendConformance:
         before = learner.backend.digest()
         first, again = (learner.probe(microbatches(shares()[0])) for _ in range(2))
         assert first == again and first.differences.n > 0 and learner.backend.digest() == before
+
+    def test_it_says_where_and_what_it_is(self, make: Make, model: Path) -> None:
+        backend = make(config_of(model)).backend
+        assert backend.software and backend.place.mesh.size == 1 and backend.place.publishes
+        assert backend.tensor_group is None and backend.replica_links is None, "a replica is one rank"
+        own = torch.tensor([2.0, 3.0], device=backend.device)
+        assert backend.reductions.ranks(own).tolist() == backend.reductions.replicas(own).tolist() == [2.0, 3.0]
+
+    def test_what_is_published_is_what_is_exported(self, make: Make, model: Path, tmp_path: Path) -> None:
+        """Bucket by bucket as an engine puts them together, each overwritten when the one after the next is asked for."""
+        learner = make(config_of(model))
+        source = learner.backend.published_weights(BUCKET_BYTES)
+        late = learner.backend.published_weights(BUCKET_BYTES, "old")
+        self.train(learner)
+        expected = self.exported(learner, tmp_path / "trained")
+        learner.backend.copy_policy("old")
+        for weights in (source, late):
+            assert weights is not None and weights.is_leader
+            manifest = Manifest.from_json(weights.manifest.to_json())
+            rows = [shape[-1] * 4 for shape in manifest.shapes.values()]
+            assert len(manifest.buckets) > 3 and all(b.num_bytes <= max(BUCKET_BYTES, *rows) for b in manifest.buckets)
+            assembler, found = Assembler(manifest), {}
+            for bucket, data in zip(manifest.buckets, weights.buckets(Deadline(30.0)), strict=True):
+                assert data is not None
+                found |= {name: tensor.clone() for name, tensor in assembler.take(bucket, data)}
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    def test_a_checkpoint_goes_on_as_if_nothing_had_been(self, make: Make, model: Path, tmp_path: Path) -> None:
+        """Weights, reference, optimizer and learning rate; and the same weights from an export of the checkpoint, on demand."""
+        keys = {"algorithm": {"reference_refresh_every": 1}, "trainer": {"backend": self.name}}
+        keys |= {"optimizer": {"warmup_iterations": 3}, "checkpoint": {"asynchronous": False}}
+        learner = make(config_of(model, **keys))
+        self.train(learner)
+        learner.publish(1)  # and the reference becomes that version
+        planned = learner.backend.plan_save(tmp_path, 1)
+        assert planned.description["reference"] == {"version": 1, "saved": True}
+        planned.release()
+        save(learner, tmp_path, 1)
+        checkpoint = tmp_path / "checkpoints" / directory_name(1)
+        resumed = make(config_of(model, **keys))
+        assert resumed.backend.digest() != learner.backend.digest()
+        assert resumed.backend.load(checkpoint).version == 1
+        steps = []
+        for one in (learner, resumed):
+            one.publish(1)
+            before = [one.backend.digest(name) for name in ("policy", "reference", "old")]
+            one.accumulate(Source(microbatches(shares()[0])))
+            report = one.step().report
+            steps.append((before, one.backend.digest(), report.learning_rate, report.grad_norm))
+        assert steps[0] == steps[1] and steps[0][1] != steps[0][0][0]
+
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+            config = learner._config
+            done = alone.submit(made_and_left, self.name, config, checkpoint, tmp_path / "hf")
+            assert done.result(ALONE_S) == (1, True)
+        again, exported = make(config_of(model, **keys)), tensors_of(tmp_path / "hf")
+        again.backend.load(checkpoint)
+        expected = self.exported(again, tmp_path / "own")
+        assert exported.keys() == expected.keys()
+        assert all(torch.equal(exported[name], expected[name]) for name in expected)
+
+    def test_rounding_is_that_of_training_or_there_is_no_wider_type(self, make: Make, model: Path) -> None:
+        learner = make(config_of(model))
+        self.train(learner)
+        before, seen, own = learner.backend.digest(), {}, {}
+        some = microbatches(shares()[0])[:2]
+
+        def take(microbatch: Microbatch, narrow: torch.Tensor, wide: torch.Tensor) -> None:
+            seen[microbatch.sources] = (narrow, wide)
+
+        has_wider = learner.backend.rounding(some, take)
+        assert learner.backend.digest() == before, "it changes nothing"
+        if not has_wider:
+            assert not seen and learner.rounding(some) is None
+            return
+        learner.backend.evaluate(some, lambda one, outputs: own.update({one.sources: outputs}))
+        assert seen.keys() == own.keys() and len(seen) == 2
+        for sources, (narrow, wide) in seen.items():
+            assert torch.equal(narrow, own[sources].frozen["old"].values), "of the iteration's version"
+            torch.testing.assert_close(wide.float(), own[sources].policy.values, rtol=1e-4, atol=1e-5)
+            assert not torch.equal(wide.float(), own[sources].policy.values) or wide.dtype != narrow.dtype
 
     @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
     @pytest.mark.parametrize("fault", [name for name in faults_of(2, 1) if "buffer" not in name])

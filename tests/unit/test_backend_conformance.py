@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pa_npu.backends.protocol import BackendModule, TrainBackend
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
+from tests.helpers import backend_conformance
 from tests.helpers.adapters import make_adapter, merged_by_hand, peft_model
 from tests.helpers.backend import make_learner
 from tests.helpers.backend_conformance import BackendConformance, Make, by_hand
@@ -28,7 +31,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
+def test_every_member_of_the_interface_occurs_in_the_suite() -> None:
+    tree = ast.parse(Path(backend_conformance.__file__).read_text())
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    members = {name for kind in (TrainBackend, BackendModule) for name in vars(kind) if not name.startswith("_")}
+    assert len(members) > 20 and members <= used, f"no backend is asked for {sorted(members - used)}"
+
+
 class TestMegatron(BackendConformance):
+    name = "megatron"
+
     @pytest.fixture
     def make(self) -> Make:
         return lambda config: make_learner(config)[0]
@@ -44,6 +56,8 @@ def made_by(name: str) -> Make:
 
 
 class TestFsdp(BackendConformance):
+    name = "fsdp"
+
     @pytest.fixture
     def make(self) -> Make:
         return made_by("fsdp")
@@ -51,6 +65,8 @@ class TestFsdp(BackendConformance):
 
 class TestFsdpWithAdapters(BackendConformance):
     """Against peft on the plain model, from the same adapters."""
+
+    name = "fsdp"
 
     @pytest.fixture
     def make(self, model: Path, tmp_path: Path) -> Make:
@@ -73,6 +89,8 @@ class TestFsdpWithAdapters(BackendConformance):
 
 
 class TestToy(BackendConformance):
+    name = "tests.helpers.toy_backend:BACKEND"
+
     @pytest.fixture
     def make(self) -> Make:
-        return made_by("tests.helpers.toy_backend:BACKEND")
+        return made_by(self.name)

@@ -1,6 +1,6 @@
 """A training backend on plain torch, written from the conformance suite: trainer.backend=tests.helpers.toy_backend:BACKEND.
 
-One device per replica; replicas sum their gradients over gloo. It publishes to no engines.
+One device per replica; replicas sum their gradients over gloo.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def create(
 ) -> Any:  # imported when it is asked for
     from tests.helpers.toy_backend.backend import ToyBackend
 
-    return ToyBackend(config, platform, store, rank, local_rank)
+    return ToyBackend(config, spec, platform, store, rank, local_rank)
 
 
 def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, merged: bool = False) -> None:

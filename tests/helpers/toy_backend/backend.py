@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from pa_npu.backends.reductions import GroupReductions
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.mesh import Mesh, Place
 from pa_npu.config.schema import Config
+from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.weight_transfer.digest import digest_of
+from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment
+from pa_npu.weight_transfer.transport import Deadline
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FILE = "toy.pt"
@@ -33,11 +36,13 @@ class ToyBackend:
     tensor_group = replica_links = None
     software = f"torch {torch.__version__}"
 
-    def __init__(self, config: Config, platform: Platform, store: dist.Store, rank: int, local_rank: int) -> None:
+    def __init__(
+        self, config: Config, spec: ModelSpec, platform: Platform, store: dist.Store, rank: int, local_rank: int
+    ) -> None:
         world = config.trainer.devices
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        self._config, self._platform = config, platform
+        self._config, self._spec, self._platform = config, spec, platform
         self.place: Place = Mesh(data=world).place(rank)
         self.device = platform.device(local_rank)
         self.reductions = GroupReductions(dist.group.WORLD)
@@ -66,8 +71,10 @@ class ToyBackend:
         ).to(self.device)
         return model.eval().requires_grad_(name == "policy")
 
-    def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> None:
-        return None
+    def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> PublishedTensors | None:
+        if not self.place.publishes:
+            return None
+        return PublishedTensors(self._models[late_from or "policy"], self._spec, bucket_bytes)
 
     def name_policy(self, weights: PolicyState) -> None:
         self._weights["policy"] = weights
@@ -115,6 +122,11 @@ class ToyBackend:
         for microbatch in microbatches:
             here = microbatch.to(self.device)
             take(here, self._outputs(here, False))
+
+    def rounding(
+        self, microbatches: list[Microbatch], take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None]
+    ) -> bool:
+        return False  # it computes in one type only
 
     def _outputs(self, microbatch: Microbatch, entropy_gradient: bool) -> Outputs:
         logprobs, entropy = self._logprobs("policy", microbatch)
@@ -170,6 +182,28 @@ class ToyBackend:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+class PublishedTensors:
+    """WeightSource of a whole model: rows of tensors, one run of them per bucket."""
+
+    is_leader = True
+
+    def __init__(self, model: torch.nn.Module, spec: ModelSpec, bucket_bytes: int) -> None:
+        self._tensors = dict(model.named_parameters())
+        self._runs: list[tuple[str, int, int]] = []
+        for name, tensor in self._tensors.items():
+            row = tensor[0].numel()
+            run = max(1, bucket_bytes // (row * tensor.element_size())) * row
+            self._runs += [(name, start, min(run, tensor.numel() - start)) for start in range(0, tensor.numel(), run)]
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        buckets = tuple(Bucket(dtype, (Segment(*run),)) for run in self._runs)
+        self.manifest = Manifest(0, spec.wire_sizes(), shapes, buckets)
+
+    def buckets(self, deadline: Deadline) -> Iterator[torch.Tensor]:
+        for name, start, size in self._runs:
+            yield self._tensors[name].detach().view(-1)[start : start + size]
 
 
 class PlannedFile:
