@@ -1,4 +1,4 @@
-"""What the model of an iteration is about: engines, trainers, and groups with given lengths."""
+"""The subjects of the model of an iteration: engines, trainers, and groups with given lengths."""
 
 from __future__ import annotations
 

@@ -362,11 +362,11 @@ class ScheduleController:
         )
 
 
-def _some(candidates: Sequence[Candidate], count: int, told: Sequence[Candidate | None]) -> list[Candidate]:
-    """No more than so many of them: those that are told, and of the others every so manieth."""
+def _some(candidates: Sequence[Candidate], count: int, required: Sequence[Candidate | None]) -> list[Candidate]:
+    """Returns at most `count` candidates: all of `required`, and an even selection of the rest."""
     if len(candidates) <= count:
         return list(candidates)
-    kept = [candidate for candidate in candidates if candidate in told][: max(0, count)]
+    kept = [candidate for candidate in candidates if candidate in required][: max(0, count)]
     others, left = [c for c in candidates if c not in kept], max(0, count - len(kept))
     return kept + [others[int((number + 0.5) * len(others) / left)] for number in range(left)]
 

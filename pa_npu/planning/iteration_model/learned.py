@@ -1,4 +1,4 @@
-"""What a run's iterations teach about the next: speeds, shapes of groups, the border, and how far predictions were off."""
+"""Learns from a run's iterations for the next: speeds, shapes of groups, the border, and how far predictions were off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator and the schedule controller tell each other about an iteration."""
+"""The messages of coordinator and schedule controller to each other about an iteration."""
 
 from __future__ import annotations
 
