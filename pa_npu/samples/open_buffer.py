@@ -9,7 +9,7 @@ from pa_npu.algorithm.advantages import find_group_advantage
 from pa_npu.algorithm.policy_losses import find_policy_loss
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix
-from pa_npu.samples.columns import RunColumns
+from pa_npu.samples.columns import LOGPROBS, RunColumns
 from pa_npu.samples.rollout_buffer import Payloads, RolloutBuffer, StoreRolloutBuffer
 from pa_npu.samples.shards import OwnShard, ShardPayloads
 
@@ -24,12 +24,14 @@ def open_buffer(
     readers: int = 1,
     ahead: int = 0,
     fills: bool = False,
+    trains: bool = False,
     own: OwnShard | None = None,
 ) -> RolloutBuffer:
-    """readers, ahead: as StoreRolloutBuffer. fills: whether this is the coordinator, which starts what the backend needs. own: the
-    shard that this process hosts."""
+    """readers, ahead: as StoreRolloutBuffer. fills: whether this is the coordinator, which starts what the backend needs. trains:
+    whether groups are read for the loss, and no columns that it does not read. own: the shard that this process hosts."""
     place = payloads(config, channel, fills=fills, own=own)
-    return StoreRolloutBuffer(channel, _NAME, readers, ahead, place, run_columns(config))
+    columns = trained_columns(config) if trains else run_columns(config)
+    return StoreRolloutBuffer(channel, _NAME, readers, ahead, place, columns)
 
 
 def run_columns(config: Config) -> RunColumns:
@@ -38,6 +40,15 @@ def run_columns(config: Config) -> RunColumns:
     if config.algorithm.advantage != "batch-std":  # which is of no group
         features.append(find_group_advantage(config.algorithm.advantage))
     return RunColumns.of_features(features)
+
+
+def trained_columns(config: Config) -> RunColumns:
+    """The same for trainers: of columns that only the advantage reads nothing travels to them, unless they make some column."""
+    columns = run_columns(config)
+    if any(column.filled_by == "trainers" for column in columns.declared):
+        return columns
+    loss = RunColumns.of_features([find_policy_loss(config.algorithm.loss)])
+    return columns.reading([LOGPROBS.name, *(column.name for column in loss.declared)])
 
 
 def payloads(

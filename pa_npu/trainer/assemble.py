@@ -141,7 +141,7 @@ def rollout_source(
     if config.has_shards and (backend.replica_links is None or backend.replica_links.reads):
         address = os.environ.get(ADDRESS_VARIABLE, config.placement.address)
         own = host_shard(channel, replica, address)
-    buffer = open_buffer(config, channel, readers=config.mesh.replica_size, own=own)
+    buffer = open_buffer(config, channel, readers=config.mesh.replica_size, trains=True, own=own)
 
     freshness, is_told = Freshness.of(config), config.trained_groups is None
     # a group is carried for max_staleness updates at most

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.engines.protocol import Generation
 from pa_npu.environments.protocol import write
@@ -21,6 +22,7 @@ from pa_npu.samples.columns import ADVANTAGES, STORED, Column, GroupFormatError,
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import build_microbatches, pack
+from pa_npu.samples.open_buffer import open_buffer
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
 from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.samples.wire import from_bytes, from_parts, split, to_bytes
@@ -218,6 +220,32 @@ def test_a_task_gets_the_columns_that_it_names_and_no_others() -> None:
     assert set(from_parts(*parts, task).columns) == {MADE_UP}
     with pytest.raises(ConfigError, match=r"a task reads \['teacher'\], which no feature of this run declares"):
         RUN.reading(["teacher"])
+
+
+def advantage(rewards: Any, **_: Any) -> Any:
+    return rewards
+
+
+def loss(batch: Any, *_: Any) -> Any:
+    return batch.advantages
+
+
+@pytest.mark.parametrize("where", ["coordinator", "trainers"])
+def test_trainers_read_the_columns_of_the_loss_and_not_those_of_the_advantage_alone(
+    where: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where trainers make a column, any that is declared may be what they make it from."""
+    made = replace(ADVANTAGES, filled_by=where, make=of_length)
+    monkeypatch.setattr(advantage, "columns", (made, ROUTES), raising=False)
+    monkeypatch.setattr(loss, "columns", (MADE_UP,), raising=False)
+    names = {"loss": f"{__name__}:loss", "advantage": f"{__name__}:advantage"}
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "algorithm": names})
+    channel = StoreChannel(dist.HashStore())
+    open_buffer(config, channel, fills=True).put(group_of([two_turns(0), two_turns(1)]), 0, 0)
+    found = open_buffer(config, channel, trains=True).read(0, 0, 0)
+    assert set(found.columns) == ({MADE_UP} if where == "coordinator" else {MADE_UP, ROUTES})
+    assert (found.logprobs[found.trained] == -0.5).all() and found.advantages.any()
+    assert set(open_buffer(config, channel).read(0, 0, 0).columns) == {MADE_UP, ROUTES}, "whoever keeps it has all"
 
 
 def share(group: Group) -> np.ndarray:
