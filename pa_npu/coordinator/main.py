@@ -30,7 +30,14 @@ from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.software import TRAINERS_RUN_ON, RunsOn
 from pa_npu.control.typed import Topic
-from pa_npu.coordinator.assembly import decoder, iterations_beside, make_gateway, make_interruptions, make_updates
+from pa_npu.coordinator.assembly import (
+    decoder,
+    iterations_beside,
+    make_gateway,
+    make_interruptions,
+    make_service,
+    make_updates,
+)
 from pa_npu.coordinator.border import BorderCrossing
 from pa_npu.coordinator.evaluate import Evaluator
 from pa_npu.coordinator.in_parts import IterationsInParts
@@ -42,7 +49,6 @@ from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.resumed import take_up
 from pa_npu.coordinator.roles import make_roles
 from pa_npu.coordinator.run_evaluations import RunEvaluations
-from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.coordinator.termination import run_until_terminated
 from pa_npu.data.mixture import training_stream
 from pa_npu.data.prompts import PromptSet, load_prompts, load_training
@@ -117,7 +123,7 @@ async def run(config: Config) -> None:
         buffer = open_buffer(config, buffer_channel, ahead=iterations_beside(config, freshness), fills=True)
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.of(config), work)
-        service = ServedRun(config, pool, sampling, tokenizer) if config.agent.port is not None else None
+        service = make_service(config, pool, sampling, tokenizer)
         if (gateway := make_gateway(config, environment, key, service)) is not None:
             where = (config.placement.address, config.agent.port or 0, Path(config.run.dir))
             await stack.enter_async_context(gateway.serving(*where))

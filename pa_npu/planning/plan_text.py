@@ -60,11 +60,11 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
             f"{wanted_tokens(config)} "
             f"for {wanted_sequences(config)} in flight"
         )
-    if config.num_shared_engines and own_memory and device_bytes is not None:
+    if colocated and own_memory and device_bytes is not None:
         shared = engine_memory(config, spec, device_bytes, shared=True)
         both = (trainers.total + shared.total) / device_bytes
         lines.append(f"shared engine memory  {shared.line()}; with its trainer {both:.0%} of the device, both resident")
-    if config.num_shared_engines:
+    if colocated:
         lines.append(_shared_weights(config, trainers, one_group=not own_memory))
     lines += predicted_lines(config, spec)
     if device_bytes is not None:
@@ -113,7 +113,8 @@ def predicted_lines(config: Config, spec: ModelSpec) -> list[str]:
         return ["predicted             nothing: an iteration has too many sequences to simulate here"]
     typical = typical_speed(config.run.device)
     found = rehearse(config, spec, typical)
-    changes = advice(config, spec, typical, found)
+    # colocated, each side has all devices already, and neither waits for the other's groups
+    changes = [] if config.placement.colocate else advice(config, spec, typical, found)
     lines = [
         f"predicted             waves {found.waves:.1f}, Tg {found.generate_s:.3g} s, Tt {found.train_s:.3g} s, iteration "
         f"{found.iteration_s:.3g} s: {found.of_bound:.2f} of the bound {found.bound:.2f}x; {found.idle} "

@@ -69,11 +69,12 @@ def shortages(config: Config, spec: ModelSpec, device_bytes: int, own_memory: bo
     """Everything that does not fit. own_memory: devices have memory of their own; else all share device_bytes (cpu)."""
     if not own_memory:
         return _host_shortages(config, spec, device_bytes)
+    colocated = config.placement.colocate
     return [
         *_trainer_shortages(config, spec, device_bytes),
-        *([] if config.placement.colocate else _engine_shortages(config, spec, device_bytes)),
+        *([] if colocated else _engine_shortages(config, spec, device_bytes)),
         *_buffer_shortages(config, spec, device_bytes),
-        *_shared_shortages(config, spec, device_bytes),
+        *(_shared_shortages(config, spec, device_bytes) if colocated else []),
     ]
 
 
@@ -148,8 +149,6 @@ def _buffer_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
 
 def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Iterator[Shortage]:
     """Engines on the trainers' devices: both stay where they are, so that both must fit."""
-    if not config.num_shared_engines:
-        return
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
     def capacity(changed: Config) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from pa_npu.config.schema import Config
 from tests.helpers.house import PACKAGE, Import, circles, imports, modules, package_imports, uses
 
 # From the top; a room imports rooms of its own layer and of those below.
@@ -199,26 +200,27 @@ FEATURE_KEYS = {
     **dict.fromkeys(("engine_settings", "too_long"), "rollout"),
     **dict.fromkeys(("mode", "swap", "when", "divergence"), "publish"),
     "colocate": "placement",
-    **dict.fromkeys(("command", "programs", "port", "discards", "tool_parser"), "agent"),
+    **dict.fromkeys(("command", "programs", "port", "discards", "tool_parser", "concurrent", "output_kib"), "agent"),
+    **dict.fromkeys(("rank", "alpha", "rank_stabilized", "targets", "dropout", "export_merged"), "lora"),
+    **dict.fromkeys(("expert_parallel", "expert_dispatch", "shards", "frozen_pass"), "trainer"),
+    **dict.fromkeys(("backend", "timeout_s"), "buffer"),  # and buffer.shards, by has_shards
     **dict.fromkeys(("interrupts", "iterations_ahead", "swaps_in_turn", "delays", "keeps_published"), None),
     **dict.fromkeys(
         ("num_shared_engines", "trained_groups", "needs_whole_groups", "follows_work", "unequal_groups"), None
     ),
-    **dict.fromkeys(("generated_groups", "reduces_in_buckets", "updates"), None),
+    **dict.fromkeys(("generated_groups", "reduces_in_buckets", "updates", "has_shards"), None),
 }
 MOST_READERS = 3
 # The file that is the feature, where it reads its keys itself.
 OWN = {"max_staleness": "control/freshness.py", "iterations_ahead": "control/freshness.py"}
 # Read in more files: how many, and why.
-MANY_READERS = {
-    "num_shared_engines": (7, "six of them place engines or predict a run from its keys"),
-    "colocate": (4, "all of them predict or describe a run from its keys"),
-}
+MANY_READERS: dict[str, tuple[int, str]] = {}
 
 
 def _readers(key: str, section: str | None) -> set[str]:
     """Files outside config/ that read a key of the configuration, by its section, `config`, or a name for one of these."""
-    wanted = {section or "config"}
+    own = section or "config"
+    kind = Config.model_fields[section].annotation.__name__ if section else "Config"  # type: ignore[union-attr]
     found: set[str] = set()
     for file in modules().values():
         path = file.relative_to(PACKAGE).as_posix()
@@ -228,13 +230,14 @@ def _readers(key: str, section: str | None) -> set[str]:
         if key not in text:
             continue
         tree = ast.parse(text)
-        aliases = {
-            target.id
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Assign)
-            for target, value in _pairs(node)
-            if isinstance(target, ast.Name) and isinstance(value, ast.Attribute) and value.attr.lstrip("_") in wanted
-        }
+        aliases, wanted = set(), {own}  # names of variables, and of attributes
+        for node in ast.walk(tree):
+            for target, value in _pairs(node) if isinstance(node, ast.Assign) else ():
+                if isinstance(value, ast.Attribute) and value.attr.lstrip("_") == own:
+                    aliases |= {target.id} if isinstance(target, ast.Name) else set()
+                    wanted |= {target.attr.lstrip("_")} if isinstance(target, ast.Attribute) else set()
+            if isinstance(node, ast.arg) and kind in getattr(node.annotation, "id", "").split():
+                aliases.add(node.arg)
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr == key:
                 base = node.value

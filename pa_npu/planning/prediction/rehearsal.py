@@ -87,12 +87,10 @@ def can_rehearse(config: Config) -> bool:
 def advice(config: Config, spec: ModelSpec, typical: TypicalSpeed, found: Rehearsal) -> list[tuple[str, Rehearsal]]:
     """Find changes that make an iteration's groups cheaper by _WORTH or more, best first, each with what then is predicted.
 
-    Nothing where engines and trainers are colocated. Tried alone: two and four times the groups where less than _ENOUGH of the
+    Engines and trainers have devices of their own. Tried alone: two and four times the groups where less than _ENOUGH of the
     bound is reached, and a replica's devices more for either side.
     """
     schedule, rollout, trainer = config.schedule, config.rollout, config.trainer
-    if config.placement.colocate:  # each side has all devices already, and neither waits for the other's groups
-        return []
     moved = math.lcm(config.mesh.replica_size, rollout.tensor_parallel)
     factors = (2, 4) if found.of_bound < _ENOUGH else ()
     changes: list[dict[str, Mapping[str, Any]]] = [
