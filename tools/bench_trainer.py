@@ -35,8 +35,8 @@ from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
-from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.replica_feed import Traffic
 
 PROFILE_GROUPS = {
     "linear layers": ("aten::mm", "aten::addmm", "aten::linear", "aten::bmm", "mkldnn"),

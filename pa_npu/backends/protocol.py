@@ -22,9 +22,8 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.publish.publisher import WeightSource
-from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch
-from pa_npu.samples.replica_feed import ReplicaLinks
+from pa_npu.samples.replica_feed import ReplicaLinks, Traffic
 from pa_npu.telemetry.timeline import Timeline
 
 

@@ -22,8 +22,8 @@ from typing import Any
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope, cancel
 from pa_npu.coordinator.episode import GroupGenerate, Rewards, run_episode, score
-from pa_npu.data.benchmarks import CHOICE_COLUMN
 from pa_npu.data.prompts import Prompt
+from pa_npu.data.records import CHOICE_COLUMN
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Environment, EnvironmentFailed

@@ -1,4 +1,4 @@
-"""The Ascend platform: torch_npu and HCCL."""
+"""The Ascend platform: torch_npu with its fused kernels, and HCCL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch_npu
 from pa_npu.errors import ConfigError
 from pa_npu.platform import base
 from pa_npu.platform.accelerator import AcceleratorPlatform, without_users
-from pa_npu.platform.npu_ops import NpuOps
 
 # Seconds: engines load for minutes while trainers wait for them.
 HCCL_TIMEOUTS = {"HCCL_CONNECT_TIMEOUT": "1800"}
@@ -91,3 +90,50 @@ class NpuPlatform(AcceleratorPlatform):
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
         # without it HCCL takes the first interface that is not a container's bridge
         return {} if "HCCL_SOCKET_IFNAME" in os.environ else without_users({"HCCL_IF_IP": address})
+
+
+class NpuOps:
+    """FusedOps by torch_npu's fused kernels, called directly rather than through MindSpeed's switches."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        normed: torch.Tensor = torch_npu.npu_rms_norm(x, weight, epsilon=eps)[0]
+        return normed
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        # SBND with cos and sin as S1 1D: the kernel takes four dimensions, the batch is one packed sequence
+        rotated: torch.Tensor = torch_npu.npu_rotary_mul(x.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1))
+        return rotated.squeeze(1)
+
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        activated: torch.Tensor = torch_npu.npu_swiglu(x, dim=-1)
+        return activated
+
+    def grouped_linear(self, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        return _GroupedLinear.apply(rows, weight, counts)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """npu_grouped_matmul, which has no backward in torch_npu. group_type 0 divides rows, 2 the dimension that is summed over."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.ends = torch.tensor(counts, dtype=torch.int64, device=rows.device).cumsum(0)
+        return _grouped_matmul(rows, weight.transpose(-2, -1), ctx.ends, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        rows, weight = ctx.saved_tensors
+        return (
+            _grouped_matmul(grads[0], weight, ctx.ends, 0),
+            _grouped_matmul(grads[0].t(), rows, ctx.ends, 2),
+            None,
+        )
+
+
+def _grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, group_type: int) -> torch.Tensor:
+    """ends: cumulative, on the device. split_item 3: one tensor comes out."""
+    found: list[torch.Tensor] = torch_npu.npu_grouped_matmul(
+        [x], [weight], group_list=ends, group_type=group_type, group_list_type=0, split_item=3
+    )
+    return found[0]

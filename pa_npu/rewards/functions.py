@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pa_npu.config.user_code import ERROR_CHARACTERS, describe, import_function, source_of
-from pa_npu.data.benchmarks import CHOICE_COLUMN
+from pa_npu.data.records import CHOICE_COLUMN
 from pa_npu.errors import ConfigError, DataError
 from pa_npu.rewards.answers import is_correct
 from pa_npu.rewards.choices import chosen_letter
@@ -83,7 +83,7 @@ def build_function(spec: FunctionSpec) -> Function:
 
 
 def math_reward(group: RewardInput) -> list[float]:
-    """1 for a response whose final answer equals the reference, else 0; of a multiple choice (data/benchmarks.py) its letter."""
+    """1 for a response whose final answer equals the reference, else 0; of a multiple choice (data/records.py) its letter."""
     if letters := group.row.get(CHOICE_COLUMN):
         return [float(chosen_letter(response, str(letters)) == group.answer) for response in group.responses]
     return [float(is_correct(response, group.answer)) for response in group.responses]

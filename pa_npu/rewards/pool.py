@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -29,13 +29,14 @@ from pa_npu.control.tasks import gather
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
 from pa_npu.rewards.concurrent import ConcurrentRewards
-from pa_npu.rewards.failures import FailingShare
 from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, function_specs
 from pa_npu.rewards.process import check_reward_functions, first_of_computing, start_again, start_worker
 from pa_npu.rewards.types import SHAPING, RewardInput, RewardResult, group_line
 
 __all__ = ["RewardInput", "RewardPool", "RewardResult", "check_reward_functions"]
 
+WINDOW = 64  # groups that a function's failing share is taken over
+LEAST = 8  # groups that must have been scored before it is judged
 PIPELINE_DEPTH = 4  # groups in a worker at once, so that it never waits for the event loop
 ATTEMPTS = 3  # workers that may die of one group
 _NO_VERDICT_AT_ALL = 0.5  # of a judge's 0 to 1
@@ -343,3 +344,25 @@ class _Worker:
 def _outcome(judges: bool) -> str:
     """Says what follows a failure: a judge gives no verdict (reward.judge.on_failure decides), another function zero."""
     return "no verdict on" if judges else "zero for"
+
+
+class FailingShare:
+    """Ends a run whose reward functions keep failing: training on their zeros teaches nothing.
+
+    most: the share of the last groups for which each function may fail; 1 tolerates all.
+    """
+
+    def __init__(self, labels: Sequence[str], most: float) -> None:
+        self._most = most
+        self._failed: dict[str, deque[bool]] = {label: deque(maxlen=WINDOW) for label in labels}
+
+    def note(self, errors: Mapping[str, str]) -> None:
+        """One scored group. errors: what went wrong, by the function's label. Raises DataError where it is too often."""
+        for label, failed in self._failed.items():
+            failed.append(label in errors)
+            if label in errors and len(failed) >= LEAST and sum(failed) > self._most * len(failed):
+                raise DataError(
+                    f"reward.functions: {label} failed for {sum(failed)} of the last {len(failed)} groups, which were trained "
+                    f"without it (last: {errors[label]}); correct the function, or raise reward.max_failing_share = "
+                    f"{self._most:g}"
+                )

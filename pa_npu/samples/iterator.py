@@ -27,9 +27,8 @@ from pa_npu.control.freshness import EXACT, Freshness
 from pa_npu.control.messages import Dispatched
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.group import Group
-from pa_npu.samples.group_source import GroupSource, LoneReader, Parsed, Traffic
 from pa_npu.samples.microbatch import Microbatch, cut, num_packed_tokens, pack
-from pa_npu.samples.replica_feed import ReplicaFeed, ReplicaLinks
+from pa_npu.samples.replica_feed import GroupSource, LoneReader, Parsed, ReplicaFeed, ReplicaLinks, Traffic
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import from_bytes, from_parts
 from pa_npu.telemetry.timeline import Timeline, now

@@ -25,7 +25,6 @@ from pa_npu.platform.base import Platform
 from pa_npu.publish.late_engines import LateEngines
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.publish.publisher import Publisher, WeightSource
-from pa_npu.publish.sizing import auto_bucket_bytes
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.open_buffer import open_buffer
 from pa_npu.samples.shards import host_shard
@@ -36,6 +35,11 @@ from pa_npu.trainer.border import Border
 from pa_npu.trainer.checks import IterationChecks
 from pa_npu.trainer.learner import Learner, late_source
 from pa_npu.weight_transfer.transport import HOST_BACKEND
+
+# A publish keeps up to four buckets in the leader's memory: two on the wire, two being gathered over TP. With this share
+# of the free memory for each they take a 64th. What is free is asked before the optimizer has made its state.
+SHARE_OF_FREE_MEMORY = 1 / 256
+SMALLEST_BUCKET_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,11 @@ def bucket_bytes(config: Config, platform: Platform, backend: TrainBackend) -> i
     if backend.tensor_group is not None:
         dist.all_reduce(size, op=dist.ReduceOp.MIN, group=backend.tensor_group)
     return int(size.item())
+
+
+def auto_bucket_bytes(free_bytes: int, largest_bytes: int) -> int:
+    """publish.bucket_mib=auto on a device with `free_bytes`, where larger ones than `largest_bytes` gain nothing."""
+    return min(largest_bytes, max(SMALLEST_BUCKET_BYTES, int(free_bytes * SHARE_OF_FREE_MEMORY)))
 
 
 def rollout_source(

@@ -25,8 +25,8 @@ from pa_npu.platform.base import Platform
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher, PublishStats
 from pa_npu.publish.version_gate import VersionGate
-from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.replica_feed import Traffic
 from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.gradient_sum import GradientSum

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
-from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.replica_feed import Traffic
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
 from tests.helpers.megatron import PLATFORM, TriModel

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pa_npu.viewer.export import export
+from pa_npu.viewer.command import export
 from pa_npu.viewer.run import RunDirectory
 from pa_npu.viewer.server import ViewServer
 from tests.helpers.browser import Browser, find_browser

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.megatron import PLATFORM  # noqa: F401 - prepares megatron
 
-from pa_npu.backends.megatron.schedule import run_sequential  # isort: skip
+from pa_npu.backends.megatron.backend import run_sequential  # isort: skip
 
 
 class Loss:

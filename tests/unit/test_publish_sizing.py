@@ -6,7 +6,7 @@ import pytest
 
 from pa_npu import platform as platforms
 from pa_npu.planning.publish_time import Link, publish_seconds, weight_bytes
-from pa_npu.publish.sizing import SMALLEST_BUCKET_BYTES, auto_bucket_bytes
+from pa_npu.trainer.assemble import SMALLEST_BUCKET_BYTES, auto_bucket_bytes
 from tools.bench_publish import MODELS
 
 MIB, GIB = 2**20, 2**30

@@ -19,9 +19,8 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections import DataConfig, ModelConfig, RewardConfig, RewardFunction
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
-from pa_npu.rewards import failures
 from pa_npu.rewards import process as process_module
-from pa_npu.rewards.pool import RewardInput, RewardPool, check_reward_functions
+from pa_npu.rewards.pool import LEAST, WINDOW, FailingShare, RewardInput, RewardPool, check_reward_functions
 
 USERS_MODULE = '''
 import json, os, subprocess, sys, time
@@ -181,7 +180,7 @@ async def test_a_function_that_keeps_failing_ends_the_run_and_the_line_says_what
     """Also when only one of several functions fails."""
     functions = (RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row"))
     async with RewardPool(RewardConfig(functions=functions)) as pool:
-        for _ in range(failures.LEAST - 1):
+        for _ in range(LEAST - 1):
             assert (await pool.score(group(**row))).errors
         with pytest.raises(DataError, match=r"failed for 8 of the last 8 groups.*reward\.max_failing_share") as ended:
             await pool.score(group(**row))
@@ -191,18 +190,18 @@ async def test_a_function_that_keeps_failing_ends_the_run_and_the_line_says_what
 
 async def test_functions_that_fail_now_and_then_do_not_end_the_run_and_a_share_of_one_never_does() -> None:
     async with RewardPool(users_config(max_failing_share=0.5)) as pool:
-        for number in range(3 * failures.LEAST):
+        for number in range(3 * LEAST):
             await pool.score(group(**({"raise": True} if number % 2 else {})))
     async with RewardPool(users_config(max_failing_share=1.0)) as pool:
-        for _ in range(2 * failures.LEAST):
+        for _ in range(2 * LEAST):
             assert (await pool.score(group(**{"raise": True}))).errors
 
 
 def test_the_failing_share_is_that_of_the_last_groups_only() -> None:
-    share = failures.FailingShare(["f", "g"], 0.25)
-    for _ in range(10 * failures.WINDOW):
+    share = FailingShare(["f", "g"], 0.25)
+    for _ in range(10 * WINDOW):
         share.note({})
-    for _ in range(failures.WINDOW // 4):
+    for _ in range(WINDOW // 4):
         share.note({"f": "ValueError: x"})
     with pytest.raises(DataError, match=r"f failed for 17 of the last 64 groups.*last: ValueError: y"):
         share.note({"f": "ValueError: y"})

@@ -20,8 +20,8 @@ from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport, IterationReport, ProbeReport, merge_updates
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
-from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import build_microbatches
+from pa_npu.samples.replica_feed import Traffic
 from tests.helpers.backend import Source, make_learner
 from tests.helpers.groups import with_trained
 from tests.helpers.megatron import model_config, single_process

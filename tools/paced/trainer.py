@@ -14,8 +14,8 @@ from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.update_sums import ReducedGradient
 from pa_npu.backends.megatron import factory
 from pa_npu.backends.protocol import MicrobatchSource, TrainBackend
-from pa_npu.samples.group_source import Traffic
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.replica_feed import Traffic
 from tools.paced.device import Device
 
 # A trainer that waited for longer had nothing to do.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -15,6 +15,7 @@ import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
 from pa_npu.algorithm.update_sums import ReducedGradient
@@ -26,7 +27,6 @@ from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
 from pa_npu.backends.megatron.in_step import InStep, filler, most, or_nothing
 from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler
 from pa_npu.backends.megatron.reduction import WatchedReduction, gradient_size
-from pa_npu.backends.megatron.schedule import Forward, Loss, run_pipelined, run_sequential, with_spans
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.backends.megatron.weights.hf_directory import export_hf
@@ -39,9 +39,12 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import ReplicaLinks
-from pa_npu.telemetry.timeline import Timeline
+from pa_npu.telemetry.timeline import Timeline, now
 from pa_npu.weight_transfer.digest import digest_of
 from pa_npu.weight_transfer.transport import HOST_BACKEND
+
+Forward = Callable[[Microbatch], Any]  # ModelOutput on the last stage, hidden states before it
+Loss = Callable[[Microbatch, Any], torch.Tensor]  # of what the forward gives on the last stage
 
 
 class MegatronBackend:
@@ -285,3 +288,71 @@ class MegatronBackend:
 
 def _inputs(microbatch: Microbatch) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
     return microbatch.tokens[None], microbatch.layout, microbatch.rows, microbatch.targets
+
+
+# One pass over microbatches that arrive one by one, by a plain loop or by Megatron's 1F1B over pipeline stages. Both accumulate
+# unnormalised gradients, let their reduction over replicas begin inside the last backward, and call the model configuration's
+# finalize_model_grads_func once, at the end. The loop ends when its microbatches do; 1F1B has to know their number in advance.
+
+
+def run_sequential(
+    model: Any,
+    microbatches: Iterable[Microbatch],
+    forward: Forward,
+    loss: Loss,
+    is_last: Callable[[], bool] | None,
+) -> None:
+    """Forward and backward of one microbatch after another, on a model without pipeline stages.
+
+    is_last: whether the microbatch taken last is the last one, in whose backward gradients begin to be reduced; None: forward only.
+    """
+    if is_last is None:
+        for microbatch in microbatches:
+            loss(microbatch, forward(microbatch))
+        return
+    for microbatch in microbatches:
+        with nullcontext() if is_last() else model.config.no_sync_func():
+            loss(microbatch, forward(microbatch)).backward()
+    model.config.finalize_model_grads_func([model])
+
+
+def run_pipelined(
+    model: Any,
+    microbatches: Iterator[Microbatch],
+    num_microbatches: int,
+    forward: Forward,
+    loss: Loss,
+    *,
+    forward_only: bool,
+) -> None:
+    """Megatron's schedule over the stages of a pipeline; every stage takes all microbatches."""
+
+    def forward_step(iterator: Iterator[Microbatch], model: Any) -> tuple[Any, Callable[[Any], Any]]:
+        microbatch = next(iterator)
+        return forward(microbatch), partial(loss_step, microbatch)
+
+    def loss_step(microbatch: Microbatch, output: ModelOutput) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        # three values mean: the first is a sum over as many tokens as the second says, leave it undivided
+        return loss(microbatch, output), torch.tensor(microbatch.targets.numel(), dtype=torch.int), {}
+
+    # lengths vary, so the schedule exchanges shapes (variable_seq_lengths) and its seq_length is unused
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=microbatches,
+        model=[model],
+        num_microbatches=num_microbatches,
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def with_spans(microbatches: Iterable[Microbatch], timeline: Timeline) -> Generator[Microbatch, None, None]:
+    """The same, with a timeline span for each: from the moment it is at hand until the next one is asked for."""
+    for microbatch in microbatches:
+        start_s = now()
+        try:
+            yield microbatch
+        finally:
+            groups = ", ".join(map(str, microbatch.group_indices))
+            timeline.complete(f"group {groups}", start_s, now(), lane="microbatches")

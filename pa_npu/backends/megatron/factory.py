@@ -1,4 +1,4 @@
-"""How a trainer rank gets its MegatronBackend: the process prepared, groups joined, stage built and loaded."""
+"""How a trainer rank gets its MegatronBackend, and a lone process a checkpoint's policy: prepared, joined, built and loaded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from pa_npu import platform as platforms
+from pa_npu.backends.exported import checked_run
 from pa_npu.backends.megatron.patches import PATCHES, prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
@@ -60,7 +62,22 @@ def load_stage(config: Config, spec: ModelSpec, platform: Platform) -> TriModel:
 
 
 def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, merged: bool = False) -> None:
-    """See BackendModule."""
-    from pa_npu.backends.megatron.checkpoint import to_hf
+    """See BackendModule: in the type that the policy was trained in, whatever parallel sizes the checkpoint was written at.
 
-    to_hf.export_checkpoint(checkpoint, output, model)
+    Needs the model's size in host memory. Raises as checked_run does; ExportError when it cannot be written.
+    """
+    config, spec = checked_run(checkpoint, output, model)
+    platform = platforms.get("cpu")
+    prepare(platform.name)
+    from pa_npu.backends.megatron.checkpoint.state import load_policy_only
+    from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
+    from pa_npu.backends.megatron.stage import build_stage
+    from pa_npu.backends.megatron.weights.hf_directory import export_hf
+
+    place = initialise_parallel(config, platform, dist.HashStore(), rank=0, world_size=1)
+    try:
+        stage = build_stage(spec, config, platform)
+        load_policy_only(stage, checkpoint)
+        export_hf(stage.policy, spec, output, place)
+    finally:
+        shutdown_parallel()

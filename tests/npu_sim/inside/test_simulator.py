@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from pa_npu.platform.npu_ops import NpuOps
+from pa_npu.platform.npu import NpuOps
 from tests.npu_sim.reference_ops import all_references, ntd_to_tnd, tnd_to_ntd
 from tests.npu_sim.simulator import NpuSim, cpu_alias
 
