@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
@@ -63,19 +65,34 @@ def refusing(directory: str, read: Callable[[], T]) -> T:
         ) from None
 
 
-def list_of(directory: Path, rank: int) -> Path:
-    """The file in which a rank, or its forked writer, says what it has written: for rank 0, which may be on another node."""
+def note_written(directory: Path, results: Iterable[WriteResult]) -> list[str]:
+    """Tells rank 0, which may be on another node, what this rank or its forked writer has written; returns the files' names."""
+    described = [_describe(result) for result in results]
+    _list_of(directory, dist.get_rank()).write_text(json.dumps(described))
+    return sorted({item["storage"]["relative_path"] for item in described})
+
+
+def take_written(directory: Path) -> list[list[WriteResult]]:
+    """Returns what each rank has told, and removes it."""
+    lists = [_list_of(directory, rank) for rank in range(dist.get_world_size())]
+    written = [[_restore(item) for item in json.loads(file.read_text())] for file in lists]
+    for file in lists:
+        file.unlink()
+    return written
+
+
+def _list_of(directory: Path, rank: int) -> Path:
     return directory / f".written_{rank}.json"
 
 
-def describe(result: WriteResult) -> dict[str, Any]:
+def _describe(result: WriteResult) -> dict[str, Any]:
     index = result.index
     offset = None if index.offset is None else list(index.offset)
     place = {"fqn": index.fqn, "offset": offset, "index": index.index}
     return {"place": place, "bytes": result.size_in_bytes, "storage": asdict(result.storage_data)}
 
 
-def restore(item: dict[str, Any]) -> WriteResult:
+def _restore(item: dict[str, Any]) -> WriteResult:
     place = item["place"]
     offset = None if place["offset"] is None else torch.Size(place["offset"])
     return WriteResult(

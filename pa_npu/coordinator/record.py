@@ -111,6 +111,52 @@ class RunRecords:
                 say(f"|   {name}: {metrics}; {found['length_mean']:.0f} tokens, {found['truncated_ratio']:.0%} cut")
 
 
+class PeaksAround:
+    """Host memory between two records. Engines and trainers say theirs themselves."""
+
+    def __init__(self) -> None:
+        kinds = {"coordinator": _itself, "workers": _workers, "launcher": _launcher, "keepers": _keepers}
+        self._peaks = {kind: ResidentPeak(processes) for kind, processes in kinds.items()}
+        self.take()
+
+    def take(self) -> dict[str, int]:
+        """By name of the record, in bytes, since the last call; kinds that have no process are left out.
+
+        workers: those of reward functions, tools and environments. launcher: with the store, and so with what lies in the rollout
+        buffer. keepers: all those of this machine together.
+        """
+        taken = {f"memory_{kind}_bytes": peak.take() for kind, peak in self._peaks.items()}
+        return {name: value for name, value in taken.items() if value}
+
+
+def _itself() -> Sequence[int]:
+    return [os.getpid()]
+
+
+def _workers() -> Sequence[int]:
+    return tree(os.getpid())[1:]
+
+
+def _launcher() -> Sequence[int]:
+    """Finds the process that started this process's keeper."""
+    leader = session_leader()
+    keeper = None if leader is None else parent(leader)
+    launcher = None if keeper is None else parent(keeper)
+    return [] if launcher is None else [launcher]
+
+
+def _keepers() -> Sequence[int]:
+    """The launcher's children that lead a session, as every keeper does."""
+    return [pid for launcher in _launcher() for pid in children(launcher) if _leads_a_session(pid)]
+
+
+def _leads_a_session(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except OSError:
+        return False
+
+
 def tracked_config(config: Config) -> dict[str, Any]:
     """The resolved configuration for trackers, by key, without secrets; of the engines' environment the names alone."""
     tree = config.model_dump(mode="json")
@@ -190,49 +236,3 @@ def _device_idle(trainer_idle: float, decodes: float, uses: Collection[EngineUse
     """Share of the iteration in which devices neither decoded nor trained, where each is for both: a trainer that waits while its
     device decodes is not idle. decodes: share in which the mean device does."""
     return {"device_idle": max(0.0, trainer_idle - decodes)} if uses and all(use.shared for use in uses) else {}
-
-
-class PeaksAround:
-    """Host memory between two records. Engines and trainers say theirs themselves."""
-
-    def __init__(self) -> None:
-        kinds = {"coordinator": _itself, "workers": _workers, "launcher": _launcher, "keepers": _keepers}
-        self._peaks = {kind: ResidentPeak(processes) for kind, processes in kinds.items()}
-        self.take()
-
-    def take(self) -> dict[str, int]:
-        """By name of the record, in bytes, since the last call; kinds that have no process are left out.
-
-        workers: those of reward functions, tools and environments. launcher: with the store, and so with what lies in the rollout
-        buffer. keepers: all those of this machine together.
-        """
-        taken = {f"memory_{kind}_bytes": peak.take() for kind, peak in self._peaks.items()}
-        return {name: value for name, value in taken.items() if value}
-
-
-def _itself() -> Sequence[int]:
-    return [os.getpid()]
-
-
-def _workers() -> Sequence[int]:
-    return tree(os.getpid())[1:]
-
-
-def _launcher() -> Sequence[int]:
-    """Finds the process that started this process's keeper."""
-    leader = session_leader()
-    keeper = None if leader is None else parent(leader)
-    launcher = None if keeper is None else parent(keeper)
-    return [] if launcher is None else [launcher]
-
-
-def _keepers() -> Sequence[int]:
-    """The launcher's children that lead a session, as every keeper does."""
-    return [pid for launcher in _launcher() for pid in children(launcher) if _leads_a_session(pid)]
-
-
-def _leads_a_session(pid: int) -> bool:
-    try:
-        return os.getsid(pid) == pid
-    except OSError:
-        return False

@@ -7,7 +7,6 @@ Any number of ranks reads what any other has written.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from pa_npu.backends.fsdp.optimizer import ShardedAdamW
-from pa_npu.backends.shard_index import IndexReader, describe, list_of, refusing, restore
+from pa_npu.backends.shard_index import IndexReader, note_written, refusing, take_written
 from pa_npu.checkpoints.digests import damaged
 from pa_npu.checkpoints.directories import read_meta
 
@@ -79,10 +78,7 @@ class PlannedShards:
 
     def write(self) -> list[str]:
         """Write and sync this rank's file; returns its name. Raises OSError, or what torch's writer makes of one."""
-        results = self._writer.write_data(self._plan, self._planner).wait()
-        described = [describe(result) for result in results]
-        list_of(self._directory, dist.get_rank()).write_text(json.dumps(described))
-        return sorted({result.storage_data.relative_path for result in results})
+        return note_written(self._directory, self._writer.write_data(self._plan, self._planner).wait())
 
     def release(self) -> None:
         """Drop the data: a forked process has it."""
@@ -90,13 +86,8 @@ class PlannedShards:
 
     def complete(self) -> None:
         """Write the index from what all ranks have written. Raises OSError."""
-        if dist.get_rank() != 0:
-            return
-        lists = [list_of(self._directory, rank) for rank in range(dist.get_world_size())]
-        written = [[restore(item) for item in json.loads(file.read_text())] for file in lists]
-        self._writer.finish(self._metadata, written)
-        for file in lists:
-            file.unlink()
+        if dist.get_rank() == 0:
+            self._writer.finish(self._metadata, take_written(self._directory))
 
 
 def _on_host(data: Any) -> torch.Tensor:

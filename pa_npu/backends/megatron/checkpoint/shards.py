@@ -7,7 +7,6 @@ ranks have succeeded before any of them goes on. Works on core 0.12.1 to 0.16.1,
 
 from __future__ import annotations
 
-import json
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.storage import WriteResult
 
-from pa_npu.backends.shard_index import describe, list_of, restore
+from pa_npu.backends.shard_index import note_written, take_written
 
 # Files per rank. They are written one after another, so that more would gain nothing.
 _FILES_PER_RANK = 1
@@ -68,8 +67,7 @@ class PlannedShards:
             if isinstance(result, Exception):
                 raise result
             written += result
-        list_of(self._directory, dist.get_rank()).write_text(json.dumps([describe(result) for result in written]))
-        return sorted({result.storage_data.relative_path for result in written})
+        return note_written(self._directory, written)
 
     def release(self) -> None:
         """Drop the data: a forked process has it."""
@@ -79,12 +77,8 @@ class PlannedShards:
         """Write the index from what all ranks have written. Raises OSError."""
         if dist.get_rank() != 0:
             return
-        lists = [list_of(self._directory, rank) for rank in range(dist.get_world_size())]
-        written = [[restore(item) for item in json.loads(file.read_text())] for file in lists]
-        self._strategy.writer.finish(self._strategy.metadata, written)
+        self._strategy.writer.finish(self._strategy.metadata, take_written(self._directory))
         save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(self._directory))
-        for file in lists:
-            file.unlink()
 
 
 class _PlanOnly(TorchDistSaveShardedStrategy):
