@@ -234,7 +234,7 @@ def loss(batch: Any, *_: Any) -> Any:
 def test_trainers_read_the_columns_of_the_loss_and_not_those_of_the_advantage_alone(
     where: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where trainers make a column, any that is declared may be what they make it from."""
+    """A column that trainers make may be made from any that is declared."""
     made = replace(ADVANTAGES, filled_by=where, make=of_length)
     monkeypatch.setattr(advantage, "columns", (made, ROUTES), raising=False)
     monkeypatch.setattr(loss, "columns", (MADE_UP,), raising=False)
