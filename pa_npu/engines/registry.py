@@ -47,6 +47,7 @@ class EngineKind:
         ValueError, LookupError or TypeError when it does not say.
     tool_parser: from the name of one and a tokenizer to what finds tool calls in a text, or raises ConfigError; None where the kind
         has none.
+    merges_adapters: whether its engines load adapters that are sent alone (publish.lora=adapter): Receiver.whole.
     """
 
     command: Callable[[Config, ModelSpec, int, int], EngineCommand]
@@ -56,6 +57,7 @@ class EngineKind:
     describe: Callable[[Config | None], tuple[str, str | None]]
     served_model: Callable[[str, str], str]
     tool_parser: Callable[[str, Any], Callable[..., Any]] | None = None
+    merges_adapters: bool = False
 
 
 # Modules, because they are imported where they are used only.
@@ -71,6 +73,17 @@ def engine_kind(backend: str) -> EngineKind:
     if not isinstance(kind, EngineKind):
         raise ConfigError(f"rollout.backend: {backend} is no EngineKind; see pa_npu/engines/registry.py")
     return kind
+
+
+def check_engine_keys(config: Config, spec: ModelSpec | None) -> None:
+    """Raises ConfigError where configuration and model, if that is known, ask for what the kind cannot do."""
+    kind = engine_kind(config.rollout.backend)
+    if config.publish.lora == "adapter" and not kind.merges_adapters:
+        raise ConfigError(
+            f"publish.lora: adapter with rollout.backend={config.rollout.backend}, whose engines merge no adapters; set "
+            f"publish.lora=merged"
+        )
+    kind.check_keys(config, spec)
 
 
 def import_path(config: Config, python: str) -> str | None:

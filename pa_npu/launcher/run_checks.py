@@ -18,7 +18,7 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.coordinator.environment_trial import check_environment
-from pa_npu.engines.registry import engine_kind
+from pa_npu.engines.registry import check_engine_keys, engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.model_directory import (
     check_end_tokens,
@@ -156,7 +156,7 @@ def check_surroundings(
     sample = None if tokenizer is None else _check_data(config, findings, tokenizer, local)
     findings.counts += check_rewards(config, sample, ask_judge=not forgive)
     check_algorithm(config.algorithm)
-    engine_kind(config.rollout.backend).check_keys(config, findings.spec)
+    check_engine_keys(config, findings.spec)
     backend_module(config.trainer.backend)
     if tokenizer is not None:
         check_environment(config, sample)
@@ -289,7 +289,7 @@ def check_engines(config: Config, platform: Platform) -> tuple[ModelSpec, Placem
     if config.placement.cluster != "local":
         raise ConfigError("placement.cluster: engines alone are started on this machine only; set it to local")
     spec = check_model_files(config)
-    engine_kind(config.rollout.backend).check_keys(config, spec)
+    check_engine_keys(config, spec)
     check_engine_interpreter(config)
     check_ports(config, range(config.num_engines))
     return spec, place(config, _num_devices(platform), available_cores())

@@ -94,7 +94,8 @@ class TrainerPublish:
             if verdict.done:
                 break
             logger.warning("weight version %d is published again: %s", version, verdict.reason)
-        logger.info("published version %d in %.2f s", version, send_s)
+        sent = self._last.bytes if self._last is not None else 0
+        logger.info("published version %d, %.1f MiB, in %.2f s", version, sent / 2**20, send_s)
         return Published(verdict.probe, send_s, time.perf_counter() - start - send_s, members.delayed)
 
     def wait_swapped(self, version: int) -> None:

@@ -14,7 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu.backends.registry import backend_module
 from pa_npu.families.spec import ModelSpec
+from pa_npu.publish.publisher import WeightSource
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.weight_transfer.manifest import Assembler
+from pa_npu.weight_transfer.transport import Deadline
 
 
 def plain(model: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -58,6 +61,15 @@ def export_merged(model: Path, adapter: Path, directory: Path) -> Path:
         )
         backend.export(directory)
     return directory
+
+
+def received(source: WeightSource) -> dict[str, torch.Tensor]:
+    """Returns what engines get of a source."""
+    assembler, found = Assembler(source.manifest), {}
+    for bucket, buffer in zip(source.manifest.buckets, source.buckets(Deadline(60.0)), strict=True):
+        assert buffer is not None
+        found |= {name: tensor.clone() for name, tensor in assembler.take(bucket, buffer.clone())}
+    return found
 
 
 def merged_by_hand(

@@ -25,7 +25,7 @@ kind, port, stages, directory, versions = sys.argv[1], int(sys.argv[2]), json.lo
 device = platform.get(kind)
 device.set_device(0)
 receiver = Receiver.join(("127.0.0.1", port), stages, rank=1, world_size=2, backend="handles", device=device.device(0),
-                         timeout_s=120.0, model=types.SimpleNamespace())
+                         timeout_s=120.0, model=types.SimpleNamespace(), directory="")
 for version in range(versions):
     weights = dict(receiver.receive(version))
     assert all(tensor.device.type == kind for tensor in weights.values())

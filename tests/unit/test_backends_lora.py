@@ -29,9 +29,7 @@ from pa_npu.planning.adapters import adapter_parameters, without_adapters
 from pa_npu.planning.memory import trainer_memory
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
-from pa_npu.weight_transfer.manifest import Assembler
-from pa_npu.weight_transfer.transport import Deadline
-from tests.helpers.adapters import make_adapter, merged_by_hand, peft_model, plain
+from tests.helpers.adapters import make_adapter, merged_by_hand, peft_model, plain, received
 from tests.helpers.backend import Source
 from tests.helpers.backend_conformance import RESPONSES, by_hand, config_of, shares
 from tests.helpers.megatron import PLATFORM, model_config, single_process
@@ -78,11 +76,7 @@ def sent(learner: Learner, bucket_bytes: int = 2**14) -> dict[str, torch.Tensor]
     """Returns the weights that engines would get."""
     source = learner.backend.published_weights(bucket_bytes)
     assert source is not None
-    assembler, found = Assembler(source.manifest), {}
-    for bucket, buffer in zip(source.manifest.buckets, source.buckets(Deadline(60.0)), strict=True):
-        assert buffer is not None
-        found |= {name: tensor.clone() for name, tensor in assembler.take(bucket, buffer.clone())}
-    return found
+    return received(source)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared prompts", "separate sequences"])

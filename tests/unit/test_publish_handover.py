@@ -93,7 +93,9 @@ def sender(
 def receiver(publisher: Publisher, store: dist.TCPStore, rank: int, size: int, epoch: int = 0) -> Receiver:
     stage = publisher.manifest().by("handles").of_epoch(epoch).to_json()
     place: dict[str, Any] = {"rank": rank, "world_size": size, "backend": transport.HANDLES, "device": CPU}
-    return Receiver.join(("127.0.0.1", store.port), [stage], **place, timeout_s=TIMEOUT_S, model=SimpleNamespace())
+    return Receiver.join(
+        ("127.0.0.1", store.port), [stage], **place, timeout_s=TIMEOUT_S, model=SimpleNamespace(), directory=""
+    )
 
 
 def meeting(store: dist.TCPStore, rank: int, size: int = 2, timeout_s: float = TIMEOUT_S) -> Meeting:

@@ -141,7 +141,7 @@ def test_engines_receive_the_checkpoint_bit_for_bit(
             different = [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)]
             assert not different, f"version {version}: {different}"
         sent = sum(stats.bytes for stats in results[: len(publishers)])
-        assert sent == sum(tensor.nbytes for tensor in expected.values()) == receivers[0].num_bytes
+        assert sent == sum(tensor.nbytes for tensor in expected.values())
         assert all(stats.buckets > 1 for stats in results[: len(publishers)]), (
             "one bucket would show nothing about cutting"
         )

@@ -21,7 +21,7 @@ from pa_npu.attention import PrefixLayout
 from pa_npu.backends.fsdp.checkpoint import PlannedShards, load_state, state_of
 from pa_npu.backends.fsdp.lora import Adapted
 from pa_npu.backends.fsdp.lora_export import write_adapters
-from pa_npu.backends.fsdp.lora_merge import Merged
+from pa_npu.backends.fsdp.lora_merge import Merged, base_of
 from pa_npu.backends.fsdp.model import DTYPES, ScoredModel, count_reductions
 from pa_npu.backends.fsdp.optimizer import ShardedAdamW, local
 from pa_npu.backends.fsdp.reduction import counted
@@ -102,8 +102,10 @@ class FsdpBackend:
         if not self.place.sends:
             return None
         model, dtype = self._models[late_from or "policy"], DTYPES[self._config.model.dtype]
-        source = Merged(model) if isinstance(model, Adapted) else model
-        return ShardedWeights(source, self._spec, self.place, bucket_bytes, dtype, group)
+        if not isinstance(model, Adapted) or self._config.publish.lora == "merged":
+            return self._whole(model, bucket_bytes, group)
+        base = base_of(model, self._config.model.path, dtype) if self.place.publishes else None
+        return ShardedWeights(model, self._spec, self.place, bucket_bytes, torch.float32, group, base)
 
     def name_policy(self, weights: PolicyState) -> None:
         self._weights["policy"] = weights
@@ -196,12 +198,19 @@ class FsdpBackend:
         if isinstance(self._policy, Adapted) and not self._config.lora.export_merged:
             write_adapters(self._policy, self._config, self._spec, directory, self.place, self._shard_group)
             return
-        source = self.published_weights(BUCKET_BYTES)
+        source = self._whole(self._policy, BUCKET_BYTES, self._shard_group) if self.place.sends else None
         write_hf(source, self._spec, directory, self.place, self._device)
 
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _whole(
+        self, model: ScoredModel | Adapted, bucket_bytes: int, group: dist.ProcessGroup | None
+    ) -> ShardedWeights:
+        """A model's weights, adapters merged into them."""
+        source, dtype = Merged(model) if isinstance(model, Adapted) else model, DTYPES[self._config.model.dtype]
+        return ShardedWeights(source, self._spec, self.place, bucket_bytes, dtype, group)
 
     def _logprobs(self, name: str, microbatches: list[Microbatch]) -> list[torch.Tensor]:
         """One model's, of each microbatch."""

@@ -30,7 +30,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.families.wire_names import WireWeight, stored_tensors, wire_weights
 
 POLICY = "policy"
-_PREFIX = "base_model.model."  # of names in peft's files
+PREFIX = "base_model.model."  # of names in peft's files
 _PARTS = ("lora_A", "lora_B")
 
 
@@ -189,7 +189,7 @@ def _chosen(causal: Any, config: Config, shape: AdapterShape) -> list[str]:
 
 def _weights(layers: dict[str, Any], adapters: str) -> dict[str, torch.Tensor]:
     return {
-        f"{_PREFIX}{name}.{part}.weight": getattr(layer, part)[adapters].weight
+        f"{PREFIX}{name}.{part}.weight": getattr(layer, part)[adapters].weight
         for name, layer in layers.items()
         for part in _PARTS
     }

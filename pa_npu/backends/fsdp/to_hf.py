@@ -12,7 +12,7 @@ from pa_npu.backends.fsdp.lora import ModelWithAdapters, adapted
 from pa_npu.backends.fsdp.lora_export import write_adapters
 from pa_npu.backends.fsdp.lora_merge import Merged
 from pa_npu.backends.fsdp.model import DTYPES, ScoredModel, load_model
-from pa_npu.backends.fsdp.weights import ShardedWeights
+from pa_npu.backends.fsdp.weights import ShardedWeights, Weights
 from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.mesh import LONE_RANK
@@ -33,13 +33,12 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, 
         if not (merged or config.lora.export_merged):
             write_adapters(adapters, config, spec, output, place, None)
             return
-        source = ShardedWeights(Merged(adapters), spec, place, BUCKET_BYTES, DTYPES[config.model.dtype], None)
-        write_hf(source, spec, output, place, torch.device("cpu"))
-        return
-    policy = ScoredModel(
-        load_model(config.model.path, torch.float32, trust_remote_code=spec.trust_remote_code),
-        config.attention.implementation,
-    ).requires_grad_(False)
-    load_state({MODEL + name: weight for name, weight in policy.named_weights().items()}, checkpoint, alone=True)
+        policy: Weights = Merged(adapters)
+    else:
+        policy = ScoredModel(
+            load_model(config.model.path, torch.float32, trust_remote_code=spec.trust_remote_code),
+            config.attention.implementation,
+        ).requires_grad_(False)
+        load_state({MODEL + name: weight for name, weight in policy.named_weights().items()}, checkpoint, alone=True)
     source = ShardedWeights(policy, spec, place, BUCKET_BYTES, DTYPES[config.model.dtype], None)
     write_hf(source, spec, output, place, torch.device("cpu"))

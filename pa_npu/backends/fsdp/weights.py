@@ -21,6 +21,7 @@ from pa_npu.config.mesh import Place
 from pa_npu.families.spec import ModelSpec
 from pa_npu.families.wire_names import WireWeight
 from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.adapters import Base
 from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment
 
 _WORD_BYTES = 4  # sums of bits are those of int32, which every backend of collectives adds
@@ -54,7 +55,7 @@ class Weights(Protocol):
 class ShardedWeights:
     """A WeightSource. dtype: what parameters are sent in, buffers go as they are held.
 
-    group: the ranks whose shards make the whole, None where this rank is alone.
+    group: the ranks whose shards make the whole, None where this rank is alone. base: what engines merge it into, where it is adapters.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ShardedWeights:
         bucket_bytes: int,
         dtype: torch.dtype,
         group: dist.ProcessGroup | None,
+        base: Base | None = None,
     ) -> None:
         self._place = place
         self._group = group
@@ -84,6 +86,7 @@ class ShardedWeights:
                 for own, some in sent.items()
                 for segments in plan_segments(some, max(1, bucket_bytes // own.itemsize))
             ),
+            base=base,
         )
 
     @property

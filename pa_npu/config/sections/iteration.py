@@ -125,6 +125,11 @@ class PublishConfig(Section):
         "rollout.attach.",
     )
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
+    lora: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="What engines get of adapters: merged, all weights with the adapters in them; adapter, A and B alone, which "
+        "engines merge into the weights of their model directory.",
+    )
     mode: Literal["blocking", "delayed"] = Field(
         "blocking",
         description="How a version comes to the engines: blocking loads it between two iterations; delayed, with "

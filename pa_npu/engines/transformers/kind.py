@@ -43,4 +43,6 @@ def served_model(url: str, key: str) -> str:
     return directory_in(get_json(f"{url}/info", key), "model")
 
 
-TRANSFORMERS = EngineKind(server_command, TransformersEngine, check_keys, check, describe, served_model)
+TRANSFORMERS = EngineKind(
+    server_command, TransformersEngine, check_keys, check, describe, served_model, merges_adapters=True
+)

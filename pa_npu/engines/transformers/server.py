@@ -77,7 +77,7 @@ class Server:
         self._digests: tuple[str, ...] = ()
         self._device = device
         self._peak = ResidentPeak(own_processes)
-        self._weights = WeightReceiver(model, device)
+        self._weights = WeightReceiver(model, device, path)
         self._scheduler = Scheduler(Decoder(model, device), max_num_seqs)
 
     def app(self) -> web.Application:

@@ -19,8 +19,9 @@ _LOOK_EVERY_S = 0.5
 class WeightReceiver:
     """The engine's end of publishes: the one worker of this engine."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, device: torch.device, directory: str) -> None:
         self._model = model
+        self._directory = directory
         self._device = device
         self._receiver: Receiver | None = None
         self._second = SecondBuffer()
@@ -38,6 +39,7 @@ class WeightReceiver:
             device=self._device,
             timeout_s=asked.timeout_s,
             model=config.get_text_config(),
+            directory=self._directory,
         )
 
     @torch.no_grad()
@@ -49,7 +51,8 @@ class WeightReceiver:
         On any error some weights may be new and others old: the model holds no version then.
         """
         receiver = self._connected()
-        self._take(version, receiver.receive(version, begins_within_s=begins_within_s), lambda p, t: p.copy_(t))
+        received = receiver.receive(version, begins_within_s=begins_within_s)
+        self._take(version, receiver.whole(received), lambda p, t: p.copy_(t))
         return receiver.digests
 
     def prepare(self, version: int) -> tuple[str, ...]:
@@ -63,7 +66,7 @@ class WeightReceiver:
     @torch.no_grad()
     def swap(self, version: int) -> tuple[str, ...]:
         """The model takes the memory that was received; returns the digests. Raises WeightSyncError."""
-        weights, digests = self._second.take(version)
+        received, digests = self._second.take(version)
 
         def exchange(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
             if isinstance(parameter, torch.nn.Parameter):
@@ -71,7 +74,7 @@ class WeightReceiver:
             else:  # a part of one
                 parameter.copy_(tensor)
 
-        self._take(version, weights, exchange)
+        self._take(version, self._connected().whole(received), exchange)
         return digests
 
     def _connected(self) -> Receiver:

@@ -51,4 +51,6 @@ def served_model(url: str, key: str) -> str:
     return directory_in(get_json(f"{url}/v1/models", key), "data", 0, "root")
 
 
-VLLM = EngineKind(server_command, VllmEngine, check_keys, check, describe, served_model, tool_parser)
+VLLM = EngineKind(
+    server_command, VllmEngine, check_keys, check, describe, served_model, tool_parser, merges_adapters=True
+)

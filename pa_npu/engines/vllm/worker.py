@@ -18,7 +18,7 @@ which still holds keys and values of the old weights after it, is not the worker
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,6 +60,7 @@ class WorkerExtension:
             device=torch.device(worker.device),
             timeout_s=float(timeout_s),
             model=worker.model_config.hf_config.get_text_config(),
+            directory=str(worker.model_config.model),
         )
         return {"rank": rank, "stages": len(stages)}
 
@@ -69,8 +70,8 @@ class WorkerExtension:
         begins_within_s: as Receiver.receive; the model is made ready to load before that wait.
         """
         receiver = self._pa_get()
-        weights = receiver.receive(int(version), begins_within_s=begins_within_s)
-        return self._pa_load(int(version), weights, lambda: receiver.digests)
+        received = receiver.receive(int(version), begins_within_s=begins_within_s)
+        return self._pa_load(int(version), received, lambda: receiver.digests)
 
     def pa_prepare(self, version: int) -> dict[str, Any]:
         """Begin to receive weight version `version` into a second buffer."""
@@ -84,18 +85,19 @@ class WorkerExtension:
 
     def pa_swap(self, version: int) -> dict[str, Any]:
         """Load weight version `version` out of the second buffer. Errors as of pa_receive."""
-        weights, digests = self._pa_second().take(int(version))
-        return self._pa_load(int(version), iter(weights), lambda: digests)
+        received, digests = self._pa_second().take(int(version))
+        return self._pa_load(int(version), received, lambda: digests)
 
     def _pa_second(self) -> SecondBuffer:
         found: SecondBuffer = self.__dict__.setdefault("_pa_second_buffer", SecondBuffer())
         return found
 
     def _pa_load(
-        self, version: int, weights: Iterator[tuple[str, torch.Tensor]], digests: Callable[[], tuple[str, ...]]
+        self, version: int, received: Iterable[tuple[str, torch.Tensor]], digests: Callable[[], tuple[str, ...]]
     ) -> dict[str, Any]:
         """digests: of what was received, asked for when all of it has been loaded."""
         receiver = self._pa_get()
+        weights = receiver.whole(received)
         start = time.perf_counter()
         worker: Any = self
         self._pa_version = None
