@@ -23,7 +23,7 @@ _BLOCK_ROWS = 256
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight of a model directory: bytes [start, stop) of `file`, of torch's `dtype`.
+    """A weight of a model directory: bytes [start, stop) of `file`, of torch's `dtype`, loaded as `loaded`.
 
     layer: in peft's names, whose product B A is added, this weight's rows from `first_row` on; empty where nothing is.
     """
@@ -34,17 +34,17 @@ class StoredWeight:
     stop: int
     first_row: int
     dtype: str
+    loaded: str
     shape: tuple[int, ...]
     layer: str
 
 
 @dataclass(frozen=True)
 class Base:
-    """The weights that adapters are merged into, in the order of loading. factor: of the product B A; dtype: of what is loaded;
-    digest: of the weights' bytes (stored_digest)."""
+    """The weights that adapters are merged into, in the order of loading. factor: of the product B A; digest: of the weights' bytes
+    (stored_digest)."""
 
     factor: float
-    dtype: str
     digest: str
     weights: tuple[StoredWeight, ...]
 
@@ -70,7 +70,7 @@ class BaseDirectory:
         # memory of their own, as trainers have them: a kernel's last bits may depend on where its operands begin
         own = {name: tensor.to(self._device, copy=True) for name, tensor in adapters}
         for stored in self._base.weights:
-            weight = _read(self._directory, stored, self._device).to(getattr(torch, self._base.dtype))
+            weight = _read(self._directory, stored, self._device).to(getattr(torch, stored.loaded))
             if stored.layer:
                 down, up = (own[f"{stored.layer}.lora_{part}.weight"] for part in "AB")
                 merge(weight, up[stored.first_row :][: len(weight)], down, self._base.factor)

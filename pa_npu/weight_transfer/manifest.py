@@ -28,10 +28,10 @@ def _count(value: Any) -> int:
 def _base(raw: Any) -> Base:
     """A Base from JSON. Raises KeyError, TypeError or ValueError."""
     weights = []
-    for name, file, start, stop, row, dtype, shape, layer in raw["weights"]:
-        place = (_count(start), _count(stop), _count(row))
-        weights.append(StoredWeight(str(name), str(file), *place, str(dtype), tuple(map(_count, shape)), str(layer)))
-    return Base(float(raw["factor"]), str(raw["dtype"]), str(raw["digest"]), tuple(weights))
+    for name, file, start, stop, row, dtype, loaded, shape, layer in raw["weights"]:
+        place, sizes = (_count(start), _count(stop), _count(row)), tuple(map(_count, shape))
+        weights.append(StoredWeight(str(name), str(file), *place, str(dtype), str(loaded), sizes, str(layer)))
+    return Base(float(raw["factor"]), str(raw["digest"]), tuple(weights))
 
 
 @dataclass(frozen=True)

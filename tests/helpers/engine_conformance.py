@@ -60,9 +60,9 @@ def make_adapters(model: Path, directory: Path) -> tuple[Base, Path, Path]:
             sent |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
             merge(merged[name], up, down, 0.5)
         place = (found.begin, found.begin + found.num_bytes, 0)
-        weights.append(StoredWeight(name, "model.safetensors", *place, "float32", found.shape, layer))
+        weights.append(StoredWeight(name, "model.safetensors", *place, "float32", "float32", found.shape, layer))
     stored = tuple(weights)
-    base = Base(0.5, "float32", stored_digest(str(model), stored, torch.device("cpu")), stored)
+    base = Base(0.5, stored_digest(str(model), stored, torch.device("cpu")), stored)
     alone, whole = directory / "alone", shutil.copytree(model, directory / "merged")
     alone.mkdir()
     save_file(sent, alone / "model.safetensors")

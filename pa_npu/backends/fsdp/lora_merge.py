@@ -45,13 +45,13 @@ class Merged:
 
 
 def base_of(adapted: Adapted, directory: str, dtype: torch.dtype) -> Base:
-    """The model directory's weights, loaded as `dtype`, which engines merge adapters into that are sent alone.
+    """The model directory's weights, which engines merge adapters into that are sent alone. dtype: as ShardedWeights'.
 
     Raises DataError where the directory has other tensors than would be sent merged.
     """
     files, stored = weight_files(directory), []
     headers = {file: read_header(Path(directory) / file) for file in set(files.values())}
-    for name, weight, _ in adapted.model.wire_weights():
+    for name, weight, whole in adapted.model.wire_weights():
         found = headers.get(files.get(name, ""), {}).get(name)
         if found is None or found.shape != weight.shape or found.dtype not in _TORCH_NAMES:
             raise DataError(
@@ -61,10 +61,11 @@ def base_of(adapted: Adapted, directory: str, dtype: torch.dtype) -> Base:
         layer = weight.source.removesuffix(".weight")
         layer, row = (PREFIX + layer, weight.start // weight.shape[1]) if layer in adapted.layers else ("", 0)
         place = (found.begin, found.begin + found.num_bytes, row)
-        stored.append(StoredWeight(name, files[name], *place, _TORCH_NAMES[found.dtype], weight.shape, layer))
+        loaded = str(dtype if isinstance(whole, torch.nn.Parameter) else whole.dtype).removeprefix("torch.")
+        stored.append(StoredWeight(name, files[name], *place, _TORCH_NAMES[found.dtype], loaded, weight.shape, layer))
     (factor,) = {layer.scaling[adapted.adapters] for layer in adapted.layers.values()}
     digest = stored_digest(directory, tuple(stored), next(adapted.parameters()).device)
-    return Base(factor, str(dtype).removeprefix("torch."), digest, tuple(stored))
+    return Base(factor, digest, tuple(stored))
 
 
 @dataclass(frozen=True)

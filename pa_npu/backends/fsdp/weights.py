@@ -55,7 +55,7 @@ class Weights(Protocol):
 class ShardedWeights:
     """A WeightSource. dtype: what parameters are sent in, buffers go as they are held.
 
-    group: the ranks whose shards make the whole, None where this rank is alone. base: what engines merge it into, where it is adapters.
+    group: the ranks whose shards make the whole, None where this rank is alone. base: what adapters are merged into.
     """
 
     def __init__(
