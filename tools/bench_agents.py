@@ -211,7 +211,8 @@ async def serve(load: Load, engine_url: str, start_agents: Callable[[str, str], 
         Gateway(environment.sessions, 1.0).serving(HOST, 0, None),
         opened(environment, WAIT_S),
     ):
-        await pool.on_all(lambda engine: engine.load_weights(0, deadline_s=WAIT_S))
+        for engine in pool.engines:
+            await engine.load_weights(0, deadline_s=WAIT_S)
 
         async def work() -> None:
             for number in numbers:

@@ -1,4 +1,4 @@
-"""What roles that follow the work gain over turns, for an iteration that was simulated in turns."""
+"""Predicts what roles that follow the work gain over turns, from an iteration that was simulated in turns."""
 
 from __future__ import annotations
 

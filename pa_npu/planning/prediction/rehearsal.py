@@ -75,7 +75,7 @@ def rehearse(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Rehearsa
     )
     best = predict(config, spec, costs, workload, typical, iterations=_ITERATIONS, most_groups=_MOST_GROUPS)
     iteration_s = best.iteration_s - best.border_s
-    idle = best.engines_idle if config.placement.colocate else None
+    idle = best.engines_idle if config.trainer.devices == config.num_devices else None  # each device does both
     return Rehearsal(best.waves, synchronous.generate_s, synchronous.train_s, iteration_s, idle)
 
 
