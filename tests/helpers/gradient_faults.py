@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from pa_npu.algorithm import objective as objectives
+from pa_npu.config.mesh import Mesh
 from pa_npu.samples import iterator
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.trainer.learner import Learner
 
 IN_BUFFER = "advantages of one group in the buffer negated"
 REPLICAS = "reduction over replicas skipped"
+EXPERTS = "reduction of experts over their copies skipped"
 RATIOS = ("ratios against the current policy", "the current policy's log-probs given as the old one's")
 
 FAULTS: dict[str, str] = {
@@ -33,6 +35,7 @@ FAULTS: dict[str, str] = {
     RATIOS[0]: r"has ratios against the policy of version 0 after 1 updates, where algorithm.ratio = proximal takes",
     RATIOS[1]: r"all ratios to the old policy are 1 although its weights are not the policy's",
     REPLICAS: r"the 2 replicas brought .* of which its reduction left",
+    EXPERTS: r"the 4 replicas brought .* of which its reduction left",
 }
 """By name, what the run's last line says after "I7 gradient: iteration 0"."""
 
@@ -53,7 +56,12 @@ _REDUCTIONS = {
 def inject(name: str, learner: Learner) -> None:
     """Into this process: most faults are of modules."""
     place = learner.backend.place
-    if name == REPLICAS:
+    if name == EXPERTS:
+        buffers = sys.modules["megatron.core.distributed.param_and_grad_buffer"]
+        vars(buffers)["dist_reduce_scatter_func"] = partial(
+            _but_of_experts, buffers.dist_reduce_scatter_func, place.mesh
+        )
+    elif name == REPLICAS:
         for module, attribute in _REDUCTIONS.items():
             if module in sys.modules:
                 setattr(sys.modules[module], attribute, _own_part)
@@ -75,8 +83,10 @@ def inject(name: str, learner: Learner) -> None:
 
 
 def _waits_for_others(name: str, learner: Learner) -> bool:
-    """Whether a backward more or less on one rank alone would never end: shards are gathered and reduced by all in it."""
-    return "backward " in name and "fsdp" in type(learner.backend).__module__
+    """Whether a backward more or less on one rank alone would never end: shards are gathered and reduced by all in it, or tokens
+    go to experts of other ranks."""
+    is_collective = "fsdp" in type(learner.backend).__module__ or learner.backend.place.mesh.expert > 1
+    return "backward " in name and is_collective
 
 
 class _With:
@@ -88,6 +98,11 @@ class _With:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+def _but_of_experts(reduce: Callable[..., Any], mesh: Mesh, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Reduces what is not an expert's: copies of experts are fewer than replicas."""
+    return (_own_part if kwargs["group"].size() == mesh.expert_data else reduce)(output, *args, **kwargs)
 
 
 def _own_part(output: torch.Tensor, given: torch.Tensor | None = None, **kwargs: Any) -> None:
@@ -165,5 +180,6 @@ def _as_old(outputs: Any) -> Any:
 
 
 def faults_of(updates: int, replicas: int) -> Sequence[str]:
-    """Those that a run with so many updates and replicas can have."""
-    return [name for name in FAULTS if (updates > 1 or name not in RATIOS) and (replicas > 1 or name != REPLICAS)]
+    """Those that a run of a dense model with so many updates and replicas can have."""
+    impossible = {EXPERTS, *(() if updates > 1 else RATIOS), *(() if replicas > 1 else [REPLICAS])}
+    return [name for name in FAULTS if name not in impossible]

@@ -79,9 +79,9 @@ def running(pid: int) -> bool:
         return False
 
 
-def random_tiny(directory: Path) -> Path:
+def random_tiny(directory: Path, *options: str) -> Path:
     """Makes model/ with random weights, train.jsonl and test.jsonl in the directory, for `settings`."""
-    arguments = ["--out", str(directory), "--random", "--train-questions", "64", "--test-questions", "8"]
+    arguments = ["--out", str(directory), "--random", "--train-questions", "64", "--test-questions", "8", *options]
     assert make_tiny_model.main(arguments) == 0
     return directory
 

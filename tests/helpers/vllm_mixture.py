@@ -1,7 +1,8 @@
 """vLLM on the CPU with a mixture of experts, in one process: python -m tests.helpers.vllm_mixture MODEL NEW OUT
 
-Loads MODEL, then the weights of NEW twice by the worker extension's own reload: without and with its repair of experts. OUT: JSON
-of the largest difference of log-probs from transformers at each of the three.
+Loads MODEL, then the weights of NEW twice as the worker extension loads a publish: without and with its repair of experts. OUT: JSON
+of the largest difference of log-probs from transformers at each of the three, and of what the extension says of NEW without the
+experts of its last layer ("missing").
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.update(
@@ -20,20 +22,27 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from pa_npu.weight_transfer.transport import WeightSyncError
+
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9, 8, 7]]
 
 
-def reload(worker: Any, directory: str, repair: bool) -> None:
+def reload(worker: Any, directory: str, repair: bool, without: str = "nothing") -> str:
+    """Loads a directory's weights, and returns what was said where they were refused. without: in the names of those left out."""
     from pa_npu.engines.vllm import experts
-    from pa_npu.engines.vllm.worker import _reloading
 
     pack_again = experts.pack_again
     experts.pack_again = pack_again if repair else lambda model: None
+    weights = load_file(Path(directory) / "model.safetensors")
+    worker._pa_receiver = SimpleNamespace(is_tied=False)
     try:
-        with _reloading(worker) as model, torch.no_grad():
-            model.load_weights(iter(load_file(Path(directory) / "model.safetensors").items()))
+        worker._pa_load(0, iter([(name, weight) for name, weight in weights.items() if without not in name]), tuple)
+    except WeightSyncError as error:
+        return str(error)
     finally:
         experts.pack_again = pack_again
+        del worker._pa_receiver
+    return ""
 
 
 def main(directory: str, new: str, out: str) -> None:
@@ -49,6 +58,7 @@ def main(directory: str, new: str, out: str) -> None:
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=False,
         disable_log_stats=True,
+        worker_extension_cls="pa_npu.engines.vllm.worker.WorkerExtension",
     )
 
     def worst(path: str) -> float:
@@ -64,10 +74,11 @@ def main(directory: str, new: str, out: str) -> None:
             most = max(most, (found - expected).abs().max().item())
         return most
 
-    result = {"loaded": worst(directory)}
+    result: dict[str, Any] = {"loaded": worst(directory)}
     for name, repair in (("without the repair", False), ("with it", True)):
-        llm.collective_rpc(reload, args=(new, repair))
+        assert llm.collective_rpc(reload, args=(new, repair)) == [""]
         result[name] = worst(new)
+    (result["missing"],) = llm.collective_rpc(reload, args=(new, True, "layers.1.mlp.experts"))
     Path(out).write_text(json.dumps(result))
 
 

@@ -16,11 +16,12 @@ from safetensors.torch import save_file
 from torch.distributed import distributed_c10d as c10d
 
 from pa_npu.backends.megatron.weights import hf_map
-from pa_npu.config.mesh import Mesh
+from pa_npu.config.mesh import Mesh, Place
 from pa_npu.families.spec import ModelSpec
 
 T = TypeVar("T")
-FAMILIES = ("qwen2", "qwen3", "llama")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
+EXPERTS, EXPERT_FFN, DENSE_LAYER = 8, 16, 1
 
 
 def make_checkpoint(
@@ -44,6 +45,9 @@ def make_checkpoint(
         "eos_token_id": 1,
         "torch_dtype": "bfloat16",
     }
+    if family == "qwen3_moe":
+        config |= {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_FFN}
+        config["mlp_only_layers"] = [DENSE_LAYER]
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.json").write_text("{}")
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
@@ -55,12 +59,18 @@ def make_checkpoint(
             shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, hidden)
             if family == "qwen2":
                 shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
-            if family == "qwen3" and name != "v":
+            if family in ("qwen3", "qwen3_moe") and name != "v":
                 shapes[f"{prefix}self_attn.{name}_norm.weight"] = (head_dim,)
         shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, heads * head_dim)
-        shapes[f"{prefix}mlp.gate_proj.weight"] = (ffn, hidden)
-        shapes[f"{prefix}mlp.up_proj.weight"] = (ffn, hidden)
-        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, ffn)
+        is_sparse = family == "qwen3_moe" and layer != DENSE_LAYER
+        if is_sparse:
+            shapes[f"{prefix}mlp.gate.weight"] = (EXPERTS, hidden)
+        owners = [f"mlp.experts.{expert}." for expert in range(EXPERTS)] if is_sparse else ["mlp."]
+        inner = EXPERT_FFN if is_sparse else ffn
+        for owner in owners:
+            shapes[f"{prefix}{owner}gate_proj.weight"] = (inner, hidden)
+            shapes[f"{prefix}{owner}up_proj.weight"] = (inner, hidden)
+            shapes[f"{prefix}{owner}down_proj.weight"] = (hidden, inner)
         shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
     generator = torch.Generator().manual_seed(vocab)
@@ -72,19 +82,35 @@ def make_checkpoint(
 
 @dataclass(frozen=True)
 class Stage:
-    """Which share of the model a stand-in stage holds."""
+    """Which share of the model a stand-in stage holds. Its experts are shared by ep_size ranks, over replicas where TP has fewer."""
 
     tp_size: int = 1
     stage: int = 0
     num_stages: int = 1
+    ep_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that together hold all of the stage."""
+        return max(self.tp_size, self.ep_size)
+
+    def place(self, rank: int) -> Place:
+        """Of one of these ranks."""
+        data = self.num_ranks // self.tp_size
+        mesh = Mesh(self.tp_size, self.num_stages, data, expert=self.ep_size, experts_tensor=1)
+        return mesh.at(tensor=rank % self.tp_size, data=rank // self.tp_size, pipeline=self.stage)
 
     def parameter_names(self, spec: ModelSpec) -> list[str]:
         per_stage = spec.num_layers // self.num_stages
         rests = ["input_layernorm.weight", "self_attention.linear_proj.weight", "self_attention.linear_qkv.weight"]
         rests += ["self_attention.linear_qkv.bias"] * spec.qkv_bias
         rests += ["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"] * spec.qk_norm
-        rests += ["pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
-        names = [f"decoder.layers.{layer}.{rest}" for layer in range(per_stage) for rest in rests]
+        rests += ["pre_mlp_layernorm.weight"]
+        dense, sparse = ["linear_fc1.weight", "linear_fc2.weight"], ["router.weight", "experts.gate_up", "experts.down"]
+        names = []
+        for layer in range(per_stage):
+            kinds = sparse if spec.has_experts(layer + per_stage * self.stage) else dense
+            names += [f"decoder.layers.{layer}.{rest}" for rest in [*rests, *(f"mlp.{kind}" for kind in kinds)]]
         if self.stage == 0:
             names.insert(0, hf_map.EMBEDDING)
         if self.stage == self.num_stages - 1:
@@ -97,9 +123,13 @@ class Stage:
     def build(self, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
         """A module tree with Megatron's parameter names and this layout's shapes, filled with NaN."""
         module = torch.nn.Module()
+        offset = spec.num_layers // self.num_stages * self.stage
         for name in self.parameter_names(spec):
-            shapes = [tensor.local_shape(self.tp_size) for tensor in hf_map.sources(name, spec, 0)]
+            tensors = hf_map.sources(name, spec, offset)
+            shapes = [t.local_shape(self.tp_size) for t in tensors if t.expert == tensors[0].expert]
             shape = (sum(s[0] for s in shapes), *shapes[0][1:])
+            if tensors[0].expert is not None:
+                shape = (EXPERTS // self.ep_size, *shape)
             owner = module
             *path, leaf = name.split(".")
             for child in path:
@@ -107,14 +137,13 @@ class Stage:
                     owner.add_module(child, torch.nn.Module())
                 owner = getattr(owner, child)
             owner.register_parameter(leaf, torch.nn.Parameter(torch.full(shape, float("nan"), dtype=dtype)))
-        offset = spec.num_layers // self.num_stages * self.stage
         for layer, transformer_layer in module.decoder.layers.named_children():
             transformer_layer.layer_number = offset + int(layer) + 1
         return module
 
-    def load(self, spec: ModelSpec, tp_rank: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    def load(self, spec: ModelSpec, rank: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
         module = self.build(spec, dtype)
-        hf_map.load_hf(module, spec, Mesh(self.tp_size).place(tp_rank))
+        hf_map.load_hf(module, spec, self.place(rank))
         return module
 
 

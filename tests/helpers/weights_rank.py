@@ -41,7 +41,7 @@ def start_ranks(job: dict[str, Any], world_size: int, directory: Path) -> list[R
 
 
 def main(job_file: str) -> None:
-    from pa_npu.backends.megatron.parallel import tensor_group
+    from pa_npu.backends.megatron.parallel import shard_group
     from pa_npu.backends.megatron.weights.buckets import StageTensors
     from pa_npu.backends.megatron.weights.hf_directory import export_hf
     from pa_npu.families.spec import ModelSpec
@@ -65,8 +65,8 @@ def main(job_file: str) -> None:
     place = initialise_parallel(config, PLATFORM, dist.PrefixStore("ranks", store), rank, config.trainer.devices)
     spec = ModelSpec.read(str(models[0]))
     stage = build_stage(spec, config, PLATFORM, frozen=())
-    bucket_bytes = int(job["bucket_mib"] * 2**20)
-    source = StageTensors(stage, spec, place, bucket_bytes, tensor_group()) if place.sends else None
+    bucket_bytes, group = int(job["bucket_mib"] * 2**20), shard_group()
+    source = StageTensors(stage, spec, place, bucket_bytes, group) if place.sends else None
     with Publisher(
         source,
         store_host=host,
@@ -90,7 +90,7 @@ def main(job_file: str) -> None:
                 store.set(f"digests/{version}/{place.stage}", stats.digests)
     if job.get("export"):
         spec = ModelSpec.read(str(models[-1]))
-        export_hf(stage, spec, job["export"], place, tensor_group(), max_file_bytes=job["max_file_bytes"])
+        export_hf(stage, spec, job["export"], place, group, max_file_bytes=job["max_file_bytes"])
     shutdown_parallel()
 
 

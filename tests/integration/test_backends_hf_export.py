@@ -22,8 +22,9 @@ pytestmark = pytest.mark.integration
     [
         ("qwen3", False, {"devices": 4, "tensor_parallel": 2, "pipeline_parallel": 2}, 100_000),
         ("llama", True, {"devices": 2}, 2**30),
+        ("qwen3_moe", False, {"devices": 4, "pipeline_parallel": 2, "expert_parallel": 2}, 100_000),
     ],
-    ids=["qwen3-untied-TP2-PP2", "llama-tied-DP2"],
+    ids=["qwen3-untied-TP2-PP2", "llama-tied-DP2", "qwen3_moe-PP2-EP2"],
 )
 def test_export_of_a_parallel_job_is_the_model(
     family: str, tied: bool, trainer: dict[str, Any], max_file_bytes: int, tmp_path: Path

@@ -80,6 +80,13 @@ MIXTURE_ON_TWO: dict[str, dict[str, Any]] = {
     "EP2 separate": {"expert_parallel": 2, "distributed_optimizer": False, "shared_prompt": False},
     "EP2 allgather": {"expert_parallel": 2, "distributed_optimizer": False, "expert_dispatch": "allgather"},
     "TP2 EP2": {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "recompute": "full"},
+    "TP2 EP2 allgather": {
+        "tensor_parallel": 2,
+        "sequence_parallel": True,
+        "expert_parallel": 2,
+        "distributed_optimizer": False,
+        "expert_dispatch": "allgather",
+    },
     "TP2 with all experts": {"tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": False},
 }
 MIXTURE_ON_FOUR: dict[str, dict[str, Any]] = {
@@ -92,6 +99,9 @@ MIXTURE_ON_FOUR: dict[str, dict[str, Any]] = {
     "TP2 x EP4": {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 4},
     "PP2 x EP2": {"pipeline_parallel": 2, "expert_parallel": 2, "distributed_optimizer": False},
     "PP2 x EP2 sharded": {"pipeline_parallel": 2, "expert_parallel": 2},
+}
+MIXTURE_ON_FOUR |= {
+    f"{name} separate": {**MIXTURE_ON_FOUR[name], "shared_prompt": False} for name in ("TP2 x EP2", "PP2 x EP2")
 }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2": {"devices": 2, "pipeline_parallel": 2},
     "DP2": {"devices": 2},
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    "EP2": {"devices": 2, "expert_parallel": 2},
+    "EP2, not sharded": {"devices": 2, "expert_parallel": 2, "distributed_optimizer": False},
+    "TP2+SP EP2": {"devices": 2, "tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},
+    "PP2 DP2 EP2": {"devices": 4, "pipeline_parallel": 2, "expert_parallel": 2},
+    "DP4 EP2": {"devices": 4, "expert_parallel": 2},
+}
 FIRST, LAST = 2, 4
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = make_model(tmp_path_factory.mktemp("model"), "qwen2", tied=True)
-    with single_process(model_config(path)):
-        yield path
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """A dense model, and a mixture with a dense layer, whose layers are saved one by one."""
+    directory = tmp_path_factory.mktemp("models")
+    dense = make_model(directory / "qwen2", "qwen2", tied=True)
+    mixture = make_model(directory / "qwen3_moe", "qwen3_moe", layers=4, mlp_only_layers=[1])
+    with single_process(model_config(dense)):
+        yield {"qwen2": dense, "qwen3_moe": mixture}
+
+
+@pytest.fixture(scope="module")
+def model(models: dict[str, Path]) -> Path:
+    return models["qwen2"]
 
 
 class Single(Run):
@@ -47,19 +63,24 @@ class Single(Run):
 
 
 @pytest.fixture(scope="module")
-def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def trained(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], dict[str, Any]]:
     """Three iterations at one process, with a checkpoint of version 2 and its weights as the run itself exports them."""
-    directory = tmp_path_factory.mktemp("single")
-    run = Single(model, directory)
-    for version in range(FIRST):
-        run.train(version)
-    run.checkpoints.finish(FIRST)
-    run.backend.export(directory / "hf")
-    return {
-        "checkpoint": run.directory / store.directory_name(FIRST),
-        "weights": exported(directory / "hf"),
-        "next": run.train(FIRST),
-    }
+
+    @functools.cache
+    def result(family: str, is_sharded: bool) -> dict[str, Any]:
+        directory = tmp_path_factory.mktemp(family)
+        run = Single(models[family], directory, trainer={"distributed_optimizer": is_sharded})
+        for version in range(FIRST):
+            run.train(version)
+        run.checkpoints.finish(FIRST)
+        run.backend.export(directory / "hf")
+        return {
+            "checkpoint": run.directory / store.directory_name(FIRST),
+            "weights": exported(directory / "hf"),
+            "next": run.train(FIRST),
+        }
+
+    return result
 
 
 def exported(directory: Path) -> dict[str, torch.Tensor]:
@@ -78,13 +99,18 @@ def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [*LAYOUTS, *(pytest.param(name, marks=[] if name == "EP2" else [pytest.mark.nightly]) for name in MIXTURES)],
+)
 def test_a_checkpoint_goes_to_other_sizes_and_back_and_resumes_there_bit_by_bit(
-    layout: str, model: Path, single: dict[str, Any], tmp_path: Path
+    layout: str, models: dict[str, Path], trained: Callable[[str, bool], dict[str, Any]], tmp_path: Path
 ) -> None:
-    config = make_config(
-        model, tmp_path, trainer=LAYOUTS[layout], checkpoint={"every": 1, "load": str(single["checkpoint"])}
-    )
+    """Other numbers of ranks share the experts of a mixture."""
+    trainer = LAYOUTS.get(layout) or MIXTURES[layout]
+    family, is_sharded = "qwen3_moe" if layout in MIXTURES else "qwen2", trainer.get("distributed_optimizer", True)
+    model, single = models[family], trained(family, is_sharded)
+    config = make_config(model, tmp_path, trainer=trainer, checkpoint={"every": 1, "load": str(single["checkpoint"])})
     job = Job(config, tmp_path, first=FIRST, last=LAST, module="tests.helpers.checkpoint_rank")
     job.options["scenario"] = "resume"
     reports = run_job(job)
@@ -94,10 +120,9 @@ def test_a_checkpoint_goes_to_other_sizes_and_back_and_resumes_there_bit_by_bit(
     assert not different(exported(tmp_path / "loaded"), single["weights"])
     saved_again = tensors(checkpoints / store.directory_name(FIRST))
     original = tensors(single["checkpoint"])
-    assert {
-        "optimizer.state.exp_avg.decoder.final_layernorm.weight",
-        "decoder.final_layernorm.weight",
-    } <= original.keys()
+    expected = ["decoder.final_layernorm.weight"]
+    expected += ["decoder.layers.2.mlp.experts.down"] if family == "qwen3_moe" else []
+    assert {name for one in expected for name in (one, f"optimizer.state.exp_avg.{one}")} <= original.keys()
     assert not different(saved_again, original)
     for name in ("loss", "grad_norm", "kl", "learning_rate"):
         assert reports[0][name] == pytest.approx(single["next"][name], rel=1e-5), name
@@ -111,7 +136,8 @@ def test_a_checkpoint_goes_to_other_sizes_and_back_and_resumes_there_bit_by_bit(
     assert different(hf, single["weights"]), "nothing was trained"
 
     # and back to one process
-    back = Single(model, tmp_path / "back", checkpoint={"load": str(checkpoints / store.directory_name(LAST - 1))})
+    checkpoint = {"load": str(checkpoints / store.directory_name(LAST - 1))}
+    back = Single(model, tmp_path / "back", checkpoint=checkpoint, trainer={"distributed_optimizer": is_sharded})
     assert back.checkpoints.load() == LAST - 1
     assert back.train(LAST - 1)["loss"] == pytest.approx(reports[-1]["loss"], rel=1e-5)
 

@@ -72,6 +72,28 @@ def test_sharded_trainers_end_with_the_synchronous_runs_weights_too(run: Callabl
     assert any(not torch.equal(weights[name], initial[name]) for name in weights), "something was learned"
 
 
+def test_replicas_that_share_a_mixtures_experts_end_with_the_synchronous_runs_weights_too(
+    run: Callable[..., Any], tiny_mixture: Path, tmp_path: Path
+) -> None:
+    """Their groups differ in size, so that one of them computes fillers beside the other's last microbatches."""
+    mixture = {
+        "model.path": tiny_mixture / "model",
+        "trainer.expert_parallel": 2,
+        "environment.name": "tests.helpers.sessions:Sessions",
+        "environment.options": f"{{log: {tmp_path / 'sessions'}}}",
+        "microbatch.responses": 2,
+        "schedule.iterations": 3,
+    }
+    weights, records = run(**mixture)
+    synchronous, held = run(**mixture, **{"schedule.stream": "false"})
+    assert any(record["microbatches"] % 2 for record in records), "as many on both: the test could not see a filler"
+    assert [record["loss"] for record in records] == [record["loss"] for record in held]
+    assert weights.keys() == synchronous.keys() and all(torch.equal(weights[n], synchronous[n]) for n in weights)
+    initial = load_file(tiny_mixture / "model" / "model.safetensors")
+    same = [name for name in weights if torch.equal(weights[name], initial[name])]
+    assert not same, f"not trained: {same}"
+
+
 @pytest.mark.parametrize(
     "engines",
     [

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.gradient_faults import FAULTS, RATIOS, REPLICAS, faults_of
+from tests.helpers.gradient_faults import EXPERTS, FAULTS, RATIOS, REPLICAS, faults_of
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import Job, run_job
 from tests.integration.test_trainer_parity import make_config
@@ -29,6 +29,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "toy": {"devices": 1, "backend": "tests.helpers.toy_backend:BACKEND"},
     "toy, DP2": {"devices": 2, "backend": "tests.helpers.toy_backend:BACKEND"},
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    "EP2": {"devices": 2, "expert_parallel": 2},
+    "EP2 of DP4": {"devices": 4, "expert_parallel": 2},
+}
 TWICE = {"updates_per_iteration": 2}
 FEW = [  # what each layout adds; the others are nightly
     ("PP2", "fp32", "a backward dropped"),
@@ -39,25 +43,35 @@ FEW = [  # what each layout adds; the others are nightly
     ("DP2, reduced at the end", "fp32", REPLICAS),
     ("fsdp, DP2", "fp32", "a backward dropped"),
     ("toy, DP2", "fp32", REPLICAS),
+    ("EP2", "fp32", "a backward dropped"),
+    ("EP2 of DP4", "bf16", EXPERTS),
 ]
 ALL = [
     (layout, dtype, fault)
     for layout, trainer in LAYOUTS.items()
     for dtype in ("fp32", "bf16")
     for fault in faults_of(2, trainer["devices"] // trainer.get("pipeline_parallel", 1))
+] + [
+    *(("EP2", dtype, fault) for dtype in ("fp32", "bf16") for fault in faults_of(2, 2)),
+    *(("EP2 of DP4", dtype, EXPERTS) for dtype in ("fp32", "bf16")),
 ]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), "qwen2", tied=True)
+def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By whether it is a mixture."""
+    directory = tmp_path_factory.mktemp("model")
+    return {
+        "dense": make_model(directory / "dense", "qwen2", tied=True),
+        "mixture": make_model(directory / "mixture", "qwen3_moe"),
+    }
 
 
-def job(layout: str, dtype: str, model: Path, directory: Path, **options: Any) -> Job:
+def job(layout: str, dtype: str, model: dict[str, Path], directory: Path, **options: Any) -> Job:
     config = make_config(
-        model,
+        model["mixture" if layout in MIXTURES else "dense"],
         directory,
-        trainer=LAYOUTS[layout],
+        trainer=MIXTURES.get(layout) or LAYOUTS[layout],
         schedule={**TWICE, "prompts_per_iteration": 8},
         microbatch={"responses": 2},
         optimizer={"warmup_iterations": 0, "learning_rate": 1e-3},
@@ -71,21 +85,23 @@ def job(layout: str, dtype: str, model: Path, directory: Path, **options: Any) -
     [pytest.param(*case, marks=[] if case in FEW else [pytest.mark.nightly]) for case in ALL],
 )
 def test_a_gradient_that_is_another_sum_ends_the_run(
-    layout: str, dtype: str, fault: str, model: Path, tmp_path: Path
+    layout: str, dtype: str, fault: str, model: dict[str, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError) as ended:
         run_job(job(layout, dtype, model, tmp_path, fault=fault), 60)
     assert re.search(f"InvariantViolation: I7 gradient: .*{FAULTS[fault]}", str(ended.value)), str(ended.value)[-3000:]
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.nightly) for name in LAYOUTS])
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.nightly) for name in [*LAYOUTS, *MIXTURES]])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_without_a_fault_the_same_run_ends_well(layout: str, dtype: str, model: Path, tmp_path: Path) -> None:
+def test_without_a_fault_the_same_run_ends_well(
+    layout: str, dtype: str, model: dict[str, Path], tmp_path: Path
+) -> None:
     reports = run_job(job(layout, dtype, model, tmp_path), 120)
     assert len(reports) == 2 and reports[1]["kl"] > 0 and reports[0]["grad_norm"] > 0
 
 
-def test_a_toy_backend_gives_the_update_of_megatron(model: Path, tmp_path: Path) -> None:
+def test_a_toy_backend_gives_the_update_of_megatron(model: dict[str, Path], tmp_path: Path) -> None:
     """Over two replicas and two updates an iteration, chosen by its name alone."""
     found = {}
     for layout in ("DP2", "toy, DP2"):

@@ -22,4 +22,5 @@ def test_vllm_computes_new_experts_after_a_reload_only_because_they_are_packed_a
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["loaded"] < 1e-5 and found["with it"] < 1e-5, found
+    assert "no weights for 2 parameter(s) of the engine, the first is 'model.layers.1.mlp.experts" in found["missing"]
     assert found["without the repair"] > 0.1, f"the reload has become right by itself: {found}"

@@ -413,6 +413,33 @@ def test_a_periodic_run_of_sharded_trainers_ends_with_the_weights_of_the_synchro
     Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
 
 
+@pytest.mark.parametrize(
+    ("backend", "kills"),
+    [
+        pytest.param(
+            "transformers", ((TRANSFORMERS, "generation"), ("trainer-1", "training"), ("coordinator", "generation"))
+        ),
+        pytest.param("vllm", tuple(each([VLLM[1], *WORKERS]))),
+    ],
+    ids=["some", "vllm-all"],
+)
+@pytest.mark.nightly
+def test_a_mixture_whose_experts_replicas_share_ends_with_the_same_weights_whatever_is_killed(
+    backend: str, kills: Kills, launch: Callable[..., Launched], tiny_mixture: Path, tmp_path: Path
+) -> None:
+    """Checkpoints have each expert once, and an engine that comes again is sent them inside the iteration."""
+    shared = {"trainer.expert_parallel": 2}
+    calm = launch(*keys(tiny_mixture, tmp_path / "calm", backend, **shared))
+    calm.popen.wait(TIMEOUT_S)
+    assert calm.popen.returncode == 0, calm.output
+
+    watched = watched_when_ready(launch(*keys(tiny_mixture, tmp_path / "run", backend, **shared)))
+    kill_all(watched, kills)
+    watched.run.popen.wait(TIMEOUT_S)
+    assert watched.run.popen.returncode == 0 and "the run continues from" in watched.run.output, watched.run.output
+    Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
+
+
 AHEAD = 1
 
 

@@ -28,9 +28,9 @@ def assert_identical(found: dict[str, torch.Tensor], expected: dict[str, torch.T
     assert not [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_export_gives_back_what_was_loaded(tied: bool, tmp_path: Path) -> None:
-    spec = make_checkpoint(tmp_path / "model", "qwen3", tied=tied, vocab=61)
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", False), ("qwen3", True), ("qwen3_moe", False)])
+def test_export_gives_back_what_was_loaded(family: str, tied: bool, tmp_path: Path) -> None:
+    spec = make_checkpoint(tmp_path / "model", family, tied=tied, vocab=61)
     module = Stage().load(spec, 0)
     target = tmp_path / "deep" / "hf"
     export_hf(module, spec, target, Mesh().place(0))

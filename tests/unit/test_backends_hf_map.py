@@ -16,26 +16,30 @@ from pa_npu.errors import ConfigError, DataError
 from tests.helpers.weights import FAMILIES, Stage, make_checkpoint
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "ep_size"), [*((family, 1) for family in FAMILIES), ("qwen3_moe", 2), ("qwen3_moe", 4)]
+)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_shards_of_all_ranks_are_the_checkpoint(
-    family: str, tied: bool, tp_size: int, num_stages: int, tmp_path: Path
+    family: str, ep_size: int, tied: bool, tp_size: int, num_stages: int, tmp_path: Path
 ) -> None:
     """HF -> shards -> HF is bit-identical; 61 tokens are no multiple of 2 or 4, so the vocabulary is padded."""
     spec = make_checkpoint(tmp_path, family, tied=tied, vocab=61)
     expected = load_file(tmp_path / "model.safetensors")
     found: dict[str, torch.Tensor] = {}
     for stage in range(num_stages):
-        layout = Stage(tp_size, stage, num_stages)
-        ranks = [hf_map.standard_parameters(layout.load(spec, rank)) for rank in range(tp_size)]
+        layout = Stage(tp_size, stage, num_stages, ep_size)
+        ranks = [hf_map.standard_parameters(layout.load(spec, rank)) for rank in range(layout.num_ranks)]
         assert not any(p.isnan().any() for rank in ranks for p in rank.values()), "a parameter was not filled"
         for tensor in hf_map.stage_tensors(ranks[0], spec, hf_map.first_layer(layout.build(spec))):
             assert tensor.name not in found, f"{tensor.name} is owned by two stages"
+            owner = hf_map.holder(tensor, spec, layout.place(0))
+            holders = ranks[:tp_size] if owner is None else [ranks[owner]]
             shards = [
                 hf_map.part_view(rank[tensor.parameter], tensor, spec).reshape(tensor.local_shape(tp_size))
-                for rank in ranks
+                for rank in holders
             ]
             whole = shards[0] if tensor.shard_dim is None else torch.cat(shards, tensor.shard_dim)
             found[tensor.name] = whole[: tensor.shape[0]].detach()

@@ -79,10 +79,10 @@ def memory(kind: str) -> Any:
 
 
 def sender(
-    directory: Path, store: dist.TCPStore, kind: str = "cpu", timeout_s: float = TIMEOUT_S
+    directory: Path, store: dist.TCPStore, kind: str = "cpu", timeout_s: float = TIMEOUT_S, family: str = "qwen3"
 ) -> tuple[Publisher, Any]:
     """One stage of one rank, whose buckets of 4 KiB cut most tensors; and its module."""
-    spec = make_checkpoint(directory, "qwen3", tied=False, vocab=61)
+    spec = make_checkpoint(directory, family, tied=False, vocab=61)
     module = Stage().load(spec, 0)
     tensors = StageTensors(module, spec, Mesh().place(0), 4096)
     arguments: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": store.port, "timeout_s": timeout_s}
@@ -173,13 +173,13 @@ def _name(publisher: Publisher, epoch: int) -> str:
     return publisher.manifest().of_epoch(epoch).name
 
 
-@pytest.mark.parametrize("kind", ["cuda", "npu"])
+@pytest.mark.parametrize(("kind", "family"), [("cuda", "qwen3"), ("npu", "qwen3_moe")])
 def test_publishes_by_device_handles_follow_the_contract(
-    kind: str, tmp_path: Path, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+    kind: str, family: str, tmp_path: Path, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two workers map one leader's memory; groups that form anew export the same memory again."""
     device = DeviceMemory(monkeypatch, kind)
-    publisher, _ = sender(tmp_path, store, kind)
+    publisher, _ = sender(tmp_path, store, kind, family=family)
     expected = load_file(tmp_path / "model.safetensors")
     for epoch in range(2):
         _, *receivers = run_threads(

@@ -40,9 +40,16 @@ class World:
     """Trainer ranks and engine workers as threads of this process, in real gloo groups."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, spec: ModelSpec, tp_size: int = 1, stages: int = 1, workers: int = 1
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        spec: ModelSpec,
+        tp_size: int = 1,
+        stages: int = 1,
+        workers: int = 1,
+        ep_size: int = 1,
     ) -> None:
-        self.spec, self.tp_size, self.stages, self.workers = spec, tp_size, stages, workers
+        self.spec, self.workers = spec, workers
+        self.stages = [Stage(tp_size, stage, stages, ep_size) for stage in range(stages)]
         self.store = dist.HashStore()
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.modules: list[torch.nn.Module] = []
@@ -56,20 +63,22 @@ class World:
         self, bucket_bytes: int = 4096, timeout_s: float = 30.0, dtype: torch.dtype = torch.float32
     ) -> list[Publisher]:
         """All trainer ranks, stage by stage; the TP leader first in each."""
-        everyone = [(stage, rank) for stage in range(self.stages) for rank in range(self.tp_size)]
+        everyone = [(stage, rank) for stage in self.stages for rank in range(stage.num_ranks)]
+        deadline_s = timeout_s + BACKEND_MARGIN_S
         groups = run_threads(
             *(
-                lambda s=stage, r=rank: gloo_group(self.store, f"tp{s}", r, self.tp_size, timeout_s + BACKEND_MARGIN_S)
+                lambda s=stage, r=rank: gloo_group(self.store, f"shards of {s.stage}", r, s.num_ranks, deadline_s)
                 for stage, rank in everyone
             )
         )
         made = []
         for (stage, rank), group in zip(everyone, groups, strict=True):
             assert isinstance(group, dist.ProcessGroup), group
-            module = Stage(self.tp_size, stage, self.stages).load(self.spec, rank, dtype)
+            module = stage.load(self.spec, rank, dtype)
             self.modules.append(module)
-            place = Mesh(self.tp_size, self.stages).at(tensor=rank, pipeline=stage)
-            made.append(publisher(module, self.spec, place, bucket_bytes, timeout_s, self.server.port, group))
+            made.append(
+                publisher(module, self.spec, stage.place(rank), bucket_bytes, timeout_s, self.server.port, group)
+            )
         return made
 
     def connect(self, publishers: list[Publisher], timeout_s: float = 30.0, epoch: int = 0) -> list[Receiver]:
@@ -117,16 +126,25 @@ def received(receiver: Receiver, version: int) -> Callable[[], dict[str, torch.T
     return lambda: dict(receiver.receive(version))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "ep_size"), [*((family, 1) for family in FAMILIES), ("qwen3_moe", 2), ("qwen3_moe", 4)]
+)
 @pytest.mark.parametrize(
     ("tied", "tp_size", "stages", "workers"), [(False, 1, 1, 2), (False, 2, 1, 1), (True, 2, 2, 2), (True, 4, 1, 1)]
 )
 def test_engines_receive_the_checkpoint_bit_for_bit(
-    family: str, tied: bool, tp_size: int, stages: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    ep_size: int,
+    tied: bool,
+    tp_size: int,
+    stages: int,
+    workers: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Buckets of 4 KiB cut most tensors; 61 tokens need vocabulary padding under TP. A second publish sends the changed weights."""
     spec = make_checkpoint(tmp_path, family, tied=tied, vocab=61)
-    world = World(monkeypatch, spec, tp_size, stages, workers)
+    world = World(monkeypatch, spec, tp_size, stages, workers, ep_size)
     publishers = world.publishers()
     receivers = world.connect(publishers)
     expected = load_file(tmp_path / "model.safetensors")

@@ -1,0 +1,70 @@
+"""A mixture's experts shared by replicas of a real trainer: their numbers of microbatches may differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.models import make_model
+from tests.helpers.trainer_rank import Job, run_job
+from tests.integration.test_trainer_parity import make_config
+
+pytestmark = pytest.mark.integration
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "EP2": {"devices": 2, "expert_parallel": 2},
+    "EP2 allgather": {"devices": 2, "expert_parallel": 2, "expert_dispatch": "allgather"},
+    "EP2, frozen models apart": {"devices": 2, "expert_parallel": 2, "frozen_pass": "separate"},
+    "PP2 x EP2": {"devices": 4, "pipeline_parallel": 2, "expert_parallel": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3_moe")
+
+
+def run(
+    model: Path, directory: Path, trainer: dict[str, Any], shares: list[list[int]]
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Two iterations in which each replica has the groups of its share: reports and weights."""
+    config = make_config(model, directory, trainer=trainer, optimizer={"warmup_iterations": 0, "epsilon": 1e-4})
+    job = Job(config, directory, last=2, export=str(directory / "hf"), module="tests.helpers.unequal_rank")
+    job.options["shares"] = shares
+    reports = run_job(job, 120)
+    return reports, {k: v for file in (directory / "hf").glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run(model, tmp_path_factory.mktemp("single"), {"devices": 1}, [[0, 1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name == "EP2" else [pytest.mark.nightly]) for name in LAYOUTS]
+)
+def test_replicas_that_share_experts_may_have_unequal_numbers_of_microbatches(
+    layout: str, model: Path, single: Any, tmp_path: Path
+) -> None:
+    """Three groups and one, then one and three: updates, probes and weights are those of one rank, and fillers count nowhere."""
+    expected, weights = single
+    for shares in ([[0, 1, 2], [3]], [[0], [1, 2, 3]]):
+        reports, ours = run(model, tmp_path / str(len(shares[0])), LAYOUTS[layout], shares)
+        for iteration, (report, wanted) in enumerate(zip(reports, expected, strict=True)):
+            for name in ("microbatches", "tokens_response", "tokens_computed"):
+                assert report[name] == wanted[name], f"{shares}, iteration {iteration}, {name}"
+            for name in ("loss", "grad_norm", "kl", "entropy", "probe_max", "logprob_diff_max"):
+                assert report[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-7), (
+                    f"{shares}, iteration {iteration}, {name}"
+                )
+        assert ours.keys() == weights.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(
+                ours[name], weight, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+            )
+    before = load_file(model / "model.safetensors")
+    assert all((weights[name] - before[name]).abs().max() > 1e-5 for name in weights), "every tensor was trained"
