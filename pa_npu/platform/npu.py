@@ -119,16 +119,17 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.ends = torch.tensor(counts, dtype=torch.int64, device=rows.device).cumsum(0)
+        if not len(rows):
+            return rows.new_empty(0, weight.shape[1])
         return _grouped_matmul(rows, weight.transpose(-2, -1), ctx.ends, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         rows, weight = ctx.saved_tensors
-        return (
-            _grouped_matmul(grads[0], weight, ctx.ends, 0),
-            _grouped_matmul(grads[0].t(), rows, ctx.ends, 2),
-            None,
-        )
+        if not len(rows):  # an operator that has nothing to multiply need not write its result
+            return torch.empty_like(rows), torch.zeros_like(weight), None
+        grad = grads[0].contiguous()
+        return _grouped_matmul(grad, weight, ctx.ends, 0), _grouped_matmul(grad.t(), rows, ctx.ends, 2), None
 
 
 def _grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, group_type: int) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 python -m tests.helpers.unequal_rank JOB.json      started by trainer_rank.run_job, like that module
 
-JOB.json's "shares": the groups of each replica, by index. Reports have the probe's difference before the update ("probe_max"). Rank 0
-writes them.
+JOB.json's "shares": the groups of each replica, by index. Rank 0 writes the reports, which have the probe's
+difference before the update ("probe_max").
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def make_checkpoint(
 
 @dataclass(frozen=True)
 class Stage:
-    """Which share of the model a stand-in stage holds. Its experts are shared by ep_size ranks, over replicas where TP has fewer."""
+    """Which share of the model a stand-in stage holds. ep_size ranks share its experts, over replicas where TP has fewer."""
 
     tp_size: int = 1
     stage: int = 0

@@ -179,6 +179,25 @@ def swiglu_backward(given: dict[str, Any]) -> torch.Tensor:
     return torch.cat((grad_gate, grad * gate * sigmoid), given.get("dim", -1)).to(given["input"].dtype)
 
 
+def grouped_matmul(given: dict[str, Any]) -> list[torch.Tensor]:
+    """npu_grouped_matmul of one tensor, one weight and one result (split_item 3), as aclnnGroupedMatmulV4 documents it.
+
+    group_type 0 divides the rows of x, 2 the dimension that is summed over, along which x must be a transposed view.
+    """
+    (x,), (weight,) = given["x"], given["weight"]
+    assert given["split_item"] == 3 and given.get("group_list_type", 0) == 0 and given["group_list"].dtype == torch.int64
+    assert x.dtype == weight.dtype and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    counts = _lengths(given["group_list"].tolist())
+    assert x.numel() and weight.numel() and min(counts) >= 0, "nothing to multiply, or group_list falls"
+    if given["group_type"] == 0:
+        assert sum(counts) == x.shape[0] and weight.dim() == 3 and len(counts) == len(weight)
+        parts = zip(x.double().split(counts), weight.double(), strict=True)
+        return [torch.cat([rows @ own for rows, own in parts]).to(x.dtype)]
+    assert given["group_type"] == 2 and sum(counts) == x.shape[1] == weight.shape[0] and x.t().is_contiguous()
+    parts = zip(x.double().split(counts, 1), weight.double().split(counts), strict=True)
+    return [torch.stack([columns @ rows for columns, rows in parts]).to(x.dtype)]
+
+
 def fused_adamw(given: dict[str, Any]) -> None:
     """aten::_fused_adamw_ as torch_npu hands it to aclnnApplyAdamWV2, in place; steps are int64 and count from 1.
 
@@ -222,6 +241,7 @@ def all_references(softmax_layout: SoftmaxLayout = "honoured") -> dict[str, Any]
         "npu::npu_rotary_mul_backward": rotary_backward,
         "npu::npu_swiglu": swiglu,
         "npu::npu_swiglu_backward": swiglu_backward,
+        "npu::npu_grouped_matmul": grouped_matmul,
         "aten::_fused_adamw_": fused_adamw,
         "aten::matmul_backward": matmul_backward,
     }

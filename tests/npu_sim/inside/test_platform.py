@@ -11,6 +11,8 @@ import torch
 import torch_npu
 
 from pa_npu import platform as platforms
+from tests.npu_sim.reference_ops import all_references
+from tests.npu_sim.simulator import NpuSim
 
 
 def test_side_stream_of_a_thread_is_not_the_training_stream() -> None:
@@ -41,3 +43,26 @@ def test_profile_asks_torch_npu_for_host_and_device_activities(tmp_path: Path, m
     platforms.get("npu").profile(tmp_path / "profile", "iteration_000001_rank0")
     activity = torch_npu.profiler.ProfilerActivity
     assert set(asked["activities"]) == {activity.CPU, activity.NPU} and callable(asked["on_trace_ready"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 2, 0], [0, 0, 0, 0]])
+def test_grouped_products_and_their_gradients_are_those_of_one_group_after_another(
+    counts: list[int], dtype: torch.dtype
+) -> None:
+    """Groups without rows too, also all of them, as on a rank whose experts no token takes: their weights have a gradient of zero."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (sum(counts), 6), (len(counts), 4, 6), (sum(counts), 4)
+    rows, weight, down = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    found = []
+    for name in ("cpu", "npu"):
+        platform = platforms.get(name)
+        with NpuSim(all_references()) as sim:
+            own = [tensor.to(platform.device(0)).detach().requires_grad_() for tensor in (rows, weight)]
+            out = platform.ops.grouped_linear(*own, counts)
+            out.backward(down.to(platform.device(0)))
+            found.append([out.detach().cpu(), *(tensor.grad.cpu() for tensor in own)])
+        assert (sim.calls["npu::npu_grouped_matmul"] == 3) == (name == "npu" and any(counts))
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-6
+    for ours, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
