@@ -13,8 +13,10 @@ from safetensors.numpy import load_file
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.prediction import virtual_run
 from pa_npu.planning.prediction.calibration import Calibration, calibrate, published
+from pa_npu.planning.prediction.costs import GroupSeconds, passes, typical_trainer
 from pa_npu.planning.prediction.records import SeenRun, read_run
 from pa_npu.planning.prediction.virtual_run import against_itself, predict
 from pa_npu.planning.prediction.workload import Workload, seen_workload
@@ -144,3 +146,55 @@ def test_a_microbatch_of_sharded_trainers_moves_all_weights(sections, bytes_per_
     assert gather_seconds(config, spec, element, 1e9) == pytest.approx(expected)
     alone = model_config(model, trainer={**trainer, "shards": 1})
     assert gather_seconds(alone, spec, element, 1e9) == gather_seconds(model_config(model), spec, element, 1e9) == 0
+
+
+def mixture_config(**trainer) -> Config:
+    """Of Qwen3-30B-A3B in bf16, with 8 trainer devices on one node."""
+    tree = {"model": {"path": "Qwen3-30B-A3B"}, "data": {"train": "unused"}, "placement": {"devices_per_node": 16}}
+    return Config.model_validate({**tree, "trainer": {"devices": 8, **trainer}})
+
+
+def test_a_mixtures_step_reduces_and_steps_experts_over_their_copies_alone():
+    """On a device whose wire and memory are all that takes time: by hand."""
+    spec = known_spec("Qwen3-30B-A3B")
+    experts = 48 * 128 * 3 * 768 * 2048
+    dense = spec.num_parameters - experts
+    slow = replace(CORE, wire_bytes=1e6, memory_bytes=1e6)
+    for trainer, of_dense, dense_copies, of_experts, copies in (
+        ({"expert_parallel": 8}, 1, 8, 8, 1),
+        ({"expert_parallel": 2}, 1, 8, 2, 4),
+        ({"expert_parallel": 2, "pipeline_parallel": 2}, 2, 4, 4, 2),
+        ({"expert_parallel": 4, "tensor_parallel": 2, "sequence_parallel": True}, 2, 4, 4, 2),
+    ):
+        config = mixture_config(**trainer)
+        assert (config.mesh.data, config.mesh.expert_data) == (dense_copies, copies)
+        seconds = sum(
+            (2 * 4 * (n - 1) / n + 40 / n) * parameters / 1e6
+            for parameters, n in ((dense / of_dense, dense_copies), (experts / of_experts, copies))
+        )
+        assert typical_trainer(config, spec, slow).step_s == pytest.approx(seconds, rel=1e-3), trainer
+
+
+def test_tokens_that_go_to_other_ranks_experts_take_time_by_the_bytes_that_leave():
+    spec = known_spec("Qwen3-30B-A3B")
+    slow = replace(CORE, node_bytes=1e6)
+    lengths = [100] * 8
+
+    def seconds(**trainer) -> float:
+        config = mixture_config(**trainer)
+        cost = typical_trainer(config, spec, slow)
+        return GroupSeconds(config, spec, cost, slow)(50, lengths)
+
+    alone = seconds()
+    for trainer, each in (
+        ({"expert_parallel": 4}, 4 * 2 * 8 * 3 / 4),  # there and back, twice, in bf16, 8 experts a token, 3 of 4 elsewhere
+        ({"expert_parallel": 8}, 4 * 2 * 8 * 7 / 8),
+        ({"expert_parallel": 4, "expert_dispatch": "allgather"}, 2 * (2 + 4) * 3),
+    ):
+        expected = 850 * 48 * 2048 * each * passes(mixture_config(**trainer)) / 1e6
+        assert seconds(**trainer) - alone == pytest.approx(expected, rel=1e-6), trainer
+    dense = Config.model_validate({"model": {"path": "Qwen3-8B"}, "data": {"train": "unused"}})
+    shape = known_spec("Qwen3-8B")
+    costs = [typical_trainer(dense, shape, speed) for speed in (CORE, slow)]
+    found = [GroupSeconds(dense, shape, costs[0], speed)(50, lengths) for speed in (CORE, slow)]
+    assert found[0] == found[1], "a dense model on one device sends nothing"

@@ -21,6 +21,7 @@ from pa_npu.planning.sharded import gather_seconds
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, TypicalSpeed
 
 _BYTES = {"fp32": 4, "bf16": 2}
+_FP32 = 4
 # Of the arithmetic of decoding, what is not hidden behind reading the weights; of that of a prompt, what a device reaches.
 _NOT_HIDDEN, _PROMPT_EFFICIENCY = 0.5, 0.5
 # Of a device's dispatch, what goes by the number of layers, in a model with TypicalSpeed.layers of them.
@@ -110,19 +111,19 @@ class TrainerCost:
 
 def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost:
     """Cost of trainers on such devices, by their published figures."""
-    trainer, element = config.trainer, _BYTES[config.model.dtype]
-    ranks, replicas = config.mesh.replica_size, config.mesh.data
-    parameters = spec.num_parameters / ranks
-    reduced_s = 2.0 * (replicas - 1) / replicas * 4 * parameters / typical.wire_bytes
+    trainer, mesh, element = config.trainer, config.mesh, _BYTES[config.model.dtype]
     sharded = trainer.backend == "fsdp"
-    shards = config.mesh.shards if sharded else replicas if trainer.distributed_optimizer else 1
-    if sharded:  # with each microbatch, not with the step
-        reduced_s = 0.0
-    step_s = (
-        reduced_s + _STEP_BYTES * parameters / shards / typical.memory_bytes + _COLLECTIVE_S * math.log2(2 * replicas)
-    )
+    step_s = _COLLECTIVE_S * math.log2(2 * mesh.data)
+    for parameters, copies in (
+        ((spec.num_parameters - spec.num_expert_parameters) / mesh.replica_size, mesh.data),
+        (spec.num_expert_parameters / mesh.pipeline / mesh.expert, mesh.expert_data),
+    ):
+        shards = mesh.shards if sharded else copies if trainer.distributed_optimizer else 1
+        step_s += _STEP_BYTES * parameters / shards / typical.memory_bytes
+        if not sharded:  # which reduces with each microbatch, not with the step
+            step_s += 2.0 * (copies - 1) / copies * _FP32 * parameters / typical.wire_bytes
     link = Link(typical.wire_bytes, typical.node_bytes)
-    between = typical.node_bytes if config.mesh.shards <= config.devices_per_node else typical.wire_bytes
+    between = typical.node_bytes if mesh.shards <= config.devices_per_node else typical.wire_bytes
     publish_s = publish_seconds(weight_bytes(spec, element), LARGEST_BUCKET_BYTES, trainer.tensor_parallel, link)
     return TrainerCost(
         typical.group_s * _of_layers(spec, typical) + gather_seconds(config, spec, element, between),
@@ -144,13 +145,29 @@ class GroupSeconds:
         shards, element = trainer.tensor_parallel, _BYTES[config.model.dtype]
         # two reductions of the hidden states forward and two backward in each layer
         reduced = 4 * spec.num_layers * 2.0 * (shards - 1) / shards * spec.hidden_size * element
-        self._token_s = reduced * passes(config) / typical.node_bytes / trainer.pipeline_parallel
+        between = typical.node_bytes if config.mesh.expert <= config.devices_per_node else typical.wire_bytes
+        seconds = reduced / typical.node_bytes + _dispatched_bytes(config, spec, element) / between
+        self._token_s = seconds * passes(config) / trainer.pipeline_parallel
         self._shared_prompt = config.attention.shared_prompt
 
     def __call__(self, prompt: int, lengths: Sequence[int]) -> float:
         tokens = sum(lengths) + prompt * (self._pieces if self._shared_prompt else len(lengths))
         seconds = self._pieces * self._microbatch_s + self._token_s * tokens
         return seconds + self._operation_s * self._work(prompt, lengths)
+
+
+def _dispatched_bytes(config: Config, spec: ModelSpec, element: int) -> float:
+    """Bytes per token of a microbatch that a rank sends to other ranks' experts and gets back, forward and backward, in all layers.
+
+    Tokens are divided over tensor-parallel ranks, and taken to be spread evenly over experts.
+    """
+    ranks = config.mesh.expert
+    if spec.experts is None or ranks == 1:
+        return 0.0
+    exchanged = 4 * element * spec.experts.per_token * (ranks - 1) / ranks
+    if config.trainer.expert_dispatch == "allgather":  # there in the weights' type, and back the sums in fp32
+        exchanged = 2.0 * (element + _FP32) * (ranks - 1)
+    return len(spec.experts.layers) * spec.hidden_size * exchanged / config.mesh.tensor
 
 
 def passes(config: Config) -> float:

@@ -60,7 +60,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "recompute": "full",
     },
     "FSDP2": {"devices": 2, "backend": "fsdp", "recompute": "full"},
+    "EP2": {"devices": 2, "expert_parallel": 2, "recompute": "none"},
 }
+ONE_RANK = {"one rank": {"devices": 1}, "one rank, mixture": {"devices": 1}}
+
+
+def is_mixture(layout: str) -> bool:
+    return "expert_parallel" in LAYOUTS.get(layout, {}) or "mixture" in layout
 
 
 def make_config(model: Path, device: str, trainer: dict[str, Any]) -> Config:
@@ -82,8 +88,8 @@ def make_config(model: Path, device: str, trainer: dict[str, Any]) -> Config:
 class Run:
     """Several layouts on one set of rank processes; `stores` has each layout's."""
 
-    def __init__(self, directory: Path, model: Path, device: str, layouts: dict[str, Any], engine_workers: int) -> None:
-        self.directory, self.model = directory, model
+    def __init__(self, directory: Path, device: str, layouts: dict[str, Any], engine_workers: int) -> None:
+        self.directory = directory
         directory.mkdir()
         self.stores = {
             name: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -92,7 +98,7 @@ class Run:
         job: dict[str, Any] = {"layouts": {}, "out": str(directory), "engine_workers": engine_workers}
         for name, trainer in layouts.items():
             file = directory / f"{name}.yaml"
-            file.write_text(dump_config(make_config(model, device, trainer)))
+            file.write_text(dump_config(make_config(self.model(name), device, trainer)))
             job["layouts"][name] = {"config": str(file), "port": self.stores[name].port}
         (directory / "job.json").write_text(json.dumps(job))
         self.processes = []
@@ -103,6 +109,9 @@ class Run:
                 self.processes.append(
                     subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
                 )
+
+    def model(self, layout: str) -> Path:
+        return self.directory.parent / ("mixture" if is_mixture(layout) else "model")
 
     def finish(self) -> None:
         codes = [process.wait(TIME_LIMIT_S) for process in self.processes]
@@ -144,9 +153,10 @@ class Run:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Run, dict[str, Any]]]:
     """The CPU's run, the NPU's, and what engines got from each of its layouts."""
     directory = tmp_path_factory.mktemp("trainer")
-    model = make_model(directory / "model", "qwen3", tied=True)
-    npu = Run(directory / "npu", model, "npu", LAYOUTS, engine_workers=1)
-    cpu = Run(directory / "cpu", model, "cpu", {"one rank": {"devices": 1}}, engine_workers=0)
+    make_model(directory / "model", "qwen3", tied=True)
+    make_model(directory / "mixture", "qwen3_moe")
+    npu = Run(directory / "npu", "npu", LAYOUTS, engine_workers=1)
+    cpu = Run(directory / "cpu", "cpu", ONE_RANK, engine_workers=0)
     try:
         received = {name: EngineWorker(npu, name).receive() for name in LAYOUTS}
         npu.finish()
@@ -164,8 +174,8 @@ class EngineWorker:
         self.run, self.layout = run, layout
         self.store = run.stores[layout]
         self.channel = StoreChannel(self.store)
-        self.trainer = LAYOUTS[layout]
-        self.stages = range(self.trainer.get("pipeline_parallel", 1))
+        self.mesh = make_config(run.model(layout), "npu", LAYOUTS[layout]).mesh
+        self.stages = range(self.mesh.pipeline)
 
     def receive(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors that arrived after the publish that was given up, and late."""
@@ -180,8 +190,8 @@ class EngineWorker:
 
             late_manifests = self._wait_for(LATE_MANIFEST)
             LATE_REQUEST.put(self.channel, LateRequest(ITERATIONS, 1), number=0)
-            replica = self.trainer.get("tensor_parallel", 1) * len(self.stages)
-            answers = [LATE_ANSWER.wait(self.channel, TIMEOUT_S, number=0, rank=rank) for rank in range(replica)]
+            senders = self.mesh.senders()
+            answers = [LATE_ANSWER.wait(self.channel, TIMEOUT_S, number=0, rank=rank) for rank in senders]
             assert all(answer.held for answer in answers)
             LATE_DECISION.put(self.channel, LateDecision(True), number=0)
             late, digests = self._read(self._join(late_manifests, 0, "gloo"), "cpu")
@@ -208,8 +218,8 @@ class EngineWorker:
             backend=backend,
             device=torch.device("npu", 0),
             timeout_s=TIMEOUT_S / 2,
-            model=AutoConfig.from_pretrained(self.run.model),
-            directory=str(self.run.model),
+            model=AutoConfig.from_pretrained(self.run.model(self.layout)),
+            directory=str(self.run.model(self.layout)),
         )
 
     def _read(self, receiver: Receiver, memory: str = "npu") -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -229,9 +239,10 @@ def largest_difference(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Te
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_log_probs_and_weights_after_the_steps_equal_the_cpu_run(layout: str, runs: Any) -> None:
     cpu, npu, _ = runs
-    expected = cpu.ranks("one rank")[0]
-    first_version = load_file(cpu.directory.parent / "model" / "model.safetensors")
-    after = cpu.weights("one rank")
+    one_rank = "one rank, mixture" if is_mixture(layout) else "one rank"
+    expected = cpu.ranks(one_rank)[0]
+    first_version = load_file(cpu.model(layout) / "model.safetensors")
+    after = cpu.weights(one_rank)
     assert largest_difference(after, {name: first_version[name] for name in after})[0] > 1e-3, "nothing was learned"
     found: dict[int, torch.Tensor] = {}
     for rank in npu.ranks(layout):
@@ -306,6 +317,7 @@ def test_fused_operators_run_and_no_operator_lacks_an_npu_kernel(layout: str, ru
         for name in fused:
             assert calls[name] and calls.get(f"{name}_backward", 0) + calls.get(f"{name}_grad", 0), name
         assert calls.get("aten::_fused_adamw_") or not is_megatron
+        assert bool(calls.get("npu::npu_grouped_matmul")) == is_mixture(layout)
         assert rank["without_kernel"] == []
 
 
