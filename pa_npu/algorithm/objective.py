@@ -139,6 +139,12 @@ class Objective:
         """Whether gradients flow through the entropy."""
         return self._config.algorithm.entropy_coef > 0
 
+    def balance(self, microbatch: Columns) -> float:
+        """The factor of the routers' auxiliary loss: with the microbatch's part of the normaliser, its weight in their mean."""
+        lengths, algorithm = microbatch.response_lengths, self._config.algorithm
+        most = self._config.rollout.max_response_tokens
+        return algorithm.router_aux_coef * normaliser(algorithm.aggregation, sum(lengths), len(lengths), most)
+
     def sent(self, microbatch: Columns, hidden: torch.Tensor) -> torch.Tensor:
         """Returns `hidden` unchanged, as a stage sends it to the next; its gradient comes back from there."""
         self._enter(microbatch, hidden)

@@ -55,11 +55,12 @@ def _division_rules(config: Config, spec: ModelSpec) -> list[str]:
 def _expert_rules(config: Config, spec: ModelSpec) -> list[str]:
     trainer = config.trainer
     if spec.experts is None:
-        if trainer.expert_parallel == 1:
-            return []
-        return [
-            f"trainer.expert_parallel: {trainer.expert_parallel}, but {spec.path} is no mixture of experts; remove the key"
-        ]
+        values = {
+            "trainer.expert_parallel": trainer.expert_parallel > 1 and trainer.expert_parallel,
+            "algorithm.router_aux_coef": config.algorithm.router_aux_coef,
+        }
+        named = [f"{key}: {value}" for key, value in values.items() if value]
+        return [f"{key}, but {spec.path} is no mixture of experts; remove the key" for key in named]
     broken = _indivisible("trainer.expert_parallel", trainer.expert_parallel, "experts", spec.experts.count, spec)
     if trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
         broken.append(

@@ -36,6 +36,7 @@ def shelf_iterator(
     *,
     responses: int,
     max_tokens: int | None = None,
+    pad_multiple: int = 1,
     freshness: Freshness | None = None,
 ) -> MicrobatchIterator:
     """All groups as one replica's iteration, in microbatches of so many responses with shared prompts."""
@@ -48,7 +49,7 @@ def shelf_iterator(
         order="prompt",
         responses_per_microbatch=responses,
         shared_prompt=True,
-        pad_multiple=1,
+        pad_multiple=pad_multiple,
         timeout_s=30.0,
         max_tokens=max_tokens,
         freshness=freshness or Freshness(0),

@@ -54,7 +54,9 @@ def main(job_file: str) -> None:
         own = [replace(groups[index], index=slot) for slot, index in enumerate(job["shares"][backend.place.replica])]
         learner.publish(iteration)
         probed = learner.probe([pack([group], True, config.pad_multiple) for group in own])
-        rollouts = shelf_iterator(own, iteration, responses=config.microbatch_responses)
+        rollouts = shelf_iterator(
+            own, iteration, responses=config.microbatch_responses, pad_multiple=config.pad_multiple
+        )
         report = consume(learner, rollouts, config.schedule.updates_per_iteration).report
         reports.append(numbers(report) | {"probe_max": probed.difference_max})
     backend.export(Path(job["export"]))

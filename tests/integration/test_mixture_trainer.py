@@ -1,4 +1,4 @@
-"""A mixture's experts shared by replicas of a real trainer: their numbers of microbatches may differ."""
+"""Ranks of a real trainer that share a mixture's experts, with an auxiliary loss, also with unequal numbers of microbatches."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ pytestmark = pytest.mark.integration
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": {"devices": 2, "expert_parallel": 2},
     "EP2 allgather": {"devices": 2, "expert_parallel": 2, "expert_dispatch": "allgather"},
+    "TP2 EP2": {
+        "devices": 2,
+        "tensor_parallel": 2,
+        "sequence_parallel": True,
+        "expert_parallel": 2,
+        "recompute": "full",
+    },
     "EP2, frozen models apart": {"devices": 2, "expert_parallel": 2, "frozen_pass": "separate"},
     "PP2 x EP2": {"devices": 4, "pipeline_parallel": 2, "expert_parallel": 2},
 }
@@ -32,7 +39,13 @@ def run(
     model: Path, directory: Path, trainer: dict[str, Any], shares: list[list[int]]
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Two iterations in which each replica has the groups of its share: reports and weights."""
-    config = make_config(model, directory, trainer=trainer, optimizer={"warmup_iterations": 0, "epsilon": 1e-4})
+    config = make_config(
+        model,
+        directory,
+        trainer=trainer,
+        optimizer={"warmup_iterations": 0, "epsilon": 1e-4},
+        algorithm={"router_aux_coef": 0.3},
+    )
     job = Job(config, directory, last=2, export=str(directory / "hf"), module="tests.helpers.unequal_rank")
     job.options["shares"] = shares
     reports = run_job(job, 120)
@@ -47,15 +60,17 @@ def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[] if name == "EP2" else [pytest.mark.nightly]) for name in LAYOUTS]
 )
-def test_replicas_that_share_experts_may_have_unequal_numbers_of_microbatches(
+def test_ranks_that_share_experts_train_as_one_also_with_unequal_numbers_of_microbatches(
     layout: str, model: Path, single: Any, tmp_path: Path
 ) -> None:
-    """Three groups and one, then one and three: updates, probes and weights are those of one rank, and fillers count nowhere."""
+    """Three groups and one, then one and three: updates, probes and weights are those of one rank, and fillers count nowhere.
+
+    Tensor-parallel ranks are one replica, which has all groups."""
     expected, weights = single
-    for shares in ([[0, 1, 2], [3]], [[0], [1, 2, 3]]):
+    for shares in [[[0, 1, 2, 3]]] if layout == "TP2 EP2" else [[[0, 1, 2], [3]], [[0], [1, 2, 3]]]:
         reports, ours = run(model, tmp_path / str(len(shares[0])), LAYOUTS[layout], shares)
         for iteration, (report, wanted) in enumerate(zip(reports, expected, strict=True)):
-            for name in ("microbatches", "tokens_response", "tokens_computed"):
+            for name in ("microbatches", "tokens_response"):
                 assert report[name] == wanted[name], f"{shares}, iteration {iteration}, {name}"
             for name in ("loss", "grad_norm", "kl", "entropy", "probe_max", "logprob_diff_max"):
                 assert report[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-7), (

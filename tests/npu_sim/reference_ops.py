@@ -185,7 +185,9 @@ def grouped_matmul(given: dict[str, Any]) -> list[torch.Tensor]:
     group_type 0 divides the rows of x, 2 the dimension that is summed over, along which x must be a transposed view.
     """
     (x,), (weight,) = given["x"], given["weight"]
-    assert given["split_item"] == 3 and given.get("group_list_type", 0) == 0 and given["group_list"].dtype == torch.int64
+    assert (
+        given["split_item"] == 3 and given.get("group_list_type", 0) == 0 and given["group_list"].dtype == torch.int64
+    )
     assert x.dtype == weight.dtype and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
     counts = _lengths(given["group_list"].tolist())
     assert x.numel() and weight.numel() and min(counts) >= 0, "nothing to multiply, or group_list falls"

@@ -139,7 +139,7 @@ class MegatronBackend:
             frozen_logprobs = held.logprobs
 
         def forward(microbatch: Microbatch) -> Any:
-            output = self._forward(microbatch, objective.entropy_gradient)
+            output = self._forward(microbatch, objective.entropy_gradient, objective.balance(microbatch))
             is_own = not isinstance(output, ModelOutput) and not microbatch.is_filler
             return objective.sent(microbatch, output) if is_own else output
 
@@ -242,12 +242,13 @@ class MegatronBackend:
     def _filler(self) -> Microbatch:
         return filler(self._config.pad_multiple, self._device)
 
-    def _forward(self, microbatch: Microbatch, entropy_gradient: bool) -> Any:
+    def _forward(self, microbatch: Microbatch, entropy_gradient: bool, balance: float = 0.0) -> Any:
         return self._ddp(
             *_inputs(microbatch),
             temperature=self._config.rollout.temperature,
             chunk=self._config.model.head_chunk_tokens,
             entropy_grad=entropy_gradient,
+            balance=balance,
         )
 
     def _outputs(self, output: ModelOutput) -> Outputs:

@@ -15,7 +15,7 @@ parallelism the sequence must be divided over its ranks (sequence_parallel), so 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from pa_npu.attention import PrefixLayout
 from pa_npu.backends.megatron import parallel
 from pa_npu.families.shape import Experts
 from pa_npu.platform.base import FusedOps
@@ -80,6 +81,16 @@ class ExpertWeights(MegatronModule):
         return weight
 
 
+class Microbatch(Protocol):
+    """What a router knows of the microbatch; see layers.AttentionContext."""
+
+    @property
+    def layout(self) -> PrefixLayout: ...
+
+    @property
+    def balance(self) -> float: ...
+
+
 class Router(MegatronModule):
     """Gives each token its experts, in fp32. The weight is [experts, hidden_size]."""
 
@@ -93,7 +104,7 @@ class Router(MegatronModule):
         if config.perform_initialization:
             config.init_method(self.weight)
 
-    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, rows: torch.Tensor, microbatch: Microbatch | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """rows [n, hidden] -> (gate weights fp32 [n, k], experts int64 [n, k])."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         logits = torch.mm(rows.to(wide), self.weight.to(wide).t())
@@ -102,7 +113,25 @@ class Router(MegatronModule):
         weights = probabilities.gather(-1, chosen)
         if self.experts.normalises:
             weights = weights / weights.sum(-1, keepdim=True)
+        if microbatch is not None and microbatch.balance and torch.is_grad_enabled():
+            loss = microbatch.balance * self._imbalance(probabilities, chosen, microbatch.layout)
+            weights = _WithLoss.apply(weights, loss)
         return weights, chosen
+
+    def _imbalance(self, probabilities: torch.Tensor, chosen: torch.Tensor, layout: PrefixLayout) -> torch.Tensor:
+        """experts x sum_i f_i P_i, where f_i is how many of its tokens' choices are expert i, and P_i their mean probability of it.
+
+        Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6, with k choices as transformers' load_balancing_loss_func.
+        With a divided sequence a rank's is its tokens' part of the sum; the counts are everyone's.
+        """
+        tokens, first, group = layout.total - layout.padding, 0, parallel.tensor_group()
+        if self.config.sequence_parallel:
+            first = len(chosen) * group.rank()
+        own = min(max(tokens - first, 0), len(chosen))
+        counts = torch.bincount(chosen[:own].flatten(), minlength=self.experts.count).to(probabilities.dtype)
+        if self.config.sequence_parallel:
+            dist.all_reduce(counts, group=group)
+        return self.experts.count / tokens**2 * (counts * probabilities[:own].sum(0)).sum()
 
 
 class MixtureMLP(MegatronModule):
@@ -113,10 +142,11 @@ class MixtureMLP(MegatronModule):
         self.router = Router(config, experts)
         self.experts = ExpertWeights(config, experts, ops)
         self._dispatch = _DISPATCH[dispatch if parallel.place().mesh.expert > 1 else "none"]
+        self.microbatch: Microbatch | None = None
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
         rows = hidden_states.squeeze(1)
-        weights, chosen = self.router(rows)
+        weights, chosen = self.router(rows, self.microbatch)
         return self._dispatch(rows, weights, chosen, self.experts).unsqueeze(1), None
 
 
@@ -185,6 +215,19 @@ def _combine(results: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) 
     """results [n * k, hidden] in the order of dispatch, weights [n, k] -> [n, hidden], summed in the weights' type."""
     by_token = _Spread.apply(results, _inverse(order), 1).view(*weights.shape, -1)
     return torch.mul(by_token, weights.unsqueeze(-1)).sum(1).to(results.dtype)
+
+
+class _WithLoss(torch.autograd.Function):
+    """`values` as they are, and a loss beside them: in the backward it gets a gradient of 1, whatever comes to the values."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.ones_like(loss))
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grads[0], *ctx.saved_tensors
 
 
 class _Spread(torch.autograd.Function):

@@ -36,11 +36,13 @@ from pa_npu.platform.base import FusedOps
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """A microbatch's part in one model's layers. cos, sin: [tokens, 1, head_dim] at the tokens' positions."""
+    """A microbatch's part in one model's layers. cos, sin: [tokens, 1, head_dim] at the tokens' positions. balance: factor of the
+    routers' auxiliary loss."""
 
     layout: PrefixLayout
     cos: torch.Tensor
     sin: torch.Tensor
+    balance: float = 0.0
 
 
 class RMSNorm(torch.nn.Module):
@@ -130,6 +132,14 @@ class GatedMLP(MLP):
         return self.linear_fc2(self.ops.swiglu(gate_and_up))
 
 
+class SparseLayer(TransformerLayer):
+    """A layer with experts. Its router knows the microbatch as core attention does: in every forward, also a recomputed one."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.mlp.microbatch = kwargs["attention_bias"]
+        return super().forward(*args, **kwargs)
+
+
 def block_spec(
     config: TransformerConfig, spec: ModelSpec, ops: FusedOps, implementation: str, dispatch: str
 ) -> TransformerBlockSubmodules:
@@ -144,9 +154,9 @@ def block_spec(
         k_layernorm=head_norm,
     )
 
-    def layer(feed_forward: ModuleSpec) -> ModuleSpec:
+    def layer(feed_forward: ModuleSpec, module: type[TransformerLayer] = TransformerLayer) -> ModuleSpec:
         return ModuleSpec(
-            module=TransformerLayer,
+            module=module,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=norm,
                 self_attention=ModuleSpec(
@@ -162,7 +172,7 @@ def block_spec(
     linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     dense = layer(ModuleSpec(module=GatedMLP, params={"ops": ops}, submodules=linears))
     mixture = ModuleSpec(module=MixtureMLP, params={"experts": spec.experts, "dispatch": dispatch, "ops": ops})
-    sparse = layer(mixture)
+    sparse = layer(mixture, SparseLayer)
     first = get_transformer_layer_offset(config)
     own = range(first, first + get_num_layers_to_build(config))
     return TransformerBlockSubmodules(

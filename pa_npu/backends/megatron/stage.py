@@ -19,7 +19,7 @@ Megatron's Float16Module is not needed.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -143,8 +143,9 @@ class TriModel(MegatronModule):
         temperature: float,
         chunk: int,
         entropy_grad: bool = False,
+        balance: float = 0.0,
     ) -> ModelOutput | torch.Tensor:
-        """One microbatch through this stage; see the module's docstring for shapes."""
+        """One microbatch through this stage; see the module's docstring for shapes, AttentionContext for `balance`."""
         self._check(tokens, layout)
         contexts = self._contexts(layout, tokens.device)
         inputs = self._unpack()
@@ -155,7 +156,7 @@ class TriModel(MegatronModule):
                 model.set_input_tensor(inputs.get(name))
                 frozen_hidden[name] = model(tokens, contexts[name])
         self.policy.set_input_tensor(inputs.get("policy"))
-        hidden = self.policy(tokens, contexts["policy"])
+        hidden = self.policy(tokens, replace(contexts["policy"], balance=balance))
         if not self.post_process:
             return pack_hidden(hidden, list(frozen_hidden.values()))
 

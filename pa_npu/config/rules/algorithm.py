@@ -84,6 +84,8 @@ def _broken_preference(c: ConfigTree) -> Iterator[str]:
         )
     if a.kl_coef:
         yield f"{what} has the reference in it already (algorithm.dpo_beta), but algorithm.kl_coef = {a.kl_coef}; set kl_coef to 0"
+    if a.router_aux_coef:
+        yield f"{what} is a mean over pairs, which no token has a part of; set algorithm.router_aux_coef to 0"
     if a.importance_sampling != "none":
         yield (
             f"{what} prefers one response to another whoever sampled them, so that algorithm.importance_sampling="

@@ -29,6 +29,11 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
                     f"trainer.{name}: {getattr(t, name)} with trainer.backend=fsdp, which shards every weight over all trainer "
                     f"devices instead; remove the key, or set trainer.backend=megatron"
                 )
+        if c.algorithm.router_aux_coef:
+            yield (
+                f"algorithm.router_aux_coef: {c.algorithm.router_aux_coef} with trainer.backend=fsdp, whose layers are those of "
+                f"transformers and have no such loss; set it to 0, or trainer.backend=megatron"
+            )
         for name, value, other in (("recompute", "selective", "full"), ("frozen_pass", "separate", "together")):
             if getattr(t, name) == value:
                 yield f"trainer.{name}: {value} with trainer.backend=fsdp, which has none; set it to {other}"

@@ -87,6 +87,12 @@ class AlgorithmConfig(Section):
         description="beta of loss=dpo, the factor of log-ratios to the reference; the larger, the nearer the policy stays to it.",
     )
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
+    router_aux_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Coefficient of the auxiliary loss by which a mixture's routers spread tokens over experts, in every layer; 0: "
+        "none.",
+    )
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"] = Field(
         "token-mean",
         description="Token weights and normaliser: 1 over tokens, 1/length over sequences, 1 over sequences, 1 over "

@@ -50,7 +50,7 @@ def test_profile_asks_torch_npu_for_host_and_device_activities(tmp_path: Path, m
 def test_grouped_products_and_their_gradients_are_those_of_one_group_after_another(
     counts: list[int], dtype: torch.dtype
 ) -> None:
-    """Groups without rows too, also all of them, as on a rank whose experts no token takes: their weights have a gradient of zero."""
+    """Groups without rows too, also all of them, as on a rank whose experts no token takes: their gradient is zero."""
     generator = torch.Generator().manual_seed(1)
     shapes = (sum(counts), 6), (len(counts), 4, 6), (sum(counts), 4)
     rows, weight, down = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
