@@ -28,11 +28,25 @@ from pa_npu.telemetry.timeline import Timeline
 
 
 @dataclass(frozen=True)
+class Routing:
+    """How a mixture's routers spread an update's tokens. expert_imbalance: tokens of a layer's busiest expert over the mean of its
+    experts, mean over layers; expert_imbalance_max: of the worst layer. routing_entropy: of a token's gate probabilities, in nats,
+    mean over tokens and layers. experts_untouched: of all layers' experts, how many no token has taken since the trainers began."""
+
+    expert_imbalance: float
+    expert_imbalance_max: float
+    routing_entropy: float
+    experts_untouched: int
+
+
+@dataclass(frozen=True)
 class Step:
-    """The result of an optimizer step, equal on all ranks. grad_norm: before it was clipped."""
+    """The result of an optimizer step, equal on all ranks. grad_norm: before it was clipped. routing: of a mixture, where it is
+    known."""
 
     grad_norm: float
     learning_rate: float
+    routing: Routing | None = None
 
 
 class MicrobatchSource(Protocol):

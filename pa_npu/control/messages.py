@@ -24,9 +24,9 @@ class UpdateReport:
     sampling policy where there are none, as a share; None without either. age_mean, age_max: by how many versions tokens are older
     than what they train; None with max_staleness=0. With older tokens logprob_* have the updates since in them.
     learning_rate: of the step. preference_*: of loss=dpo, else None: groups whose responses are not all equal, and over these the
-    mean margin, and the share with a positive one. tokens_computed: tokens through the model, padding left out. rollout_*: reads of
-    groups from the buffer and their bytes, bytes that came from the store on the head for it, and bytes that ranks got from their
-    replica's reader over collectives.
+    mean margin, and the share with a positive one. expert_*, routing_entropy: of a mixture, see backends.protocol.Routing.
+    tokens_computed: tokens through the model, padding left out. rollout_*: reads of groups from the buffer and their bytes, bytes
+    that came from the store on the head for it, and bytes that ranks got from their replica's reader over collectives.
     memory_trainer_host_bytes, memory_trainer_device_bytes: MemoryPeak of the fullest rank since the update before. wait_s: waiting
     for groups; train_s: the rest, the step (step_s) included; all three means over ranks.
     """
@@ -49,6 +49,10 @@ class UpdateReport:
     preference_pairs: int | None
     preference_margin: float | None
     preference_accuracy: float | None
+    expert_imbalance: float | None
+    expert_imbalance_max: float | None
+    routing_entropy: float | None
+    experts_untouched: int | None
     tokens_response: int
     tokens_computed: int
     microbatches: int
@@ -78,22 +82,24 @@ _ADDED = frozenset(
         "step_s",
     }
 )
-_LARGEST = frozenset({"logprob_diff_max", "memory_trainer_host_bytes", "memory_trainer_device_bytes", "age_max"})
+_LARGEST = frozenset(
+    {"logprob_diff_max", "expert_imbalance_max", "memory_trainer_host_bytes", "memory_trainer_device_bytes", "age_max"}
+)
 _MEANS_OF_UPDATES = frozenset({"loss", "policy_loss", "grad_norm"})
 
 
 def merge_updates(reports: Sequence[UpdateReport]) -> UpdateReport:
     """One report of an iteration's updates.
 
-    Work and seconds are added, extremes kept, the last learning rate taken; losses and the gradient norm are means over updates,
-    what is a mean over tokens stays one.
+    Work and seconds are added, extremes kept, the last learning rate and experts_untouched taken; losses and the gradient norm are
+    means over updates, what is a mean over tokens stays one.
     """
     if len(reports) == 1:
         return reports[0]
     tokens = [report.tokens_response for report in reports]
 
     def rule(name: str) -> Callable[[list[Any]], Any]:
-        if name == "learning_rate":
+        if name in ("learning_rate", "experts_untouched"):
             return lambda values: values[-1]
         if name in _LARGEST:
             return max

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.objective import Columns, Objective, Outputs, PolicyState, TrainedResponse, measure
 from pa_npu.algorithm.update_sums import MetricSums, ProbeResult, Statistics, Totals
-from pa_npu.backends.protocol import MicrobatchSource, Step, TrainBackend
+from pa_npu.backends.protocol import MicrobatchSource, Routing, Step, TrainBackend
 from pa_npu.checkpoints.saving import PlannedSave
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import UpdateReport
@@ -239,6 +239,7 @@ class Learner:
         host_bytes, device_bytes = reductions.ranks(fullest, largest=True).tolist()
         report = UpdateReport(
             **statistics.metrics(totals.tokens_response, normaliser),
+            **{field.name: getattr(step.routing, field.name, None) for field in fields(Routing)},
             grad_norm=step.grad_norm,
             learning_rate=step.learning_rate,
             tokens_response=totals.tokens_response,

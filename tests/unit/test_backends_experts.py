@@ -18,8 +18,11 @@ from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.model_rules import check_division
 from pa_npu.samples.microbatch import build_microbatches
+from pa_npu.trainer.loop import consume
+from tests.helpers.backend import make_learner
 from tests.helpers.megatron import loaded_stage, model_config, relative_gradient_errors, single_process
 from tests.helpers.models import make_model
+from tests.helpers.shelf import shelf_iterator
 from tests.helpers.trainer_rank import make_groups
 
 LENGTH, COEFFICIENT = 24, 7.0
@@ -112,3 +115,38 @@ def test_a_dense_model_has_no_routers_to_balance(tmp_path: Path) -> None:
     config: Config = model_config(make_model(tmp_path), algorithm={"router_aux_coef": 0.1})
     with pytest.raises(ConfigError, match=r"algorithm.router_aux_coef: 0.1, but .* is no mixture of experts"):
         check_division(config, ModelSpec.read(config.model.path))
+
+
+def test_reports_say_how_evenly_tokens_are_spread_and_which_experts_none_has_taken(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By transformers' routers, over three updates of weights that hardly move: each packed token counts once, padding never."""
+    directory = make_model(tmp_path, "qwen3_moe", layers=3, mlp_only_layers=[1], num_experts=32)
+    responses = {"responses_per_prompt": 4, "max_response_tokens": 16}
+    config = model_config(directory, rollout=responses, optimizer={"learning_rate": 1e-12}, algorithm={"kl_coef": 0.1})
+    hf_model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    learner, _ = make_learner(config)
+    seen = torch.zeros(2, 32)
+    for iteration in range(3):
+        groups = make_groups(iteration, 2, 4, seed=1)
+        routed: list[list[torch.Tensor]] = [[], []]
+        for group in groups:
+            for number, sample in enumerate(group.sequences()):
+                with torch.no_grad():
+                    logits = hf_model(torch.tensor(sample)[None].long(), output_router_logits=True).router_logits
+                for own, layer in zip(routed, logits, strict=True):
+                    own.append(layer[0 if number == 0 else group.prompt_lengths()[0] :])
+        learner.publish(iteration)
+        report = consume(learner, shelf_iterator(groups, iteration, responses=4, pad_multiple=16), 1).report
+        probabilities = [torch.cat(own).softmax(-1) for own in routed]
+        counts = torch.stack([torch.bincount(own.topk(2).indices.flatten(), minlength=32) for own in probabilities])
+        seen += counts
+        imbalance = counts.amax(1) / counts.float().mean(1)
+        entropy = torch.stack([-(own * own.log()).sum(-1).mean() for own in probabilities])
+        assert report.expert_imbalance == pytest.approx(imbalance.mean().item())
+        assert report.expert_imbalance_max == pytest.approx(imbalance.max().item())
+        assert report.routing_entropy == pytest.approx(entropy.mean().item(), rel=1e-5)
+        assert report.experts_untouched == int((seen == 0).sum())
+    assert report.experts_untouched, "all were taken: the test could not see one that was not"
+    missing = (seen[1] == 0).nonzero().flatten().tolist()
+    assert f"layer 2: {', '.join(map(str, missing))}" in caplog.text

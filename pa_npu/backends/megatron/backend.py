@@ -27,6 +27,7 @@ from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
 from pa_npu.backends.megatron.in_step import InStep, filler, most, or_nothing
 from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler
 from pa_npu.backends.megatron.reduction import WatchedReduction, gradient_size
+from pa_npu.backends.megatron.routing import RoutingWatch
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.backends.megatron.weights.hf_directory import export_hf
@@ -74,7 +75,8 @@ class MegatronBackend:
         has_experts = spec.experts is not None
         reduces = mesh.data > 1 or (has_experts and mesh.expert_data > 1)
         self._watched = WatchedReduction(self._ddp, self.place) if reduces else None
-        self._gradient_group = parallel.stage_group() if reduces and has_experts and mesh.tensor > 1 else None
+        self._gradient_group = parallel.stage_group() if has_experts and mesh.tensor > 1 else None
+        self._routing = RoutingWatch(stage.policy, self.place) if has_experts else None
         self._optimizer = build_optimizer(self._ddp, config)
         self._scheduler = build_scheduler(self._optimizer, config)
         stage.config.no_sync_func = self._ddp.no_sync
@@ -139,7 +141,8 @@ class MegatronBackend:
             frozen_logprobs = held.logprobs
 
         def forward(microbatch: Microbatch) -> Any:
-            output = self._forward(microbatch, objective.entropy_gradient, objective.balance(microbatch))
+            balance = None if microbatch.is_filler else objective.balance(microbatch)
+            output = self._forward(microbatch, objective.entropy_gradient, balance)
             is_own = not isinstance(output, ModelOutput) and not microbatch.is_filler
             return objective.sent(microbatch, output) if is_own else output
 
@@ -164,7 +167,9 @@ class MegatronBackend:
         learning_rate = self._optimizer.param_groups[0]["lr"]
         succeeded, grad_norm, _ = self._optimizer.step()
         self._platform.synchronize()
-        return Step(math.nan if not succeeded or grad_norm is None else float(grad_norm), float(learning_rate))
+        routing = None if self._routing is None else self._routing.take(self.reductions, self._device)
+        norm = math.nan if not succeeded or grad_norm is None else float(grad_norm)
+        return Step(norm, float(learning_rate), routing)
 
     def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
         def loss(microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
@@ -242,7 +247,7 @@ class MegatronBackend:
     def _filler(self) -> Microbatch:
         return filler(self._config.pad_multiple, self._device)
 
-    def _forward(self, microbatch: Microbatch, entropy_gradient: bool, balance: float = 0.0) -> Any:
+    def _forward(self, microbatch: Microbatch, entropy_gradient: bool, balance: float | None = None) -> Any:
         return self._ddp(
             *_inputs(microbatch),
             temperature=self._config.rollout.temperature,

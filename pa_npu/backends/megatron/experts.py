@@ -88,7 +88,7 @@ class Microbatch(Protocol):
     def layout(self) -> PrefixLayout: ...
 
     @property
-    def balance(self) -> float: ...
+    def balance(self) -> float | None: ...
 
 
 class Router(MegatronModule):
@@ -103,6 +103,7 @@ class Router(MegatronModule):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         if config.perform_initialization:
             config.init_method(self.weight)
+        self._noted: torch.Tensor | None = None
 
     def forward(self, rows: torch.Tensor, microbatch: Microbatch | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """rows [n, hidden] -> (gate weights fp32 [n, k], experts int64 [n, k])."""
@@ -113,25 +114,40 @@ class Router(MegatronModule):
         weights = probabilities.gather(-1, chosen)
         if self.experts.normalises:
             weights = weights / weights.sum(-1, keepdim=True)
-        if microbatch is not None and microbatch.balance and torch.is_grad_enabled():
-            loss = microbatch.balance * self._imbalance(probabilities, chosen, microbatch.layout)
-            weights = _WithLoss.apply(weights, loss)
+        # a recomputed forward comes twice, of which one is without gradients
+        if microbatch is None or microbatch.balance is None or not torch.is_grad_enabled():
+            return weights, chosen
+        tokens, first = microbatch.layout.total - microbatch.layout.padding, 0
+        if self.config.sequence_parallel:
+            first = len(chosen) * parallel.tensor_group().rank()
+        own = min(max(tokens - first, 0), len(chosen))
+        counts = torch.bincount(chosen[:own].flatten(), minlength=self.experts.count).to(probabilities.dtype)
+        self._note(counts, probabilities[:own].detach())
+        if microbatch.balance:
+            loss = self._imbalance(probabilities[:own], counts, tokens)
+            weights = _WithLoss.apply(weights, microbatch.balance * loss)
         return weights, chosen
 
-    def _imbalance(self, probabilities: torch.Tensor, chosen: torch.Tensor, layout: PrefixLayout) -> torch.Tensor:
+    def take_noted(self) -> torch.Tensor:
+        """Returns the sums of the trained passes since the last call, and forgets them, [experts + 2]: this rank's tokens of each
+        expert, their entropy, and how many they are."""
+        noted, self._noted = self._noted, None
+        return self.weight.new_zeros(self.experts.count + 2, dtype=torch.float32) if noted is None else noted
+
+    def _note(self, counts: torch.Tensor, probabilities: torch.Tensor) -> None:
+        entropy = -(probabilities * probabilities.clamp_min(1e-30).log()).sum()
+        found = torch.cat([counts, entropy[None], counts.new_full((1,), len(probabilities))]).float()
+        self._noted = found if self._noted is None else self._noted + found
+
+    def _imbalance(self, probabilities: torch.Tensor, counts: torch.Tensor, tokens: int) -> torch.Tensor:
         """experts x sum_i f_i P_i, where f_i is how many of its tokens' choices are expert i, and P_i their mean probability of it.
 
         Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6, with k choices as transformers' load_balancing_loss_func.
         With a divided sequence a rank's is its tokens' part of the sum; the counts are everyone's.
         """
-        tokens, first, group = layout.total - layout.padding, 0, parallel.tensor_group()
         if self.config.sequence_parallel:
-            first = len(chosen) * group.rank()
-        own = min(max(tokens - first, 0), len(chosen))
-        counts = torch.bincount(chosen[:own].flatten(), minlength=self.experts.count).to(probabilities.dtype)
-        if self.config.sequence_parallel:
-            dist.all_reduce(counts, group=group)
-        return self.experts.count / tokens**2 * (counts * probabilities[:own].sum(0)).sum()
+            dist.all_reduce(counts, group=parallel.tensor_group())
+        return self.experts.count / tokens**2 * (counts * probabilities.sum(0)).sum()
 
 
 class MixtureMLP(MegatronModule):

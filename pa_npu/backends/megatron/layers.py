@@ -37,12 +37,12 @@ from pa_npu.platform.base import FusedOps
 @dataclass(frozen=True)
 class AttentionContext:
     """A microbatch's part in one model's layers. cos, sin: [tokens, 1, head_dim] at the tokens' positions. balance: factor of the
-    routers' auxiliary loss."""
+    routers' auxiliary loss; None where nothing is trained."""
 
     layout: PrefixLayout
     cos: torch.Tensor
     sin: torch.Tensor
-    balance: float = 0.0
+    balance: float | None = None
 
 
 class RMSNorm(torch.nn.Module):

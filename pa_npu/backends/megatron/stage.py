@@ -143,7 +143,7 @@ class TriModel(MegatronModule):
         temperature: float,
         chunk: int,
         entropy_grad: bool = False,
-        balance: float = 0.0,
+        balance: float | None = None,
     ) -> ModelOutput | torch.Tensor:
         """One microbatch through this stage; see the module's docstring for shapes, AttentionContext for `balance`."""
         self._check(tokens, layout)

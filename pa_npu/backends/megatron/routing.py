@@ -1,0 +1,57 @@
+"""How evenly the routers of a mixture spread an update's tokens over experts, and which experts no token has taken yet."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from pa_npu.algorithm.update_sums import Reductions
+from pa_npu.backends.megatron.experts import MixtureMLP
+from pa_npu.backends.protocol import Routing
+from pa_npu.config.mesh import Place
+
+logger = logging.getLogger(__name__)
+# After so many updates each rank of a stage that publishes says which experts no token has taken.
+_FIRST_UPDATES = 3
+
+
+class RoutingWatch:
+    """The routers of a stage's policy, which note what they do in forward passes that are trained (Router.noted)."""
+
+    def __init__(self, policy: torch.nn.Module, place: Place) -> None:
+        layers: Any = policy.get_submodule("decoder.layers")
+        self._routers = {
+            layer.layer_number - 1: layer.mlp.router for layer in layers if isinstance(layer.mlp, MixtureMLP)
+        }
+        self._place, self._updates = place, 0
+        self._seen: torch.Tensor | int = 0  # tokens of each expert, [layers, experts]
+
+    def take(self, reductions: Reductions, device: torch.device) -> Routing:
+        """Returns the figures of the update that has ended, of all layers and tokens, and forgets them. Collective."""
+        figures = torch.zeros(4, device=device)
+        largest = torch.zeros(1, device=device)
+        if self._routers:
+            noted = reductions.gradients(torch.stack([router.take_noted() for router in self._routers.values()]))
+            counts, entropy, tokens = noted[:, :-2], noted[:, -2], noted[:, -1].clamp_min(1)
+            self._seen = self._seen + counts
+            imbalance = counts.amax(1) / counts.mean(1).clamp_min(1e-9)
+            sums = torch.stack([imbalance, entropy / tokens, (self._seen == 0).sum(1)])
+            figures, largest = torch.cat([sums.sum(1), figures.new_full((1,), len(noted))]), imbalance.amax()[None]
+            self._updates += 1
+            if self._updates == _FIRST_UPDATES and self._place.publishes:
+                self._say_untouched(self._seen == 0)
+        *means, layers = reductions.stages(figures).tolist()
+        worst = float(reductions.stages(largest, largest=True))
+        return Routing(means[0] / layers, worst, means[1] / layers, round(means[2]))
+
+    def _say_untouched(self, untouched: torch.Tensor) -> None:
+        found = {layer: own.nonzero().flatten().tolist() for layer, own in zip(self._routers, untouched, strict=True)}
+        lines = [f"layer {layer}: {', '.join(map(str, experts))}" for layer, experts in found.items() if experts]
+        if lines:
+            logger.warning(
+                "no token of the first %d updates took these experts, whose weights no log-prob has compared yet: %s",
+                _FIRST_UPDATES,
+                "; ".join(lines),
+            )
