@@ -2,7 +2,7 @@
 """Time a weight publish against one bare gloo broadcast of the same bytes to the same workers, alternating in one run.
 
     python tools/bench_publish.py [--layers N] [--dtype bf16|fp32] [--tensor-parallel 1,2] [--workers 1,2]
-                                  [--bucket-mib 16,64] [--repeats 5] [--json FILE] [--markdown FILE]
+                                  [--bucket-mib 16,64] [--repeats 5] [--family qwen3_moe] [--json FILE] [--markdown FILE]
     python tools/bench_publish.py --publishes 2000                       # one connection for all: time and memory stay flat
     python tools/bench_publish.py --model 7b|32b [--link-gbps 25] [--gather-gbps 50] [--iteration-s 120]     # arithmetic only
 
@@ -10,7 +10,8 @@ Trainer ranks (TP) and engine workers are processes of this machine. A publish i
 and the moment when all workers have had every HF tensor complete in memory: gather over TP, packing, broadcast,
 assembly. (What an engine's loader then does with a tensor is its own; the bare broadcast has no loader either.) The bare
 broadcast sends one ready buffer into another, so it is the upper bound for this transport and machine. With TP > 1 the
-shards of the other ranks must reach the leader first; the bare gather does just that, in one broadcast per rank.
+shards of the other ranks must reach the leader first; the bare gather does just that, in one broadcast per rank. With --family
+qwen3_moe the TP ranks also share the experts of a mixture, 16 in each layer, which are as many bytes as the dense layer.
 
 Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadcast, and of bare gather and broadcast one
 after another (medians); the publish over each of the two (the aim: at least 0.5 of the broadcast); the share of a
@@ -42,6 +43,7 @@ from pa_npu.backends.megatron.weights import hf_map
 from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.config.mesh import Mesh
 from pa_npu.families.rope import Rope
+from pa_npu.families.shape import Experts
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.publish_time import Link, publish_seconds, weight_bytes
 from pa_npu.publish.messages import PublishMembers
@@ -118,6 +120,14 @@ def _spec(layers: int) -> ModelSpec:
     )
 
 
+def _mixture(layers: int) -> ModelSpec:
+    dense = _spec(layers)
+    experts = Experts(16, 4, dense.ffn_size // 16, True, tuple(range(layers)))
+    return replace(dense, family="qwen3_moe", qk_norm=True, experts=experts)
+
+
+FAMILIES = {"llama": _spec, "qwen3_moe": _mixture}
+
 # Qwen2.5-7B and 32B
 MODELS = {
     "7b": replace(
@@ -148,6 +158,7 @@ MODELS = {
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8, help="layers of the model (hidden 1024), 24 MiB each in bf16")
+    parser.add_argument("--family", choices=FAMILIES, default="llama", help="a mixture has as many bytes")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="type of the weights")
     parser.add_argument("--tensor-parallel", type=_ints, default=(1, 2), help="TP sizes, separated by commas")
     parser.add_argument("--workers", type=_ints, default=(1, 2), help="numbers of engine workers")
@@ -171,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for workers in arguments.workers:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             case = Case(
-                spec=_spec(arguments.layers),
+                spec=FAMILIES[arguments.family](arguments.layers),
                 dtype=arguments.dtype,
                 tensor_parallel=tensor_parallel,
                 workers=workers,
@@ -240,7 +251,7 @@ def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     if rank == 0:
         publisher = Publisher(
-            StageTensors(stand_in_stage(spec, 1, torch.bfloat16), spec, Mesh().place(0), 2**20),
+            StageTensors(stand_in_stage(spec, Mesh(), torch.bfloat16), spec, Mesh().place(0), 2**20),
             store_host="127.0.0.1",
             store_port=port,
             timeout_s=TIMEOUT_S,
@@ -297,11 +308,12 @@ def trainer(case: Case, rank: int, results: Any) -> None:
     peers = _join(case, "tp", rank, size)
     everyone = _join(case, "everyone", rank if rank == 0 else case.workers + rank, size + case.workers)
     bare = _join(case, "bare", 0, 1 + case.workers) if rank == 0 else None
-    module = stand_in_stage(case.spec, size, DTYPES[case.dtype])
+    mesh = Mesh(size, expert=size if case.spec.experts else 1, experts_tensor=1)
+    module = stand_in_stage(case.spec, mesh, DTYPES[case.dtype])
     rows = []
     for bucket_mib in case.bucket_mib:
         with Publisher(
-            StageTensors(module, case.spec, Mesh(size).place(rank), int(bucket_mib * 2**20), peers),
+            StageTensors(module, case.spec, mesh.place(rank), int(bucket_mib * 2**20), peers),
             store_host="127.0.0.1",
             store_port=case.port,
             timeout_s=TIMEOUT_S,
@@ -368,20 +380,24 @@ def worker(case: Case, rank: int) -> None:
         receiver.close()
 
 
-def stand_in_stage(spec: ModelSpec, tp_size: int, dtype: torch.dtype) -> torch.nn.Module:
+def stand_in_stage(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> torch.nn.Module:
     """One rank's parameters of the whole model under Megatron's names; there is nothing to run."""
     module = torch.nn.Module()
     layer = ["input_layernorm.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"]
-    layer += ["pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
+    layer += ["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"] * spec.qk_norm
+    dense, sparse = ["linear_fc1.weight", "linear_fc2.weight"], ["router.weight", "experts.gate_up", "experts.down"]
+    layer += ["pre_mlp_layernorm.weight", *(f"mlp.{name}" for name in (sparse if spec.experts else dense))]
     names = [f"decoder.layers.{index}.{name}" for index in range(spec.num_layers) for name in layer]
     for name in (hf_map.EMBEDDING, *names, hf_map.FINAL_NORM):
-        shapes = [tensor.local_shape(tp_size) for tensor in hf_map.sources(name, spec, 0)]
+        tensors = hf_map.sources(name, spec, 0)
+        shapes = [t.local_shape(mesh.tensor) for t in tensors if t.expert == tensors[0].expert]
+        stacked = () if spec.experts is None or tensors[0].expert is None else (spec.experts.count // mesh.expert,)
         owner, (*path, leaf) = module, name.split(".")
         for child in path:
             if child not in dict(owner.named_children()):
                 owner.add_module(child, torch.nn.Module())
             owner = owner.get_submodule(child)
-        values = torch.full((sum(shape[0] for shape in shapes), *shapes[0][1:]), 0.5, dtype=dtype)
+        values = torch.full((*stacked, sum(shape[0] for shape in shapes), *shapes[0][1:]), 0.5, dtype=dtype)
         owner.register_parameter(leaf, torch.nn.Parameter(values, requires_grad=False))
     for index, child_layer in enumerate(module.get_submodule("decoder.layers").children()):
         child_layer.layer_number = index + 1  # type: ignore[assignment]

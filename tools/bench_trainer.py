@@ -8,7 +8,8 @@ One process, TP1. Rows alternate inside one invocation, so that noise hits all o
   fsdp separate, fsdp shared    the same with trainer.backend=fsdp
 Before timing, loss and gradient norm of all rows are compared. Afterwards a profile names where the time goes.
 
-    python tools/bench_trainer.py [--model DIR] [--prompt 64] [--response 64] [--responses 8] [--groups 4] [--repetitions 7]
+    python tools/bench_trainer.py [--model DIR | --family qwen3_moe] [--prompt 64] [--response 64] [--responses 8] [--groups 4]
+                                  [--repetitions 7]
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ class TransformersTrainer:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="HF model directory; none writes a random Qwen2 (hidden 256, 4 layers)")
+    parser.add_argument("--model", help="HF model directory; none writes a random model (hidden 256, 4 layers)")
+    parser.add_argument("--family", choices=("qwen2", "qwen3_moe"), default="qwen2", help="of the random model")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument(
         "--response", type=int, default=64, help="longest response; lengths are drawn between half of it and it"
@@ -125,21 +127,30 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        model = args.model or make_random_model(Path(scratch) / "model")
+        model = args.model or make_random_model(Path(scratch) / "model", args.family)
         result = compare(model, args)
     print(json.dumps(result) if args.json else render(result))
     return 0
 
 
-def make_random_model(directory: Path) -> str:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def make_random_model(directory: Path, family: str) -> str:
+    """A mixture has 8 experts, of which a token goes through two: as much work as the dense layer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 384,
+        "norm_topk_prob": True,
+        "head_dim": 32,
+    }
+    config = AutoConfig.for_model(
+        family, vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=True,
+        **(experts if family == "qwen3_moe" else {}),
     )  # fmt: skip
-    Qwen2ForCausalLM(config).float().save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
     return str(directory)
 
 
