@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -237,9 +238,10 @@ class Learner:
         wait_s, train_s, step_s = (reductions.ranks(own) / self.backend.place.mesh.size).tolist()
         fullest = torch.tensor([peak.host_bytes, peak.device_bytes or 0], dtype=torch.int64, device=device)
         host_bytes, device_bytes = reductions.ranks(fullest, largest=True).tolist()
+        routing: dict[str, Any] = {field.name: getattr(step.routing, field.name, None) for field in fields(Routing)}
         report = UpdateReport(
             **statistics.metrics(totals.tokens_response, normaliser),
-            **{field.name: getattr(step.routing, field.name, None) for field in fields(Routing)},
+            **routing,
             grad_norm=step.grad_norm,
             learning_rate=step.learning_rate,
             tokens_response=totals.tokens_response,

@@ -59,7 +59,7 @@ def test_grouped_products_and_their_gradients_are_those_of_one_group_after_anoth
         platform = platforms.get(name)
         with NpuSim(all_references()) as sim:
             own = [tensor.to(platform.device(0)).detach().requires_grad_() for tensor in (rows, weight)]
-            out = platform.ops.grouped_linear(*own, counts)
+            out = platform.ops.grouped_linear(own[0], own[1], counts)
             out.backward(down.to(platform.device(0)))
             found.append([out.detach().cpu(), *(tensor.grad.cpu() for tensor in own)])
         assert (sim.calls["npu::npu_grouped_matmul"] == 3) == (name == "npu" and any(counts))
