@@ -95,7 +95,7 @@ class Stage:
         return max(self.tp_size, self.ep_size)
 
     def place(self, rank: int) -> Place:
-        """Of one of these ranks."""
+        """Returns the place of one of these ranks."""
         data = self.num_ranks // self.tp_size
         mesh = Mesh(self.tp_size, self.num_stages, data, expert=self.ep_size, experts_tensor=1)
         return mesh.at(tensor=rank % self.tp_size, data=rank // self.tp_size, pipeline=self.stage)

@@ -149,7 +149,7 @@ def test_a_microbatch_of_sharded_trainers_moves_all_weights(sections, bytes_per_
 
 
 def mixture_config(**trainer) -> Config:
-    """Of Qwen3-30B-A3B in bf16, with 8 trainer devices on one node."""
+    """Returns a configuration of Qwen3-30B-A3B in bf16 on 8 trainer devices of one node."""
     tree = {"model": {"path": "Qwen3-30B-A3B"}, "data": {"train": "unused"}, "placement": {"devices_per_node": 16}}
     return Config.model_validate({**tree, "trainer": {"devices": 8, **trainer}})
 

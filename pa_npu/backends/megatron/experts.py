@@ -82,7 +82,7 @@ class ExpertWeights(MegatronModule):
 
 
 class Microbatch(Protocol):
-    """What a router knows of the microbatch; see layers.AttentionContext."""
+    """The part of layers.AttentionContext that a router reads."""
 
     @property
     def layout(self) -> PrefixLayout: ...
