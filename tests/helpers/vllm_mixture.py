@@ -34,6 +34,7 @@ def reload(worker: Any, directory: str, repair: bool, without: str = "nothing") 
     pack_again = experts.pack_again
     experts.pack_again = pack_again if repair else lambda model: None
     weights = load_file(Path(directory) / "model.safetensors")
+    worker = getattr(worker, "worker", worker)  # vLLM hands over what wraps it
     worker._pa_receiver = SimpleNamespace(is_tied=False)
     try:
         worker._pa_load(0, iter([(name, weight) for name, weight in weights.items() if without not in name]), tuple)
