@@ -234,6 +234,12 @@ def matmul_backward(given: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
     )
 
 
+def gather_backward(given: dict[str, Any]) -> torch.Tensor:
+    """npu_gather_backward, torch_npu's gradient of gather as one operator."""
+    grad = given["grad"]
+    return grad.new_zeros(given["self_size"]).scatter_add(given["dim"], given["index"], grad)
+
+
 def all_references(softmax_layout: SoftmaxLayout = "honoured") -> dict[str, Any]:
     """Every reference, by operator name."""
     return FusionAttention(softmax_layout).references() | {
@@ -244,6 +250,7 @@ def all_references(softmax_layout: SoftmaxLayout = "honoured") -> dict[str, Any]
         "npu::npu_swiglu": swiglu,
         "npu::npu_swiglu_backward": swiglu_backward,
         "npu::npu_grouped_matmul": grouped_matmul,
+        "npu::npu_gather_backward": gather_backward,
         "aten::_fused_adamw_": fused_adamw,
         "aten::matmul_backward": matmul_backward,
     }

@@ -45,6 +45,19 @@ def test_profile_asks_torch_npu_for_host_and_device_activities(tmp_path: Path, m
     assert set(asked["activities"]) == {activity.CPU, activity.NPU} and callable(asked["on_trace_ready"])
 
 
+def test_a_gathers_gradient_is_the_cpus() -> None:
+    """A router takes some of its probabilities, here one of them twice, and others not at all."""
+    values, index = torch.randn(5, 8), torch.tensor([[0, 3], [3, 0], [7, 7], [1, 2], [4, 4]])
+    found = []
+    for name in ("cpu", "npu"):
+        device = platforms.get(name).device(0)
+        with NpuSim(all_references()):
+            own = values.to(device).detach().requires_grad_()
+            own.gather(-1, index.to(device)).square().sum().backward()
+            found.append(own.grad.cpu())
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 2, 0], [0, 0, 0, 0]])
 def test_grouped_products_and_their_gradients_are_those_of_one_group_after_another(
