@@ -133,7 +133,7 @@ def main() -> int:
     return 0
 
 
-def make_random_model(directory: Path, family: str) -> str:
+def make_random_model(directory: Path, family: str = "qwen2") -> str:
     """A mixture has 8 experts, of which a token goes through two: as much work as the dense layer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
