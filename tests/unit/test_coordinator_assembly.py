@@ -33,7 +33,7 @@ def constructed(sections: dict[str, dict[str, Any]]) -> set[str]:
         assembly.make_updates(config, Freshness.of(config), none, none, none),
         assembly.make_interruptions(config, none),
         service := assembly.make_service(config, pool, Sampling(8, 1.0), tokenizer),
-        assembly.make_gateway(config, none, None, service),
+        assembly.make_gateway(config, none, "key", service),
         make_roles(config, pool, Timeline(None, ""), SimpleNamespace(speeds=none)),
     )
     return {type(one).__name__ for one in objects if one is not None}
