@@ -53,12 +53,15 @@ class FixedMicrobatches:
     """A MicrobatchSource over microbatches that are all there."""
 
     waited_s = 0.0
-    is_last = False  # of one replica nobody asks
     traffic = Traffic()
     advantages: Mapping[int, Sequence[float]] = MappingProxyType({})
 
     def __init__(self, microbatches: list[Microbatch]) -> None:
-        self._iterator = iter(microbatches)
+        self._left = microbatches[::-1]
+
+    @property
+    def is_last(self) -> bool:
+        return not self._left
 
     def settle(self) -> int:
         raise AssertionError("without pipeline stages nobody needs to know in advance")
@@ -67,7 +70,9 @@ class FixedMicrobatches:
         return self
 
     def __next__(self) -> Microbatch:
-        return next(self._iterator)
+        if not self._left:
+            raise StopIteration
+        return self._left.pop()
 
 
 class TransformersTrainer:
