@@ -35,9 +35,9 @@ def reload(worker: Any, directory: str, repair: bool, without: str = "nothing") 
     experts.pack_again = pack_again if repair else lambda model: None
     weights = load_file(Path(directory) / "model.safetensors")
     worker = getattr(worker, "worker", worker)  # vLLM hands over what wraps it
-    worker._pa_receiver = SimpleNamespace(is_tied=False)
+    worker._pa_receiver = SimpleNamespace(is_tied=False, whole=iter)
     try:
-        worker._pa_load(0, iter([(name, weight) for name, weight in weights.items() if without not in name]), tuple)
+        worker._pa_load(0, [(name, weight) for name, weight in weights.items() if without not in name], tuple)
     except WeightSyncError as error:
         return str(error)
     finally:
