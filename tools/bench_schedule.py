@@ -262,13 +262,17 @@ def main() -> int:
                     rows += bench.shared_prompt_rows()
                 else:
                     rows += bench.schedule_rows([case for case in cases if case.engines == engines])
+    publish_rows(rows, render(rows, args), args)
+    return 0
+
+
+def publish_rows(rows: Sequence[Any], table: str, args: argparse.Namespace) -> None:
+    """Print the table, and write it and the rows where the arguments say so."""
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    table = render(rows, args)
     print(table)
     if args.markdown:
         args.markdown.write_text(table + "\n")
-    return 0
 
 
 @dataclass(frozen=True)
@@ -293,12 +297,7 @@ def measure_staleness(args: argparse.Namespace) -> int:
         with bench.engines(1):
             waves, staleness = ([int(text) for text in given.split(",")] for given in (args.waves, args.staleness))
             rows = bench.stale_rows(waves, staleness)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    table = render_stale(rows, args)
-    print(table)
-    if args.markdown:
-        args.markdown.write_text(table + "\n")
+    publish_rows(rows, render_stale(rows, args), args)
     return 0
 
 
@@ -334,12 +333,7 @@ def measure_shared(args: argparse.Namespace, cases: Sequence[Case]) -> int:
             for case, replica in itertools.product(cases, map(int, args.replica.split(","))):
                 rows.append(bench.shared_row(case, replica))
                 print(f"# {rows[-1]}", file=sys.stderr, flush=True)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    table = render_shared(rows, args)
-    print(table)
-    if args.markdown:
-        args.markdown.write_text(table + "\n")
+    publish_rows(rows, render_shared(rows, args), args)
     return 0
 
 

@@ -255,6 +255,21 @@ def kill_all(watched: Watched, kills: Kills, number: int = signal.SIGKILL) -> No
         watched.wait_for_recovery(kind, attempt, progress)
 
 
+def assert_equal_when_killed(
+    calm: list[str], killed: list[str], kills: Kills, launch: Callable[..., Launched], directory: Path
+) -> None:
+    """Run `calm` to its end, then `killed` with the kills, in directory/calm and directory/run."""
+    undisturbed = launch(*calm)
+    undisturbed.popen.wait(TIMEOUT_S)
+    assert undisturbed.popen.returncode == 0, undisturbed.output
+
+    watched = watched_when_ready(launch(*killed))
+    kill_all(watched, kills)
+    watched.run.popen.wait(TIMEOUT_S)
+    assert watched.run.popen.returncode == 0 and "the run continues from" in watched.run.output, watched.run.output
+    Result.of(directory / "run").assert_equal(Result.of(directory / "calm"))
+
+
 @pytest.mark.parametrize(
     ("backend", "kills"),
     [
@@ -402,15 +417,8 @@ def test_a_periodic_run_of_sharded_trainers_ends_with_the_weights_of_the_synchro
 ) -> None:
     """Adapters, and all weights; with a reference."""
     sharded = {"trainer.backend": "fsdp", "algorithm.kl_coef": 0.01, **trained}
-    calm = launch(*keys(tiny, tmp_path / "calm", backend, schedule__stream="false", **sharded))
-    calm.popen.wait(TIMEOUT_S)
-    assert calm.popen.returncode == 0, calm.output
-
-    watched = watched_when_ready(launch(*keys(tiny, tmp_path / "run", backend, **sharded)))
-    kill_all(watched, kills)
-    watched.run.popen.wait(TIMEOUT_S)
-    assert watched.run.popen.returncode == 0 and "the run continues from" in watched.run.output, watched.run.output
-    Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
+    calm = keys(tiny, tmp_path / "calm", backend, schedule__stream="false", **sharded)
+    assert_equal_when_killed(calm, keys(tiny, tmp_path / "run", backend, **sharded), kills, launch, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -429,15 +437,8 @@ def test_a_mixture_whose_experts_replicas_share_ends_with_the_same_weights_whate
 ) -> None:
     """Checkpoints have each expert once, and an engine that comes again is sent them inside the iteration."""
     shared = {"trainer.expert_parallel": 2}
-    calm = launch(*keys(tiny_mixture, tmp_path / "calm", backend, **shared))
-    calm.popen.wait(TIMEOUT_S)
-    assert calm.popen.returncode == 0, calm.output
-
-    watched = watched_when_ready(launch(*keys(tiny_mixture, tmp_path / "run", backend, **shared)))
-    kill_all(watched, kills)
-    watched.run.popen.wait(TIMEOUT_S)
-    assert watched.run.popen.returncode == 0 and "the run continues from" in watched.run.output, watched.run.output
-    Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
+    calm = keys(tiny_mixture, tmp_path / "calm", backend, **shared)
+    assert_equal_when_killed(calm, keys(tiny_mixture, tmp_path / "run", backend, **shared), kills, launch, tmp_path)
 
 
 AHEAD = 1

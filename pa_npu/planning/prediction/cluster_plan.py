@@ -162,18 +162,15 @@ def best_divisions(
         )
     tried = []
     for _, config in candidates[:simulated]:
-        found = predict(
-            config,
-            basis.spec,
-            basis.calibration,
-            basis.workload,
-            basis.typical,
-            iterations=_ITERATIONS,
-            most_groups=_MOST_GROUPS,
-        )
+        found = _simulated(basis, config)
         around = limits(config, found, _mean_response(basis, config), basis.typical)
         tried.append((limited_s(found.iteration_s, around), config, found, around))
     return sorted(tried, key=lambda item: item[0] / item[1].schedule.prompts_per_iteration)
+
+
+def _simulated(basis: Basis, config: Config, *, streams: bool = True) -> Predicted:
+    known = (config, basis.spec, basis.calibration, basis.workload, basis.typical)
+    return predict(*known, streams=streams, iterations=_ITERATIONS, most_groups=_MOST_GROUPS)
 
 
 def _device_bytes(typical: TypicalSpeed) -> int | None:
@@ -322,16 +319,7 @@ def _colocated_s(basis: Basis, config: Config, devices: int) -> float:
     together = changed(config, {**changes, "schedule": {"prompts_per_iteration": whole}})
     if together is None:
         return math.inf
-    found = predict(
-        together,
-        basis.spec,
-        basis.calibration,
-        basis.workload,
-        basis.typical,
-        streams=False,
-        iterations=_ITERATIONS,
-        most_groups=_MOST_GROUPS,
-    )
+    found = _simulated(basis, together, streams=False)
     return found.iteration_s * groups / whole
 
 
