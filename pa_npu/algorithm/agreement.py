@@ -50,6 +50,8 @@ STRAY = 0.5
 STRAY_SHARE = 0.05
 # A policy may sharpen by so much per version, as a lower temperature does, beside what a probe of few tokens shows of it.
 SHARPENING = 0.02
+# Tokens of the same age may have this times the slope that those of a probe have, of which a policy may have moved more by chance.
+_OTHER_TOKENS = 2.0
 # Strays count where at least as many tokens are far from their own log-prob as this share of those that are far from a neighbour's.
 _FITS_OTHERS = 0.7
 # Few responses may look alike by chance: their variance is averaged with that of exponential noise, which counts as so many.
@@ -251,7 +253,7 @@ def aged_limits(
     slope = math.inf
     if reference is not None:
         ages = sums.expected / (STRAY_SHARE * max(1.0, sums.n))
-        slope = margin * (abs(reference.slope) + reference.slope_deviation) + SHARPENING * ages
+        slope = _OTHER_TOKENS * abs(reference.slope) + margin * reference.slope_deviation + SHARPENING * ages
         slope += sums.slope_error(_z(false_stop_rate, probes))
     return Limits(slope=slope, strays=_evidence(sums, false_stop_rate, probes))
 
