@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Compare the estimate of a trainer's memory (pa_npu.planning.memory) with what the allocator measures over two iterations.
 
-One process, TP1, random Qwen2. Every case runs in a process of its own, with its allocations recorded by torch's profiler:
-the peak of forward and backward, with the optimizer's state in place. The reduction of gradients afterwards is left out:
-gloo copies the whole gradient buffer there, which NCCL and HCCL do not.
+One process, TP1, random Qwen2, by Megatron, by FSDP2 and by FSDP2 with adapters. Every case runs in a process of its own, with its
+allocations recorded by torch's profiler: the peak of forward and backward, with the optimizer's state in place. Megatron's
+reduction of gradients afterwards is left out: gloo copies the whole gradient buffer there, which NCCL and HCCL do not.
 
     python tools/bench_memory.py [--hidden 512] [--layers 8] [--prompt 256] [--response 256] [--chunk 1024]
 """
@@ -31,13 +31,20 @@ from pa_npu.planning.memory import trainer_memory
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import build_microbatches
 
+# Backend, dtype, recomputation, KL term, rank of adapters.
 CASES = (
-    ("fp32", "none", 0.0),
-    ("fp32", "full", 0.0),
-    ("bf16", "none", 0.0),
-    ("bf16", "selective", 0.0),
-    ("bf16", "full", 0.0),
-    ("bf16", "full", 0.1),
+    ("megatron", "fp32", "none", 0.0, 0),
+    ("megatron", "fp32", "full", 0.0, 0),
+    ("megatron", "bf16", "none", 0.0, 0),
+    ("megatron", "bf16", "selective", 0.0, 0),
+    ("megatron", "bf16", "full", 0.0, 0),
+    ("megatron", "bf16", "full", 0.1, 0),
+    ("fsdp", "fp32", "none", 0.0, 0),
+    ("fsdp", "fp32", "full", 0.0, 0),
+    ("fsdp", "bf16", "none", 0.0, 0),
+    ("fsdp", "bf16", "full", 0.0, 0),
+    ("fsdp", "bf16", "full", 0.1, 0),
+    ("fsdp", "bf16", "full", 0.1, 8),
 )
 MIB = 2**20
 
@@ -51,17 +58,22 @@ def main() -> int:
     parser.add_argument("--response", type=int, default=256)
     parser.add_argument("--responses", type=int, default=8)
     parser.add_argument("--chunk", type=int, default=1024, help="model.head_chunk_tokens")
-    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first n cases")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first n cases of each backend")
+    parser.add_argument("--backends", default="megatron,fsdp")
     parser.add_argument("--json", action="store_true", help="one object per case")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
-        model, dtype, recompute, kl_coef = json.loads(arguments.case)
-        print(json.dumps(measure(make_config(model, dtype, recompute, kl_coef, arguments), arguments)))
+        print(json.dumps(measure(make_config(*json.loads(arguments.case), arguments), arguments)))
         return 0
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch), arguments)
-        rows = [run_case([model, *case]) for case in CASES[: arguments.cases]]
+        chosen = [
+            case
+            for backend in arguments.backends.split(",")
+            for case in [case for case in CASES if case[0] == backend][: arguments.cases]
+        ]
+        rows = [run_case([model, *case]) for case in chosen]
     print("\n".join(json.dumps(row) for row in rows) if arguments.json else render(rows))
     return 0
 
@@ -86,14 +98,17 @@ def make_model(directory: Path, arguments: argparse.Namespace) -> str:
     return str(directory)
 
 
-def make_config(model: str, dtype: str, recompute: str, kl_coef: float, arguments: argparse.Namespace) -> Config:
+def make_config(
+    model: str, backend: str, dtype: str, recompute: str, kl_coef: float, rank: int, arguments: argparse.Namespace
+) -> Config:
     return Config.model_validate(
         {
             "run": {"device": "cpu"},
             "model": {"path": model, "dtype": dtype, "head_chunk_tokens": arguments.chunk},
             "data": {"train": "unused", "max_prompt_tokens": arguments.prompt},
             "rollout": {"responses_per_prompt": arguments.responses, "max_response_tokens": arguments.response},
-            "trainer": {"recompute": recompute},
+            "trainer": {"backend": backend, "recompute": recompute},
+            "lora": {"rank": rank},
             "algorithm": {"kl_coef": kl_coef},
             "schedule": {"prompts_per_iteration": 2},
         }
@@ -105,49 +120,46 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from pa_npu import platform as platforms
-    from pa_npu.backends.megatron.patches import prepare
-
-    torch.set_num_threads(1)
-    spec = ModelSpec.read(config.model.path)
-    platform = platforms.get("cpu")
-    prepare(platform.name)
-    from megatron.core import parallel_state
-
-    from pa_npu.backends.megatron.backend import MegatronBackend
-    from pa_npu.backends.megatron.factory import load_stage
-    from pa_npu.backends.megatron.parallel import initialise_parallel
+    from pa_npu.backends.registry import backend_module
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.learner import Learner
 
     sys.path.insert(0, str(Path(__file__).parent))
     from bench_trainer import FixedMicrobatches, make_groups
 
-    initialise_parallel(config, platform, dist.HashStore(), 0, 1)
+    torch.set_num_threads(1)
+    spec, platform, timeline = ModelSpec.read(config.model.path), platforms.get("cpu"), Timeline(None, "")
     groups = [at_full_length(g, arguments, spec.vocab_size) for g in make_groups(settings(arguments), spec.vocab_size)]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        stage = load_stage(config, spec, platform)
-        backend = MegatronBackend(stage, config, spec, platform, platform.device(0), Timeline(None, ""))
-        learner = Learner(config, backend, platform, Timeline(None, ""))
-        reduce_gradients = stage.config.finalize_model_grads_func
+        module = backend_module(config.trainer.backend)
+        backend = module.create(config, spec, platform, dist.HashStore(), 0, 0, timeline)
+        learner = Learner(config, backend, platform, timeline)
+        group = None
+        if config.trainer.backend == "megatron":
+            from megatron.core import parallel_state
 
-        def reduce_marked(*args: Any, **kwargs: Any) -> None:
-            with record_function("reduce gradients"):
-                reduce_gradients(*args, **kwargs)
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            stage = backend._stage
+            reduce_gradients = stage.config.finalize_model_grads_func
 
-        stage.config.finalize_model_grads_func = reduce_marked
+            def reduce_marked(*args: Any, **kwargs: Any) -> None:
+                with record_function("reduce gradients"):
+                    reduce_gradients(*args, **kwargs)
+
+            stage.config.finalize_model_grads_func = reduce_marked
         for iteration in range(2):
             microbatches = [m for g in groups for m in build_microbatches(g, arguments.responses, True, 1)]
             with record_function(f"iteration-{iteration}"):
                 learner.accumulate(FixedMicrobatches(microbatches))
             learner.step()
             for _ in range(8):  # gloo's threads hold the buffers of their last collective until their next one
-                dist.all_reduce(
-                    torch.zeros(1), group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-                )
+                dist.all_reduce(torch.zeros(1), group=group)
     events = recorded.profiler.kineto_results.events()
     (span,) = [e for e in events if e.name() == "iteration-1"]
     start = span.start_ns()
-    end = max(e.start_ns() for e in events if e.name() == "reduce gradients")
+    # FSDP reduces each layer's gradients inside its backward
+    reduces = [e.start_ns() for e in events if e.name() == "reduce gradients"]
+    end = max(reduces, default=start + span.duration_ns())
     live, during = 0, []
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         live += event.nbytes()
@@ -157,8 +169,9 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
     memory = trainer_memory(config, spec)
     publish = dict(memory.parts)["publish buckets"]  # no engine is attached here
     return {
-        "case": f"{config.model.dtype}, recompute={config.trainer.recompute}"
-        + (", reference" if config.frozen_models else ""),
+        "case": f"{config.trainer.backend} {config.model.dtype}, recompute={config.trainer.recompute}"
+        + (", reference" if config.algorithm.kl_coef else "")
+        + (f", LoRA {config.lora.rank}" if config.has_adapters else ""),
         "parameters": spec.num_parameters,
         "tokens": microbatches[0].tokens.numel(),
         "state": state,
@@ -197,7 +210,7 @@ def render(rows: list[dict[str, object]]) -> str:
         f"{float(str(rows[0]['parameters'])) / 1e6:.1f} M parameters, microbatches of {rows[0]['tokens']} tokens; MiB"
     ]
     lines.append(
-        f"\n{'case':<32}{'state':>9}{'estimate':>10}{'peak':>9}{'estimate':>10}{'ratio':>7}{'beyond state: ratio':>21}"
+        f"\n{'case':<46}{'state':>9}{'estimate':>10}{'peak':>9}{'estimate':>10}{'ratio':>7}{'beyond state: ratio':>21}"
     )
     for row in rows:
         state, guess, peak, total = (
@@ -205,7 +218,7 @@ def render(rows: list[dict[str, object]]) -> str:
         )
         beyond = (total - guess) / (peak - state)
         lines.append(
-            f"{row['case']!s:<32}{state:>9.1f}{guess:>10.1f}{peak:>9.1f}{total:>10.1f}{total / peak:>7.2f}{beyond:>21.2f}"
+            f"{row['case']!s:<46}{state:>9.1f}{guess:>10.1f}{peak:>9.1f}{total:>10.1f}{total / peak:>7.2f}{beyond:>21.2f}"
         )
     return "\n".join(lines)
 

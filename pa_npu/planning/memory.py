@@ -2,9 +2,9 @@
 
 The figures are for choosing sizes before a run. Weights, gradients, optimizer and frozen models are exact; activations and working
 set are counts of the tensors that are alive at the peak of a backward pass. What the allocator measures on a CPU
-(docs/results/memory_cpu.md) is within 3% of the total and 15% of the counted parts. Allocator overhead, attention kernels'
-workspaces, the buffers of training's own process groups and the device's context are not in them: `shortages` keeps a tenth of a
-device for these. The groups over which a replica's reader passes rollouts on come on top, and are counted.
+(docs/results/memory_cpu.md) is within 3% of the total and 15% of the counted parts (fsdp: 7% and 32%). Allocator overhead,
+attention kernels' workspaces, the buffers of training's own process groups and the device's context are not in them: `shortages`
+keeps a tenth of a device for these. The groups over which a replica's reader passes rollouts on come on top, and are counted.
 """
 
 from __future__ import annotations
