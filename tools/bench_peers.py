@@ -111,6 +111,12 @@ SYSTEMS = {
     "colocate": System(
         "this, colocated", _ON_POLICY, "computed once", "engine and trainer on both, a pair of processes each, in turn"
     ),
+    "roles": System(
+        "this, roles",
+        _ON_POLICY,
+        "computed once",
+        "engine and trainer on both, a core trains when its engine has handed on",
+    ),
     "periodic": System("this, periodic", _ON_POLICY, "computed once", "engine and trainer one each, at the same time"),
     "fsdp": System(
         "this, periodic, fsdp", _ON_POLICY, "computed once", "engine and trainer one each, at the same time"
@@ -129,6 +135,7 @@ REFERENCE = "trl-server"
 OURS: dict[str, tuple[str, ...]] = {
     "sync": ("schedule.stream=false",),
     "colocate": ("placement.colocate=true", "schedule.stream=false", "rollout.engines=2", "trainer.devices=2"),
+    "roles": ("placement.colocate=true", "schedule.stream=true", "rollout.engines=2", "trainer.devices=2"),
     "periodic": ("schedule.stream=true",),
     "fsdp": ("schedule.stream=true", "trainer.backend=fsdp"),
     "lora": (
@@ -268,7 +275,7 @@ class Bench:
             "rollout.max_response_tokens": shape.response,
             "rollout.ignore_eos": str(not shape.free).lower(),
         }
-        if system == "colocate":  # engines of the run's own, on both cores
+        if system in ("colocate", "roles"):  # engines of the run's own, on both cores
             both = f"[{self._engine_core},{self._trainer_core}]"
             keys |= {"placement.engine_devices": "null", "placement.trainer_devices": both}
         else:
