@@ -329,8 +329,13 @@ class ModelConformance(Conformance):
     async def test_a_thousand_responses_moved_at_random_tokens_equal_those_that_were_not(self, client, record_property):
         """Each twice, at any two tokens, beside all the others; the control draws from the stream's beginning."""
         prompts, size, long = 125, 8, replace(SAMPLING, max_tokens=MAX_RESPONSE - 16, ignore_eos=True)
-        at_once, cuts = asyncio.Semaphore(64), np.random.default_rng(3)
-        whole = await asyncio.gather(*(ask(client, size, 1000 * number, long, number) for number in range(prompts)))
+        at_once, cuts = asyncio.Semaphore(16), np.random.default_rng(3)
+
+        async def asked(number: int) -> list[Generation]:
+            async with at_once:  # a request waits in the engine no longer than its deadline
+                return await ask(client, size, 1000 * number, long, number)
+
+        whole = await asyncio.gather(*(asked(number) for number in range(prompts)))
 
         async def moved(at: tuple[int, int], first: int, second: int, drawn: bool) -> Generation:
             number, place = at
