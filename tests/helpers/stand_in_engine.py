@@ -41,6 +41,10 @@ class Served:
 
         return asyncio.run_coroutine_threadsafe(arrived(), self._loop).result(timeout_s + 5)
 
+    def left(self) -> int:
+        """Decode steps until nothing is in flight, of what runs."""
+        return max((max(request.lengths) - request.decoded for request in self.engine._running), default=0)
+
     def start_again(self, speed: Speed) -> Served:
         """Its successor at the same address, once it has stopped."""
         return Served(speed, int(self.url.rpartition(":")[2]))

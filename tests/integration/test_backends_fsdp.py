@@ -110,6 +110,7 @@ def test_copies_of_shards_train_as_one_rank_and_one_goes_on_from_their_checkpoin
     assert any(not torch.equal(tensor, weights(model)[name].to(tensor.dtype)) for name, tensor in expected.items())
 
 
+@pytest.mark.nightly  # unit/test_any_model.py has its weights, and the test below trains another such model
 def test_a_model_without_a_family_file_trains_and_its_engine_has_what_was_trained(tiny: Path, tmp_path: Path) -> None:
     """From the trial to the export, with scaled logits, embeddings and residuals."""
     found = try_models.run("granite", "transformers", tiny, tmp_path)

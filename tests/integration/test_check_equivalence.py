@@ -1,4 +1,7 @@
-"""tools/check_equivalence.py, shortened: two iterations on one real engine; it passes equal runs and fails others."""
+"""tools/check_equivalence.py, shortened: two iterations on one real engine; it passes equal runs and fails others.
+
+Nightly: test_exact_schedules.py compares runs, and tests/unit/test_check_equivalence.py has the verdicts.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from tools.check_equivalence import VARIANTS, Variant
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.nightly,
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc"),
 ]
 
@@ -73,7 +77,6 @@ def test_periodic_runs_equal_synchronous_ones_and_a_run_that_does_not_fails_the_
     assert code == 1, "a broken bound must end the tool with 1"
 
 
-@pytest.mark.nightly
 def test_the_order_of_arrival_changes_rounding_alone_and_another_seed_all(
     checked: Callable[..., tuple[int, dict[str, str]]],
 ) -> None:

@@ -188,6 +188,7 @@ def test_an_evaluation_beside_training_ends_when_the_trainers_are_ready(tmp_path
         assert [record["version"] for record in run.lines("evaluations.jsonl")] == [0]
         before = asked(1)
         run._wait_until(lambda: asked(RESPONSES) == 2 * GROUPS, "the last group was asked")
+        run._wait_until(lambda: engines[0].left() <= 3, "the last group is nearly written")
         engine.speed = Speed(step_s=2.0, stride=1)
         run.consume(1)
         run._wait_until(lambda: asked(1) > before, "the evaluation of version 1 has begun")

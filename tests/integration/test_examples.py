@@ -36,6 +36,7 @@ def test_a_run_from_python_takes_rows_and_a_reward_of_the_script(tiny: Path, tmp
     assert (tmp_path / "run" / "hf" / "config.json").is_file()
 
 
+@pytest.mark.nightly  # a judge in a run: test_coordinator_run.py
 def test_a_run_is_rewarded_by_a_judge_and_a_function_of_the_example(tiny: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options = ["--iterations", "2", "--backend", "transformers", "--run-dir", str(run_dir)]

@@ -15,6 +15,7 @@ from tests.helpers.launched import Launched, settings
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.nightly,  # the parts: unit/test_checkpoints_trainer.py and unit/test_telemetry_lost_records.py
     pytest.mark.skipif(sys.platform != "linux", reason="mounts a file system in memory"),
 ]
 

@@ -102,7 +102,10 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
 @pytest.mark.parametrize(
     ("backend", "victim", "started", "number", "code", "said"),
     [
-        ("vllm", "launcher", "EngineCore", signal.SIGKILL, -signal.SIGKILL, None),
+        pytest.param(
+            *("vllm", "launcher", "EngineCore", signal.SIGKILL, -signal.SIGKILL, None),
+            marks=pytest.mark.nightly,
+        ),
         ("transformers", "launcher", "trainer.main", signal.SIGTERM, 128 + signal.SIGTERM, "SIGTERM: stopping"),
         pytest.param(
             *("vllm", "EngineCore", "EngineCore", signal.SIGKILL, 1, "failed: engine-0 ended"),

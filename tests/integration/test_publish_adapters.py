@@ -38,11 +38,13 @@ def run(tiny: Path, directory: Path, **keys: object) -> tuple[list[dict[str, Any
     ("backend", "keys"),
     [
         pytest.param("transformers", {}, id="transformers"),
-        pytest.param("vllm", {}, id="vllm"),
+        # both engines merge what they get in tests/helpers/engine_conformance.py
+        pytest.param("vllm", {}, id="vllm", marks=pytest.mark.nightly),
         pytest.param(
             "transformers",
             {"schedule__max_staleness": 1, "publish__mode": "delayed", "schedule__iterations": 3},
             id="delayed",
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -100,18 +100,13 @@ class Killer:
             time.sleep(0.002)
             versions = [-1 if (v := served.engine.identity.version) is None else v for served in self._served]
             behind = [s for s, version in zip(self._served, versions, strict=True) if 0 <= version < max(versions)]
-            at_work = [served for served in behind if left(served) >= SURELY_LEFT]
+            at_work = [served for served in behind if served.left() >= SURELY_LEFT]
             if len(at_work) >= self._number:
                 for served in at_work[: self._number]:
                     served.engine.speed = HANGS  # what it has in flight will not end before it is stopped
                 for served in at_work[: self._number]:
                     served.stop()
                     self.killed += 1
-
-
-def left(served: Served) -> int:
-    """Decode steps until an engine has nothing in flight, of what runs."""
-    return max((max(request.lengths) - request.decoded for request in served.engine._running), default=0)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.messages import SHARD
+from tests.conftest import NIGHTLY, PROFILE
 from tests.helpers.launched import Launched, environment, running, settings
 from tests.helpers.raylets import HEAD, OTHER, Raylets, raylets
 from tests.helpers.sockets import listening
@@ -30,7 +31,7 @@ pytestmark = [
 ]
 
 RUN_TIMEOUT_S = 400.0
-ITERATIONS = 16
+ITERATIONS = 16 if PROFILE == NIGHTLY else 6  # time for a raylet to be killed and to come back
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 COMMON: dict[str, object] = {
     "trainer__devices": 2,

@@ -180,7 +180,7 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
     return tree
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=max(10, settings().max_examples // 50))
 @given(configurations(), st.sampled_from([32, 64, 80, 140]))
 def test_a_proposal_passes_the_estimate_and_every_rule(tree: dict[str, Any], gib: int) -> None:
     """With the proposed keys the tree validates, the model divides, and nothing of that role is short any more."""
