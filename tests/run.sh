@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up the environment, then lint, check types and test: unit tests beside all others, each half with a core of its own.
+# Set up the environment, then lint, check types and test: real runs beside all other tests, each half with a core of its own.
 # nightly also installs what only its tests need: trackers, TransferQueue and, as root on Debian, a browser and bubblewrap.
 # Usage: bash tests/run.sh [unit|integration|all|nightly] [pytest arguments ...]      (all is the default)
 set -euo pipefail
@@ -10,9 +10,9 @@ options=()
 case $what in
   unit) paths=(tests/unit) limit_s=1200 ;;
   integration) paths=(tests/integration) limit_s=3600 ;;
-  all) paths=(tests --ignore=tests/unit) limit_s=4800 ;;
-  # everything, the tests marked nightly too, and 10,000 examples of each property where it is otherwise 500
-  nightly) paths=(tests --ignore=tests/unit) limit_s=14400 options=(--timeout 3600) && export HYPOTHESIS_PROFILE=nightly ;;
+  all) paths=(tests/integration) limit_s=4800 ;;
+  # everything, the tests marked nightly too, and 10,000 examples of each property where it is otherwise 100
+  nightly) paths=(tests/integration) limit_s=14400 options=(--timeout 3600) && export HYPOTHESIS_PROFILE=nightly ;;
   *) fail "tests/run.sh: $what is not unit, integration, all or nightly" ;;
 esac
 setup_environment cpu dev docs
@@ -63,7 +63,7 @@ if [[ $what == unit || $what == integration ]]; then
 fi
 beside=$(mktemp)
 set -m # a process group of its own, which can be ended
-{ "$PYTHON" -m mypy && run_tests tests/unit "${options[@]}" -p no:cacheprovider; } >"$beside" 2>&1 &
+{ "$PYTHON" -m mypy && run_tests tests --ignore=tests/integration "${options[@]}" -p no:cacheprovider; } >"$beside" 2>&1 &
 half=$!
 set +m
 trap 'kill -- -"$half" 2>/dev/null || true; rm -f "$beside"' EXIT
@@ -71,4 +71,4 @@ code=0
 run_tests "${paths[@]}" "${options[@]}" || code=$?
 wait "$half" || code=$?
 cat "$beside"
-if [[ $code != 0 ]]; then fail "tests/run.sh: failed; above are types and tests/unit, and before them all other tests"; fi
+if [[ $code != 0 ]]; then fail "tests/run.sh: failed; above are types and all other tests, and before them tests/integration"; fi

@@ -190,7 +190,7 @@ def delete(directory: Path) -> None:
 
 
 def superfluous(parent: Path, keep_last: int, keep_best: int, accuracy: Mapping[int, float]) -> list[Path]:
-    """The complete checkpoints that retention lets go, oldest first; never the newest, and none with keep_last = 0.
+    """Returns the complete checkpoints that retention lets go, oldest first; never the newest, and none with keep_last = 0.
 
     accuracy: by version, of those that were evaluated. Among equals the newer is the better.
     """

@@ -62,11 +62,8 @@ class InPlace:
 
 
 class Forked:
-    """A write in a forked process, which has this one's memory as it was: training may change the weights meanwhile.
-
-    It dies with this process, so that no writer of a killed run interferes with the next one.
-    Raises WriteFailed when it cannot be started.
-    """
+    """A write in a forked process, which has this one's memory as it was: training may change the weights meanwhile. It dies with
+    this process, so that no writer of a killed run interferes with the next one. Raises WriteFailed when it cannot be started."""
 
     def __init__(self, write: Callable[[], None], timeout_s: float) -> None:
         self._timeout_s = timeout_s

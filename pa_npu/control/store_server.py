@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 ADDRESS_VARIABLE = "PA_NPU_ADDRESS"
-"""Of the environment of a trainer rank: where its node's processes listen."""
+"""Variable of a trainer rank: the address at which its node's processes listen."""
 _STORE_TIMEOUT_S = 30.0
 
 

@@ -82,11 +82,8 @@ async def held(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException |
 
 
 async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait for their end; what they raise meanwhile is dropped.
-
-    A task may not wait for itself, so the one that calls this is left out. A cancellation of the caller is not mistaken for
-    one of theirs: it is raised, once they have ended.
-    """
+    """Cancel tasks and wait for their end; what they raise meanwhile is dropped. The task that calls this is left out. A
+    cancellation of the caller is not mistaken for one of theirs: it is raised, once they have ended."""
     left = [task for task in tasks if not task.done()]
     if not left:
         return

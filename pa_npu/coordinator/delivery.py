@@ -24,7 +24,7 @@ from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.types import group_lengths
 
 GroupCost = Callable[[int, Sequence[int]], float]
-"""What training a group costs, from the length of its prompt and those of its responses; dispatch.work.GroupWork is one."""
+"""Cost of training a group, from the length of its prompt and those of its responses; dispatch.work.GroupWork is one."""
 
 
 class Delivery:

@@ -263,7 +263,7 @@ class RolesDelivery(Delivery):
         self._changed = asyncio.Event()
         self._ended = False
         self.seconds_per_work = 0.0
-        """Of a replica; 0 before it was learned."""
+        """A replica's speed; 0 before it was learned."""
         roles.begin(self)
 
     @property

@@ -86,10 +86,13 @@ def load_prompts(
     first_id: int = 0,
     needs_answer: bool = True,
 ) -> PromptSet:
-    """Reads, renders and tokenizes a dataset. tokenizer: a transformers tokenizer. Raises DataError for unusable data.
+    """Reads, renders and tokenizes a dataset. Raises DataError for unusable data.
 
-    key: the configuration key that names it, for messages; data.train or data.test where it is one of these. first_id: prompt_id of
-    its first row. needs_answer: as Columns.
+    Args:
+        tokenizer: a transformers tokenizer.
+        key: the configuration key that names the dataset, for messages; default: data.train or data.test.
+        first_id: prompt_id of its first row.
+        needs_answer: as Columns.
     """
     key = key or ("data.test" if dataset == config.test and dataset != config.train else "data.train")
     is_training = key.startswith("data.train")

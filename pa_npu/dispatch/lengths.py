@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pa_npu.data.prompts import Prompt
 
 Pair = tuple[float, float]
-"""Of a group: (mean of its responses, the longest of them), in tokens or as ratios. numpy takes several times as long for two."""
+"""Lengths of a group: (mean of its responses, the longest), in tokens or as ratios. numpy takes several times as long for two."""
 
 # Groups that the baseline remembers, about: some iterations of usual size.
 _MEMORY = 1000

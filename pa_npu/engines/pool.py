@@ -62,7 +62,7 @@ class EngineUse:
     speed: float = 1.0
     """How fast it is expected to be beside an engine of 1."""
     device: str | None = None
-    """What it runs on, where that is said."""
+    """The device that it runs on, where that is said."""
     version: int | None = None
     """The weight version that it writes by; None where nobody has said, CHANGING while it changes."""
     updated_s: float = field(default_factory=time.perf_counter)

@@ -143,9 +143,9 @@ class RolloutEngine(Protocol):
         deadline_s: float,
         written: npt.NDArray[np.int32] | None = None,
     ) -> list[Generation]:
-        """n responses; response i is what a request of one with seed + i gives, whatever else is in flight.
+        """Generates n responses. Response i is what a request of one with seed + i gives, whatever else is in flight.
 
-        written: with n = 1, of an engine that continues: the beginning of the response, of which the rest is returned;
+        written: the beginning of the response, of which the rest is returned, with n = 1, of an engine that continues;
         sampling.max_tokens is of the rest.
         """
 

@@ -54,11 +54,14 @@ class Generate(ABC):
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> list[Generation]:
-        """n continuations of `tokens`, for samples `sample`, sample + 1, ... of the group in their turn `turn` (0 is the first).
+        """Writes `n` continuations of `tokens`. Requests may run at the same time.
 
-        max_tokens: of each; None is rollout.max_response_tokens. stop: texts that end a continuation, which keeps the tokens that
-        complete one. Every generation's `version` is the weight version that wrote it. Requests may run at the same time.
-        Raises ValueError for fewer than one continuation or token.
+        Args:
+            sample: number in the group of the first continuation's sample; those of the others follow.
+            turn: of these samples, from 0.
+            max_tokens: of each; None is rollout.max_response_tokens.
+            stop: texts that end a continuation, which keeps the tokens that complete one.
+        Every generation's `version` is the weight version that wrote it. Raises ValueError for fewer than one, or than one token.
         """
         if n < 1 or (max_tokens is not None and max_tokens < 1):
             raise ValueError(f"generate: n = {n} and max_tokens = {max_tokens} must be at least 1")

@@ -20,11 +20,8 @@ SAMPLE = "sample"
 
 @dataclass(frozen=True)
 class Judged:
-    """One response of an evaluation.
-
-    name: of the set; question: its row there. kind: greedy or sample; number: among the samples. final: the answer that it ends
-    with, None where it gives none. tokens: its length. finished: by itself, not cut at the limit.
-    """
+    """One response of an evaluation. name: of the set; question: its row there. kind: greedy or sample; number: among the samples.
+    final: the answer that it ends with, None where it gives none. tokens: its length. finished: by itself, not cut at the limit."""
 
     name: str
     question: int

@@ -100,9 +100,9 @@ class DenseDecoder:
     qkv_bias = False
     qk_norm = False
     default_kv_heads: int | None = None
-    """Where config.json does not say; None means as many as heads. An explicit null always means that."""
+    """Used where config.json does not say; None means as many as heads. An explicit null always means that."""
     default_head_dim: int | None = None
-    """Where config.json does not say; None means hidden_size / heads."""
+    """Used where config.json does not say; None means hidden_size / heads."""
     heads_divide_hidden = False
     """Whether transformers, and with it the engines, refuses other numbers of heads even where head_dim is given."""
 

@@ -39,11 +39,8 @@ class EngineGroups:
         self._workers = config.rollout.tensor_parallel
 
     def way(self, member: Member) -> Way:
-        """How weights reach an engine from the trainers.
-
-        One on a trainer's device may not be able to be in a group with that trainer. One on devices of another
-        kind is reached through host memory: no other backend connects them for sure.
-        """
+        """How weights reach an engine from the trainers. One on a trainer's device may not be able to be in a group with that
+        trainer. One on devices of another kind is reached through host memory: no other backend connects them for sure."""
         settings = self._config.rollout.settings_of(member.index)
         if settings.device_kind not in (None, self._connection.device):
             return "host"

@@ -76,10 +76,7 @@ class TrainerPublish:
         self._last: PublishStats | None = None
 
     def publish(self, version: int) -> Published:
-        """Announce `version`, and return when the engines hold it.
-
-        Raises DeadlineExceeded where the coordinator says nothing.
-        """
+        """Announce `version`, and return when the engines hold it. Raises DeadlineExceeded where the coordinator says nothing."""
         if self._rank == 0:
             READY.put(self._channel, TrainersReady(version), version=version)
         start, send_s = time.perf_counter(), 0.0

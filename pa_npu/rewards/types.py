@@ -17,11 +17,8 @@ SHAPING = frozenset({"format", "overlong"})
 
 @dataclass(frozen=True)
 class RewardInput:
-    """A finished group: one prompt and its G responses.
-
-    prompt: the rendered prompt. answer: the reference answer. responses: G texts. response_tokens: their lengths.
-    row: the dataset row, as far as JSON can hold it (other values arrive as text).
-    """
+    """A finished group: one prompt and its G responses. prompt: the rendered prompt. answer: the reference answer. responses: G
+    texts. response_tokens: their lengths. row: the dataset row, as far as JSON can hold it (other values arrive as text)."""
 
     prompt: str
     answer: str

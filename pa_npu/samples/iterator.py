@@ -94,7 +94,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         self._freshness = freshness
         self._advantage = advantage
         self.advantages: dict[int, list[float]] = {}
-        """Of the groups taken so far, by dispatch index, each sample's as its rewards give it."""
+        """Advantages of the groups taken so far, by dispatch index: each sample's, as its rewards give it."""
         self._timeline = timeline or Timeline(None, "")
         self._size = size
         self._dispatched = dispatched

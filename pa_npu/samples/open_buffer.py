@@ -27,8 +27,14 @@ def open_buffer(
     trains: bool = False,
     own: OwnShard | None = None,
 ) -> RolloutBuffer:
-    """readers, ahead: as StoreRolloutBuffer. fills: whether this is the coordinator, which starts what the backend needs. trains:
-    whether groups are read for the loss, and no columns that it does not read. own: the shard that this process hosts."""
+    """Opens the buffer as this process uses it.
+
+    Args:
+        readers, ahead: as StoreRolloutBuffer.
+        fills: whether this is the coordinator, which starts what the backend needs.
+        trains: whether groups are read for the loss, and no columns that it does not read.
+        own: the shard that this process hosts.
+    """
     place = payloads(config, channel, fills=fills, own=own)
     columns = trained_columns(config) if trains else run_columns(config)
     return StoreRolloutBuffer(channel, _NAME, readers, ahead, place, columns)

@@ -95,7 +95,7 @@ LONGEST_WAIT_S = 1.0
 """A slot is waited for in pieces of this length, between which is asked whether it is lost, or still wanted."""
 
 Parse = Callable[[bytes, bytes | None], Parsed]
-"""What is done with a group's bytes beside training. Given the whole, and None, or the two parts of samples.wire.split."""
+"""Parses a group's bytes beside training. Given the whole, and None, or the two parts of samples.wire.split."""
 
 
 class GroupSource(Protocol):

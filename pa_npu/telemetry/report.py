@@ -337,7 +337,7 @@ def text_table(
     notes: Sequence[str],
     column_width: int,
 ) -> str:
-    """rows: a row's title and its cells."""
+    """Lays out a table in columns of equal width. rows: a row's title and its cells."""
     from rich.box import ASCII2  # logs and terminals of any locale can show it
     from rich.console import Console
     from rich.table import Table

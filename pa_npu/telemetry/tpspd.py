@@ -18,7 +18,7 @@ from pa_npu.config.words import counted
 from pa_npu.errors import DataError
 
 _LARGEST = 1e15
-"""Of any number of a record: far above what a run can count, and far below where arithmetic overflows."""
+"""Bound of every number of a record: far above what a run can count, and far below where arithmetic overflows."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def assemble_rank(
     local_rank: int,
     timeline: Timeline,
 ) -> RankParts:
-    """Collective over all trainer ranks. `store` is this process's client of the run's store."""
+    """Makes and joins all parts of a rank; collective. `store` is this process's client of the run's store."""
     platform.seed_all(config.run.seed)
     platform.set_deterministic(config.run.deterministic)
     group_store = dist.PrefixStore(f"{attempt_prefix()}trainer", store)
@@ -111,7 +111,7 @@ def make_publisher(
     weights: WeightSource,
     late: bool = False,
 ) -> Publisher:
-    """late: for engines that come late, which are sent theirs beside training, through host memory."""
+    """Makes the sender of `weights`. late: for engines that come late, to which it sends beside training, through host memory."""
     return Publisher(
         weights,
         store_host=store.host,
@@ -195,7 +195,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def trainers_run_on(config: Config, spec: ModelSpec, platform: Platform, backend: TrainBackend) -> TrainersRunOn:
-    """As this rank finds it; the others have the same installation."""
+    """Describes the software of trainers as this rank finds it; the others have the same installation."""
     heads = spec.num_heads // config.trainer.tensor_parallel
     kernels = attention_kernels(
         backend.device, _DTYPES[config.model.dtype], heads, spec.head_dim, config.attention.implementation

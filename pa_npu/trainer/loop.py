@@ -113,8 +113,10 @@ def consume(
 ) -> Consumed:
     """Train an iteration's groups in `updates` equal shares, one optimizer step after each.
 
-    measure: called before anything is trained. judge_first: as Learner.accumulate, for the first share. before_step: called before
-    every step.
+    Args:
+        measure: called with the first share before anything is trained.
+        judge_first: as Learner.accumulate, for the first share.
+        before_step: called before every step.
     """
     trained: list[TrainedResponse] = []
     steps: list[Update] = []

@@ -79,10 +79,12 @@ class Receiver:
     ) -> Receiver:
         """Join one group per stage as member `rank` of `world_size`; blocks until the stages' leaders are there.
 
-        store: host and port. stages: name and manifest of each, in stage order (StageManifest as JSON). backend: of collectives, or
-        transport.HANDLES. model: what the engine knows of its model, with the names of HF's config.json as attributes. directory:
-        of the engine's model, into whose weights adapters that are sent alone are merged.
-
+        Args:
+            store: host and port.
+            stages: name and manifest of each, in stage order (StageManifest as JSON).
+            backend: of collectives, or transport.HANDLES.
+            model: what the engine knows of its model, with the names of HF's config.json as attributes.
+            directory: of the engine's model, into whose weights adapters that are sent alone are merged.
         Raises WeightSyncError where that is another model or the groups cannot be joined, and DeadlineExceeded.
         """
         manifests = [Manifest.from_json(stage["manifest"]) for stage in stages]

@@ -47,7 +47,7 @@ _ABANDONED_CONNECT_S = 30.0
 _ABORT_S = 30.0
 _CPU = torch.device("cpu")
 HOST_BACKEND = "gloo"
-"""Of groups that go through host memory."""
+"""Backend of groups that go through host memory."""
 HANDLES = "handles"
 """In place of a backend: groups through memory that receivers map."""
 Way = Literal["group", "handles", "host"]
@@ -138,12 +138,13 @@ def wait(
     meanwhile: Callable[[], None] | None = None,
     blame: Callable[[], str] | None = None,
 ) -> None:
-    """Wait for a collective of any backend. `what` and `remedy` are for the message, and `blame`, asked past the deadline.
+    """Wait for a collective of any backend. Raises DeadlineExceeded, and WeightSyncError when the connection broke.
 
-    `meanwhile` runs between the polls.
-
-    Raises DeadlineExceeded past the deadline and WeightSyncError when the connection broke. Polls, because the timeout
-    of Work.wait means different things per backend (gloo: give up; NCCL, HCCL: none unless in blocking mode).
+    Polls, because Work.wait's timeout differs by backend (gloo: give up; NCCL, HCCL: none unless in blocking mode).
+    Args:
+        what, remedy: begin and end the message of an error.
+        meanwhile: runs between the polls.
+        blame: asked past the deadline who is missing, for the message.
     """
     start = time.monotonic()
     while not work.is_completed():
@@ -194,10 +195,11 @@ def join_group(
 ) -> dist.ProcessGroup:
     """Join the group `name` beside whatever default group this process has. A name serves once.
 
-    `host:port` is any c10d TCPStore that all members reach; each uses a client of its own. Blocks until all members are
-    there, at most members_timeout_s (default timeout_s), communicator included. timeout_s is that of one publish. device: of
-    the tensors that will be sent.
-
+    Args:
+        host, port: of any c10d TCPStore that all members reach; each uses a client of its own.
+        timeout_s: of one publish.
+        members_timeout_s: until all members are there, communicator included; default: timeout_s.
+        device: of the tensors that will be sent.
     Raises DeadlineExceeded, with the ranks that are missing, or WeightSyncError, also when the group is abandoned meanwhile.
     """
     timeout = timedelta(seconds=timeout_s + _BACKEND_MARGIN_S)
@@ -218,7 +220,7 @@ def join_group(
 
 
 def join_failed(host: str, port: int, size: int, describe: str, means: str, error: Exception) -> WeightSyncError:
-    """means: what the group works by."""
+    """Names the members and the store. means: the kind of collectives or handles that the group works by."""
     return WeightSyncError(
         f"{describe}: could not join the group of {size} members through the store at {host}:{port} "
         f"({_reason(error)}); check that the store is that of this run, that {means} is available, and "

@@ -6,7 +6,7 @@ rounding of two implementations, in fp32 and in bf16. 32 responses an iteration,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,32 +61,55 @@ class Engine:
             for parameter in self._model.parameters():
                 parameter.mul_(scale)
 
-    @torch.no_grad()
     def group(
         self, iteration: int, version: int, index: int, responses: int = RESPONSES, tokens: int = TOKENS
     ) -> Group:
-        rng = np.random.default_rng((iteration, index))
-        prompt = rng.integers(3, 128, 5)
-        sequences = torch.from_numpy(np.tile(prompt, (responses, 1)))
-        generator = torch.Generator().manual_seed(1000 * iteration + index)
+        (group,) = self.groups(iteration, version, [index], responses, tokens)
+        return group
+
+    @torch.no_grad()
+    def groups(
+        self, iteration: int, version: int, indices: Sequence[int], responses: int = RESPONSES, tokens: int = TOKENS
+    ) -> list[Group]:
+        """Samples all groups in one batch, each with a generator of its own."""
+        rngs = [np.random.default_rng((iteration, index)) for index in indices]
+        prompts = [rng.integers(3, 128, 5) for rng in rngs]
+        generators = [torch.Generator().manual_seed(1000 * iteration + index) for index in indices]
+        sequences = newest = torch.from_numpy(np.repeat(np.stack(prompts), responses, axis=0))
+        cache = None
         for _ in range(tokens):
-            distribution = (self._model(sequences).logits[:, -1].float() / self._temperature).softmax(-1)
-            sequences = torch.cat([sequences, torch.multinomial(distribution, 1, generator=generator)], dim=1)
+            answer = self._model(newest, past_key_values=cache, use_cache=True)
+            cache = answer.past_key_values
+            distributions = (answer.logits[:, -1].float() / self._temperature).softmax(-1).split(responses)
+            drawn = zip(distributions, generators, strict=True)
+            newest = torch.cat([torch.multinomial(one, 1, generator=generator) for one, generator in drawn])
+            sequences = torch.cat([sequences, newest], dim=1)
+        # the log-probs are of one pass over whole sequences, whose rounding this test knows
         table = (self._model(sequences).logits[:, :-1].float() / self._temperature).log_softmax(-1)
-        logprobs = table.gather(-1, sequences[:, 1:, None])[:, len(prompt) - 1 :, 0]
-        return Group.of_responses(
-            iteration=iteration,
-            version=version,
-            index=index,
-            prompt_id=index,
-            prompt_tokens=prompt.astype(np.int32),
-            response_tokens=sequences[:, len(prompt) :].reshape(-1).numpy().astype(np.int32),
-            response_lengths=np.full(responses, tokens, np.int32),
-            logprobs=logprobs.reshape(-1).numpy(),
-            rewards=np.zeros(responses, np.float32),
-            advantages=rng.standard_normal(responses).astype(np.float32),
-            finished=np.zeros(responses, np.uint8),
-        )
+        logprobs = table.gather(-1, sequences[:, 1:, None])[:, prompts[0].size - 1 :, 0]
+        return [
+            Group.of_responses(
+                iteration=iteration,
+                version=version,
+                index=index,
+                prompt_id=index,
+                prompt_tokens=prompt.astype(np.int32),
+                response_tokens=written.reshape(-1).numpy().astype(np.int32),
+                response_lengths=np.full(responses, tokens, np.int32),
+                logprobs=said.reshape(-1).numpy(),
+                rewards=np.zeros(responses, np.float32),
+                advantages=rng.standard_normal(responses).astype(np.float32),
+                finished=np.zeros(responses, np.uint8),
+            )
+            for index, rng, prompt, written, said in zip(
+                indices,
+                rngs,
+                prompts,
+                sequences[:, prompts[0].size :].split(responses),
+                logprobs.split(responses),
+                strict=True,
+            )
+        ]
 
 
 class Run:
@@ -103,7 +126,7 @@ class Run:
     ) -> Consumed:
         """version: that of the engine's weights."""
         version = number if version is None else version
-        groups = change([engine.group(number, version, index, tokens=self.tokens) for index in range(GROUPS)])
+        groups = change(engine.groups(number, version, range(GROUPS), tokens=self.tokens))
         freshness = Freshness(self.config.schedule.max_staleness)
         microbatches = shelf_iterator(groups, number, responses=RESPONSES, freshness=freshness)
 

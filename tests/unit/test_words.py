@@ -14,12 +14,14 @@ OPENINGS = {"of", "what", "where"}
 
 
 def broken(text: str) -> Iterator[str]:
-    """Yields line and first line of every docstring in a module's text that begins with one of OPENINGS."""
+    """Yields line and first line of every docstring in a module's text that begins with one of OPENINGS, those of names too."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = (ast.get_docstring(node) or " ").splitlines()[0]
-            if first.split(" ")[0].strip(".,:;").lower() in OPENINGS:
-                yield f"{getattr(node, 'lineno', 1)}: {first}"
+        for statement in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
+            said = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(said, ast.Constant) and isinstance(said.value, str):
+                first = said.value.strip().split("\n")[0]
+                if first.split(" ")[0].strip(".,:;").lower() in OPENINGS:
+                    yield f"{said.lineno}: {first}"
 
 
 @pytest.mark.parametrize("folder", ["pa_npu", "tools", "ops", "tests"])
@@ -33,7 +35,10 @@ def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
 
 
 def test_an_opening_without_a_subject_is_found() -> None:
-    assert list(broken('"""What it is."""\ndef a():\n    """Of all, one."""\nclass B:\n    """Whatever."""\n')) == [
+    assert list(
+        broken('"""What it is."""\nN = 1\n"""Where."""\ndef a():\n    """Of all."""\nclass B:\n    """Whatever."""\n')
+    ) == [
         "1: What it is.",
-        "2: Of all, one.",
+        "3: Where.",
+        "5: Of all.",
     ]

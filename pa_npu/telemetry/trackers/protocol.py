@@ -35,7 +35,7 @@ class Tracker(Protocol):
     """One run with one tracker. Every method may raise anything, and may take as long as it likes: it is alone in its process."""
 
     id: str
-    """What the run must be given next time to go on; TrackedRun.id, where the tracker takes it."""
+    """Names the run to the tracker. Given as TrackedRun.id, it makes a later process go on with the run, where the tracker can."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers of a step. Steps of training and of evaluations ascend each on their own."""
@@ -46,7 +46,7 @@ class Tracker(Protocol):
         ...
 
     def finish(self) -> None:
-        """Everything is where it belongs when this returns."""
+        """Ends the run with the tracker. Everything is where it belongs when this returns."""
         ...
 
 
@@ -57,7 +57,7 @@ REQUIREMENTS = {
     "mlflow": "mlflow>=3,<4",
     "trackio": "trackio>=0.43,<1",
 }
-"""What each tracker needs; the extras of setup.py with the same names install it, and give the reasons of the ranges."""
+"""The package of each tracker. The extras of setup.py with the same names install it, and give the reasons of the ranges."""
 
 
 def find_start(tracker: str) -> Callable[[TrackedRun], Tracker]:
