@@ -36,14 +36,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
 TWICE = {"updates_per_iteration": 2}
 FEW = [  # what each layout adds; the others are nightly
     ("PP2", "fp32", "a backward dropped"),
-    ("PP2", "bf16", "a backward run twice"),
     ("DP2", "bf16", RATIOS[1]),
     ("DP2", "bf16", REPLICAS),
     ("DP2, not sharded", "fp32", "advantages negated on one replica"),
     ("DP2, reduced at the end", "fp32", REPLICAS),
-    ("fsdp, DP2", "fp32", "a backward dropped"),
+    ("fsdp, DP2", "fp32", "a backward run twice"),
     ("toy, DP2", "fp32", REPLICAS),
-    ("EP2", "fp32", "a backward dropped"),
     ("EP2 of DP4", "bf16", EXPERTS),
 ]
 ALL = [

@@ -484,9 +484,10 @@ async def test_outcomes_decide_what_is_trained(tmp_path: Path, line: str, outcom
     assert len(samples) == 1 and samples[0].finished
     length = len(samples[0].tokens)
     assert policy.counted == {"sessions_done": 1, f"sessions_{outcome}": 1, "tokens": length, "tokens_unique": length}
-    number.unlink()
-    samples, _ = await rollout(config(**keys, discards=[]), 2, lambda shown: f"w{END_OF_TURN}")
-    assert sorted(sample.finished for sample in samples) == [False, True]
+    if outcome != "time":  # which is long
+        number.unlink()
+        samples, _ = await rollout(config(**keys, discards=[]), 2, lambda shown: f"w{END_OF_TURN}")
+        assert sorted(sample.finished for sample in samples) == [False, True]
     if outcome == "failed":
         number.unlink()
         samples, _ = await rollout(config(**keys), 1, lambda shown: f"w{END_OF_TURN}")

@@ -406,7 +406,9 @@ def test_engine_that_dies_ends_the_publish_at_once(tmp_path: Path, monkeypatch: 
         assert part in str(sender)
 
 
-@pytest.mark.parametrize("how", ["returns", "raises", "as a control, does not know of it"])
+@pytest.mark.parametrize(
+    "how", ["returns", "raises", pytest.param("as a control, does not know of it", marks=pytest.mark.nightly)]
+)
 def test_a_process_that_dropped_a_group_ends_at_once(how: str) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     program = f"""

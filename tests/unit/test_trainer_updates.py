@@ -86,7 +86,7 @@ def by_hand(config: Config, iterations: list[list[Group]], updates: int) -> tupl
 
 
 @pytest.mark.parametrize("max_tokens", [None, 60], ids=["", "packed"])
-@pytest.mark.parametrize("updates", [1, 2, 4])
+@pytest.mark.parametrize("updates", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_weights_are_those_of_the_updates_by_hand(updates: int, max_tokens: int | None, model: Path) -> None:
     iterations = [make_groups(iteration, GROUPS, RESPONSES, seed=5) for iteration in range(2)]
     config = make_config(model, schedule={"updates_per_iteration": updates}, microbatch={"max_tokens": max_tokens})
