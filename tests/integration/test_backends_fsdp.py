@@ -86,9 +86,10 @@ def test_two_ranks_train_as_one_sharded_or_copied_and_one_goes_on_from_their_che
     assert exported.keys() == two.keys() and all(torch.equal(exported[name], tensor) for name, tensor in two.items())
 
 
+@pytest.mark.nightly  # the test above has copies, and shards
 @pytest.mark.parametrize(
     ("dtype", "rank"),
-    [("fp32", 0), *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("fp32", 3), ("bf16", 0)))],
+    [("fp32", 0), ("fp32", 3), ("bf16", 0)],
     ids=lambda value: f"adapters of rank {value}" if isinstance(value, int) and value else str(value or "weights"),
 )
 def test_copies_of_shards_train_as_one_rank_and_one_goes_on_from_their_checkpoint(

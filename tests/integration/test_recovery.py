@@ -450,19 +450,18 @@ SOME: Kills = ((TRANSFORMERS, "generation"), ("trainer-0", "publish"))
     ("on_publish", "kills"),
     [
         pytest.param("continue", SOME, id="continue"),
-        pytest.param("finish", SOME, id="finish", marks=pytest.mark.nightly),
-        pytest.param("continue", tuple(each([TRANSFORMERS, *WORKERS])), id="continue-all", marks=pytest.mark.nightly),
+        pytest.param("finish", SOME, id="finish"),
+        pytest.param("continue", tuple(each([TRANSFORMERS, *WORKERS])), id="continue-all"),
         # trainers train while engines generate the next iteration, so that training is no moment of its own
         pytest.param(
             "finish",
             tuple(itertools.product([TRANSFORMERS, *WORKERS], ("publish", "generation"))),
             id="finish-all",
-            marks=pytest.mark.nightly,
         ),
     ],
 )
-# in CI fsdp: the tests above kill Megatron's ranks
-@pytest.mark.parametrize("trainer", [pytest.param("megatron", marks=pytest.mark.nightly), "fsdp"])
+@pytest.mark.nightly  # in CI test_staleness_resume.py resumes such runs, whose trainers are played
+@pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
 def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed(
     trainer: str, on_publish: str, kills: Kills, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
-"""Two raylets on two loopback addresses as two nodes of a Ray cluster, with real engines and trainers (vLLM's nightly).
+"""Two raylets on two loopback addresses as two nodes of a Ray cluster, with real engines and trainers.
 
-A run over both equals the run on one machine bit for bit, also when one of the raylets is killed in the middle.
+A run over both equals the run on one machine bit for bit, also when one of the raylets is killed in the middle. Nightly: in CI
+tests/unit/test_launcher_ray.py has such clusters with stand-in commands.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from safetensors.torch import load_file
 
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.messages import SHARD
-from tests.conftest import NIGHTLY, PROFILE
 from tests.helpers.launched import Launched, environment, running, settings
 from tests.helpers.raylets import HEAD, OTHER, Raylets, raylets
 from tests.helpers.sockets import listening
@@ -25,13 +25,14 @@ from tests.helpers.sockets import listening
 pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         sys.platform != "linux", reason="finds processes through /proc; other systems have one loopback"
     ),
 ]
 
 RUN_TIMEOUT_S = 400.0
-ITERATIONS = 16 if PROFILE == NIGHTLY else 6  # time for a raylet to be killed and to come back
+ITERATIONS = 16
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 COMMON: dict[str, object] = {
     "trainer__devices": 2,
@@ -138,7 +139,6 @@ def test_a_run_over_two_nodes_equals_the_run_on_one_bit_for_bit(
     assert {HEAD, OTHER} & addresses and all(address.startswith("127.") for address in addresses), addresses
 
 
-@pytest.mark.nightly  # with stand-in commands: tests/unit/test_launcher_ray.py
 def test_a_raylet_that_is_killed_in_the_middle_changes_nothing(
     launched: Launched, cluster: Raylets, on_one: Path, tmp_path: Path
 ) -> None:
@@ -153,7 +153,6 @@ def test_a_raylet_that_is_killed_in_the_middle_changes_nothing(
     assert not [pid for pid in seen if running(pid)]
 
 
-@pytest.mark.nightly
 def test_an_engine_that_comes_and_goes_with_its_node_serves_meanwhile_and_ends_nothing(
     launch: Callable[..., Launched], cluster: Raylets, tmp_path: Path
 ) -> None:
