@@ -22,8 +22,8 @@ CORE = [
     "transformers>=4.51",  # tokenizers, HF configuration and export; 4.51 is the first with Qwen3
     "aiohttp>=3.9",  # the coordinator's requests to engines
     "msgspec>=0.18",  # typed parsing of engine responses
-    "megatron-core==0.12.1",  # the trainers' parallelism; MindSpeed 26.1.0 is made for exactly this one
-    "psutil>=5.9",  # megatron-core imports it without declaring it
+    "megatron-core==0.16.1",  # the trainers' parallelism; on Ascend a checkout hides it, 0.12.1 too (docs/ascend.md)
+    "psutil>=5.9",  # megatron-core 0.12 imports it without declaring it; the self-test
     "math-verify>=0.7",  # math rewards by symbolic comparison
     "pyarrow>=14",  # parquet datasets
     "tensorboard>=2.14",  # the default of telemetry.trackers

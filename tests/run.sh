@@ -22,6 +22,10 @@ if [[ $what == all || $what == nightly ]] && [ ! -d .venv-npu/torch_npu ]; then
   echo "installing torch_npu for tests/npu_sim"
   install_beside .venv-npu "torch_npu==$TORCH_VERSION" || echo "torch_npu cannot be installed here; tests/npu_sim will be skipped"
 fi
+if [[ $what != unit ]] && [ ! -d .venv-core-0.12/megatron ]; then
+  echo "installing megatron-core 0.12.1 for tests/integration/test_older_core.py and tests/npu_sim"
+  install_beside .venv-core-0.12 megatron-core==0.12.1 || echo "it cannot be installed here; tests with it will be skipped"
+fi
 if [ "$what" = nightly ] && [ ! -f .venv-trackers/.complete ]; then
   # an environment of its own, as telemetry.tracker_python names one: trackers hold back packages that engines need newer
   echo "installing trackers for tests/integration/test_trackers_offline.py"

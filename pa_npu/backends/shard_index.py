@@ -37,6 +37,9 @@ _INDEX_NAMES = {
     ("pathlib._local", "PosixPath"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
+    # data classes in core 0.12; later cores keep their names, empty, to read its indices
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
 }
 
 

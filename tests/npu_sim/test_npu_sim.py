@@ -1,4 +1,4 @@
-"""Run the tests of inside/ in a process of their own, with torch_npu, and again with MindSpeed where there is a checkout."""
+"""Run the tests of inside/ in a process of their own, with torch_npu; some again with megatron-core 0.12.1 and with MindSpeed."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ WANTED = f"torch_npu>={RELEASE}.post8,=={RELEASE}.*" if RELEASE == "2.7.1" else 
 INSTALL = f"python -m pip install --no-deps --target {DIRECTORY.name} '{WANTED}'"
 # What MindSpeed needs: the variables that name checkouts, and a folder that proves each.
 CHECKOUTS = {"MINDSPEED_HOME": "mindspeed", "MEGATRON_LM_HOME": "megatron/training"}
+OLDER_CORE = ROOT / ".venv-core-0.12"
+TRAINING = [INSIDE / "test_model_stage.py", INSIDE / "test_trainer.py"]
 TIME_LIMIT_S = 3000  # two minutes on two quiet cores; ranks that hang end sooner
 
 
@@ -65,6 +67,16 @@ def test_everything_inside(tmp_path: Path) -> None:
 @pytest.mark.timeout(TIME_LIMIT_S + 60)
 @pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
 @pytest.mark.skipif(
+    not (OLDER_CORE / "megatron").is_dir(),
+    reason=f"no {OLDER_CORE.name}; run: python -m pip install --no-deps --target {OLDER_CORE.name} megatron-core==0.12.1",
+)
+def test_model_and_trainer_with_the_older_core(tmp_path: Path) -> None:
+    run_inside(tmp_path, TRAINING, [OLDER_CORE])
+
+
+@pytest.mark.timeout(TIME_LIMIT_S + 60)
+@pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
+@pytest.mark.skipif(
     not all(os.environ.get(name) for name in CHECKOUTS),
     reason="MINDSPEED_HOME and MEGATRON_LM_HOME do not name checkouts: MindSpeed 26.1.0_core_r0.12.1 and Megatron-LM "
     "core_v0.12.1, or core_r0.16.0 and core_v0.16.1",
@@ -76,5 +88,4 @@ def test_model_and_trainer_with_mindspeed(tmp_path: Path) -> None:
         assert (homes[-1] / contents).is_dir(), (
             f"{variable}: {homes[-1]} has no {contents}; name a checkout's directory"
         )
-    tests = [INSIDE / "test_model_stage.py", INSIDE / "test_trainer.py"]
-    run_inside(tmp_path, tests, homes, PA_NPU_SIM_MINDSPEED="1")
+    run_inside(tmp_path, TRAINING, homes, PA_NPU_SIM_MINDSPEED="1")

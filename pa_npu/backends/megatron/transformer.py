@@ -74,8 +74,8 @@ def transformer_config(
         "deterministic_mode": config.run.deterministic and device_of(platform).has_deterministic_mode,
     }
     with warnings.catch_warnings():
-        # advice about TransformerEngine's fused attention, which is not used
-        warnings.filterwarnings("ignore", message=".*core_attn recompute is really needed.*")
+        # advice about TransformerEngine's fused attention and CUDA graphs, which are not used
+        warnings.filterwarnings("ignore", message=".*(core_attn recompute is really needed|full scope is deprecated).*")
         return TransformerConfig(**fields)
 
 

@@ -44,6 +44,8 @@ def known_classes_only(directory: str) -> Iterator[None]:
     def load_index(stream: IO[bytes]) -> Any:
         return refusing(directory, lambda: IndexReader(stream).load())
 
+    with open(f"{directory}/.metadata", "rb") as index:
+        load_index(index)  # what torch cannot read itself, it logs with a traceback and goes on without
     unpickles: Any = filesystem
     torch.load, unpickles.pickle = load_data, SimpleNamespace(load=load_index)
     try:

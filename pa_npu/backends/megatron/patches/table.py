@@ -6,6 +6,7 @@ PATCHES             each with what, why, where, and when it can go; `doctor` pri
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable
@@ -203,3 +204,5 @@ def import_megatron() -> None:
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
         import megatron.core.models.gpt
         import megatron.core.optimizer  # noqa: F401 - imported for its effect
+    # core 0.16 warns of every layer whose MLP is not one of its own classes
+    logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)

@@ -1,0 +1,71 @@
+"""megatron-core 0.12.1, the second row of docs/ascend.md, beside the release that everything else is tested with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OLDER = ROOT / ".venv-core-0.12"
+TIME_LIMIT_S = 900
+UNITS = ["test_backends_parity.py", "test_backends_experts.py", "test_checkpoints_trainer.py"]
+
+pytestmark = [
+    pytest.mark.timeout(TIME_LIMIT_S + 60),
+    pytest.mark.skipif(
+        not (OLDER / "megatron").is_dir(),
+        reason=f"no {OLDER.name}; run: python -m pip install --no-deps --target {OLDER.name} megatron-core==0.12.1",
+    ),
+]
+
+# One update, which the older core saves and the newer one loads. Arguments: save or load, a directory, distributed or plain.
+CROSSING = """
+import sys
+from pathlib import Path
+import megatron.core
+import torch
+from tests.helpers.megatron import model_config, single_process
+from tests.helpers.models import make_model
+from tests.unit.test_checkpoints_trainer import Run, same
+
+step, directory, optimizer = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+assert megatron.core.__version__.startswith("0.12." if step == "save" else "0.16.")
+model = make_model(directory) if step == "save" else Path((directory / "model.txt").read_text())
+options = {"trainer": {"distributed_optimizer": optimizer == "distributed"}, "model": {"dtype": "bf16"}}
+if step == "load":
+    options["checkpoint"] = {"load": str(directory / "checkpoints" / "iteration_000001")}
+with single_process(model_config(model)):
+    run = Run(model, directory, **options)
+    if step == "save":
+        (directory / "model.txt").write_text(str(model))
+        run.train(0)
+        run.checkpoints.finish(1)
+        torch.save((run.weights(), run.moments()), directory / "expected.pt")
+    else:
+        assert run.checkpoints.load() == 1
+        weights, moments = torch.load(directory / "expected.pt")
+        assert same(run.weights(), weights) and same(run.moments(), moments)
+"""
+
+
+def run_python(arguments: list[str], *first: Path) -> None:
+    """Run Python with `first` in front of its path."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*first, ROOT])), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+    assert done.returncode == 0, f"{arguments[:3]} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_model_its_gradients_and_its_checkpoints() -> None:
+    units = [str(ROOT / "tests" / "unit" / name) for name in UNITS]
+    run_python(["-m", "pytest", "-q", "-p", "no:cacheprovider", *units], OLDER)
+
+
+@pytest.mark.parametrize("optimizer", ["distributed", "plain"])
+def test_the_newer_core_goes_on_from_its_checkpoints_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+    run_python(["-c", CROSSING, "save", str(tmp_path), optimizer], OLDER)
+    run_python(["-c", CROSSING, "load", str(tmp_path), optimizer])
