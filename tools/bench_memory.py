@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
-        print(json.dumps(measure(make_config(*json.loads(arguments.case), arguments), arguments)))
+        print(json.dumps(measure(make_config(json.loads(arguments.case), arguments), arguments)))
         return 0
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch), arguments)
@@ -98,9 +98,9 @@ def make_model(directory: Path, arguments: argparse.Namespace) -> str:
     return str(directory)
 
 
-def make_config(
-    model: str, backend: str, dtype: str, recompute: str, kl_coef: float, rank: int, arguments: argparse.Namespace
-) -> Config:
+def make_config(case: list[Any], arguments: argparse.Namespace) -> Config:
+    """case: the model's directory and one of CASES."""
+    model, backend, dtype, recompute, kl_coef, rank = case
     return Config.model_validate(
         {
             "run": {"device": "cpu"},
@@ -139,7 +139,7 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
             from megatron.core import parallel_state
 
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            stage = backend._stage
+            stage = cast(Any, backend)._stage
             reduce_gradients = stage.config.finalize_model_grads_func
 
             def reduce_marked(*args: Any, **kwargs: Any) -> None:
