@@ -2,7 +2,7 @@
 
 Names are those of TRL's trl/trainer/grpo_config.py (and transformers' TrainingArguments, which it extends) and of verl's
 verl/trainer/config. SAME holds what means the same and takes the same values; what must be converted is in RELATED, with the key
-that it is about, and in pa_npu.config.foreign, with how.
+that it is about, and in tools/foreign/translate.py, with how.
 """
 
 from __future__ import annotations

@@ -49,7 +49,6 @@ SUBCOMMANDS: dict[str, Entry] = {
     "report": Entry("report", "print the throughput of runs side by side"),
     "evaluate": Entry("evaluate", "answer sets of questions with a model or checkpoint, and say how many are right"),
     "view": Entry("view", "show a run as a page: live on this machine, or as one HTML file"),
-    "import-config": Entry("import_config", "translate a configuration of TRL or verl, and list what it could not"),
 }
 
 

@@ -12,7 +12,7 @@ from pa_npu.evaluation.results import Judged, results_file, write_results
 from pa_npu.launcher.cli import main
 from tests.helpers.documented_commands import AS_WRITTEN, PLANNED, ROOT, arguments
 from tests.helpers.finished_run import make_run
-from tools import make_tiny_model
+from tools import import_config, make_tiny_model
 
 pytestmark = pytest.mark.integration
 
@@ -71,9 +71,9 @@ def at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(command: str, capsys: pytest.CaptureFixture[str], *more: str) -> str:
     program, *given = [*arguments(command), *more]
-    assert program == "pa-npu"
+    assert program == "pa-npu" or [program, given.pop(0)] == ["python", "tools/import_config.py"]
     try:
-        code = main(given)
+        code = main(given) if program == "pa-npu" else import_config.main(given)
     except SystemExit as ended:  # argparse's own, for --help
         code = int(ended.code or 0)
     said = capsys.readouterr()

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pa_npu.config import Config
-from pa_npu.config.foreign import import_config
 from pa_npu.config.foreign_names import RELATED, SAME, our_key
-from pa_npu.config.foreign_python import read_program
-from pa_npu.config.foreign_script import _Script
 from pa_npu.config.keys import all_keys
 from pa_npu.config.load import load_config
 from pa_npu.errors import ConfigError
-from pa_npu.launcher.cli import main
+from tools.foreign.program import read_program
+from tools.foreign.script import _Script
+from tools.foreign.translate import import_config
+from tools.import_config import main
 
 OURS = {key.name for key in all_keys()}
 NEEDED = ["model.path=m", "data.train=t.jsonl"]
@@ -135,7 +135,7 @@ trainer: {total_training_steps: 100, n_gpus_per_node: 8, nnodes: 1, save_freq: -
 def test_a_file_of_trl_becomes_a_configuration_and_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, ours = tmp_path / "grpo.yaml", tmp_path / "ours.yaml"
     theirs.write_text(TRL)
-    assert main(["import-config", "--from", "trl", str(theirs), "--output", str(ours)]) == 0
+    assert main(["--from", "trl", str(theirs), "--output", str(ours)]) == 0
     lost = capsys.readouterr().err.splitlines()
     config = load_config([str(ours)], ["data.train=t.jsonl"])
     assert (config.model.path, config.model.dtype, config.run.dir) == ("models/Qwen2.5-7B", "bf16", "runs/trl")
@@ -206,7 +206,7 @@ def test_every_key_is_translated_or_listed_or_known_to_be_unneeded() -> None:
 @pytest.mark.parametrize("text", ["epsilon: [1]\ngeneration_batch_size: x", "- 1", "warmup_steps: x"])
 def test_a_file_of_something_else_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.yaml").write_text(text)
-    assert main(["import-config", "--from", "trl", str(tmp_path / "x.yaml")]) == 2
+    assert main(["--from", "trl", str(tmp_path / "x.yaml")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "x.yaml" in line
 
@@ -272,7 +272,7 @@ def imported_file(
 ) -> tuple[Config, dict[str, str]]:
     """The configuration that the command writes, and what it says of the rest."""
     path.write_text(text)
-    assert main(["import-config", "--from", origin, str(path), "--output", f"{path}.yaml"]) == 0
+    assert main(["--from", origin, str(path), "--output", f"{path}.yaml"]) == 0
     remarks = [line.partition(": ") for line in capsys.readouterr().err.splitlines()]
     lost = dict(rest.split(" = ", 1) for kind, _, rest in remarks if kind == "not translated")
     return load_config([f"{path}.yaml"]), lost
@@ -434,7 +434,7 @@ def test_a_file_without_a_configuration_is_one_line_too(
     origin: str, name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_text(text)
-    assert main(["import-config", "--from", origin, str(tmp_path / name)]) == 2
+    assert main(["--from", origin, str(tmp_path / name)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and name in line and said in line
 

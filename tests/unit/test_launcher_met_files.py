@@ -242,8 +242,8 @@ def test_what_the_system_refuses_is_one_line_and_what_we_did_not_expect_is_not_h
         def fail(*_: object) -> int:
             raise error
 
-        monkeypatch.setattr("pa_npu.launcher.subcommands.import_config.main", fail)
-        return main(["import-config", "--from", "trl", "x"])
+        monkeypatch.setattr("pa_npu.launcher.subcommands.export.main", fail)
+        return main(["export", "--checkpoint", "x", "--output", "y"])
 
     assert met(PermissionError(13, "Permission denied", "/some\n/file")) == 2
     assert capsys.readouterr().err.startswith("error: /some\\n/file: Permission denied; ")

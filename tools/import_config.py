@@ -1,4 +1,8 @@
-"""`pa-npu import-config`: a configuration file of TRL or verl as one of ours, with a list of what could not be translated."""
+"""Translates a configuration file of TRL or verl into one of ours, and lists what could not be translated.
+
+python tools/import_config.py --from verl run_qwen3_8b.sh --output ours.yaml
+python tools/import_config.py --from trl train.py --output ours.yaml
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pa_npu.config.foreign import Imported, import_config
 from pa_npu.config.foreign_names import Origin
-from pa_npu.config.foreign_python import read_program
-from pa_npu.config.foreign_script import Arguments, read_script
 from pa_npu.config.keys import all_keys
 from pa_npu.config.yaml_source import dump_yaml, read_text, read_yaml
-from pa_npu.errors import UserError
-from pa_npu.launcher.subcommands import configuration
+from pa_npu.errors import BAD_INPUT, UserError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.foreign.program import read_program
+from tools.foreign.script import Arguments, read_script
+from tools.foreign.translate import Imported, import_config
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 2 bad input."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="origin", required=True, choices=("trl", "verl"), help="whose file it is")
     parser.add_argument(
         "file",
@@ -25,10 +32,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a script that starts training (.sh), a program of TRL (.py), or YAML: GRPOConfig's fields, ppo_trainer.yaml's tree",
     )
     parser.add_argument("--output", metavar="YAML", help="file to write; default: print it")
+    try:
+        _translate(parser.parse_args(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return 0
 
 
-def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    configuration.refuse(rest)
+def _translate(options: argparse.Namespace) -> None:
     given = _read(options.file, options.origin)
     try:
         imported = import_config(options.origin, given.values, given.unread)
@@ -48,7 +60,6 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
             ) from None
     for line in remarks(imported):
         print(line, file=sys.stderr)
-    return 0
 
 
 def _read(file: str, origin: Origin) -> Arguments:
@@ -70,3 +81,7 @@ def remarks(imported: Imported) -> list[str]:
     lines = [f"not translated: {name} = {why}" for name, why in imported.untranslated.items()]
     needed = [key.name for key in all_keys() if key.required and key.name not in imported.values]
     return [*lines, *(f"still needed: {name}" for name in needed)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pa_npu.config.foreign_script import Arguments
 from pa_npu.errors import ConfigError
+from tools.foreign.script import Arguments
 
 _POSITIONAL = {
     "GRPOConfig": ("output_dir",),
