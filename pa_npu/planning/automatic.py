@@ -1,7 +1,7 @@
 """`auto` for the sizes of a run: splits, modes and parallel sizes that fit are compared by prediction, and the fastest is taken.
 
 What it goes by are published figures of a usual device and assumed lengths, as the dry run does; a run that has ended knows better
-(`pa-npu plan --from RUN`). The same configuration gets the same sizes each time, so that a run that goes on has what it had.
+(tools/plan_cluster.py). The same configuration gets the same sizes each time, so that a run that goes on has what it had.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.prediction.calibration import published
-from pa_npu.planning.prediction.cluster_plan import Basis, Choices, best_divisions
+from pa_npu.planning.prediction.divisions import Basis, Choices, best_divisions
 from pa_npu.planning.prediction.workload import assumed_workload
 from pa_npu.platform.typical import typical_speed
 
@@ -49,7 +49,7 @@ def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], No
     try:
         spec = _spec(base)
         typical = _typical(base)
-        basis = Basis(base, spec, published(base, spec, typical), assumed_workload(base), typical, 0.0, None)
+        basis = Basis(base, spec, published(base, spec, typical), assumed_workload(base), typical, None)
         tried = best_divisions(basis, devices, _choices(base, given, asked), _SIMULATED)
     except UserError as error:
         raise ConfigError(f"{asked[0]}: auto found nothing for {devices} devices: {error}") from None

@@ -51,7 +51,7 @@ class TypicalSpeed:
 
 # Peaks are the makers' for dense bf16; an Ascend 910C (A3) has two dies, each a device. A 7B engine on a 910B then has 18 ms +
 # 0.05 ms per sequence, which is arithmetic on these peaks and on assumed shares of them: nobody here has measured it, and
-# `pa-npu plan --from RUN` takes a run's own figures instead. cpu: one core, measured with models of 0.5 to 2.4 M parameters,
+# tools/plan_cluster.py takes a run's own figures instead. cpu: one core, measured with models of 0.5 to 2.4 M parameters,
 # which are mostly dispatch of operations.
 _TYPICAL_SPEED = {
     "npu": TypicalSpeed(

@@ -81,9 +81,9 @@ NOT_RUN = {
     "adapters",
     "bash launch/run_grpo_tiny.sh trainer.backend=fsdp": "slow; test_backends_fsdp trains on it",
     "bash launch/run_grpo_tiny.sh rollout.backend=transformers run.dir=runs/slow": "slow; test_launcher_run has a smaller one",
-    "pa-npu plan --from runs/grpo_qwen2.5_7b": _RECORDS,
-    "pa-npu plan --from runs/grpo_qwen2.5_7b --devices 64 --model models/Qwen2.5-32B --json": _RECORDS,
-    "pa-npu plan --config configs/grpo_qwen2.5_7b.yaml --devices 8..512 --hardware a3": "simulates for most of a minute; "
+    "python tools/plan_cluster.py --from runs/grpo_qwen2.5_7b": _RECORDS,
+    "python tools/plan_cluster.py --from runs/grpo_qwen2.5_7b --devices 64 --model models/Qwen2.5-32B --json": _RECORDS,
+    "python tools/plan_cluster.py --config configs/grpo_qwen2.5_7b.yaml --devices 8..512 --hardware a3": "most of a minute; "
     "tests/unit/test_planning_prediction.py has smaller ones",
     "pa-npu plan --config configs/grpo_qwen2.5_7b.yaml --device npu rollout.engines=auto trainer.devices=auto "
     "placement.colocate=auto placement.devices_per_node=8": "tests/unit/test_planning_automatic.py",

@@ -9,30 +9,31 @@ import pytest
 from helpers.recorded_run import write_run
 
 from pa_npu.config.load import load_config
-from pa_npu.launcher.cli import main as launcher
-from pa_npu.launcher.plan_cluster import device_counts
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.prediction.calibration import published
-from pa_npu.planning.prediction.cluster_plan import Basis, ClusterPlan, plan_cluster, planning_base
 from pa_npu.planning.prediction.costs import GroupSeconds
-from pa_npu.planning.prediction.limits import first_to_break, limited_s, limits
-from pa_npu.planning.prediction.plan_report import as_json, flatness, plan_lines
+from pa_npu.planning.prediction.limits import limited_s, limits
 from pa_npu.planning.prediction.virtual_run import predict
 from pa_npu.planning.prediction.workload import assumed_workload
 from pa_npu.platform.typical import _TYPICAL_SPEED, published_speed
+from tools.cluster.plan import ClusterPlan, KnownBasis, first_to_break, plan_cluster, planning_base
+from tools.cluster.report import as_json, flatness, plan_lines
+from tools.plan_cluster import device_counts, main
 
 
-def basis(hardware: str = "910b", groups_per_device: float | None = 2.0, *overrides: str) -> Basis:
+def basis(hardware: str = "910b", groups_per_device: float | None = 2.0, *overrides: str) -> KnownBasis:
     config = load_config(["configs/grpo_qwen2.5_7b.yaml"], ["run.device=npu", *overrides])
     spec = known_spec(config.model.path)
     assert spec is not None
     typical = published_speed(hardware)
     base = planning_base(config, "npu")
-    return Basis(base, spec, published(base, spec, typical), assumed_workload(base), typical, 0.0, groups_per_device)
+    return KnownBasis(
+        base, spec, published(base, spec, typical), assumed_workload(base), typical, groups_per_device, 0.0
+    )
 
 
 @pytest.fixture(scope="module")
-def plans() -> tuple[Basis, list[ClusterPlan]]:
+def plans() -> tuple[KnownBasis, list[ClusterPlan]]:
     found = basis()
     return found, [plan_cluster(found, devices) for devices in (8, 64)]
 
@@ -127,15 +128,15 @@ def test_every_published_device_has_a_source():
 
 def test_the_command_plans_from_a_run_and_says_what_is_calibrated(tmp_path, capsys):
     run = write_run(tmp_path / "run")
-    assert launcher(["plan", "--from", str(run), "--devices", "2,4"]) == 0
+    assert main(["--from", str(run), "--devices", "2,4"]) == 0
     text = capsys.readouterr().out
     assert "calibrated" in text and "lengths                 measured" in text and "off by" in text
-    assert launcher(["plan", "--from", str(run), "--devices", "4", "--json"]) == 0
+    assert main(["--from", str(run), "--devices", "4", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)["plans"][0]
     keys = plan["keys"]
     assert keys["rollout.engines"] * keys["rollout.tensor_parallel"] + keys["trainer.devices"] == 4
     # of another device than the run's nothing but lengths is known
-    assert launcher(["plan", "--from", str(run), "--devices", "4", "--hardware", "a100", "model.dtype=bf16"]) == 0
+    assert main(["--from", str(run), "--devices", "4", "--hardware", "a100", "model.dtype=bf16"]) == 0
     text = capsys.readouterr().out
     assert "costs                   estimated" in text and "lengths                 measured" in text
 
@@ -154,7 +155,7 @@ def test_the_command_plans_from_a_run_and_says_what_is_calibrated(tmp_path, caps
 )
 def test_bad_input_is_one_line(arguments, said, capsys):
     config = [] if arguments[0] == "--from" else ["--config", "configs/grpo_qwen2.5_7b.yaml"]
-    assert launcher(["plan", *config, *arguments]) != 0
+    assert main([*config, *arguments]) != 0
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1, error
 

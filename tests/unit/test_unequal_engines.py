@@ -22,7 +22,6 @@ from pa_npu.planning.iteration_model.messages import IterationOutlook, Iteration
 from pa_npu.planning.iteration_model.simulate import simulate
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
-from pa_npu.planning.prediction.cluster_plan import planning_base
 from pa_npu.planning.prediction.rehearsal import rehearse
 from pa_npu.platform.typical import typical_speed
 from pa_npu.publish.engine_groups import Connection, EngineGroups
@@ -31,6 +30,7 @@ from pa_npu.telemetry.report import named_devices
 from tests.helpers.reports import trainers_run_on
 from tests.helpers.virtual_cluster import CPU_ENGINE, Case, Lengths, rules_of
 from tests.unit.test_engines_membership import Job
+from tools.cluster.plan import planning_base
 
 NAMES = ("fast", "slow")
 SLOW_BY = 0.25

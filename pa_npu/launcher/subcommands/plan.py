@@ -11,29 +11,12 @@ from pa_npu.launcher.subcommands import configuration
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "pa-npu plan --config YAML [--config YAML ...] [--device KIND] [--device-memory-gib GIB] [--full] [key=value ...]\n"
-        "       pa-npu plan --from RUN [--devices 8..4096] [--model DIR] [--hardware NAME] [--json] [key=value ...]\n"
-        "       pa-npu plan --config YAML --devices 8..4096 [--hardware NAME] [--json] [key=value ...]"
-    )
     configuration.add_options(parser)
     parser.add_argument("--full", action="store_true", help="print the resolved configuration as well")
     parser.add_argument("--device-memory-gib", metavar="GIB", help="memory of a device to plan with")
-    cluster = parser.add_argument_group("what a cluster would take (see docs/plan.md)")
-    cluster.add_argument("--from", dest="from_run", metavar="RUN", help="predict from the records of this run")
-    cluster.add_argument("--devices", metavar="N[,N...]|N..N", help="numbers of devices, a range by doubling")
-    cluster.add_argument("--model", metavar="DIR", help="another model than the run's or the configuration's")
-    cluster.add_argument("--hardware", metavar="NAME", help="device with published figures: 910b, a3, a100, h100, cpu")
-    cluster.add_argument("--same-work", action="store_true", help="as many prompts however many devices there are")
-    cluster.add_argument("--plot", metavar="FILE", help="write a picture of how it grows, .png or .svg")
-    cluster.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    if options.from_run is not None or options.devices is not None:
-        from pa_npu.launcher import plan_cluster
-
-        return plan_cluster.main(options, rest)
     return show(options, rest, full=options.full)
 
 

@@ -65,11 +65,6 @@ def limits(config: Config, predicted: Predicted, response_tokens: float, typical
     ]
 
 
-def first_to_break(found: list[Limit], iteration_s: float) -> Limit:
-    """The one that takes the largest share: of an iteration, or, in the border, of a tenth of it."""
-    return max(found, key=lambda limit: limit.share(iteration_s) * (10.0 if limit.in_border else 1.0))
-
-
 def limited_s(predicted_s: float, found: list[Limit]) -> float:
     """An iteration with what is added in its border, and no shorter than the busiest resource."""
     border_s = sum(limit.seconds for limit in found if limit.in_border)

@@ -28,9 +28,8 @@ from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
 from pa_npu.planning.iteration_model.simulate import Outcome, simulate
-from pa_npu.planning.prediction.calibration import Calibration, corrected
+from pa_npu.planning.prediction.calibration import Calibration
 from pa_npu.planning.prediction.costs import EngineCost, GroupSeconds, TrainerCost, computed_prompt_tokens
-from pa_npu.planning.prediction.records import SeenRun
 from pa_npu.planning.prediction.workload import Shape, Workload
 from pa_npu.platform.typical import TypicalSpeed
 
@@ -41,8 +40,6 @@ _MOST_ENGINES, _MOST_GROUPS, _MOST_DRAWN = 16, 128, 2048
 # What engines on one device cost each other beyond taking turns. Measured with two on a core: 1.16 to 1.9, the median 1.3, in the
 # first two judgements of docs/results/plan.md.
 _SHARING = 1.3
-# What the model of an iteration left out of the run that was given is believed up to this factor.
-_LARGEST_CORRECTION = 1.5
 
 
 @dataclass(frozen=True)
@@ -273,21 +270,3 @@ def _predicted(
         max(1.0, sequences / window),
         ran[-1][1].name,
     )
-
-
-def against_itself(
-    run: SeenRun, spec: ModelSpec, calibration: Calibration, workload: Workload, typical: TypicalSpeed
-) -> tuple[Calibration, float]:
-    """Costs corrected by what the run's own iterations took over what is predicted of them, and that ratio."""
-    kinds = {bool(seen.record.get("periodic", run.config.schedule.stream)) for seen in run.iterations}
-    streams = True in kinds
-    measured = [
-        seen.iteration_s
-        for seen in run.iterations
-        if bool(seen.record.get("periodic", run.config.schedule.stream)) == streams
-    ]
-    predicted = predict(run.config, spec, calibration, workload, typical, streams=streams)
-    outside_s = predicted.border_s
-    ratio = (statistics.median(measured) - outside_s) / (predicted.iteration_s - outside_s)
-    ratio = min(max(ratio, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
-    return corrected(calibration, ratio), ratio

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from pa_npu.config.schema import Config
-from pa_npu.planning.prediction.figures import Origin
-from pa_npu.planning.prediction.records import SeenRun
 
+# measured: of the run that was given. calibrated: follows from what was measured there, by the model of an iteration.
+# estimated: published or assumed figures are in it.
+Origin = Literal["measured", "calibrated", "estimated"]
 # Spread of a logarithm of lengths, by prompt and by response, and means over the limits, where nothing was seen: reasoning models
 # are trained with limits of some three times what they usually need. Short answers leave less room.
 _PROMPT_SIGMA, _RESPONSE_SIGMA, _MEAN_OF_LIMIT, _PROMPT_OF_LIMIT = 0.6, 0.4, 0.3, 0.4
@@ -66,29 +68,17 @@ class Workload:
         return Shape(min(shape.prompt, config.data.max_prompt_tokens), tuple(lengths))
 
 
-def seen_workload(run: SeenRun) -> Workload:
-    """Take the workload of a run; from its mean lengths where its timeline does not have those of the groups."""
-    shapes = [
-        Shape(timing.prompt_tokens, timing.lengths)
-        for seen in run.complete
-        for timing in sorted(seen.groups, key=lambda timing: timing.index)
-    ]
-    if shapes:
-        return Workload(tuple(shapes), "measured")
-    mean, prompt = run.median("response_length_mean"), run.median("prompt_length_mean")
-    return Workload(_drawn_shapes(run.config, prompt, mean), "calibrated")
-
-
 def assumed_workload(config: Config) -> Workload:
     """Heavy-tailed about a share of the limits."""
     prompt = max(1.0, _PROMPT_OF_LIMIT * config.data.max_prompt_tokens)
     limit = config.rollout.max_response_tokens
     share = 1.0 if config.rollout.ignore_eos else _SHORT_MEAN if limit <= _SHORT_LIMIT else _MEAN_OF_LIMIT
     mean = max(1.0, share * limit)
-    return Workload(_drawn_shapes(config, prompt, mean), "estimated")
+    return Workload(drawn_shapes(config, prompt, mean), "estimated")
 
 
-def _drawn_shapes(config: Config, prompt: float, mean: float) -> tuple[Shape, ...]:
+def drawn_shapes(config: Config, prompt: float, mean: float) -> tuple[Shape, ...]:
+    """Draw groups about a mean length of prompts and responses, with the spread that is assumed where none was seen."""
     rng = np.random.default_rng(31)
     responses, limit = config.rollout.responses_per_prompt, config.rollout.max_response_tokens
     of_prompt, of_response = (_SHORT_SIGMA, _SHORT_SIGMA) if limit <= _SHORT_LIMIT else (_PROMPT_SIGMA, _RESPONSE_SIGMA)

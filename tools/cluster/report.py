@@ -9,22 +9,22 @@ from typing import Any
 
 from pa_npu.config.words import counted
 from pa_npu.planning.memory import format_bytes
-from pa_npu.planning.prediction.cluster_plan import Basis, ClusterPlan
-from pa_npu.planning.prediction.figures import Figure
 from pa_npu.telemetry.plots import line_style, new_figure, save
+from tools.cluster.figures import Figure
+from tools.cluster.plan import ClusterPlan, KnownBasis
 
 _LABEL = 24
 # Work grows with the devices, and an iteration should not: two sizes are alike whose iterations differ by no more.
 FLAT = 0.10
 
 
-def plan_lines(basis: Basis, plans: Sequence[ClusterPlan]) -> list[str]:
+def plan_lines(basis: KnownBasis, plans: Sequence[ClusterPlan]) -> list[str]:
     """The basis, the plan of the most devices in full, and how it grows."""
     largest = plans[-1]
     return [*basis_lines(basis), "", *one_plan_lines(largest), "", *growth_lines(plans)]
 
 
-def basis_lines(basis: Basis) -> list[str]:
+def basis_lines(basis: KnownBasis) -> list[str]:
     """Say what is planned from, and where that is from."""
     calibration, workload = basis.calibration, basis.workload
     known = f"every time within a factor of {1.0 + basis.relative_error:.2f}"
@@ -126,7 +126,7 @@ def _per_group(plan: ClusterPlan) -> float:
     return plan.iteration_s.value * plan.devices / plan.config.schedule.prompts_per_iteration
 
 
-def as_json(basis: Basis, plans: Sequence[ClusterPlan]) -> dict[str, Any]:
+def as_json(basis: KnownBasis, plans: Sequence[ClusterPlan]) -> dict[str, Any]:
     """Everything, with origin and interval of each figure."""
     return {
         "device": asdict(basis.typical),

@@ -1,31 +1,57 @@
-"""`pa-npu plan --from RUN` or `--devices`: what a cluster would take, from a run's records or from published figures."""
+"""Says what a cluster would take: how to divide its devices, what iterations then take, and what breaks first (docs/plan.md).
+
+python tools/plan_cluster.py --from RUN [--devices 8..4096] [--model DIR] [--hardware NAME] [--json] [key=value ...]
+python tools/plan_cluster.py --config YAML --devices 8..4096 [--hardware NAME] [--json] [key=value ...]
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
-from pa_npu.errors import UserError
+from pa_npu.errors import BAD_INPUT, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.subcommands import configuration
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.prediction.calibration import calibrate, published
-from pa_npu.planning.prediction.cluster_plan import Basis, plan_cluster, planning_base
-from pa_npu.planning.prediction.plan_report import as_json, plan_lines, write_plot
-from pa_npu.planning.prediction.records import read_run
-from pa_npu.planning.prediction.virtual_run import against_itself
-from pa_npu.planning.prediction.workload import assumed_workload, seen_workload
+from pa_npu.planning.prediction.calibration import published
+from pa_npu.planning.prediction.workload import assumed_workload
 from pa_npu.platform.typical import published_speed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.cluster.fit import against_itself, calibrate
+from tools.cluster.plan import KnownBasis, plan_cluster, planning_base
+from tools.cluster.records import read_run, seen_workload
+from tools.cluster.report import as_json, plan_lines, write_plot
 
 _MOST_DEVICES = 65536
 _DEFAULT_DEVICES = "8..4096"
 
 
-def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 2 bad input."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    configuration.add_options(parser)
+    parser.add_argument("--from", dest="from_run", metavar="RUN", help="predict from the records of this run")
+    parser.add_argument("--devices", metavar="N[,N...]|N..N", help="numbers of devices, a range by doubling")
+    parser.add_argument("--model", metavar="DIR", help="another model than the run's or the configuration's")
+    parser.add_argument("--hardware", metavar="NAME", help="device with published figures: 910b, a3, a100, h100, cpu")
+    parser.add_argument("--same-work", action="store_true", help="as many prompts however many devices there are")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture of how it grows, .png or .svg")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    try:
+        _plan(*parser.parse_known_args(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return 0
+
+
+def _plan(options: argparse.Namespace, rest: Sequence[str]) -> None:
     counts = device_counts(options.devices or _DEFAULT_DEVICES)
     basis = _basis(options, rest)
     plans = [plan_cluster(basis, count) for count in counts]
@@ -35,7 +61,6 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
         print(json.dumps(as_json(basis, plans), indent=2))
     else:
         print("\n".join(plan_lines(basis, plans)))
-    return 0
 
 
 def device_counts(text: str) -> list[int]:
@@ -60,7 +85,7 @@ def device_counts(text: str) -> list[int]:
     return [*doubled, last]
 
 
-def _basis(options: argparse.Namespace, rest: Sequence[str]) -> Basis:
+def _basis(options: argparse.Namespace, rest: Sequence[str]) -> KnownBasis:
     if options.from_run is None:
         return _published_basis(options, rest)
     run = read_run(options.from_run)
@@ -75,32 +100,32 @@ def _basis(options: argparse.Namespace, rest: Sequence[str]) -> Basis:
     grows = base.schedule.prompts_per_iteration / run.config.num_devices
     if typical.name != ran_on.name:  # speeds of another kind of device say nothing of this one
         calibration = published(planning_base(base, _kind(typical.name)), target, typical)
-    return Basis(
+    return KnownBasis(
         planning_base(base, _kind(typical.name)),
         target,
         calibration,
         workload,
         typical,
-        abs(ratio - 1.0),
         None if options.same_work else grows,
+        abs(ratio - 1.0),
     )
 
 
-def _published_basis(options: argparse.Namespace, rest: Sequence[str]) -> Basis:
+def _published_basis(options: argparse.Namespace, rest: Sequence[str]) -> KnownBasis:
     config = configuration.read(options, rest)
     name = options.hardware or (config.run.device if config.run.device != "auto" else "npu")
     typical = published_speed(name)
     spec = _spec(options.model or config.model.path, "model.path")
     base = planning_base(config, _kind(typical.name))
     grows = base.schedule.prompts_per_iteration / config.num_devices
-    return Basis(
+    return KnownBasis(
         base,
         spec,
         published(base, spec, typical),
         assumed_workload(base),
         typical,
-        0.0,
         None if options.same_work else grows,
+        0.0,
     )
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-# measured: of the run that was given. calibrated: follows from what was measured there, by the model of an iteration.
-# estimated: published or assumed figures are in it.
-Origin = Literal["measured", "calibrated", "estimated"]
+from pa_npu.planning.prediction.workload import Origin
+
 _ORDER: tuple[Origin, ...] = ("measured", "calibrated", "estimated")
 
 

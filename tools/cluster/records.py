@@ -12,6 +12,7 @@ from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
 from pa_npu.planning.iteration_model.cluster import GroupTiming
+from pa_npu.planning.prediction.workload import Shape, Workload, drawn_shapes
 from pa_npu.telemetry.metrics import read_records
 from pa_npu.telemetry.timeline import DIRECTORY, read_events
 
@@ -84,6 +85,19 @@ def read_run(directory: Path | str) -> SeenRun:
         whole = len(timings) >= config.schedule.prompts_per_iteration
         iterations.append(SeenIteration(record, timings if whole else (), trained.get(number, ())))
     return SeenRun(directory, config, iterations)
+
+
+def seen_workload(run: SeenRun) -> Workload:
+    """Take the workload of a run; from its mean lengths where its timeline does not have those of the groups."""
+    shapes = [
+        Shape(timing.prompt_tokens, timing.lengths)
+        for seen in run.complete
+        for timing in sorted(seen.groups, key=lambda timing: timing.index)
+    ]
+    if shapes:
+        return Workload(tuple(shapes), "measured")
+    mean, prompt = run.median("response_length_mean"), run.median("prompt_length_mean")
+    return Workload(drawn_shapes(run.config, prompt, mean), "calibrated")
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
