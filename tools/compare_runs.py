@@ -20,6 +20,7 @@ from pa_npu.errors import UserError
 from pa_npu.telemetry import plots
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools import html_page
 from tools.run_curves import (
     AXES,
     METRICS,
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             if not chosen:
                 raise UserError("none of the runs has what --metrics names; leave it out to draw what there is")
             written = plots.save(draw(groups, chosen, options.axes), options.out / "comparison")
-            written.append(plots.write_text(options.out / "comparison.html", render_html(groups)))
+            written.append(html_page.write_text(options.out / "comparison.html", render_html(groups)))
             print("\nWritten: " + ", ".join(map(str, written)))
     except UserError as error:
         print(f"compare_runs: {error}", file=sys.stderr)
@@ -129,9 +130,9 @@ def drawable(groups: Sequence[RunGroup]) -> list[Metric]:
 
 def render_html(groups: Sequence[RunGroup]) -> str:
     """One page that needs nothing beside itself."""
-    sections = [("Differences", plots.html_table(_HEADER, table(groups)) + _paragraphs(notes(groups)))]
-    sections += [(metric.title, plots.svg_fragment(draw(groups, [metric]))) for metric in drawable(groups)]
-    return plots.html_page("Comparison of runs", sections)
+    sections = [("Differences", html_page.html_table(_HEADER, table(groups)) + _paragraphs(notes(groups)))]
+    sections += [(metric.title, html_page.svg_fragment(draw(groups, [metric]))) for metric in drawable(groups)]
+    return html_page.html_page("Comparison of runs", sections)
 
 
 def _paragraphs(lines: Sequence[str]) -> str:

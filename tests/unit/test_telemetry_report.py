@@ -13,7 +13,8 @@ from pa_npu.config.schema import Config
 from pa_npu.telemetry.metrics import MetricsWriter
 from pa_npu.telemetry.report import each_run, load_report, render_text, table_rows
 from pa_npu.telemetry.summary import overlap_line, summarise
-from pa_npu.telemetry.throughput_page import iteration_parts
+from tools import plot_runs
+from tools.plot_runs import iteration_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -201,12 +202,11 @@ def test_an_iterations_seconds_are_divided_without_loss_and_overlap_is_counted_o
 
 def test_pictures_and_a_page_of_runs_side_by_side(tmp_path: Path) -> None:
     runs = make_run(tmp_path / "sync", 8.0), make_run(tmp_path / "periodic", 5.0)
-    done = report(*runs, "--plots", tmp_path / "out", "--html", tmp_path / "out" / "page.html")
-    assert done.returncode == 0, done.stderr
+    assert plot_runs.main([*map(str, runs), "--out", str(tmp_path / "out")]) == 0
     names = {"tpspd", "parts"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *(f"{name}{suffix}" for name in names for suffix in (".png", ".svg")),
-        "page.html",
+        "throughput.html",
     }
-    page = (tmp_path / "out" / "page.html").read_text()
+    page = (tmp_path / "out" / "throughput.html").read_text()
     assert page.count("<svg") == 2 and "<td>TPSPD</td><td>250.0</td><td>400.0</td>" in page

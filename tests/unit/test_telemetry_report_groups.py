@@ -9,7 +9,8 @@ import pytest
 
 from pa_npu.launcher.cli import main
 from pa_npu.telemetry.report import bands, grouped, load_report, render_text
-from pa_npu.telemetry.throughput_page import mean_parts, tpspd_over_time
+from tools import plot_runs
+from tools.plot_runs import mean_parts, tpspd_over_time
 
 SECONDS = {"sync": (8.0, 10.0, 9.0), "periodic": (5.0, 4.0, 6.0)}
 
@@ -83,17 +84,19 @@ def test_curves_and_bars_are_of_whole_groups(runs: list[Path]) -> None:
     assert sum(parts.values()) == pytest.approx(9.0) and (parts["evaluate"], parts["checkpoint"]) == (0.5, 0.125)
 
 
-def test_the_command_prints_groups_and_writes_their_pictures_and_page(
+def test_the_command_prints_groups_and_the_tool_draws_them(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    pictures, page = tmp_path / "pictures", tmp_path / "page.html"
-    assert main(["report", *map(str, runs), "--groups", "--json", "--plots", str(pictures), "--html", str(page)]) == 0
+    pictures = tmp_path / "pictures"
+    assert main(["report", *map(str, runs), "--groups", "--json"]) == 0
     sync, periodic = json.loads(capsys.readouterr().out)["groups"]
     assert periodic["iteration_s"] == {"median": 5.0, "low": 4.0, "high": 6.0} and sync["runs"][0] == "sync-0"
+    assert plot_runs.main([*map(str, runs), "--groups", "--out", str(pictures)]) == 0
+    assert "Written: " in capsys.readouterr().out
     names = {path.name for path in pictures.iterdir()}
-    assert names == {"tpspd.png", "tpspd.svg", "parts.png", "parts.svg"}
-    text = page.read_text()
+    assert names == {"tpspd.png", "tpspd.svg", "parts.png", "parts.svg", "throughput.html"}
+    text = (pictures / "throughput.html").read_text()
     assert text.count("<svg") == 2 and "Runs by group: stream=False" in text
     assert main(["report", *map(str, runs), "--groups", "--markdown"]) == 0
     assert "| iteration s | 9.000 (8.000 to 10.000) | 5.000 (4.000 to 6.000) |" in capsys.readouterr().out

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from pa_npu.launcher.subcommands import configuration
 
@@ -27,27 +25,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print a markdown table")
-    parser.add_argument(
-        "--plots", type=Path, metavar="DIR", help="write pictures there: TPSPD over time, the seconds of an iteration"
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write table and pictures as one page")
 
 
 def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     configuration.refuse(rest)
-    from pa_npu.telemetry import plots, report, throughput_page
+    from pa_npu.telemetry import report
 
     reports = [report.load_report(run, options.warmup) for run in options.runs]
     columns = report.grouped(reports) if options.groups else report.each_run(reports)
-    written = throughput_page.write_plots(columns, options.plots) if options.plots else []
-    if options.html:
-        written.append(plots.write_text(options.html, throughput_page.render_html(columns)))
     if options.json:
         print(json.dumps(report.as_json(columns), indent=2))
     else:
         print(report.render_markdown(columns) if options.markdown else report.render_text(columns))
-    if written:
-        print("\nWritten: " + ", ".join(map(str, written)), file=sys.stderr)
     return 0
 
 

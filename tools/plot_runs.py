@@ -1,15 +1,26 @@
-"""Throughput as pictures and one page: TPSPD over time, and what the seconds of an iteration go into."""
+"""Draws throughput: TPSPD over time, and what the seconds of an iteration go into, as pictures and one page with the table.
+
+    python tools/plot_runs.py RUN RUN ... --out DIR [--groups] [--warmup N]
+
+DIR gets tpspd and parts as .png and .svg, and throughput.html. --groups takes runs that differ only in their seed as one.
+"""
 
 from __future__ import annotations
 
+import argparse
 import html
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from pa_npu.errors import BAD_INPUT, UserError
 from pa_npu.telemetry import plots
-from pa_npu.telemetry.report import Column, notes, table_rows
+from pa_npu.telemetry.report import Column, each_run, grouped, load_report, notes, table_rows
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools import html_page
 
 PARTS = (
     "generate while trainers wait",
@@ -20,6 +31,26 @@ PARTS = (
     "checkpoint",
     "other",
 )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 2 bad input."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for pictures and page")
+    parser.add_argument("--groups", action="store_true", help="runs that differ only in their seed as one")
+    parser.add_argument("--warmup", type=int, metavar="N", help="iterations to drop; default: that of each run")
+    options = parser.parse_args(arguments)
+    try:
+        reports = [load_report(run, options.warmup) for run in options.runs]
+        columns = grouped(reports) if options.groups else each_run(reports)
+        written = write_plots(columns, options.out)
+        written.append(html_page.write_text(options.out / "throughput.html", render_html(columns)))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    print("Written: " + ", ".join(map(str, written)))
+    return 0
 
 
 def iteration_parts(record: Mapping[str, Any]) -> dict[str, float]:
@@ -117,11 +148,15 @@ def write_plots(columns: Sequence[Column], directory: Path) -> list[Path]:
 def render_html(columns: Sequence[Column]) -> str:
     """One page that needs nothing beside itself."""
     header = ["", *(column.label for column in columns)]
-    table = plots.html_table(header, [[title, *cells] for title, cells in table_rows(columns)])
+    table = html_page.html_table(header, [[title, *cells] for title, cells in table_rows(columns)])
     said = "".join(f"<p>{html.escape(line)}</p>" for line in notes(columns))
     sections = [
         ("Throughput", table + said),
-        ("TPSPD over time", plots.svg_fragment(draw_tpspd(columns))),
-        ("Seconds of an iteration", plots.svg_fragment(draw_parts(columns))),
+        ("TPSPD over time", html_page.svg_fragment(draw_tpspd(columns))),
+        ("Seconds of an iteration", html_page.svg_fragment(draw_parts(columns))),
     ]
-    return plots.html_page("Throughput", sections)
+    return html_page.html_page("Throughput", sections)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
