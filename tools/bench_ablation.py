@@ -34,7 +34,6 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
 from pa_npu.telemetry.report import memory_peaks
 
@@ -42,6 +41,7 @@ from pa_npu.telemetry.report import memory_peaks
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.bench_schedule import RESPONSES, Bench, Case
 from tools.check_equivalence import EPSILON, compare
+from tools.hardware import processor
 
 FACTORS = ("periodic", "tri-model", "shared prompt")
 Switches = tuple[bool, bool, bool]

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,9 +46,11 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
-from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import FALSE_STOP_RATE, YARDSTICK_EVERY, YARDSTICK_RESPONSES
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.hardware import processor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RESPONSES = (32, 256, 2048)

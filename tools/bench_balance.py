@@ -62,11 +62,11 @@ from pa_npu.planning.iteration_model.messages import IterationTimes, Rules
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import group_seed
-from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.timeline import Timeline
 
 # a script sees its own directory only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.hardware import processor
 from tools.stand_in import HeavyTail, Speed
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -49,11 +49,11 @@ from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, VERDICT, StageManifest, TrainersReady
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
-from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
 
 # a script sees its own directory only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.hardware import processor
 from tools.stand_in import write_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -28,16 +28,15 @@ from torch import multiprocessing
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from pa_npu import platform as platforms
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
-from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.gradient_sum import GradientSum
 from pa_npu.trainer.learner import Learner
 from tools.bench_trainer import iteration, make_config, make_groups, make_random_model
+from tools.hardware import processor
 
 BACKENDS = ("megatron", "fsdp")
 

@@ -18,13 +18,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
 from pa_npu.telemetry.report import PEAKS, memory_peaks
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.bench_schedule import RESPONSES, Bench, Case
+from tools.hardware import processor
 
 WARMUP = 4
 

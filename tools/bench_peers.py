@@ -36,13 +36,13 @@ from pa_npu.engines.vllm.command import server_command
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.placement import free_ports
 from pa_npu.platform.typical import HOST_PREFIX_BLOCK
-from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.bench_schedule import write_prompts
 from tools.free_lengths import make_end_likelier
+from tools.hardware import processor
 from tools.peers.table import Measured, System, draw, render, rows_of
 from tools.processes import end_on_sigterm, reason_of, serve, started
 

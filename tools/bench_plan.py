@@ -48,12 +48,12 @@ from pa_npu.planning.prediction.calibration import Calibration
 from pa_npu.planning.prediction.virtual_run import Predicted, predict
 from pa_npu.planning.prediction.workload import Shape, Workload
 from pa_npu.platform.typical import published_speed
-from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
 from tools.bench_schedule import MOST_OF_MEAN, drawn_lengths, median_for
 from tools.cluster.fit import against_itself, calibrate
 from tools.cluster.records import read_run, seen_workload
 from tools.free_lengths import make_end_likelier
+from tools.hardware import processor
 from tools.processes import end_on_sigterm, reason_of, serve, started
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -61,19 +61,20 @@ from pa_npu.dispatch.order import ORDERS, dispatch_order
 from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.environments.protocol import EnvironmentContext, Generate, write
 from pa_npu.launcher.placement import free_ports
-from pa_npu.planning.iteration_model.backwards import backwards_turns, optimum_s
+from pa_npu.planning.iteration_model.backwards import backwards_turns
 from pa_npu.planning.iteration_model.candidates import SLACKS, place_levels
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
 from pa_npu.planning.iteration_model.simulate import simulate
 from pa_npu.planning.prediction.costs import computed_prompt_tokens
 from pa_npu.platform.typical import HOST_PREFIX_BLOCK
 from pa_npu.samples.types import Sample, SampleBuilder
-from pa_npu.telemetry.hardware import processor
 from pa_npu.telemetry.metrics import read_records
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools import virtual_devices
+from tools.hardware import processor
+from tools.optimum import optimum_s
 from tools.processes import end_on_sigterm, reason_of, serve, started
 
 ROOT = Path(__file__).resolve().parent.parent

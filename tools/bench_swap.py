@@ -22,11 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pa_npu.telemetry.hardware import processor
-
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.bench_scaling import GROUPS_PER_ENGINE, LENGTH, RESPONSES, ROOT, STEP_S, WAIT_S, WINDOW, Job, keeping_up
+from tools.hardware import processor
 
 MEDIAN = 40.0  # tokens of a response; the longest are cut at LENGTH
 WARMUP = 2

@@ -51,7 +51,9 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
-from pa_npu.telemetry.hardware import processor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.hardware import processor
 
 TIMEOUT_S = 170.0
 MODELS = ("policy", "old", "reference")

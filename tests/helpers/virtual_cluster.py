@@ -11,11 +11,11 @@ import numpy as np
 
 from pa_npu.dispatch.order import ORDERS, OrderName, dispatch_order
 from pa_npu.dispatch.schedule import Schedule, same_windows
-from pa_npu.planning.iteration_model.backwards import optimum_s
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Prediction, Rules
 from pa_npu.planning.iteration_model.simulate import Outcome, simulate
+from tools.optimum import optimum_s
 
 
 @dataclass(frozen=True)

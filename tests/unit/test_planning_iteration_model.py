@@ -13,10 +13,11 @@ import pytest
 from helpers.virtual_cluster import CPU, HEAVY, NPU, Case
 
 from pa_npu.dispatch.schedule import Schedule, Turn, Windows, same_windows
-from pa_npu.planning.iteration_model.backwards import backwards_turns, optimum_s
+from pa_npu.planning.iteration_model.backwards import backwards_turns
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, GroupTiming, VirtualGroup
 from pa_npu.planning.iteration_model.fit import EngineFit
 from pa_npu.planning.iteration_model.simulate import Outcome, simulate
+from tools.optimum import optimum_s
 
 
 def groups_of(lengths: Sequence[Sequence[float]], train_s: float = 0.0, prompt: int = 0) -> list[VirtualGroup]:
