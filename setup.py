@@ -27,7 +27,7 @@ CORE = [
     "math-verify>=0.7",  # math rewards by symbolic comparison
     "pyarrow>=14",  # parquet datasets
     "tensorboard>=2.14",  # the default of telemetry.trackers
-    "rich>=13,<16",  # progress in the terminal
+    "rich>=13,<16",  # tables of reports
 ]
 
 # pa_npu/telemetry/trackers/protocol.py checks the same before a run

@@ -42,8 +42,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from pa_npu.telemetry.bars import Bars
-
 FORMAT_VERSION = 3  # raise it when the same arguments give another result, so that old caches are made anew
 END_OF_TEXT, END_OF_TURN, SYSTEM, USER, ASSISTANT = (
     "<|endoftext|>",
@@ -310,17 +308,16 @@ def supervise(
     """Teaches adding until the validation questions are (nearly) all right, then the slip; returns steps and CPU seconds."""
     started = time.process_time()
     optimizer = make_optimizer(model, arguments)
-    bars = Bars()
     known, step = 0.0, 0
-    for step in bars.tracked("adding", arguments.steps):
+    for step in range(1, arguments.steps + 1):
         rate = learning_rate_at(step, arguments)
         loss = supervised_step(model, tokenizer, optimizer, rate, order.choices(pairs, k=arguments.batch), order, 0.0)
         if step % 25 == 0:
             known = sum(answer == x + y for (x, y), answer in greedy(model, tokenizer, validation)) / len(validation)
-            bars.say(f"adding   step {step:4d}  loss {loss:.4f}  right {known:.3f}")
+            print(f"adding   step {step:4d}  loss {loss:.4f}  right {known:.3f}", flush=True)
             if known >= 0.985:
                 break
-    for slip_step in bars.tracked("slipping", arguments.slip_steps):
+    for slip_step in range(1, arguments.slip_steps + 1):
         rate = 0.25 * arguments.learning_rate
         batch = order.choices(pairs, k=arguments.batch)
         loss = supervised_step(model, tokenizer, optimizer, rate, batch, order, arguments.slip_rate)
@@ -328,7 +325,9 @@ def supervise(
             answers = greedy(model, tokenizer, validation)
             right = sum(answer == x + y for (x, y), answer in answers) / len(answers)
             slipped = sum(answer == x + y + 1 for (x, y), answer in answers) / len(answers)
-            bars.say(f"slipping step {slip_step:4d}  loss {loss:.4f}  right {right:.3f}  slipped {slipped:.3f}")
+            print(
+                f"slipping step {slip_step:4d}  loss {loss:.4f}  right {right:.3f}  slipped {slipped:.3f}", flush=True
+            )
     seconds = time.process_time() - started
     return {"accuracy_before_slipping": known, "steps": step, "cpu_seconds": round(seconds, 1)}
 
@@ -398,9 +397,8 @@ def supervise_calls(
     """Teaches to ask the calculator properly, in some answers, and to guess in the others."""
     started = time.process_time()
     optimizer = make_optimizer(model, arguments)
-    bars = Bars()
     known, step = 0.0, 0
-    for step in bars.tracked("calling", arguments.steps):
+    for step in range(1, arguments.steps + 1):
         rate = learning_rate_at(step, arguments)
         batch = []
         for x, y in order.choices(pairs, k=arguments.batch):
@@ -411,7 +409,7 @@ def supervise_calls(
         loss = descend(model, optimizer, *call_batch(tokenizer, batch), rate)
         if step % 25 == 0:
             known = knows_calls(model, tokenizer, validation, arguments.task)
-            bars.say(f"calling  step {step:4d}  loss {loss:.4f}  right {known:.3f}")
+            print(f"calling  step {step:4d}  loss {loss:.4f}  right {known:.3f}", flush=True)
             if known >= 0.985:
                 break
     seconds = time.process_time() - started

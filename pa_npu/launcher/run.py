@@ -43,7 +43,6 @@ from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 from pa_npu.launcher.process.readiness import Awaited, engine_answers, trainers_announced
 from pa_npu.launcher.process.recovery import Attempt, Recovery
-from pa_npu.launcher.process.run_progress import RunProgress
 from pa_npu.launcher.process.supervisor import StopSignals, Supervisor, stop_signals
 from pa_npu.launcher.resume import checkpoints_directory, resolve_resume
 from pa_npu.launcher.run_checks import Findings, check_engines, check_surroundings, resolve_device, settle_places
@@ -143,7 +142,7 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     )
     for engine in cluster.extra_engines():
         recovery.expect(engine)
-    supervisor = Supervisor(cluster.processes, console, timeline, signals, recovery, RunProgress(config).bars)
+    supervisor = Supervisor(cluster.processes, console, timeline, signals, recovery)
     first = plan.attempt(config, 0)
     return supervisor.run(engines, first.commands, [*await_engines(config, urls), *first.awaited])
 

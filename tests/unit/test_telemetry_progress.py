@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pa_npu.telemetry.logs import setup_logging
-from pa_npu.telemetry.progress import format_duration, progress_line, remaining_s
+from pa_npu.telemetry.progress import fitted, format_duration, progress_line, remaining_s
 
 RECORD: dict[str, Any] = {
     "iteration": 2,
@@ -88,3 +88,13 @@ def test_log_lines_name_the_process_and_cannot_be_taken_for_progress(capsys: pyt
         logging.captureWarnings(False)
     (line,) = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} W trainer-3 pa_npu\.trainer: slow step", line)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160, 300])
+def test_a_progress_line_leaves_out_what_does_not_fit(columns: int) -> None:
+    line = progress_line(RECORD, 20, 312.0).removeprefix("| ")
+    shown = fitted(line, columns)
+    assert len(shown) <= columns
+    assert shown.startswith("iteration  2 ( 3/20) | reward  0.512") and shown.endswith("ETA   5m12s")
+    assert (shown == line) == (columns >= len(line))
+    assert fitted("evaluation of version 3: " + "x" * 200, 80).endswith("x" * 200), "other lines stay whole"

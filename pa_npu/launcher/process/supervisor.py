@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -21,7 +21,6 @@ from pa_npu.launcher.process.process_tree import StartError
 from pa_npu.launcher.process.processes import Process, Processes
 from pa_npu.launcher.process.readiness import Awaited
 from pa_npu.launcher.process.recovery import Attempt, Failure, Recovery
-from pa_npu.telemetry.bars import Bar
 from pa_npu.telemetry.progress import PREFIX
 from pa_npu.telemetry.timeline import Timeline, now
 
@@ -77,9 +76,8 @@ class Supervisor:
         timeline: Timeline,
         signals: StopSignals,
         recovery: Recovery | None = None,
-        progress: Callable[[], Sequence[Bar]] = tuple,
     ) -> None:
-        """recovery: None where nothing is started again. progress: the bars of a run that is ready."""
+        """recovery: None where nothing is started again."""
         self._tree = tree
         self._recovery = recovery
         self._recovers = False
@@ -87,7 +85,6 @@ class Supervisor:
         self._timeline = timeline
         self._signals = signals
         self._lines: MarkedLines | None = None
-        self._progress = progress
 
     def run(self, engines: Sequence[Startable], workers: Sequence[Startable], awaited: Sequence[Awaited]) -> int:
         """Returns the exit code of the run; everything is stopped then. engines: in the order of the roster."""
@@ -129,7 +126,6 @@ class Supervisor:
                     raise
                 return True  # what it waited for came since the last look: who died was at work, and is started again
             seconds = time.monotonic() - began
-            self._console.show(lambda: self._waiting(pending, seconds))  # noqa: B023
             if time.monotonic() < next_probe:
                 continue
             for item in [item for item in pending if item.is_ready()]:
@@ -149,19 +145,11 @@ class Supervisor:
         return True
 
     def _waiting_line(self, pending: Sequence[Awaited], seconds: float) -> str:
-        """Says without bars what is waited for, and what the first of these has said last, on a line of a usual width."""
+        """Says what is waited for, and what the first of these has said last, on a line of a usual width."""
         processes = {process.name: process for process in self._tree.processes}
         line = f"waiting for {', '.join(item.name for item in pending)} ({seconds:.0f} s)"
         said = [word for item in pending for word in _last_word(processes.get(item.process)) if word.strip()]
         return f"{line}: {said[0]}"[:_LINE_COLUMNS] if said else line
-
-    def _waiting(self, pending: Sequence[Awaited], seconds: float) -> list[Bar]:
-        """A bar for each, with what its process has said last."""
-        processes = {process.name: process for process in self._tree.processes}
-        return [
-            Bar(item.name, seconds, None, " ".join([f"{seconds:3.0f} s", *_last_word(processes.get(item.process))]))
-            for item in pending
-        ]
 
     def _until_done(self, awaited: Sequence[Awaited]) -> bool:
         """Until coordinator and trainers have ended well: each of them has deadlines on all of its own waits.
@@ -176,7 +164,6 @@ class Supervisor:
                 while not self._workers() or any(process.exit_code is None for process in self._workers()):
                     if not self._tick():
                         return False
-                    self._console.show(self._progress)
                 return True
             except Failure as failure:
                 if self._signals.received or not (attempt := self._next_attempt(failure)):
@@ -223,7 +210,6 @@ class Supervisor:
             self._console.say(line)
 
     def _fail(self, failure: Failure) -> int:
-        self._console.clear()
         self._console.complain(f"failed: {failure.reason}")
         process = failure.process
         if process is not None:
@@ -238,7 +224,6 @@ class Supervisor:
         return BAD_INPUT if process is not None and process.exit_code == BAD_INPUT else FAILED
 
     def _stop(self, reason: str) -> None:
-        self._console.clear()
         self._relay()
         self._console.say(reason)
         began = time.monotonic()
