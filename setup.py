@@ -61,9 +61,6 @@ EXTRAS = {
     # several nodes (placement.cluster=ray), the same release on all of them; tested with 2.60, and 3 may change what is used of
     # it: placement groups, threaded actors, the setting that leaves an actor's child processes alone
     "ray": ["ray>=2.50,<3"],
-    # buffer.backend=transfer_queue, on all nodes. Its key-value interface is young, so that a minor release may change it. It needs
-    # omegaconf, whose grammar needs antlr 4.9; math-verify works with that as well as with 4.13, and pip puts it there
-    "transfer_queue": ["TransferQueue>=0.1.11,<0.2", "ray>=2.50,<3"],
     # pictures of the self-test and of benchmarks (telemetry/plots.py): the field's plotting library; no run needs it
     "plots": ["matplotlib>=3.8,<4"],
     # experiment trackers (telemetry.trackers). Each may be installed here or, since each has a process of its own, in another

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up the environment, then lint, check types and test: real runs beside all other tests, each half with a core of its own.
-# nightly also installs what only its tests need: trackers, TransferQueue and, as root on Debian, a browser and bubblewrap.
+# nightly also installs what only its tests need: trackers and, as root on Debian, a browser and bubblewrap.
 # Usage: bash tests/run.sh [unit|integration|all|nightly] [pytest arguments ...]      (all is the default)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/env.sh"
@@ -31,12 +31,6 @@ if [ "$what" = nightly ] && [ ! -f .venv-trackers/.complete ]; then
   echo "installing trackers for tests/integration/test_trackers_offline.py"
   make_beside .venv-trackers -r requirements/trackers.txt && touch .venv-trackers/.complete ||
     echo "trackers cannot be installed here; their tests will be skipped"
-fi
-if [ "$what" = nightly ] && [ ! -d .venv-transfer-queue/transfer_queue ]; then
-  # beside it too: it brings another release of antlr
-  echo "installing TransferQueue for tests/integration/test_transfer_queue.py"
-  install_beside .venv-transfer-queue TransferQueue==0.1.11 tensordict==0.15.3 pyvers==0.2.3 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 ||
-    echo "TransferQueue cannot be installed here; its test will be skipped"
 fi
 # install_packages PROGRAM TEST PACKAGE ...: Debian packages, for root, where there is no PROGRAM, without which TEST is skipped
 install_packages() {

@@ -38,7 +38,7 @@ CHANGES: dict[str, Change] = {
             "code.concurrency",
             "trainer": "wait_timeout_s startup_timeout_s",
             "publish": "bucket_mib timeout_s shared_through lora",
-            "buffer": "backend shards timeout_s",
+            "buffer": "shards",
             "checkpoint": "every load resume asynchronous timeout_s keep_last keep_best export_hf",
             "lora": "export_merged",
             "telemetry": "samples trackers tracker_python project run_name tags metric_names offline "

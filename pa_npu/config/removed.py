@@ -7,6 +7,8 @@ import re
 REMOVED: dict[str, str] = {
     "algorithm.advantage_scale": "use algorithm.advantage, whose group-std and batch-std divide",
     "algorithm.name=ppo": "use algorithm.name=critic-free-ppo; it always had the group's mean reward where PPO has a critic",
+    "buffer.backend": "groups lie in the store, or with buffer.shards=node with the replicas that train them",
+    "buffer.timeout_s": "a shard has two minutes to take or give one group",
     "environment.name=clients": "use environment.name=agents, whose programs ask the run's policy (docs/agents.md)",
     "placement.api_port": "use agent.port, whose gateway gives samples and groups to other programs (docs/agents.md)",
     "microbatch.pad_to_multiple_of": "packed lengths follow trainer.sequence_parallel",

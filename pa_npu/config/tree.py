@@ -217,8 +217,7 @@ class ConfigTree(Section):
     @property
     def has_shards(self) -> bool:
         """Whether groups lie on the nodes of the replicas that train them, instead of in the store on the head."""
-        on_nodes = self.buffer.shards == "node" or (self.buffer.shards == "auto" and self.placement.nnodes > 1)
-        return self.buffer.backend == "store" and on_nodes
+        return self.buffer.shards == "node" or (self.buffer.shards == "auto" and self.placement.nnodes > 1)
 
     @property
     def iterations_ahead(self) -> int:

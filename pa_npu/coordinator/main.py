@@ -120,7 +120,7 @@ async def run(config: Config) -> None:
         buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         freshness = Freshness.of(config)
         interruptions = make_interruptions(config, tokenizer)
-        buffer = open_buffer(config, buffer_channel, ahead=iterations_beside(config, freshness), fills=True)
+        buffer = open_buffer(config, buffer_channel, ahead=iterations_beside(config, freshness))
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.of(config), work)
         service = make_service(config, pool, sampling, tokenizer)

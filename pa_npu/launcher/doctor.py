@@ -49,7 +49,6 @@ _DEPENDENCIES = (
     Dependency("tensorboard", ("tensorboard",), "telemetry.trackers", needed=False),
     Dependency("peft", ("peft",), "adapters (lora.rank, model.adapter)", needed=False),
     Dependency("ray", ("ray",), "several nodes (placement.cluster=ray)", needed=False),
-    Dependency("transfer_queue", ("TransferQueue",), "buffer.backend=transfer_queue", needed=False),
 )
 
 

@@ -160,8 +160,6 @@ def check_surroundings(
     backend_module(config.trainer.backend)
     if tokenizer is not None:
         check_environment(config, sample)
-    if config.buffer.backend == "transfer_queue":
-        local(check_transfer_queue)
     local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
@@ -205,13 +203,6 @@ def _check_data(config: Config, findings: Findings, tokenizer: Any, local: Calla
         sample = loaded[0][0]
         findings.counts += first_prompt_lines(sample, tokenizer)
     return sample
-
-
-def check_transfer_queue() -> None:
-    """Raises ConfigError where it is not installed."""
-    from pa_npu.samples.transfer_queue import check_installed  # slow to import
-
-    check_installed()
 
 
 def settle_places(config: Config, findings: Findings) -> Config:

@@ -1,20 +1,21 @@
-"""open_buffer: the run's rollout buffer as section buffer says, for the process that fills it and for those that read it."""
+"""open_buffer: the run's rollout buffer as buffer.shards says, for the process that fills it and for those that read it."""
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from pa_npu.algorithm.advantages import find_group_advantage
 from pa_npu.algorithm.policy_losses import find_policy_loss
 from pa_npu.config.schema import Config
-from pa_npu.control.channel import StoreChannel, attempt_prefix
+from pa_npu.control.channel import StoreChannel
 from pa_npu.samples.columns import LOGPROBS, RunColumns
 from pa_npu.samples.rollout_buffer import Payloads, RolloutBuffer, StoreRolloutBuffer
 from pa_npu.samples.shards import OwnShard, ShardPayloads
 
 # Its keys are those of one attempt of the run, which the channel's prefix is.
 _NAME = "run"
+# Of a shard to take or give one group, and to start.
+_SHARD_TIMEOUT_S = 120.0
 
 
 def open_buffer(
@@ -23,7 +24,6 @@ def open_buffer(
     *,
     readers: int = 1,
     ahead: int = 0,
-    fills: bool = False,
     trains: bool = False,
     own: OwnShard | None = None,
 ) -> RolloutBuffer:
@@ -31,11 +31,10 @@ def open_buffer(
 
     Args:
         readers, ahead: as StoreRolloutBuffer.
-        fills: whether this is the coordinator, which starts what the backend needs.
         trains: whether groups are read for the loss, and no columns that it does not read.
         own: the shard that this process hosts.
     """
-    place = payloads(config, channel, fills=fills, own=own)
+    place = payloads(config, channel, own)
     columns = trained_columns(config) if trains else run_columns(config)
     return StoreRolloutBuffer(channel, _NAME, readers, ahead, place, columns)
 
@@ -57,20 +56,6 @@ def trained_columns(config: Config) -> RunColumns:
     return columns.reading([LOGPROBS.name, *(column.name for column in loss.declared)])
 
 
-def payloads(
-    config: Config, channel: StoreChannel, *, fills: bool = False, own: OwnShard | None = None
-) -> Payloads | None:
+def payloads(config: Config, channel: StoreChannel, own: OwnShard | None = None) -> Payloads | None:
     """Opens the place that groups lie in; None is the store itself."""
-    if config.has_shards:
-        return ShardPayloads(channel, config.buffer.timeout_s, own)
-    if config.buffer.backend == "store":
-        return None
-    from pa_npu.samples.transfer_queue import TransferQueuePayloads
-
-    run = hashlib.blake2b(config.run.dir.encode(), digest_size=6).hexdigest()
-    return TransferQueuePayloads(
-        f"pa_npu/{run}/{attempt_prefix()}",
-        starts=fills,
-        address=config.placement.ray_address,
-        timeout_s=config.buffer.timeout_s,
-    )
+    return ShardPayloads(channel, _SHARD_TIMEOUT_S, own) if config.has_shards else None

@@ -10,7 +10,7 @@ All ranks of a replica wait for the key, so the key may go only when each of the
 of ranks of a replica (tensor x pipeline parallel), and every rank calls `done` once per slot, after it has the group.
 
 What is filled, and who is done, is always in the store that the launcher hosts on the head; the groups themselves lie there too,
-or elsewhere (`Payloads`): in shards on the nodes, or in TransferQueue.
+or elsewhere (`Payloads`), in shards on the nodes.
 """
 
 from __future__ import annotations

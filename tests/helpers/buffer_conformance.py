@@ -1,27 +1,16 @@
-"""Conformance of rollout buffers: CHECKS, each called with a function that opens the buffer under test.
-
-Run as a script, against the real TransferQueue on a Ray of this machine alone, with a reader in a process of its own:
-
-    python -m tests.helpers.buffer_conformance
-"""
+"""Conformance of rollout buffers: CHECKS, each called with a function that opens the buffer under test."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
-from functools import partial
-from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
-from pa_npu.control.channel import CHUNK_BYTES, StoreChannel, connect
+from pa_npu.control.channel import CHUNK_BYTES
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
 from pa_npu.samples.group import Group
-from pa_npu.samples.rollout_buffer import Payloads, RolloutBuffer, StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import to_bytes
 
 Open = Callable[[int], RolloutBuffer]
@@ -109,62 +98,3 @@ CHECKS: tuple[Callable[[Open], None], ...] = (
     a_slot_is_filled_once,
     a_wait_ends_at_its_deadline_and_says_for_what,
 )
-PARTITION = "conformance"
-TIMEOUT_S = 60.0
-
-
-def _opened(channel: StoreChannel, payloads: Payloads, readers: int) -> RolloutBuffer:
-    return StoreRolloutBuffer(channel, channel._prefix, readers, payloads=payloads)
-
-
-def main() -> None:
-    import ray
-    import transfer_queue
-
-    from pa_npu.samples.transfer_queue import TransferQueuePayloads
-
-    context: Any = ray.init(
-        address="local", num_cpus=4, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False
-    )
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    address = context.address_info["gcs_address"]
-    payloads = TransferQueuePayloads(PARTITION, starts=True, address=address, timeout_s=TIMEOUT_S)
-    for check in CHECKS:
-        check(partial(_opened, StoreChannel(server, check.__name__), payloads))
-        print(check.__name__)
-
-    buffer = StoreRolloutBuffer(StoreChannel(server), "run", 1, payloads=payloads)
-    group = make_group(8)
-    buffer.put(group, 0, 0)
-    command = [sys.executable, "-m", "tests.helpers.buffer_conformance", address, str(server.port)]
-    subprocess.run(command, check=True, timeout=TIMEOUT_S * 2)
-    assert not buffer.ready(0, 0, 0), "the other process was the last reader"
-    found = payloads.get_columns
-    buffer.put(make_group(9), 0, 1)
-    assert found("buffer/run/0/0/1", ("tokens",))["tokens"].tolist() == make_group(9).tokens.tolist()
-    # what some checks leave behind on purpose, and the last group
-    left = transfer_queue.kv_list(PARTITION)[PARTITION]
-    assert "buffer/run/0/0/0" not in left and "buffer/run/0/0/1" in left, left
-    transfer_queue.close()
-    ray.shutdown()
-    print("all of it")
-
-
-def read_elsewhere(address: str, port: int) -> None:
-    import torch
-
-    from pa_npu.samples.transfer_queue import TransferQueuePayloads
-
-    threads = torch.get_num_threads()
-    payloads = TransferQueuePayloads(PARTITION, starts=False, address=address, timeout_s=TIMEOUT_S)
-    buffer = StoreRolloutBuffer(StoreChannel(connect("127.0.0.1", port, 30.0)), "run", 1, payloads=payloads)
-    assert buffer.read_bytes(0, 0, 0) == to_bytes(make_group(8))
-    assert torch.get_num_threads() == threads, "training's threads"
-    buffer.done(0, 0, 0)
-
-
-if __name__ == "__main__":
-    if sys.argv[1:]:
-        read_elsewhere(sys.argv[1], int(sys.argv[2]))
-    else:
-        main()

@@ -203,7 +203,6 @@ FEATURE_KEYS = {
     **dict.fromkeys(("command", "programs", "port", "discards", "tool_parser", "concurrent", "output_kib"), "agent"),
     **dict.fromkeys(("rank", "alpha", "rank_stabilized", "targets", "dropout", "export_merged"), "lora"),
     **dict.fromkeys(("expert_parallel", "expert_dispatch", "shards", "frozen_pass"), "trainer"),
-    **dict.fromkeys(("backend", "timeout_s"), "buffer"),  # and buffer.shards, by has_shards
     **dict.fromkeys(("interrupts", "iterations_ahead", "swaps_in_turn", "delays", "keeps_published"), None),
     **dict.fromkeys(
         ("num_shared_engines", "trained_groups", "needs_whole_groups", "follows_work", "unequal_groups"), None

@@ -168,7 +168,6 @@ BESIDE = {
     "trainer.distributed_optimizer": ["trainer.backend=fsdp"],
     "trainer.gradient_bucket_mib": ["trainer.backend=fsdp"],
     "publish.probe_tolerance": ["publish.probe_tokens=0"],
-    "buffer.shards": ["buffer.backend=transfer_queue"],
     **{
         f"telemetry.{name}": ["telemetry.trackers=[]"]
         for name in ("tracker_python", "project", "run_name", "tags", "metric_names", "offline", "tracker_timeout_s")

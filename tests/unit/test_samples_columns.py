@@ -241,7 +241,7 @@ def test_trainers_read_the_columns_of_the_loss_and_not_those_of_the_advantage_al
     names = {"loss": f"{__name__}:loss", "advantage": f"{__name__}:advantage"}
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "algorithm": names})
     channel = StoreChannel(dist.HashStore())
-    open_buffer(config, channel, fills=True).put(group_of([two_turns(0), two_turns(1)]), 0, 0)
+    open_buffer(config, channel).put(group_of([two_turns(0), two_turns(1)]), 0, 0)
     found = open_buffer(config, channel, trains=True).read(0, 0, 0)
     assert set(found.columns) == ({MADE_UP} if where == "coordinator" else {MADE_UP, ROUTES})
     assert (found.logprobs[found.trained] == -0.5).all() and found.advantages.any()

@@ -21,11 +21,6 @@ def broken_placement(c: ConfigTree) -> Iterator[str]:
             "agent.port: with placement.colocate engines could write for other programs while trainers have the devices; set "
             "colocate to false, or remove the port"
         )
-    if c.buffer.backend == "transfer_queue" and c.placement.cluster == "local":
-        yield (
-            "buffer.backend: transfer_queue with placement.cluster=local: TransferQueue lives on a Ray cluster; set "
-            "placement.cluster=ray, or buffer.backend=store"
-        )
     if r.max_engines is not None and r.max_engines < r.engines:
         yield f"rollout.engines: {r.engines} is above rollout.max_engines = {r.max_engines}; lower it, or raise the maximum"
     if (r.max_engines or r.engines) > r.engines and (c.placement.cluster == "local" or r.attach):

@@ -118,12 +118,6 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition("publish.divergence", lambda c: c.publish.when == "divergence", "set publish.when=divergence"),
     Condition("publish.probe_tolerance", lambda c: c.publish.probe_tokens > 0, "set publish.probe_tokens above 0"),
-    Condition("buffer.shards", lambda c: c.buffer.backend == "store", "set buffer.backend=store"),
-    Condition(
-        "buffer.timeout_s",
-        lambda c: c.has_shards or c.buffer.backend != "store",
-        "set buffer.shards=node, or buffer.backend=transfer_queue",
-    ),
     Condition("optimizer.min_learning_rate", lambda c: c.optimizer.decay != "constant", "set optimizer.decay"),
     Condition(
         "telemetry.tracker_python telemetry.project telemetry.run_name telemetry.tags telemetry.metric_names telemetry.offline "

@@ -47,18 +47,11 @@ class TelemetryConfig(Section):
 
 
 class BufferConfig(Section):
-    backend: Literal["store", "transfer_queue"] = Field(
-        "store",
-        description="Where groups lie between coordinator and trainers: in the store on the head, or in Ascend's TransferQueue on "
-        "the nodes of the Ray cluster.",
-    )
     shards: Literal["auto", "head", "node"] = Field(
         "auto",
-        description="Where the store has the groups themselves: on the head, or each on the node of the replica that trains it, in "
-        "its first rank's process, while the head keeps what is filled and who is done; auto is node with several nodes.",
-    )
-    timeout_s: float = Field(
-        120.0, gt=0, description="Deadline of a shard or TransferQueue to take or give one group, and to start."
+        description="Where groups lie between coordinator and trainers: in the store on the head, or each on the node of the "
+        "replica that trains it, in its first rank's process, while the head keeps what is filled and who is done; auto is node "
+        "with several nodes.",
     )
 
 
