@@ -1,8 +1,8 @@
 """Draws throughput: TPSPD over time, and what the seconds of an iteration go into, as pictures and one page with the table.
 
-    python tools/plot_runs.py RUN RUN ... --out DIR [--groups] [--warmup N]
+    python tools/plot_runs.py RUN RUN ... --out DIR [--warmup N]
 
-DIR gets tpspd and parts as .png and .svg, and throughput.html. --groups takes runs that differ only in their seed as one.
+DIR gets tpspd and parts as .png and .svg, and throughput.html; tools/compare_runs.py draws curves of several seeds.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import argparse
 import html
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from pa_npu.errors import BAD_INPUT, UserError
 from pa_npu.telemetry import plots
-from pa_npu.telemetry.report import Column, each_run, grouped, load_report, notes, table_rows
+from pa_npu.telemetry.report import Column, each_run, load_report, notes, table_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools import html_page
@@ -38,12 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for pictures and page")
-    parser.add_argument("--groups", action="store_true", help="runs that differ only in their seed as one")
     parser.add_argument("--warmup", type=int, metavar="N", help="iterations to drop; default: that of each run")
     options = parser.parse_args(arguments)
     try:
-        reports = [load_report(run, options.warmup) for run in options.runs]
-        columns = grouped(reports) if options.groups else each_run(reports)
+        columns = each_run([load_report(run, options.warmup) for run in options.runs])
         written = write_plots(columns, options.out)
         written.append(html_page.write_text(options.out / "throughput.html", render_html(columns)))
     except UserError as error:
@@ -74,42 +73,19 @@ def iteration_parts(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def draw_tpspd(columns: Sequence[Column]) -> Any:
-    """TPSPD of every iteration over wall time: a line through the medians, and a band from a group's lowest run to its highest."""
+    """TPSPD of every iteration over wall time."""
     figure, (panel,) = plots.new_figure(width_in=6.5, height_in=3.0)
     for number, column in enumerate(columns):
-        points = tpspd_over_time(column)
-        if not points:
-            continue
-        seconds, middle, low, high = zip(*points, strict=True)
-        style = plots.line_style(number)
-        several = len(column.reports) > 1
-        panel.plot(
-            seconds, middle, label=f"{column.label} (n={len(column.reports)})" if several else column.label, **style
-        )
-        if several:
-            panel.fill_between(seconds, low, high, color=style["color"], alpha=0.18, linewidth=0)
+        records = column.report.records
+        seconds = list(accumulate(float(record.get("iteration_s") or 0.0) for record in records))
+        rates = [float(record.get("tpspd") or 0.0) for record in records]
+        panel.plot(seconds, rates, label=column.label, **plots.line_style(number))
     panel.set_xlabel("wall time in s")
     panel.set_ylabel("tokens / s / device")
     panel.set_title("TPSPD", loc="left")
     panel.set_ylim(bottom=0)
     panel.legend(loc="best")
     return figure
-
-
-def tpspd_over_time(column: Column) -> list[tuple[float, float, float, float]]:
-    """(wall seconds, median, lowest, highest) of each iteration that all runs of the column have."""
-    runs = []
-    for report in column.reports:
-        clock, points = 0.0, []
-        for record in report.records:
-            clock += float(record.get("iteration_s") or 0.0)
-            points.append((clock, float(record.get("tpspd") or 0.0)))
-        runs.append(points)
-    found = []
-    for at in zip(*runs, strict=False):
-        rates = [rate for _, rate in at]
-        found.append((median(clock for clock, _ in at), median(rates), min(rates), max(rates)))
-    return found
 
 
 def draw_parts(columns: Sequence[Column]) -> Any:
@@ -131,12 +107,9 @@ def draw_parts(columns: Sequence[Column]) -> Any:
 
 
 def mean_parts(column: Column) -> dict[str, float]:
-    """Seconds by name of PARTS, means over the iterations after the warm-up and over runs."""
-    found = [
-        iteration_parts(record)
-        for report in column.reports
-        for record in report.records[report.result.dropped_iterations :]
-    ]
+    """Seconds by name of PARTS, means over the iterations after the warm-up."""
+    report = column.report
+    found = [iteration_parts(record) for record in report.records[report.result.dropped_iterations :]]
     return {name: fmean(parts[name] for parts in found) for name in PARTS}
 
 

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pa_npu.errors import DataError
 from pa_npu.telemetry.metrics import read_evaluations, read_records
-from pa_npu.telemetry.report import alike, read_config
+from pa_npu.telemetry.report import read_config
 from pa_npu.telemetry.secrets import Secrets
 
+T = TypeVar("T")
+
+_PLACE_OF_A_RUN = ("run.dir", "run.seed", "run.restarts", "checkpoint.", "placement.", "telemetry.")
 _LAST_SHARE = 0.25
 # Quantiles of Student's t distribution for a two-sided 95% interval, by degrees of freedom from 1.
 _T_95 = (
@@ -99,6 +102,31 @@ def load_runs(directories: Sequence[Path | str]) -> list[RunCurves]:
 def group_runs(runs: Sequence[RunCurves]) -> list[RunGroup]:
     """Runs with equal configurations together, in order of their first run; labels are the keys that tell groups apart."""
     return [RunGroup(label, group) for label, group in alike(runs, lambda run: run.config, lambda run: run.name)]
+
+
+def alike(
+    runs: Sequence[T], config: Callable[[T], Mapping[str, Any]], name: Callable[[T], str]
+) -> list[tuple[str, list[T]]]:
+    """As group_runs, of anything that has a configuration (flat) and a name."""
+    members: dict[tuple[tuple[str, str], ...], list[T]] = {}
+    for run in runs:
+        shape = tuple(sorted((key, str(value)) for key, value in config(run).items() if not _of_place(key)))
+        members.setdefault(shape, []).append(run)
+    if len(members) == 1:
+        return [(name(runs[0]), list(runs))]
+    shapes = [dict(shape) for shape in members]
+    # a key that only some of them have tells versions of this package apart, not what somebody chose
+    keys = sorted(set.intersection(*(set(shape) for shape in shapes)))
+    telling = [key for key in keys if len({shape[key] for shape in shapes}) > 1]
+    labels = [", ".join(f"{key.rpartition('.')[2]}={shape[key]}" for key in telling[:3]) for shape in shapes]
+    return [
+        (label if label and labels.count(label) == 1 else name(group[0]), group)
+        for label, group in zip(labels, members.values(), strict=True)
+    ]
+
+
+def _of_place(key: str) -> bool:
+    return any(key == part or (part.endswith(".") and key.startswith(part)) for part in _PLACE_OF_A_RUN)
 
 
 def curve(group: RunGroup, metric: str, axis: str) -> list[tuple[float, float, float, float]]:

@@ -17,11 +17,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="iterations to drop; default: telemetry.warmup_iterations of each run",
     )
-    parser.add_argument(
-        "--groups",
-        action="store_true",
-        help="runs that differ only in their seed as one: the median of each figure, and its lowest and highest value",
-    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print a markdown table")
@@ -31,8 +26,7 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     configuration.refuse(rest)
     from pa_npu.telemetry import report
 
-    reports = [report.load_report(run, options.warmup) for run in options.runs]
-    columns = report.grouped(reports) if options.groups else report.each_run(reports)
+    columns = report.each_run([report.load_report(run, options.warmup) for run in options.runs])
     if options.json:
         print(json.dumps(report.as_json(columns), indent=2))
     else:
