@@ -114,10 +114,10 @@ def measure(bench: Bench, args: argparse.Namespace, stages: int) -> list[Row]:
     """All eight rows, everything off first."""
     case = Case("ablation", args.groups, prompt=args.prompt)
 
-    def run(tri_model: bool, shared_prompt: bool, stream: str) -> tuple[list[dict[str, Any]], Path]:
+    def run(tri_model: bool, shared_prompt: bool, stream: Sequence[str]) -> tuple[list[dict[str, Any]], Path]:
         settings = [
             *COMMON,
-            f"schedule.stream={stream}",
+            *stream,
             f"trainer.frozen_pass={'together' if tri_model else 'separate'}",
             f"attention.shared_prompt={str(shared_prompt).lower()}",
             f"trainer.devices={stages}",
@@ -128,10 +128,10 @@ def measure(bench: Bench, args: argparse.Namespace, stages: int) -> list[Row]:
         print(f"# PP{stages} {settings[-6:-3]}: done", file=sys.stderr, flush=True)
         return read_records(directory), directory / "hf"
 
-    _, reference = run(False, False, "false")
+    _, reference = run(False, False, ["schedule.stream=false"])
     rows = []
     for tri_model, shared_prompt in itertools.product((False, True), repeat=2):
-        records, weights = run(tri_model, shared_prompt, "alternate")
+        records, weights = run(tri_model, shared_prompt, [f"schedule.compare_iterations={args.iterations}"])
         difference = compare(_weights(reference), _weights(weights)).relative
         for periodic in (False, True):
             own = [record for record in records[WARMUP:] if record["periodic"] is periodic]

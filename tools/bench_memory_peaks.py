@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="bench_memory_peaks_") as scratch:
         bench = Bench(Path(scratch), argparse.Namespace(response=args.response))
         with bench.engines(1):
-            directory = bench.run(case, args.prompt, args.iterations, ["schedule.stream=alternate"])
+            directory = bench.run(
+                case, args.prompt, args.iterations, [f"schedule.compare_iterations={args.iterations}"]
+            )
             records = read_records(directory)[WARMUP:]
             for name, periodic in (("synchronous", False), ("periodic", True)):
                 rows[name] = memory_peaks([record for record in records if record["periodic"] is periodic])

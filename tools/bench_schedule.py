@@ -14,7 +14,7 @@ iteration, a synchronous iteration takes Tg + Tt and a perfectly overlapped one 
 With --paced devices take as long as asked and hardly a core (tools/paced/): one for each engine and for the trainer, on a
 machine of any size. Tt is set through the trainer's speed then, and all prompts have 128 tokens.
 
-A run alternates iteration by iteration (schedule.stream=alternate): even ones are synchronous, odd ones periodic, each with the
+A run alternates iteration by iteration (schedule.compare_iterations): even ones are synchronous, odd ones periodic, each with the
 schedule that the controller chooses for its kind. Tg and Tt are medians of the synchronous ones, which have the window that
 generates fastest; where cores are as few as engines and trainers, training takes longer beside generation, which is given too. The
 table has, over max(Tg, Tt): periodic iterations without border; with --constant the best of further runs
@@ -571,7 +571,7 @@ class Bench:
         return int(min(max(prompt, 8), MAX_PROMPT))
 
     def _measure(self, case: Case, prompt: int, overrides: list[str]) -> Row:
-        settings = ["rollout.window=auto", "schedule.stream=alternate", *overrides]
+        settings = ["rollout.window=auto", f"schedule.compare_iterations={self._args.iterations}", *overrides]
         psutil.cpu_percent()  # the next one is of the time since this one
         every = self._records(case, prompt, self._args.iterations, settings)
         cores_busy = psutil.cpu_percent() / 100

@@ -3,7 +3,7 @@
     bash launch/run_grpo_tiny.sh
     python tools/draw_idea.py runs/grpo_tiny --output docs/pictures/idea.svg
 
-With schedule.stream=alternate, and in the last schedule.compare_iterations of a run, even iterations are synchronous and odd ones
+In the last schedule.compare_iterations of a run, even iterations are synchronous and odd ones
 periodic, on the same engines, trainers and kind of work. By default the last pair is drawn.
 """
 
@@ -105,7 +105,7 @@ def choose(found: dict[int, Iteration], first: int | None) -> tuple[Iteration, I
     if wanted not in pairs:
         raise DataError(
             f"iterations {sorted(found)} have no synchronous one followed by a periodic one"
-            f"{f' from {first} on' if first is not None else ''}; draw a run with schedule.stream=alternate"
+            f"{f' from {first} on' if first is not None else ''}; draw a run with schedule.compare_iterations"
         )
     return found[wanted], found[wanted + 1]
 

@@ -53,11 +53,11 @@ CHANGES: dict[str, Change] = {
             "data": "test max_test_rows",
             "rollout": "backend engines max_engines attach engine_settings tensor_parallel python "
             "window max_num_batched_tokens max_num_seqs memory_fraction shared_memory_fraction kv_cache_gib graph_mode "
-            "prefix_caching batch_invariant expandable_segments too_long extra_args env",
+            "prefix_caching batch_invariant too_long extra_args env",
             "environment": "timeout_s",
             "agent": "concurrent programs timeout_s output_kib",
-            "reward": "timeout_s max_failing_share judge.url judge.on_failure code.memory_mib code.files_mib code.output_kib "
-            "code.processes code.timeout_s code.require",
+            "reward": "timeout_s max_failing_share judge.url judge.on_failure code.memory_mib "
+            "code.timeout_s code.require",
             "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel expert_dispatch sequence_parallel "
             "recompute frozen_pass gradient_bucket_mib",
             "microbatch": "responses max_tokens",
@@ -74,7 +74,7 @@ CHANGES: dict[str, Change] = {
             "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
             "environment": "name max_turns options",
             "agent": "command discards tool_parser",
-            "reward": "functions judge.model judge.api judge.system judge.template judge.score_pattern judge.score_key "
+            "reward": "functions judge.model judge.api judge.system judge.template judge.score_pattern "
             "judge.lowest judge.highest judge.temperature judge.max_tokens code.tests code.score code.most_tests",
             "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in reference_refresh_every "
             "ratio importance_sampling importance_rule importance_cap importance_floor age_exponent "
@@ -87,7 +87,7 @@ CHANGES: dict[str, Change] = {
         Change.NEVER: {
             "run": "seed",
             "model": "dtype adapter",
-            "lora": "rank alpha rank_stabilized targets dropout",
+            "lora": "rank alpha rank_stabilized targets",
             "trainer": "backend distributed_optimizer",
         },
     }.items()
@@ -98,7 +98,7 @@ REFUSED = {
     "run.seed": "the data order and every sampling seed depend on it",
     "model.dtype": "the weights are saved in it",
     "model.adapter": "the shape of what is trained is that directory's",
-    **dict.fromkeys(("lora.rank", "lora.targets", "lora.dropout"), "the adapters are saved in that shape"),
+    **dict.fromkeys(("lora.rank", "lora.targets"), "the adapters are saved in that shape"),
     **dict.fromkeys(("lora.alpha", "lora.rank_stabilized"), "the adapters that are saved count with that factor"),
     "trainer.backend": "the weights are saved in its form",
     "trainer.distributed_optimizer": "the optimizer's state is saved in its form",

@@ -336,10 +336,8 @@ class ConfigTree(Section):
     def streams(self, iteration: int) -> bool:
         """Whether the groups of this iteration are handed over as they finish."""
         schedule = self.schedule
-        compared = schedule.stream and iteration >= schedule.iterations - schedule.compare_iterations
-        if schedule.stream == "alternate" or compared:
-            return iteration % 2 == 1
-        return schedule.stream
+        compared = iteration >= schedule.iterations - schedule.compare_iterations
+        return schedule.stream and (iteration % 2 == 1 or not compared)
 
     @property
     def num_engines(self) -> int:
@@ -354,7 +352,7 @@ class ConfigTree(Section):
     @property
     def follows_work(self) -> bool:
         """Whether devices decode and train inside one iteration."""
-        return self.placement.colocate and self.schedule.stream is not False
+        return self.placement.colocate and self.schedule.stream
 
     @property
     def unequal_groups(self) -> bool:

@@ -135,8 +135,6 @@ def _nodes(config: Config) -> str:
 
 
 def _schedule(config: Config) -> str:
-    if config.schedule.stream == "alternate":
-        return "synchronous and periodic in turn"
     return "periodic" if config.schedule.stream else "synchronous"
 
 

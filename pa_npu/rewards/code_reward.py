@@ -17,6 +17,7 @@ from pa_npu.rewards.turns import Turns
 from pa_npu.rewards.types import RewardInput
 
 _HARNESS = Path(__file__).with_name("code_harness.py")
+_OUTPUT_BYTES = 256 << 10  # of standard output, and of errors
 _ATTEMPTS = 3  # at a cell that could not be made
 
 
@@ -36,9 +37,7 @@ class CodeReward:
             wall_s=config.timeout_s,
             cpu_s=max(1, round(config.timeout_s)),
             memory_bytes=config.memory_mib << 20,
-            files_bytes=config.files_mib << 20,
-            output_bytes=config.output_kib << 10,
-            processes=config.processes,
+            output_bytes=_OUTPUT_BYTES,
             require=config.require,
         )
 

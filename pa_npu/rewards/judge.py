@@ -35,7 +35,6 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_ANSWER_BYTES = 4 << 20
 _SHOWN_CHARACTERS = 120
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
 class _NoScore(Exception):
@@ -103,7 +102,7 @@ class JudgeReward:
         body: dict[str, Any] = {"model": self._config.model, "messages": messages}
         if self._config.api == "chat":
             body |= {"temperature": self._config.temperature, "max_tokens": self._config.max_tokens}
-        content = [self._config.url, body, self._config.score_pattern, self._config.score_key]
+        content = [self._config.url, body, self._config.score_pattern]
         cached = self._cache.get(content)
         if cached is not None and self._within(cached):
             return cached
@@ -186,19 +185,13 @@ class JudgeReward:
     def _score(self, answer: str) -> float:
         """The number in the judge's answer, behind its thinking."""
         answer = answer if self._config.api == "pooling" else final_text(answer)
-        key = self._config.score_key
         try:
-            if self._config.api == "pooling":
-                found = _last_number(json.loads(answer))
-            else:
-                found = _json_in(answer)[key] if key else self._pattern.findall(answer)[-1]
-            score = float(found)
+            pooling = self._config.api == "pooling"
+            score = float(_last_number(json.loads(answer)) if pooling else self._pattern.findall(answer)[-1])
         except (ValueError, LookupError, TypeError):
-            wanted = (
-                f"JSON with the key {key!r}" if key else f"reward.judge.score_pattern = {self._config.score_pattern!r}"
-            )
             raise _NoScore(
-                f"no score ({wanted}) in its answer {_shown(answer.encode('utf-8', 'replace'), self._key)}"
+                f"no score (reward.judge.score_pattern = {self._config.score_pattern!r}) in its answer "
+                f"{_shown(answer.encode('utf-8', 'replace'), self._key)}"
             ) from None
         if not math.isfinite(score) or not self._within(score):
             raise _NoScore(f"its score {score:g} is not within {self._config.lowest:g} and {self._config.highest:g}")
@@ -226,18 +219,6 @@ def _last_number(value: Any) -> float:
     while isinstance(value, list):
         value = value[-1]
     return float(value)
-
-
-def _json_in(answer: str) -> Any:
-    """The JSON object in an answer: all of it, its last fenced block, or what is between its first and last brace."""
-    fenced = _FENCE.findall(answer)
-    braces = answer[answer.find("{") : answer.rfind("}") + 1]
-    for text in (answer, *fenced[-1:], braces):
-        try:
-            return json.loads(text)
-        except ValueError:
-            continue
-    raise ValueError("no JSON")
 
 
 def _shown(data: bytes | bytearray, secret: str) -> str:

@@ -55,4 +55,4 @@ def test_the_command_writes_the_same_picture_twice(tmp_path: Path, capsys: pytes
     assert "periodic    iteration 1: 6.00 s, engine at work 67%, trainer 67%" in capsys.readouterr().out
     assert draw_idea.main([str(run), "--pair", "1", "--output", str(tmp_path / "c.svg")]) == 2
     assert draw_idea.main([str(tmp_path / "none")]) == 2
-    assert "schedule.stream=alternate" in capsys.readouterr().err
+    assert "schedule.compare_iterations" in capsys.readouterr().err

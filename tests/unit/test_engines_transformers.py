@@ -65,7 +65,6 @@ def test_the_command_starts_its_server_with_the_lengths_of_the_configuration(sub
         ({"tensor_parallel": 2}, "tensor_parallel: 2: the transformers engine computes on one device"),
         ({"extra_args": ["--seed", "1"]}, "extra_args: the transformers engine knows no --seed"),
         ({"graph_mode": True}, "graph_mode: the transformers engine computes eagerly"),
-        ({"expandable_segments": True}, "expandable_segments: "),
     ],
 )
 def test_keys_that_it_would_not_read_are_refused(rollout, problem):

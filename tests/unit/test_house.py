@@ -201,7 +201,7 @@ FEATURE_KEYS = {
     **dict.fromkeys(("mode", "swap", "when", "divergence"), "publish"),
     "colocate": "placement",
     **dict.fromkeys(("command", "programs", "port", "discards", "tool_parser", "concurrent", "output_kib"), "agent"),
-    **dict.fromkeys(("rank", "alpha", "rank_stabilized", "targets", "dropout", "export_merged"), "lora"),
+    **dict.fromkeys(("rank", "alpha", "rank_stabilized", "targets", "export_merged"), "lora"),
     **dict.fromkeys(("expert_parallel", "expert_dispatch", "shards", "frozen_pass"), "trainer"),
     **dict.fromkeys(("interrupts", "iterations_ahead", "swaps_in_turn", "delays", "keeps_published"), None),
     **dict.fromkeys(

@@ -73,15 +73,16 @@ async def test_scores_become_rewards_and_the_judge_reads_what_the_template_says(
     assert "secret-key" not in caplog.text
 
 
-async def test_the_score_is_read_by_key_from_json_however_it_is_wrapped() -> None:
+async def test_the_score_is_read_from_json_by_a_pattern_behind_the_thinking() -> None:
     texts = {
         "plain": '{"score": 3}',
         "fenced": 'Well:\n```json\n{"why": "x", "score": "4.5"}\n```\ndone',
         "within": 'I say {"score": 10} today',
         "thought": '<think>{"score": 1}?</think>{"score": 10}',
     }
+    pattern = r'"score": *"?(\d+(?:\.\d+)?)'
     with fake_judge(lambda message, _: Answer(texts[message])) as judge:
-        found = await rewards(settings(judge, score_key="score", template="{response}"), group(*texts))
+        found = await rewards(settings(judge, score_pattern=pattern, template="{response}"), group(*texts))
     assert found == [[0.3, 0.45, 1.0, 1.0]]
 
 
@@ -263,12 +264,7 @@ GOOD = {"url": "http://127.0.0.1:9/v1", "model": "m"}
         ({**GOOD, "lowest": 5, "highest": 5}, ["judge"], "reward.judge.lowest: 5 is not below"),
         ({**GOOD, "score_pattern": "("}, ["judge"], "is not a regular expression"),
         ({**GOOD, "score_pattern": "(a)(b)"}, ["judge"], "has 2 groups; put one"),
-        (
-            {**GOOD, "score_pattern": "(a)", "score_key": "s"},
-            ["judge"],
-            "would not be read beside reward.judge.score_key",
-        ),
-        ({**GOOD, "api": "pooling", "score_key": "s"}, ["judge"], "reward.judge.score_key: is not read with"),
+        ({**GOOD, "api": "pooling", "score_pattern": "(a)"}, ["judge"], "reward.judge.score_pattern: is not read with"),
         (GOOD, ["math"], "reward.judge: would be read by nothing"),
         (GOOD, ["judge", "judge"], "judge is listed twice"),
     ],

@@ -44,7 +44,7 @@ ROLLING: dict[str, Any] = {"publish": {"mode": "delayed", "swap": "rolling"}, "r
         ({"algorithm": {"advantage": "batch-std"}, "schedule": {"stream": False}}, "algorithm.advantage: batch-std"),
         ({"algorithm": {"name": "reinforce++-baseline"}}, "of algorithm.name=reinforce"),
         ({"algorithm": {"loss": "reinforce"}}, "set algorithm.importance_sampling to token or sequence"),
-        ({"schedule": {"stream": "alternate"}}, "schedule.stream: alternate"),
+        ({"schedule": {"compare_iterations": 2}}, "schedule.compare_iterations: 2"),
         ({"schedule": {"compare_iterations": 4}}, "schedule.compare_iterations: 4"),
         ({"schedule": {"iterations": 1}}, "lower max_staleness"),
         ({"schedule": {"tokens_per_version": 8}}, "set schedule.on_publish=continue, or remove the key"),

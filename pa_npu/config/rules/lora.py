@@ -9,11 +9,6 @@ from pa_npu.config.tree import ConfigTree
 
 def broken_lora(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
-    if c.lora.dropout:
-        yield (
-            f"lora.dropout: {c.lora.dropout} would make log-probs differ each time they are computed, so that the first ratios "
-            f"were not 1 and engines would disagree with trainers; remove the key"
-        )
     if not c.has_adapters:
         return
     key, value = ("model.adapter", c.model.adapter) if c.model.adapter else ("lora.rank", c.lora.rank)

@@ -34,15 +34,13 @@ def _broken_judge(j: JudgeConfig) -> Iterator[str]:
             "reward.judge.api_key_variable: is no name of an environment variable; export the key in a variable, and write the "
             "variable's name here"
         )
-    for key in ("system", "template", "score_pattern", "score_key"):
+    for key in ("system", "template", "score_pattern"):
         if j.api == "pooling" and getattr(j, key) != JudgeConfig.model_fields[key].default:
             yield f"reward.judge.{key}: is not read with reward.judge.api=pooling, where no words are; remove it, or use chat"
     if "{response}" not in j.template:
         yield "reward.judge.template: has no {response}, so that every response would be judged alike; add it"
     if not j.lowest < j.highest:
         yield f"reward.judge.lowest: {j.lowest:g} is not below reward.judge.highest = {j.highest:g}; set it lower"
-    if j.score_key is not None and j.score_pattern != JudgeConfig.model_fields["score_pattern"].default:
-        yield f"reward.judge.score_pattern: would not be read beside reward.judge.score_key = {shown(j.score_key)}; remove one"
     try:
         groups = re.compile(j.score_pattern).groups
     except (re.error, OverflowError, RecursionError) as error:

@@ -55,11 +55,10 @@ def broken_staleness(c: ConfigTree) -> Iterator[str]:
             f"algorithm.advantage: batch-std{of_preset(c, 'advantage')} with {ahead}: it divides by the deviation of rewards that "
             f"other weights than the trained ones have earned; set advantage to group-std, or max_staleness to 0"
         )
-    if s.stream == "alternate" or s.compare_iterations:
-        key = "stream: alternate" if s.stream == "alternate" else f"compare_iterations: {s.compare_iterations}"
+    if s.compare_iterations:
         yield (
-            f"schedule.{key} with {ahead}: it measures streamed against synchronous iterations, and neither is what runs ahead; "
-            f"set stream to true and compare_iterations to 0, or max_staleness to 0"
+            f"schedule.compare_iterations: {s.compare_iterations} with {ahead}: it measures streamed against synchronous "
+            f"iterations, and neither is what runs ahead; set it to 0, or max_staleness to 0"
         )
     if a.loss == "reinforce" and a.importance_sampling == "none":
         yield (

@@ -43,10 +43,8 @@ class ScheduleConfig(Section):
         "None trains every iteration's own groups.",
     )
     prompts_per_iteration: int = Field(16, ge=1, description="B, the number of groups per iteration.")
-    stream: bool | Literal["alternate"] = Field(
-        True,
-        description="Train while engines generate (periodic); false waits for the whole batch (sync); alternate does one "
-        "and the other in turn, sync first, to measure them against each other.",
+    stream: bool = Field(
+        True, description="Train while engines generate (periodic); false waits for the whole batch (sync)."
     )
     compare_iterations: int = Field(
         0,

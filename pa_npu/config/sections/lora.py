@@ -23,9 +23,6 @@ class LoraConfig(Section):
         description="Layers that get an adapter, by the last parts of their names, such as [q_proj, v_proj]; all-linear: all "
         "projections of attention and MLP, whatever a model calls them.",
     )
-    dropout: float = Field(
-        0.0, ge=0, lt=1, description="Only 0: log-probs have to be the same each time they are computed."
-    )
     export_merged: bool = Field(
         False, description="Export the whole model with the adapters merged into it, in place of a directory of peft."
     )

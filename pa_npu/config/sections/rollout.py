@@ -124,9 +124,6 @@ class RolloutConfig(Section):
     batch_invariant: bool = Field(
         False, description="Engine kernels whose results do not depend on what else is in the batch; slower."
     )
-    expandable_segments: bool | None = Field(
-        None, description="Allocator of engines that grows its segments (npu, cuda); none leaves it to the engine."
-    )
     request_timeout_s: float = Field(
         600.0,
         gt=0,
@@ -216,8 +213,8 @@ class JudgeConfig(Section):
     model: str | None = Field(None, min_length=1, description="Name of the model that judges, as its server knows it.")
     api: Literal["chat", "pooling"] = Field(
         "chat",
-        description="chat: the model is asked in words and its answer read (template, score_pattern, score_key). pooling: a reward "
-        "model gives the number itself (vLLM's /pooling beside /v1).",
+        description="chat: the model is asked in words and its answer read (template, score_pattern). pooling: a reward model "
+        "gives the number itself (vLLM's /pooling beside /v1).",
     )
     api_key_variable: str | None = Field(
         None, min_length=1, description="Environment variable that holds the server's key; none sends no key."
@@ -231,11 +228,6 @@ class JudgeConfig(Section):
     score_pattern: str = Field(
         r"[Ss]core\W{0,5}(-?\d+(?:\.\d+)?)",
         description="Regular expression whose group is the score; its last match in the judge's answer counts.",
-    )
-    score_key: str | None = Field(
-        None,
-        min_length=1,
-        description="The judge answers in JSON, and this key holds the score; none takes score_pattern.",
     )
     lowest: float = Field(0.0, description="The score that is reward 0.")
     highest: float = Field(10.0, description="The score that is reward 1.")
@@ -262,9 +254,6 @@ class CodeConfig(Section):
     memory_mib: int = Field(
         1024, ge=16, description="Address space of each of a program's processes, and what all of them hold."
     )
-    files_mib: int = Field(16, ge=1, description="What a program may write into files.")
-    output_kib: int = Field(256, ge=1, description="What a program may write to standard output, and to errors.")
-    processes: int = Field(32, ge=1, description="Processes and threads of a program.")
     concurrency: int = Field(2, ge=1, le=1024, description="Programs at once.")
     require: Literal["limits", "files", "namespaces"] = Field(
         "limits",

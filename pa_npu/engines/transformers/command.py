@@ -66,5 +66,3 @@ def _unread_keys(rollout: RolloutConfig) -> Iterator[str]:
         yield f"extra_args: the transformers engine knows no {rollout.extra_args[0]}; remove the key"
     if rollout.graph_mode:
         yield "graph_mode: the transformers engine computes eagerly; set it to false"
-    if rollout.expandable_segments is not None:
-        yield "expandable_segments: the transformers engine leaves its allocator as it is; remove the key"

@@ -25,9 +25,8 @@ from pa_npu.errors import ConfigError, UserError
 class EngineVersion:
     """A row. Releases from `lowest` on and below `below` (None: all later ones) of `distribution`.
 
-    env: what exact training needs; the user's own environment wins. allocator_env: where expandable segments are set;
-    None where engines have no memory of a device. batch_invariant_env: what makes results independent of the batch.
-    batch_invariant_dtypes: where they can be. graph_args: what captures graphs in the way that suits training.
+    env: what exact training needs; the user's own environment wins. batch_invariant_env: what makes results independent of the
+    batch. batch_invariant_dtypes: where they can be. graph_args: what captures graphs in the way that suits training.
     captures_graphs: whether it does so when rollout.graph_mode is not set. cann: the release that its torch_npu is built
     for. source: what all this is known from.
     """
@@ -39,7 +38,6 @@ class EngineVersion:
     below: tuple[int, int] | None
     source: str
     env: Mapping[str, str] = field(default_factory=dict)
-    allocator_env: str | None = None
     batch_invariant_env: Mapping[str, str] = field(default_factory=dict)
     batch_invariant_dtypes: tuple[str, ...] = ("fp32", "bf16")
     graph_args: tuple[str, ...] = ()
@@ -73,7 +71,6 @@ VERSIONS = (
         # sleep mode is on
         source="read: envs.py, platform.py, batch_invariant.py and requirements.txt of tag v0.18.0",
         env=_NZ_OFF,
-        allocator_env="PYTORCH_NPU_ALLOC_CONF",
         batch_invariant_env=_BATCH_INVARIANT,
         graph_args=_DECODE_GRAPHS,
         cann=(8, 5),
@@ -90,7 +87,6 @@ VERSIONS = (
         # transfer of its own, not used here. additional_config.rl_config is no key of this release
         source="read: ascend_config.py, worker/worker.py, platform.py, batch_invariant.py and requirements.txt of tag v0.23.0",
         env=_NZ_OFF,
-        allocator_env="PYTORCH_NPU_ALLOC_CONF",
         batch_invariant_env=_BATCH_INVARIANT,
         graph_args=_DECODE_GRAPHS,
         captures_graphs=True,
@@ -104,7 +100,6 @@ VERSIONS = (
         None,
         # batch invariance needs compute capability 8.0, on early releases 9.0
         source="read: envs.py, model_executor/layers/batch_invariant.py and docs/features of 0.20, 0.23 and 0.32",
-        allocator_env="PYTORCH_CUDA_ALLOC_CONF",
         batch_invariant_env=_BATCH_INVARIANT,
     ),
     EngineVersion(
@@ -179,13 +174,4 @@ def environment(config: Config, version: EngineVersion) -> dict[str, str]:
                 f"{' or '.join(version.batch_invariant_dtypes)}, not {config.model.dtype}; set one of the two otherwise"
             )
         env |= version.batch_invariant_env
-    if rollout.expandable_segments is not None:
-        if version.allocator_env is None:
-            raise ConfigError(
-                f"rollout.expandable_segments: {version.name} has no memory of a device to cut into segments; remove the key"
-            )
-        others = [
-            part for part in os.environ.get(version.allocator_env, "").split(",") if part and "expandable" not in part
-        ]
-        env[version.allocator_env] = ",".join([*others, f"expandable_segments:{rollout.expandable_segments}"])
     return env
