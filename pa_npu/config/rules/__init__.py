@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from pa_npu.config.rules.algorithm import broken_algorithm
 from pa_npu.config.rules.data import broken_data
 from pa_npu.config.rules.deadlines import broken_deadlines
-from pa_npu.config.rules.engines import broken_engines
+from pa_npu.config.rules.engines import broken_engines, broken_single_engines
 from pa_npu.config.rules.evaluation import broken_evaluation
-from pa_npu.config.rules.functions import broken_functions
-from pa_npu.config.rules.lora import broken_lora
 from pa_npu.config.rules.placement import broken_placement
-from pa_npu.config.rules.rewards import broken_rewards
-from pa_npu.config.rules.single_engines import broken_single_engines
+from pa_npu.config.rules.rewards import broken_functions, broken_rewards
 from pa_npu.config.rules.staleness import broken_staleness
-from pa_npu.config.rules.training import broken_shards, broken_training
+from pa_npu.config.rules.training import broken_lora, broken_shards, broken_training
 from pa_npu.config.rules.unread import broken_unread
 from pa_npu.config.texts import broken_texts
 from pa_npu.config.tree import ConfigTree

@@ -14,11 +14,11 @@ from pa_npu.config.sections.learning import (
     REWARDS,
     AlgorithmConfig,
     AttentionConfig,
+    LoraConfig,
     MicrobatchConfig,
     OptimizerConfig,
     TrainerConfig,
 )
-from pa_npu.config.sections.lora import LoraConfig
 from pa_npu.config.sections.operation import LOOPBACK, TRACKERS, BufferConfig, PlacementConfig, TelemetryConfig
 from pa_npu.config.sections.rollout import (
     CUT_SHARE,
