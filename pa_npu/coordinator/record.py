@@ -16,7 +16,7 @@ from pa_npu.coordinator.production import Produced
 from pa_npu.engines.pool import EngineUse
 from pa_npu.evaluation.results import Judged, Progress, kept_versions, results_file, write_results
 from pa_npu.planning.iteration_model.messages import Prediction
-from pa_npu.platform.memory_peaks import ResidentPeak, children, parent, session_leader, tree
+from pa_npu.platform.memory_peaks import ResidentPeak
 from pa_npu.publish.coordinator_side import EnginesHold
 from pa_npu.telemetry.metrics import MetricsWriter, drop_records
 from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
@@ -52,7 +52,8 @@ class RunRecords:
         self._progress = Progress(run_dir)
         self._kept = SampleStore(run_dir, first_iteration, piece)
         self._trackers = Trackers(run_dir, config.telemetry, tracked_config(config), first_iteration)
-        self._memory = PeaksAround()
+        self._memory = ResidentPeak(lambda: [os.getpid()])
+        self._memory.take()
 
     def __enter__(self) -> RunRecords:
         return self
@@ -74,7 +75,9 @@ class RunRecords:
         self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], kept: Sequence[KeptResponse] = ()
     ) -> None:
         """One finished iteration, and its line on the console."""
-        self._trackers.write_iteration(self._metrics.write({**record, **self._memory.take()}), kept)
+        self._trackers.write_iteration(
+            self._metrics.write({**record, "memory_coordinator_bytes": self._memory.take()}), kept
+        )
         for sample in samples:
             self._samples.write(json_line(sample))
         self._kept.write(record["iteration"], kept)
@@ -109,52 +112,6 @@ class RunRecords:
             if len(record["sets"]) > 1 or len(found["metrics"]) > 1:
                 metrics = ", ".join(f"{metric} {value['value']:.3f}" for metric, value in found["metrics"].items())
                 say(f"|   {name}: {metrics}; {found['length_mean']:.0f} tokens, {found['truncated_ratio']:.0%} cut")
-
-
-class PeaksAround:
-    """Host memory between two records. Engines and trainers say theirs themselves."""
-
-    def __init__(self) -> None:
-        kinds = {"coordinator": _itself, "workers": _workers, "launcher": _launcher, "keepers": _keepers}
-        self._peaks = {kind: ResidentPeak(processes) for kind, processes in kinds.items()}
-        self.take()
-
-    def take(self) -> dict[str, int]:
-        """By name of the record, in bytes, since the last call; kinds that have no process are left out.
-
-        workers: those of reward functions, tools and environments. launcher: with the store, and so with what lies in the rollout
-        buffer. keepers: all those of this machine together.
-        """
-        taken = {f"memory_{kind}_bytes": peak.take() for kind, peak in self._peaks.items()}
-        return {name: value for name, value in taken.items() if value}
-
-
-def _itself() -> Sequence[int]:
-    return [os.getpid()]
-
-
-def _workers() -> Sequence[int]:
-    return tree(os.getpid())[1:]
-
-
-def _launcher() -> Sequence[int]:
-    """Finds the process that started this process's keeper."""
-    leader = session_leader()
-    keeper = None if leader is None else parent(leader)
-    launcher = None if keeper is None else parent(keeper)
-    return [] if launcher is None else [launcher]
-
-
-def _keepers() -> Sequence[int]:
-    """The launcher's children that lead a session, as every keeper does."""
-    return [pid for launcher in _launcher() for pid in children(launcher) if _leads_a_session(pid)]
-
-
-def _leads_a_session(pid: int) -> bool:
-    try:
-        return os.getsid(pid) == pid
-    except OSError:
-        return False
 
 
 def tracked_config(config: Config) -> dict[str, Any]:

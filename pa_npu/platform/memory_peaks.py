@@ -157,13 +157,3 @@ def children(pid: int, proc: str = "/proc") -> Iterator[int]:
                 yield from map(int, file.read().split())
         except OSError:
             continue
-
-
-def parent(pid: int, proc: str = "/proc") -> int | None:
-    """The process that started this one; None of one that has ended, and without /proc."""
-    try:
-        with open(f"{proc}/{pid}/stat", "rb") as file:
-            # "pid (command) state ppid ...": the command may hold anything, so split after its last parenthesis
-            return int(file.read().rpartition(b")")[2].split()[1])
-    except OSError:
-        return None

@@ -23,9 +23,6 @@ PEAKS = {
     "memory_engine_host_bytes": "engine, host",
     "memory_engine_device_bytes": "engine, device",
     "memory_coordinator_bytes": "coordinator",
-    "memory_workers_bytes": "its workers",
-    "memory_launcher_bytes": "launcher and rollout buffer",
-    "memory_keepers_bytes": "keepers",
 }
 LEARNED = {"reward_mean": "reward", "accuracy": "accuracy"}
 """Numbers of a record whose mean over the last quarter of the iterations says what the run has come to."""

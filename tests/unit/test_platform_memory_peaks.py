@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from pa_npu.control import keeper
-from pa_npu.coordinator.record import PeaksAround
 from pa_npu.engines.vllm.client import _memory
 from pa_npu.engines.vllm.worker import WorkerExtension
 from pa_npu.platform import memory_peaks
@@ -119,20 +118,13 @@ def test_the_processes_of_a_command_are_those_that_its_keeper_started(monkeypatc
         pass_fds=[lifeline], start_new_session=True, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     os.close(lifeline), os.close(writer)
-    named = dict(pair.split("=") for pair in found.stdout.split())
-    assert named["own"] == "True", "the command, its shell and what that started"
-    assert int(named["coordinator"]) > 20 and 0 < int(named["workers"]) < int(named["coordinator"])
-    assert int(named["launcher"]) > 20, "this process has started the keeper"
-    assert int(named["keepers"]) > 0
+    assert found.stdout.strip() == "True", "the command, and what it started"
 
 
 def say() -> None:
-    """In the command: which processes are its own, and MiB of each kind around it."""
+    """In the command: whether its own processes are it and its child."""
     with Child() as child:
-        around = PeaksAround()
-        print(f"own={set(own_processes()) == {os.getpid(), child.pid} == set(tree(os.getpid()))}")
-        for name, value in around.take().items():
-            print(f"{name.split('_')[1]}={value // MIB}")
+        print(set(own_processes()) == {os.getpid(), child.pid} == set(tree(os.getpid())))
 
 
 def test_a_device_that_keeps_no_count_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

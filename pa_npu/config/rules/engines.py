@@ -1,4 +1,4 @@
-"""Rules for engines: sampling that trainers can recompute, windows and lengths that fit, the way of weights; and for single ones."""
+"""Rules for engines: sampling that trainers can recompute, windows and lengths that fit, the way of weights; and for one alone."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ const CHARTS = [
   { topic: "logprob_diff_mean", title: "Engine against trainer", unit: "log-prob difference, log scale", log: true, keys: [["logprob_diff_mean", "mean"], ["logprob_k3", "K3"], ["logprob_diff_max", "largest"], ["probe_diff_max", "probe, largest"]], lastLimit: ["logprob_diff_limit", "limit of the mean"] },
   { topic: "window", title: "Window", unit: "sequences in flight per engine", kind: "count", keys: [["window", "window"]] },
   { topic: "learning_rate", title: "Learning rate", unit: "", keys: [["learning_rate", "rate"]] },
-  { topic: "memory", title: "Memory, host", unit: "GiB, most", scale: 1 / 2 ** 30, keys: [["memory_trainer_host_bytes", "trainer"], ["memory_engine_host_bytes", "engine"], ["memory_coordinator_bytes", "coordinator"], ["memory_launcher_bytes", "launcher"]] },
+  { topic: "memory", title: "Memory, host", unit: "GiB, most", scale: 1 / 2 ** 30, keys: [["memory_trainer_host_bytes", "trainer"], ["memory_engine_host_bytes", "engine"], ["memory_coordinator_bytes", "coordinator"]] },
   { topic: "memory_device", title: "Memory, device", unit: "GiB, most", scale: 1 / 2 ** 30, keys: [["memory_trainer_device_bytes", "trainer"], ["memory_engine_device_bytes", "engine"]] },
 ];
 
