@@ -177,21 +177,6 @@ class PrefixLayout:
 
         return self.tensor("predictor_rows", device, build)
 
-    def multiplicity(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """int64 [total]: how many sequences (leaves) contain the token; 0 for padding."""
-
-        def build() -> torch.Tensor:
-            counts = [0] * len(self.lengths)
-            for leaf in self.leaves:
-                counts[leaf] = 1
-            for segment in range(len(counts) - 1, -1, -1):
-                parent = self.parents[segment]
-                if parent >= 0:
-                    counts[parent] += counts[segment]
-            return torch.tensor(counts).repeat_interleave(torch.tensor(self.lengths))
-
-        return self.tensor("multiplicity", device, build)
-
     def path_rows(self, segment: int) -> torch.Tensor:
         """int64 [offset + length]: the rows of the sequence that ends in this segment, in order."""
         return torch.cat([torch.arange(self.starts[s], self.ends[s]) for s in self.path(segment)])

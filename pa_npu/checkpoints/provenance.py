@@ -70,7 +70,7 @@ CHANGES: dict[str, Change] = {
         Change.NEW_RUN: {
             "model": "frozen_dtype",
             "data": "train question_column answer_column max_rows chat_template template_options system_prompt instruction "
-            "max_prompt_tokens overlong_prompt shuffle skip skip_after skip_epochs",
+            "max_prompt_tokens overlong_prompt shuffle skip",
             "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
             "environment": "name max_turns options",
             "agent": "command discards tool_parser",

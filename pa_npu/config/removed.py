@@ -9,6 +9,8 @@ REMOVED: dict[str, str] = {
     "algorithm.name=ppo": "use algorithm.name=critic-free-ppo; it always had the group's mean reward where PPO has a critic",
     "buffer.backend": "groups lie in the store, or with buffer.shards=node with the replicas that train them",
     "buffer.timeout_s": "a shard has two minutes to take or give one group",
+    "data.skip_after": "data.skip goes by the last epoch in which a prompt was asked",
+    "data.skip_epochs": "data.skip passes over a prompt until fewer remain than an iteration takes",
     "environment.name=clients": "use environment.name=agents, whose programs ask the run's policy (docs/agents.md)",
     "placement.api_port": "use agent.port, whose gateway gives samples and groups to other programs (docs/agents.md)",
     "lora.dropout": "log-probs have to be the same each time they are computed",

@@ -1,11 +1,7 @@
 """Which prompts of a dataset are passed over, because in earlier epochs all their responses were right, or all wrong.
 
-    asked ──all right──> streak + 1 ──skip_after in a row──> passed over for skip_epochs, or for good
-          ──all wrong──> streak - 1 ──(the same)
-          ──some of both, or unknown──> streak 0
-
 Everything follows from the responses, in the order in which iterations are complete, and never from time. The state is small
-enough for every checkpoint: two arrays, compressed.
+enough for every checkpoint: one array, compressed.
 """
 
 from __future__ import annotations
@@ -20,9 +16,6 @@ from typing import Any, Literal
 import numpy as np
 
 from pa_npu.errors import DataError
-
-_FOR_GOOD = 2**31 - 1
-_SHORTEST_EPOCHS = np.dtype("<i4")
 
 
 @dataclass(frozen=True)
@@ -39,66 +32,50 @@ class Outcome:
 
 
 class Difficulty:
-    """The record of which prompts, 0 to num_prompts - 1, are too easy or too hard. skip, after, epochs: data.skip, skip_after,
-    skip_epochs."""
+    """The record of which prompts, 0 to num_prompts - 1, are too easy or too hard. skip: data.skip."""
 
-    def __init__(
-        self, num_prompts: int, skip: Literal["solved", "unsolved", "both"], after: int = 1, epochs: int | None = None
-    ) -> None:
+    def __init__(self, num_prompts: int, skip: Literal["solved", "unsolved", "both"]) -> None:
         self._skip = skip
-        self._after = after
-        self._epochs = epochs
-        self._streaks = np.zeros(num_prompts, np.int8)  # solved above 0, unsolved below, in so many epochs in a row
-        self._until = np.zeros(num_prompts, np.int32)  # passed over in epochs before this one
+        self._out = np.zeros(num_prompts, np.int8)  # passed over: 1 as solved, -1 as unsolved
         self.num_passed = 0  # since the run began
 
-    def passes_over(self, index: int, epoch: int) -> bool:
-        """Whether the prompt is left out of this epoch; counted."""
-        passed = bool(epoch < self._until[index])
+    def passes_over(self, index: int) -> bool:
+        """Whether the prompt is left out; counted."""
+        passed = bool(self._out[index])
         self.num_passed += passed
         return passed
 
-    def observe(self, index: int, epoch: int, right: float | None) -> None:
-        """Record what the prompt's responses were; `epoch` is the one that prompts are taken from now."""
-        streak = int(self._streaks[index])
-        if right == 1:
-            streak = max(streak, 0) + 1
-        elif right == 0:
-            streak = min(streak, 0) - 1
-        else:
-            streak = 0
-        self._streaks[index] = max(-100, min(streak, 100))
-        wanted = {"solved": streak > 0, "unsolved": streak < 0, "both": streak != 0}[self._skip]
-        if wanted and abs(streak) >= self._after:
-            self._until[index] = _FOR_GOOD if self._epochs is None else min(epoch + 1 + self._epochs, _FOR_GOOD)
+    def observe(self, index: int, right: float | None) -> None:
+        """Record what the prompt's responses were."""
+        found = 0 if right is None else int(right == 1) - int(right == 0)
+        if {"solved": found > 0, "unsolved": found < 0, "both": found != 0}[self._skip]:
+            self._out[index] = found
 
-    def begin_epoch(self, epoch: int, least: int) -> None:
+    def begin_epoch(self, least: int) -> None:
         """Forgets all where fewer than `least` prompts would be asked in this epoch."""
-        if int((self._until <= epoch).sum()) < min(least, len(self._until)):
-            self._streaks[:] = 0
-            self._until[:] = 0
+        if int((self._out == 0).sum()) < min(least, len(self._out)):
+            self._out[:] = 0
 
-    def counts(self, epoch: int) -> tuple[int, int]:
-        """How many prompts are passed over in this epoch: solved, unsolved."""
-        passed = epoch < self._until
-        return int((passed & (self._streaks > 0)).sum()), int((passed & (self._streaks < 0)).sum())
+    def counts(self) -> tuple[int, int]:
+        """How many prompts are passed over: solved, unsolved."""
+        return int((self._out > 0).sum()), int((self._out < 0).sum())
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, JSON."""
-        raw = self._streaks.tobytes() + self._until.astype(_SHORTEST_EPOCHS).tobytes()
-        return {"passed": self.num_passed, "prompts": base64.b64encode(zlib.compress(raw)).decode()}
+        return {"passed": self.num_passed, "prompts": base64.b64encode(zlib.compress(self._out.tobytes())).decode()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Raises DataError where this is no state of as many prompts."""
-        count = len(self._streaks)
+        count = len(self._out)
         try:
             raw = zlib.decompress(base64.b64decode(state["prompts"], validate=True))
-            if len(raw) != 5 * count:
+            if len(raw) not in (count, 5 * count):  # the longer one, of 0.1, has epochs behind signed streaks
                 raise ValueError(f"{len(raw)} bytes for {count} prompts")
             self.num_passed = int(state["passed"])
         except (LookupError, TypeError, ValueError, binascii.Error, zlib.error) as error:
             raise DataError(
                 f"data.skip: the checkpoint's record of prompts is damaged ({error}); take an earlier checkpoint"
             ) from None
-        self._streaks = np.frombuffer(raw[:count], np.int8).copy()
-        self._until = np.frombuffer(raw[count:], _SHORTEST_EPOCHS).astype(np.int32)
+        self._out = np.sign(np.frombuffer(raw[:count], np.int8))
+        if len(raw) > count:
+            self._out *= np.frombuffer(raw[count:], "<i4") > 0

@@ -85,11 +85,7 @@ def training_stream(
     """The stream of data.train: of one dataset, or of several. loaded: by dataset, as load_training."""
     streams = []
     for prompts, share in zip(loaded, config.shares, strict=True):
-        known = (
-            None
-            if config.skip == "none"
-            else Difficulty(len(prompts), config.skip, config.skip_after, config.skip_epochs)
-        )
+        known = None if config.skip == "none" else Difficulty(len(prompts), config.skip)
         least = math.ceil(share * prompts_per_iteration)
         streams.append(PromptStream(prompts, seed, config.shuffle, known, least))
     if len(streams) == 1:

@@ -75,10 +75,10 @@ class PromptStream:
             if epoch != self._epoch:
                 self._order, self._epoch = self._epoch_order(epoch), epoch
             if place == 0 and self._difficulty is not None:
-                self._difficulty.begin_epoch(epoch, self._least)
+                self._difficulty.begin_epoch(self._least)
             self._position += 1
             index = int(self._order[place])
-            if self._difficulty is None or not self._difficulty.passes_over(index, epoch):
+            if self._difficulty is None or not self._difficulty.passes_over(index):
                 return self._prompts[index]
 
     def _epoch_order(self, epoch: int) -> npt.NDArray[np.int64]:
@@ -91,11 +91,10 @@ class PromptStream:
         """prompts_passed: places passed over since the last call; prompts_solved, prompts_unsolved: how many are by now."""
         if self._difficulty is None:
             return {}
-        epoch = max(0, self._position - 1) // len(self._prompts)
         for outcome in outcomes:
-            self._difficulty.observe(self._index[outcome.prompt_id], epoch, outcome.right)
+            self._difficulty.observe(self._index[outcome.prompt_id], outcome.right)
         passed, self._passed = self._difficulty.num_passed - self._passed, self._difficulty.num_passed
-        solved, unsolved = self._difficulty.counts(epoch + 1)
+        solved, unsolved = self._difficulty.counts()
         return {"prompts_passed": passed, "prompts_solved": solved, "prompts_unsolved": unsolved}
 
     @cached_property

@@ -49,7 +49,6 @@ def same_attention(a: PrefixLayout, b: PrefixLayout) -> bool:
         torch.equal(a.dense_mask(), b.dense_mask())
         and torch.equal(a.position_ids(), b.position_ids())
         and torch.equal(a.predictor_rows(), b.predictor_rows())
-        and torch.equal(a.multiplicity(), b.multiplicity())
         and a.pairs == b.pairs
     )
 
@@ -59,7 +58,6 @@ def test_the_group_of_the_docstring():
     assert (layout.lengths, layout.parents) == ((4, 2, 3), (-1, 0, 0))
     assert layout.position_ids().tolist() == [0, 1, 2, 3, 4, 5, 4, 5, 6]
     assert layout.predictor_rows().tolist() == [-1, 0, 1, 2, 3, 4, 3, 6, 7]
-    assert layout.multiplicity().tolist() == [2, 2, 2, 2, 1, 1, 1, 1, 1]
     assert (layout.total, layout.leaves, layout.separate().lengths) == (9, (1, 2), (6, 7))
     assert layout.pairs == 10 + (2 * 4 + 3) + (3 * 4 + 6)
 
@@ -74,14 +72,11 @@ def test_mask_and_pairs_follow_the_definition(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_sequence_reads_as_if_it_were_alone(layout):
     """Along each leaf's path: positions count from 0, each token is predicted by the one before, masks are causal."""
-    counted = torch.zeros(layout.total, dtype=torch.int64)
     for leaf in layout.leaves:
         rows = layout.path_rows(leaf)
-        counted[rows] += 1
         assert layout.position_ids()[rows].tolist() == list(range(len(rows)))
         assert layout.predictor_rows()[rows].tolist() == [-1, *rows.tolist()][: len(rows)]
         assert torch.equal(layout.dense_mask()[rows][:, rows], torch.ones(len(rows), len(rows)).tril().bool())
-    assert torch.equal(layout.multiplicity(), counted)
     lengths = [len(layout.path_rows(leaf)) for leaf in layout.leaves]
     assert layout.separate() == PrefixLayout.from_sequences(lengths)
     assert layout.longest >= max(lengths)
@@ -107,7 +102,6 @@ def test_pad_adds_a_root_that_nobody_sees():
     assert not padded.dense_mask()[:12, 12:].any() and not padded.dense_mask()[12:, :12].any()
     assert torch.equal(padded.position_ids()[:12], layout.position_ids())
     assert padded.predictor_rows()[12:].tolist() == [-1] * 4
-    assert padded.multiplicity()[12:].tolist() == [0] * 4
     assert padded.separate() == layout.separate()
     assert padded.pad(4) is padded and layout.pad(1) is layout
     assert compress(padded).padding == 4

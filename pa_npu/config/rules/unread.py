@@ -33,7 +33,6 @@ def _has_function(name: str) -> Callable[[ConfigTree], bool]:
 
 
 CONDITIONS: tuple[Condition, ...] = (
-    Condition("data.skip_after data.skip_epochs", lambda c: c.data.skip != "none", "set data.skip"),
     Condition(
         "data.template_options",
         lambda c: c.data.chat_template != "never",

@@ -83,12 +83,8 @@ class DataConfig(Section):
     shuffle: bool = Field(True, description="Shuffle the training prompts anew in every epoch, seeded by run.seed.")
     skip: Literal["none", "solved", "unsolved", "both"] = Field(
         "none",
-        description="Pass over training prompts whose responses were all right (solved), all wrong (unsolved), or either, in "
-        "earlier epochs; counted. All are asked again when fewer remain than an iteration takes.",
-    )
-    skip_after: int = Field(1, ge=1, le=100, description="Epochs in a row that a prompt has to be so before data.skip.")
-    skip_epochs: int | None = Field(
-        None, ge=1, le=10**6, description="Epochs for which data.skip passes over a prompt; null means for good."
+        description="Pass over training prompts whose responses were all right (solved), all wrong (unsolved), or either, when "
+        "they were last asked; counted. All are asked again when fewer remain than an iteration takes.",
     )
 
     @property
