@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
@@ -65,7 +65,6 @@ def signed(payload: bytes) -> bytes:
     header=st.tuples(*[st.integers(0, 2**63 - 1)] * 4),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=200, deadline=None)
 def test_every_group_survives_the_wire_bit_for_bit(
     prompt: int, lengths: tuple[int, ...], header: tuple[int, ...], seed: int
 ) -> None:
@@ -76,7 +75,6 @@ def test_every_group_survives_the_wire_bit_for_bit(
 
 
 @given(data=st.data())
-@settings(max_examples=500, deadline=None)
 def test_damaged_bytes_are_refused_as_such(data: st.DataObject) -> None:
     good = bytearray(to_bytes(make_group()))
     damage = data.draw(st.sampled_from(["flip", "cut", "insert", "replace"]))
@@ -96,7 +94,6 @@ def test_damaged_bytes_are_refused_as_such(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=500, deadline=None)
 def test_hostile_payloads_with_a_right_checksum_raise_nothing_but_group_format_errors(data: st.DataObject) -> None:
     payload = bytearray(to_bytes(make_group())[ENVELOPE_BYTES:])
     for _ in range(data.draw(st.integers(1, 6))):
