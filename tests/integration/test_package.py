@@ -98,7 +98,7 @@ def test_the_command_works_where_the_wheel_is_installed(elsewhere: Path, tmp_pat
 def test_the_self_test_runs_whole_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
     command = elsewhere / "bin" / "pa-npu"
     said = run(command, "selftest", "--device", "cpu", "--out", "report", "rollout.backend=transformers", cwd=tmp_path)
-    assert "7 of 7 parts passed" in said
+    assert "8 of 8 parts passed" in said
     report = (tmp_path / "report" / "report.md").read_text()
     assert "not ok" not in report and "tokens per second per device" in report
     kept = {path.suffix for path in (tmp_path / "report").rglob("*") if path.is_file()}
