@@ -6,6 +6,7 @@
 #
 # PA_NPU_VENV         where the environment goes (.venv)          PA_NPU_PYTHON   the Python that makes it (3.11 or 3.12)
 # PA_NPU_ASCEND_ROOT  where Ascend's software is (/usr/local/Ascend)
+# PA_NPU_MINDSPEED_COMMIT  another commit of MindSpeed's branch
 # PA_NPU_BUILD_IMAGE  set where an image is built: neither driver nor device are there yet
 # PIP_INDEX_URL and pip's other settings are used as they are; Ascend's own index is added to them.
 set -euo pipefail
@@ -20,8 +21,10 @@ VLLM=0.23.0
 VLLM_ASCEND=0.23.0
 TRITON_ASCEND=3.2.2
 ARCTIC_INFERENCE=0.1.1
+TRANSFORMERS=5.10.4
 MEGATRON=core_v0.16.1
-MINDSPEED=core_r0.16.0
+MINDSPEED=core_r0.16.0 # a branch, of which this is the commit of 10 July 2026
+MINDSPEED_COMMIT=${PA_NPU_MINDSPEED_COMMIT:-e4772499f7eb9fa9a68919dd1eaddef00e915b2d}
 MEGATRON_URL=https://github.com/NVIDIA/Megatron-LM.git
 MINDSPEED_URL=https://gitcode.com/Ascend/MindSpeed.git
 ASCEND_INDEX=${PA_NPU_ASCEND_INDEX:-https://mirrors.huaweicloud.com/ascend/repos/pypi}
@@ -82,13 +85,12 @@ pip() { "$PYTHON" -m pip install --extra-index-url "$TORCH_INDEX" --extra-index-
 
 installed() { "$PYTHON" -c 'import importlib.metadata as m, sys; sys.exit(m.version(sys.argv[1]).partition("+")[0] != sys.argv[2])' "$1" "$2" 2>/dev/null; }
 
+# checkout URL TAG FOLDER [COMMIT]: a tag, or a commit of a branch, whose history is fetched: servers need not give single commits
 checkout() {
-  local url=$1 tag=$2 folder=$3
-  if [ ! -d "$folder/.git" ]; then
-    git clone --quiet --depth 1 --branch "$tag" "$url" "$folder"
-  else
-    git -C "$folder" fetch --quiet --depth 1 origin "$tag" && git -C "$folder" checkout --quiet FETCH_HEAD
-  fi
+  local url=$1 tag=$2 folder=$3 commit=${4:-FETCH_HEAD} how=(--depth 1)
+  [ "$commit" = FETCH_HEAD ] || how=(--no-tags)
+  [ -d "$folder/.git" ] || git clone --quiet --single-branch "${how[@]}" --branch "$tag" "$url" "$folder"
+  git -C "$folder" fetch --quiet "${how[@]}" origin "$tag" && git -C "$folder" checkout --quiet "$commit"
 }
 
 install_engine() {
@@ -98,6 +100,7 @@ install_engine() {
   installed vllm-ascend $VLLM_ASCEND || pip "vllm-ascend==$VLLM_ASCEND"
   installed torch $TORCH || pip "torch==$TORCH"
   installed torch_npu $TORCH_NPU || pip "torch_npu==$TORCH_NPU"
+  installed transformers $TRANSFORMERS || pip "transformers==$TRANSFORMERS"
 }
 
 # vllm brings triton, which shares a folder with triton-ascend: whichever comes last has overwritten parts of the other.
@@ -110,10 +113,10 @@ install_triton() {
 
 install_trainers() {
   checkout "$MEGATRON_URL" "$MEGATRON" "$VENV/src/Megatron-LM"
-  checkout "$MINDSPEED_URL" "$MINDSPEED" "$VENV/src/MindSpeed"
+  checkout "$MINDSPEED_URL" "$MINDSPEED" "$VENV/src/MindSpeed" "$MINDSPEED_COMMIT"
   pip --no-deps --editable "$VENV/src/MindSpeed" # its numpy<=1.26.0 does not go with vllm
   # with the torch that is there; megatron-core of the package index is hidden by the checkout, which has megatron.training too
-  printf 'torch==%s\n' "$TORCH" >"$VENV/constraints.txt"
+  printf 'torch==%s\ntransformers==%s\n' "$TORCH" "$TRANSFORMERS" >"$VENV/constraints.txt"
   pip --constraint "$VENV/constraints.txt" --editable "$ROOT" scipy
 }
 

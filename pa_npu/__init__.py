@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pa_npu.config.load import load_config as load_config
     from pa_npu.config.schema import Config as Config
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Config", "Run", "RunFailed", "__version__", "load_config"]
 
 _HOMES = {

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "install_npu.sh"
-VERSIONS = dict(re.findall(r"^([A-Z_]+)=([\w.]+)$", SCRIPT.read_text(), re.MULTILINE))
+VERSIONS = dict(re.findall(r"^([A-Z_]+)=([\w.]+)(?: #.*)?$", SCRIPT.read_text(), re.MULTILINE))
 
 # A build backend in the tree, so that nothing is downloaded to build with.
 BACKEND = (
@@ -86,11 +86,13 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_wheel(path, "triton-ascend", VERSIONS["TRITON_ASCEND"], **{"triton/__init__.py": "WHO = 'triton-ascend'"})
     write_wheel(path, "torch_npu", npu, (f"torch=={torch}",))
     write_source(path, "arctic-inference", VERSIONS["ARCTIC_INFERENCE"])
-    write_wheel(path, "vllm", VERSIONS["VLLM"], ("torch==2.11.0",), **{"vllm/__init__.py": ""})
+    write_wheel(path, "vllm", VERSIONS["VLLM"], ("torch==2.11.0", "transformers"), **{"vllm/__init__.py": ""})
     needs = (f"torch=={torch}", f"torch-npu=={npu}", f"triton-ascend=={VERSIONS['TRITON_ASCEND']}")
     arctic = f"arctic-inference=={VERSIONS['ARCTIC_INFERENCE']}"
     write_wheel(path, "vllm-ascend", VERSIONS["VLLM_ASCEND"], (*needs, arctic))
     write_wheel(path, "scipy", "1.15.0")
+    for version in (VERSIONS["TRANSFORMERS"], "6.0.0"):  # vllm alone would take the newest
+        write_wheel(path, "transformers", version)
     return path
 
 
@@ -143,7 +145,7 @@ def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
         "import os, sys; print('doctor', *sys.argv[1:], os.environ['ATB_HOME_PATH'])"
     )
     (root / "ops/ascendc/build.py").write_text("raise SystemExit(1)")
-    redirected = {}
+    redirected, pinned = {}, ""
     for number, (name, tag) in enumerate((("MEGATRON", "Megatron-LM"), ("MINDSPEED", "MindSpeed"))):
         repository = tmp_path / "remote" / tag
         (repository / "megatron").mkdir(parents=True)
@@ -153,6 +155,11 @@ def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
         git = ("git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b")
         for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "a"), ("tag", VERSIONS[name])):
             subprocess.run([*git, *words], check=True)
+        if name == "MINDSPEED":  # a branch that has grown since
+            head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+            pinned = head.stdout.strip()
+            for words in (("tag", "-d", VERSIONS[name]), ("commit", "-qm", "b", "--allow-empty"), ("branch", VERSIONS[name])):
+                subprocess.run([*git, *words], check=True)
         url = re.search(rf"^{name}_URL=(\S+)$", SCRIPT.read_text(), re.MULTILINE)
         redirected[f"GIT_CONFIG_KEY_{number}"] = f"url.file://{repository}.insteadOf"
         redirected[f"GIT_CONFIG_VALUE_{number}"] = url[1] if url else ""
@@ -161,6 +168,7 @@ def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
         PIP_NO_INDEX="1",
         PIP_FIND_LINKS=str(shelf),
         PA_NPU_VENV=str(tmp_path / "venv"),
+        PA_NPU_MINDSPEED_COMMIT=pinned,
         GIT_CONFIG_COUNT="2",
         **redirected,
     )
@@ -178,9 +186,12 @@ def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
         f"vllm-ascend=={VERSIONS['VLLM_ASCEND']}",
         f"triton-ascend=={VERSIONS['TRITON_ASCEND']}",
         f"arctic-inference=={VERSIONS['ARCTIC_INFERENCE']}",
+        f"transformers=={VERSIONS['TRANSFORMERS']}",
     ):
         assert wanted in listed.replace("_", "-"), listed
     assert "\ntriton==" not in listed
+    head = (tmp_path / "venv" / "src" / "MindSpeed" / ".git" / "HEAD").read_text().strip()
+    assert head == pinned, "the commit, not the newest of its branch"
     who = subprocess.run([python, "-c", "import triton; print(triton.WHO)"], capture_output=True, text=True, check=True)
     assert who.stdout.strip() == "triton-ascend"
     assert not list((tmp_path / "venv").glob("lib/python3*/site-packages/triton/language.py")), (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,13 @@ def test_the_numbers_of_the_host_pass() -> None:
 
     bench = Bench(Path("."), "cpu")
     assert all(finding.ok for part in (numbers.attention, numbers.operator) for finding in part(bench))
+
+
+def test_the_publish_group_of_two_interpreters_works_and_can_be_given_up(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (part,) = (part for part in parts.PARTS if part.name == "collectives")
+    result = parts.run_part(part, Bench(tmp_path, "cpu", (f"rollout.python={sys.executable}",)))
+    assert result.ok and len(result.findings) == 5, (result, (tmp_path / "logs" / "collectives.log").read_text())
 
 
 def test_versions_outside_of_the_supported_rows_fail_and_a_single_device_has_both(

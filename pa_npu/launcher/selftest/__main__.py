@@ -3,5 +3,6 @@
 import sys
 
 from pa_npu.launcher.selftest.parts import run_function
+from pa_npu.weight_transfer.transport import run_and_exit
 
-sys.exit(run_function(*sys.argv[1:4]))
+run_and_exit(lambda: run_function(*sys.argv[1:4]))

@@ -81,6 +81,7 @@ PARTS = (
     Part("versions", f"{_HERE}.numbers:versions", "the libraries of a supported row are here, and a device", 120),
     Part("attention", f"{_HERE}.numbers:attention", "every attention form equals dense attention in fp64", 300),
     Part("operator", f"{_HERE}.numbers:operator", "the merge operator equals its formula in fp64", 120),
+    Part("collectives", f"{_HERE}.collectives:collectives", "the publish group of trainers and engines works", 600),
     Part("learns", f"{_HERE}.runs:learns", "a tiny run learns, and engine, trainer and transformers agree", 900),
     Part("equal", f"{_HERE}.runs:equal", "the synchronous run has the periodic run's weights, bit for bit", 900),
     Part("recovers", f"{_HERE}.runs:recovers", "a killed trainer and a killed engine change no weight", 1200),
