@@ -19,9 +19,11 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from pa_npu.agents import gateway
 from pa_npu.agents.environment import AgentEnvironment, evaluated
+from pa_npu.agents.programs import Programs
 from pa_npu.agents.session import Session
 from pa_npu.agents.sessions import Sessions
 from pa_npu.agents.tool_calls import Parsed, hermes, make_parser
@@ -863,3 +865,79 @@ def test_a_remote_environment_needs_an_address_and_a_key_that_is_set(url: Any) -
         make_environment(remote("http://x", options={"api_key_variable": "NOT_SET"}), TOKENIZER)
     with pytest.raises(ConfigError, match=r"'port' is unknown to remote"):
         make_environment(remote("http://x", options={"port": 1}), TOKENIZER)
+
+
+# Stands for docker: says how it was called, and runs the command that follows the image as a process.
+DOCKER = f"""#!{sys.executable}
+import json, os, subprocess, sys
+with open("RECORD", "a") as file:
+    file.write(json.dumps([sys.argv[1:], sorted(os.environ)]) + "\\n")
+if sys.argv[1] == "run":
+    names = [part.removeprefix("--env=") for part in sys.argv if part.startswith("--env=")]
+    kept = {{name: os.environ[name] for name in names}}
+    code = subprocess.run(sys.argv[sys.argv.index("images/agent:1") + 1 :], env=kept).returncode
+    sys.exit(code if code >= 0 else 128 - code)
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[list[str], list[str]]]]:
+    """Its calls so far: arguments, and names of variables."""
+    record = tmp_path / "record"
+    (tmp_path / "bin").mkdir()
+    file = tmp_path / "bin" / "docker"
+    file.write_text(DOCKER.replace("RECORD", str(record)))
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    return lambda: [json.loads(line) for line in record.read_text().splitlines()]
+
+
+async def test_a_container_has_the_gateways_variables_its_network_and_limits_and_is_removed(
+    tmp_path: Path, docker: Callable[[], list[tuple[list[str], list[str]]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLAIN", "x")
+    lines = 'ask(os.environ["SESSION_URL"] + "/reward", {"reward": float("PLAIN" in os.environ) + 0.5})'
+    chosen = config(command=program(tmp_path, lines), container="images/agent:1")
+    samples, _ = await rollout(chosen, 1, lambda shown: f"w{END_OF_TURN}")
+    assert [sample.reward for sample in samples] == [0.5], "none of the coordinator's variables"
+    (run, _), (removal, _) = docker()
+    image = run.index("images/agent:1")
+    assert run[0] == "run" and run[image + 1 :] == shlex.split(chosen.agent.command or "")
+    names = {"GATEWAY_URL", "OPENAI_API_KEY", "OPENAI_BASE_URL", "SESSION_URL", "TASK"}
+    assert {part.removeprefix("--env=") for part in run if part.startswith("--env=")} == names, (
+        "values are no arguments"
+    )
+    expected = {"--rm", "--init", "--network=host", "--cap-drop=ALL", "--memory=4g", "--pids-limit=512"}
+    assert expected <= set(run[:image])
+    assert ["--name=" + removal[2]] == [part for part in run if part.startswith("--name=")]
+    assert removal[:2] == ["rm", "--force"]
+
+
+async def test_a_container_that_is_killed_begins_again_and_one_at_a_limit_is_removed(
+    tmp_path: Path, docker: Callable[[], list[tuple[list[str], list[str]]]]
+) -> None:
+    flag = tmp_path / "was here"
+    lines = f"if not os.path.exists({str(flag)!r}): open({str(flag)!r}, 'w'); os.kill(os.getpid(), 9)"
+    options = ["--network=agents", "--memory=1g"]
+    chosen = config(command=program(tmp_path, lines), container="images/agent:1", container_options=options)
+    samples, policy = await rollout(chosen, 1, lambda shown: f"w{END_OF_TURN}")
+    assert len(samples) == 1 and samples[0].finished and len(policy.turns) == 2
+    run = docker()[0][0]
+    assert "--network=host" not in run and set(options) <= set(run)
+    slow = config(command=program(tmp_path, "import time; time.sleep(90)"), container="images/agent:1", timeout_s=4)
+    samples, _ = await rollout(slow, 1, lambda shown: f"w{END_OF_TURN}")
+    assert [sample.finished for sample in samples] == [False]
+    *_, (run, _), (removal, _) = docker()
+    assert run[0] == "run" and removal == ["rm", "--force", run[3].removeprefix("--name=")]
+
+
+def test_a_container_is_refused_in_one_line_where_nothing_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"agent\.container: x needs docker or podman, and neither is on PATH"):
+        Programs(config(command="agent", container="x").agent, Sessions("key"))
+    with pytest.raises(ValidationError, match=r"agent\.container"):
+        config(command="agent", container="--privileged")
+    with pytest.raises(ValidationError, match=r"set agent\.command"):
+        config(container="x")
