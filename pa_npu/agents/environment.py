@@ -98,7 +98,8 @@ class SessionEnvironment(ABC):
     def samples(self, session: Session, rewarded: bool) -> list[Sample]:
         """Those of an ended session. rewarded: whether the agents give this group's rewards."""
         reward = session.reward or 0.0 if rewarded else None
-        return session.tree.samples(self._transcript(session), ended=session.outcome == "done", reward=reward)
+        ended = session.outcome == "done"
+        return session.tree.samples(self._transcript(session), ended=ended, reward=reward, session=session.number)
 
     def _transcript(self, session: Session) -> str:
         """Returns as text all that follows the first request of the session's last branch."""

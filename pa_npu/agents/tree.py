@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from pa_npu.engines.protocol import Generation
 from pa_npu.environments.protocol import versions_of
-from pa_npu.samples.types import Sample, SampleBuilder
+from pa_npu.samples.types import Sample, SampleBuilder, SampleTurn
 
 
 @dataclass(eq=False)
@@ -133,29 +133,33 @@ class SessionTree:
         """The leaf whose last request showed the policy most tokens, the first of several."""
         return max(self.leaves(), key=lambda leaf: len(self.tokens(leaf.parent or self.root)) + len(leaf.context))
 
-    def samples(self, text: str, *, ended: bool, reward: float | None) -> list[Sample]:
+    def samples(self, text: str, *, ended: bool, reward: float | None, session: int = 0) -> list[Sample]:
         """One sample per leaf. text: the session's, which reward functions read. ended: by itself, not at a limit.
+        session: its number in the group.
 
         reward: the session's; a leaf has that and those of the turns on its path. None leaves it to the reward functions.
         """
         samples = []
         trained: set[int] = set()
+        places: dict[int, int] = {}  # of nodes in the order of leaves
         for leaf in self.leaves():
             path = leaf.path
-            sample = SampleBuilder(path[0].context)
+            sample, turns = SampleBuilder(path[0].context), []
             for node in path:
                 assert node.written is not None
+                written, is_new = node.written, node.number not in trained
                 if node is not path[0]:
                     sample.show(node.context)
-                if node.number in trained:
-                    sample.show(node.written.tokens, node.written.columns)
-                else:
-                    written = node.written
+                if is_new:
                     sample.write(written.tokens, written.logprobs, versions_of(written), written.columns)
+                else:
+                    sample.show(written.tokens, written.columns)
+                place = places.setdefault(node.number, len(places))
+                turns.append(SampleTurn(session, place, node.context_text, len(written.tokens), is_new, node.reward))
             trained.update(node.number for node in path)
             own = None if reward is None else reward + sum(node.reward or 0.0 for node in path)
             last = path[-1].written
-            samples.append(sample.finish(ended and last is not None and last.finished, text, own))
+            samples.append(sample.finish(ended and last is not None and last.finished, text, own, turns))
         return samples
 
 

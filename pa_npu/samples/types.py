@@ -22,6 +22,22 @@ import numpy.typing as npt
 from pa_npu.samples.columns import NO_VERSION, Column, GroupFormatError, Values
 
 
+@dataclass(frozen=True)
+class SampleTurn:
+    """A turn of the policy in a sample that is a branch of a session, for records.
+
+    session: the attempt's number in its group. number: of the turn in its session; where several samples share it, it is the same.
+    shown: the text before it. written: how many tokens it has. trained: in this sample. reward: its own, if it was given one.
+    """
+
+    session: int
+    number: int
+    shown: str
+    written: int
+    trained: bool
+    reward: float | None
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One sequence from its prompt to its end. T tokens; arrays are numpy [T].
@@ -30,7 +46,7 @@ class Sample:
     distribution that a trained token was sampled from. versions: int32, the weight version that sampled it. Both mean
     nothing where trained is False. reward: what the environment gave; None leaves it to the reward functions.
     finished: ended by itself, not cut at a limit. text: what follows the prompt, for reward functions and records.
-    columns: the declared ones, each [T, *shape].
+    columns: the declared ones, each [T, *shape]. turns: of a branch of a session.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -41,6 +57,7 @@ class Sample:
     text: str = ""
     reward: float | None = None
     columns: Values = field(default_factory=dict)
+    turns: Sequence[SampleTurn] = ()
     _place: tuple[SampleRow, int] | None = field(init=False, default=None, repr=False)
 
     @cached_property
@@ -155,7 +172,9 @@ class SampleBuilder:
         self._written.append((slice(start, self._length), logprobs, version))
         self.num_trained += len(tokens)
 
-    def finish(self, finished: bool, text: str, reward: float | None = None) -> Sample:
+    def finish(
+        self, finished: bool, text: str, reward: float | None = None, turns: Sequence[SampleTurn] = ()
+    ) -> Sample:
         """The sample. Raises GroupFormatError where a column has values for some of the policy's tokens and not for others."""
         trained = np.zeros(self._length, np.bool_)
         logprobs = np.zeros(self._length, np.float32)
@@ -167,7 +186,7 @@ class SampleBuilder:
             if len(sampled):
                 logprobs[span] = sampled
         columns = {column: self._column(column, trained) for column in self._columns}
-        return Sample(self.tokens, trained, logprobs, versions, finished, text, reward, columns)
+        return Sample(self.tokens, trained, logprobs, versions, finished, text, reward, columns, turns)
 
     def _column(self, column: Column, trained: npt.NDArray[np.bool_]) -> np.ndarray:
         values, given = column.blank(self._length), np.zeros(self._length, np.bool_)

@@ -207,6 +207,10 @@ async def test_a_turn_that_several_branches_share_is_trained_once_in_an_order_th
     shared = [sample for sample in samples if "sub" not in str(TOKENIZER.decode(sample.tokens.tolist()))]
     assert [sample.num_trained for sample in shared] == [6, 3], "the turn to q in the first of its branches alone"
     assert shared[0].prompt_length < shared[1].prompt_length
+    turns = [[(turn.number, turn.trained, turn.written) for turn in sample.turns] for sample in samples]
+    whole, branch = (turns[samples.index(sample)] for sample in shared)
+    assert len(whole) == 2 and branch == [(whole[0][0], False, 3), (whole[1][0] + 1, True, 3)], "as the viewer draws it"
+    assert all(turn.shown.startswith("<|user|>") for sample in samples for turn in sample.turns)
 
 
 async def test_a_request_samples_the_same_whenever_it_comes_and_a_retry_samples_anew(agents: AgentEnvironment) -> None:
