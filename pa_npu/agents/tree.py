@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from pa_npu.engines.protocol import Generation
 from pa_npu.environments.protocol import versions_of
-from pa_npu.samples.types import Sample, SampleBuilder, SampleTurn
+from pa_npu.samples.types import Sample, SampleBuilder, SampleTurn, num_common
 
 
 @dataclass(eq=False)
@@ -165,12 +164,5 @@ class SessionTree:
 
 def num_unique(samples: Sequence[Sample]) -> int:
     """Tokens of all samples where those of a common beginning count once."""
-    ordered = sorted((sample.tokens for sample in samples), key=lambda tokens: tokens.tobytes())
-    shared = (_num_common(one, two) for one, two in pairwise(ordered))  # neighbours have most in common
-    return sum(map(len, ordered)) - sum(shared)
-
-
-def _num_common(one: npt.NDArray[np.int32], two: npt.NDArray[np.int32]) -> int:
-    shorter = min(len(one), len(two))
-    differ = np.flatnonzero(one[:shorter] != two[:shorter])
-    return int(differ[0]) if len(differ) else shorter
+    ordered = sorted(samples, key=lambda sample: sample.tokens.tobytes())  # neighbours have most in common
+    return sum(len(sample.tokens) for sample in ordered) - sum(map(num_common, ordered, ordered[1:]))

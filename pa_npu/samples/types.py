@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -123,9 +123,20 @@ class SampleRow:
 
 
 def group_lengths(samples: Sequence[Sample]) -> tuple[int, list[int]]:
-    """The shortest prompt of these samples and what each has behind that, in tokens: what training them costs by (GroupWork)."""
+    """The shortest prompt of these samples and what each has behind that, in tokens: what training them costs by (GroupWork).
+
+    A branch of a session has there what it does not share with the sample before it, which is computed once for both.
+    """
     prompt = min(sample.prompt_length for sample in samples)
-    return prompt, [len(sample.tokens) - prompt for sample in samples]
+    shared = [max(prompt, num_common(one, two)) if two.turns else prompt for one, two in pairwise(samples)]
+    return prompt, [len(sample.tokens) - start for sample, start in zip(samples, [prompt, *shared], strict=True)]
+
+
+def num_common(one: Sample, two: Sample) -> int:
+    """How many tokens both begin with."""
+    shorter = min(len(one.tokens), len(two.tokens))
+    differ = np.flatnonzero(one.tokens[:shorter] != two.tokens[:shorter])
+    return int(differ[0]) if len(differ) else shorter
 
 
 class SampleBuilder:
