@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shlex
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -945,3 +947,75 @@ def test_a_container_is_refused_in_one_line_where_nothing_runs_it(
         config(command="agent", container="--privileged")
     with pytest.raises(ValidationError, match=r"set agent\.command"):
         config(container="x")
+
+
+@pytest.mark.parametrize("text", ["right", "wrong", "leaves"])
+async def test_the_example_that_edits_files_is_rewarded_by_its_tests(text: str, tmp_path: Path) -> None:
+    """The reward follows from what the policy wrote into the file, run in a sandbox; whoever ends the program passes nothing."""
+    path = tmp_path / "edits.jsonl"
+    example = str(Path(__file__).parents[2] / "examples" / "edit_files_agent.py")
+    process = await asyncio.create_subprocess_exec(sys.executable, example, "--questions", str(path))
+    assert await asyncio.wait_for(process.wait(), 60.0) == 0
+    row = json.loads(path.read_text().splitlines()[0])
+    (name,) = row["files"]
+    written = {"right": row["answer"], "wrong": row["files"][name] + "# tried\n", "leaves": "raise SystemExit(0)"}[text]
+    edit = {"name": "write_file", "arguments": {"name": name, "text": written}}
+    calls = [edit, {"name": "run_tests", "arguments": {}}]
+
+    def script(shown: str) -> str:
+        turn = shown.count("<|assistant|>") - 1
+        return f"<tool_call>{json.dumps(calls[turn])}</tool_call>{END_OF_TURN}" if turn < 2 else f"done{END_OF_TURN}"
+
+    chosen = config(command=shlex.join(["python", example]))
+    chosen = chosen.model_copy(
+        update={
+            "data": chosen.data.model_copy(update={"max_prompt_tokens": 600}),
+            "rollout": chosen.rollout.model_copy(update={"max_response_tokens": 900}),
+        }
+    )
+    policy = Policy(script)
+    async with opened(make_environment(chosen, TOKENIZER), 30.0) as environment:
+        (sample,) = await environment.rollout(replace(PROMPT, row=row), 1, policy)
+    assert sample.reward == (1.0 if text == "right" else 0.0)
+    last = str(TOKENIZER.decode(policy.turns[-1].tokens.tolist()))
+    assert last.count("passes: ") == (3 if text == "right" else 0) and "written" in last
+
+
+class Endless(Policy):
+    """Writes so much that no socket's buffers hold its log-probs."""
+
+    async def _write(self, turn: Turn) -> list[Generation]:
+        tokens = np.full(turn.max_tokens or 1, 100, np.int32)
+        return [Generation(tokens, np.full(len(tokens), -0.123456, np.float32), "", "length", version=VERSION)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(gateway, "_IDLE_S", 0.4)
+    monkeypatch.setattr(gateway, "_READ_S", 0.3)
+    length = 40_000
+    chosen = config().model_copy(
+        update={"rollout": config().rollout.model_copy(update={"max_response_tokens": length})}
+    )
+    async with opened(make_environment(chosen, TOKENIZER), 30.0) as agents:
+        assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
+        slow = await client_of(agents, Endless(asks_then_answers))
+        host, port = agents.sessions.url.removeprefix("http://").split(":")
+        body = json.dumps({"messages": [user("q")], "stream": stream, "logprobs": True})
+        head = f"POST /sessions/{slow.session.id}/v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+        head += f"Authorization: Bearer {slow.key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(connection, (host, int(port)))
+            await loop.sock_sendall(connection, (head + body).encode())
+            other = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
+            assert (await other.chat([user("q")])).choices[0].message.content == "w"
+            # cut off without having read a byte: the other side is known to have gone by its reset
+            async with asyncio.timeout(60.0) if hasattr(asyncio, "timeout") else contextlib.AsyncExitStack():
+                while not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    await asyncio.sleep(0.05)
+        assert (await other.chat([user("again")])).choices[0].message.content == "w"
