@@ -16,6 +16,7 @@ environment.options:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -48,8 +49,8 @@ class RemoteEnvironment(SessionEnvironment):
         self._timeout_s = context.timeout_s
         self._headers = {"Content-Type": "application/json"}
         url, variable = (context.options.get(name) for name in ("url", "api_key_variable"))
-        parts = urlsplit(url) if isinstance(url, str) else None
-        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        parts = urlsplit(url if isinstance(url, str) else "")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
                 f"environment.options: url must be that of the environment's server, such as http://HOST:PORT, not {url!r:.80}"
             )
@@ -97,28 +98,21 @@ class RemoteEnvironment(SessionEnvironment):
                 if refused.code is None:  # no limit of the run's
                     raise self._wrong("reset or step", f"messages that the policy cannot be shown: {refused}") from None
                 session.end("done")
-                await self._forget(session)
+                with contextlib.suppress(OSError, EnvironmentFailed):  # it may have no such path
+                    await self._ask("close", {"id": session.id})
                 return
             answer = await self._ask("step", {"id": session.id, "action": turn.answer.text})
-            reward, ends = answer.get("reward"), [answer.get(name) for name in ("terminated", "truncated")]
-            right = isinstance(reward, (int, float)) and not isinstance(reward, bool) and math.isfinite(reward)
-            if not right or not all(isinstance(end, bool) for end in ends):
+            reward, terminated, truncated = (answer.get(name) for name in ("reward", "terminated", "truncated"))
+            is_number = isinstance(reward, (int, float)) and not isinstance(reward, bool) and math.isfinite(reward)
+            if not is_number or {type(terminated), type(truncated)} != {bool}:
                 raise self._wrong(
                     "step", "no finite number `reward`, or no true or false as `terminated` and `truncated`"
                 )
-            turn.node.reward = float(reward)
-            if any(ends):
-                session.end("done" if ends[0] else "turns")
+            turn.node.reward = float(reward or 0.0)
+            if terminated or truncated:
+                session.end("done" if terminated else "turns")
                 return
             messages = [*messages, turn.answer.message, *self._messages("step", answer)]
-
-    async def _forget(self, session: Session) -> None:
-        assert self._http is not None
-        body = json.dumps({"id": session.id}).encode()
-        try:
-            await bounded_request(self._http, "POST", f"{self._url}/close", self._headers, self._timeout_s, body)
-        except (OSError, ValueError):  # it may have no such path
-            return
 
     async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The server's answer, an object. Raises OSError where it is gone, EnvironmentFailed where it says something else."""

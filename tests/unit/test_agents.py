@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shlex
 import socket
 import sys
@@ -993,29 +994,42 @@ class Endless(Policy):
 async def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_go_on(
     monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
+    made: list[gateway.Gateway] = []
+
+    class Kept(gateway.Gateway):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr("pa_npu.agents.environment.Gateway", Kept)
     monkeypatch.setattr(gateway, "_IDLE_S", 0.4)
     monkeypatch.setattr(gateway, "_READ_S", 0.3)
-    length = 40_000
-    chosen = config().model_copy(
-        update={"rollout": config().rollout.model_copy(update={"max_response_tokens": length})}
-    )
-    async with opened(make_environment(chosen, TOKENIZER), 30.0) as agents:
+    plain = config()
+    rollout_of = plain.rollout.model_copy(update={"max_response_tokens": 60_000})
+    async with opened(make_environment(plain.model_copy(update={"rollout": rollout_of}), TOKENIZER), 30.0) as agents:
         assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
         slow = await client_of(agents, Endless(asks_then_answers))
+        other = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
         host, port = agents.sessions.url.removeprefix("http://").split(":")
         body = json.dumps({"messages": [user("q")], "stream": stream, "logprobs": True})
         head = f"POST /sessions/{slow.session.id}/v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
         head += f"Authorization: Bearer {slow.key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        loop, answer = asyncio.get_running_loop(), b""
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.setblocking(False)
-            loop = asyncio.get_running_loop()
             await loop.sock_connect(connection, (host, int(port)))
             await loop.sock_sendall(connection, (head + body).encode())
-            other = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
+            while len(slow.session.tree.nodes) < 2:
+                await asyncio.sleep(0.01)
             assert (await other.chat([user("q")])).choices[0].message.content == "w"
-            # cut off without having read a byte: the other side is known to have gone by its reset
-            async with asyncio.timeout(60.0) if hasattr(asyncio, "timeout") else contextlib.AsyncExitStack():
-                while not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    await asyncio.sleep(0.05)
+            while made[0]._busy or made[0]._seen:  # the client has read nothing until its connection is given up
+                await asyncio.sleep(0.01)
+            with contextlib.suppress(ConnectionError):
+                while part := await asyncio.wait_for(loop.sock_recv(connection, 2**20), 30.0):
+                    answer += part
+        begin, _, rest = answer.partition(b"\r\n\r\n")
+        size = re.search(rb"Content-Length: ([0-9]+)", begin)
+        assert b" 200 " in begin
+        assert b"[DONE]" not in rest if stream else size is not None and len(rest) < int(size[1])
         assert (await other.chat([user("again")])).choices[0].message.content == "w"
