@@ -10,6 +10,13 @@ Before timing, loss and gradient norm of all rows are compared. Afterwards a pro
 
     python tools/bench_trainer.py [--model DIR | --family qwen3_moe] [--prompt 64] [--response 64] [--responses 8] [--groups 4]
                                   [--repetitions 7]
+
+With --trees groups are sessions of agents, and the rows are this trainer's on their trees and on every branch as a sequence of its
+own, for sessions that tried a turn again, asked sub-agents, or compacted their context:
+
+    python tools/bench_trainer.py --trees --prompt 512 --response 64 --responses 4 --groups 1
+
+--prompt is then the system prompt of a group, --response a turn (half as much is shown before each), --responses the sessions.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -32,8 +40,10 @@ import torch
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
+from pa_npu.agents.tree import SessionTree
 from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
+from pa_npu.engines.protocol import Generation
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
@@ -129,12 +139,13 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--trees", action="store_true", help="time trees of agents' sessions")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or make_random_model(Path(scratch) / "model", args.family)
-        result = compare(model, args)
-    print(json.dumps(result) if args.json else render(result))
+        result = compare_trees(model, args) if args.trees else compare(model, args)
+    print(json.dumps(result) if args.json else render_trees(result) if args.trees else render(result))
     return 0
 
 
@@ -192,6 +203,94 @@ def compare(model: str, args: argparse.Namespace) -> dict[str, object]:
         "speedup": {name: medians["HF"] / value for name, value in medians.items()},
         "profile": {name: profile(row) for name, row in rows.items()},
     }
+
+
+# Of a session's turns: the turn that each follows, None where it begins a branch behind the system prompt.
+TREES: Mapping[str, Sequence[int | None]] = {
+    "no branches": (None, 0, 1, 2),
+    "last turn tried three times": (None, 0, 1, 1, 1),
+    "last turn tried eight times": (None, 0, 1, *[1] * 7),
+    "two sub-agents": (None, 0, 1, None, None),
+    "context compacted": (None, 0, 1, 2, None, 4),
+}
+
+
+def compare_trees(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Rows by kind of tree. The ideal is the ratio of floating-point operations of the two layouts."""
+    spec, config = ModelSpec.read(model), make_config(model, args)
+    still = config.optimizer.model_copy(update={"learning_rate": 1e-12})  # so that both have the same weights
+    config = config.model_copy(update={"optimizer": still})
+    learner, flops = make_learner(config, spec), spec.definition.flops(spec)
+    rows = {}
+    for kind, parents in TREES.items():
+        groups = [make_sessions(args, spec.vocab_size, parents, index) for index in range(args.groups)]
+        ways = {
+            name: [m for group in groups for m in build_microbatches(group, group.num_samples, shared, 1)]
+            for name, shared in (("separate", False), ("trees", True))
+        }
+        work = {name: sum(flops.step(m.layout, len(m.targets)) for m in way) for name, way in ways.items()}
+        first = {name: step(learner, way) for name, way in ways.items()}  # the warm-up, too
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(args.repetitions):
+            for name, way in ways.items():
+                start = time.perf_counter()
+                step(learner, way)
+                seconds[name].append(time.perf_counter() - start)
+        rows[kind] = {
+            "samples": sum(group.num_samples for group in groups),
+            "tokens": {name: sum(m.num_computed_tokens for m in way) for name, way in ways.items()},
+            "first": first,
+            "seconds": {name: statistics.median(values) for name, values in seconds.items()},
+            "ideal": work["separate"] / work["trees"],
+        }
+    return rows
+
+
+def make_sessions(args: argparse.Namespace, vocab_size: int, parents: Sequence[int | None], index: int) -> Group:
+    """A group of sessions whose trees have this form, put together as the gateway does."""
+    rng = np.random.default_rng(index)
+
+    def tokens(number: int) -> np.ndarray:
+        return rng.integers(0, vocab_size, number).astype(np.int32)
+
+    system, samples = tokens(args.prompt), []
+    for session in range(args.responses):
+        tree, nodes = SessionTree(), []
+        for parent in parents:
+            shown = tokens(max(1, args.response // 2))
+            context = np.concatenate([system, shown]) if parent is None else shown
+            written = Generation(tokens(args.response), np.full(args.response, -7.0, np.float32), "", "stop", version=0)
+            nodes.append(tree.add(tree.root if parent is None else nodes[parent], context, "", written, ()))
+        samples += tree.samples("", ended=True, reward=0.0, session=session)
+    advantages = rng.standard_normal(len(samples)).astype(np.float32)
+    identity = {"run_seed": 0, "iteration": 0, "index": index, "prompt_id": index}
+    return Group.of_samples(samples, np.zeros(len(samples), np.float32), advantages, **identity)
+
+
+def render_trees(rows: Mapping[str, Any]) -> str:
+    head = (
+        "sessions",
+        "samples",
+        "tokens",
+        "unique",
+        "share",
+        "separate s",
+        "trees s",
+        "speed-up",
+        "ideal",
+        "of it",
+        "gradient norms",
+    )
+    lines = [head, ("---",) * len(head)]
+    for kind, row in rows.items():
+        tokens, seconds, first = row["tokens"], row["seconds"], row["first"]
+        speed_up = seconds["separate"] / seconds["trees"]
+        numbers = f"{row['samples']}", f"{tokens['separate']:,}", f"{tokens['trees']:,}"
+        times = f"{tokens['trees'] / tokens['separate']:.2f}", f"{seconds['separate']:.3f}", f"{seconds['trees']:.3f}"
+        speeds = f"{speed_up:.2f}", f"{row['ideal']:.2f}", f"{speed_up / row['ideal']:.2f}"
+        apart = abs(first["trees"][1] / first["separate"][1] - 1)
+        lines.append((kind, *numbers, *times, *speeds, f"{apart:.0e} apart"))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def make_config(model: str, args: argparse.Namespace) -> Config:
@@ -264,7 +363,13 @@ def make_sharded(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-de
 
 
 def iteration(learner, groups: list[Group], config: Config, shared: bool) -> tuple[float, float]:  # type: ignore[no-untyped-def]
-    microbatches = [m for g in groups for m in build_microbatches(g, config.rollout.responses_per_prompt, shared, 1)]
+    return step(
+        learner, [m for g in groups for m in build_microbatches(g, config.rollout.responses_per_prompt, shared, 1)]
+    )
+
+
+def step(learner, microbatches: list[Microbatch]) -> tuple[float, float]:  # type: ignore[no-untyped-def]
+    """Loss and gradient norm."""
     learner.accumulate(FixedMicrobatches(microbatches))
     report = learner.step().report
     return report.loss, report.grad_norm

@@ -1,4 +1,4 @@
-"""AgentEnvironment: a prompt becomes sessions of an agent, and their trees become samples (environment.name=agents).
+"""A prompt becomes sessions, and their trees become samples: SessionEnvironment, and AgentEnvironment (environment.name=agents).
 
     rollout ──num_samples sessions──> a program each, or whoever takes tasks ──requests──> gateway ──> policy
                    └── ended, with outcome and reward ──> one sample per leaf
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -36,19 +37,83 @@ _ATTEMPTS = 4  # at a session that is lost
 _COME_S = 60.0  # for an agent whose session is over, or that starts, to ask for a task
 
 
-class AgentEnvironment:
-    """sessions: of its gateway; where nobody has given it one, it serves one of its own for as long as it is open."""
+class SessionEnvironment(ABC):
+    """Makes samples of sessions; who works at them is its subclass's."""
 
-    waits_are_bounded = True  # by agent.timeout_s
+    waits_are_bounded = True  # by the limits of what a session waits for
+    _loss = "its program killed by a signal; look for what kills it, such as a lack of memory"
 
     def __init__(self, context: EnvironmentContext) -> None:
-        context.refuse_options("agents")
         config = context.config
         assert config is not None, "make_environment gives it"
         self._config: Config = config
         self._settings = config.agent
         self._chat = Chat(config, context.tokenizer)
         self._limits = Limits(context.max_turns, config.data.max_prompt_tokens, context.max_response_tokens)
+
+    @abstractmethod
+    async def _attempt(self, prompt: Prompt, number: int, generate: Generate) -> Session:
+        """A session that has ended, or was lost."""
+
+    @property
+    def _said(self) -> str:
+        """The last that is known of whoever works at sessions."""
+        return ""
+
+    async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
+        written = await self.sessions_of(prompt, num_samples, generate)
+        rewarded = any(session.is_rewarded for session in written)
+        trained = [session for session in written if session.outcome not in self._settings.discards]
+        samples = [one for session in trained or written for one in self.samples(session, rewarded)]
+        generate.counted.update(tokens=sum(len(sample.tokens) for sample in samples), tokens_unique=num_unique(samples))
+        # where nothing may be trained, equal rewards give the group no advantages
+        return samples if trained else [replace(sample, reward=0.0) for sample in samples]
+
+    async def sessions_of(self, prompt: Prompt, num_sessions: int, generate: Generate) -> list[Session]:
+        """Sessions that have ended and asked the policy for something. Raises EnvironmentFailed where there is none."""
+        sessions = await gather([self._session(prompt, number, generate) for number in range(num_sessions)])
+        generate.counted.update(f"sessions_{session.outcome}" for session in sessions)
+        written = [session for session in sessions if len(session.tree.nodes) > 1]
+        if not written:
+            raise EnvironmentFailed(
+                f"environment.name: {self._config.environment.name}: no session of prompt {prompt.prompt_id} asked the policy for "
+                f"anything, the last ended as {sessions[-1].outcome} ({self._said or 'nothing was said'}); correct the agent"
+            )
+        return written
+
+    async def _session(self, prompt: Prompt, number: int, generate: Generate) -> Session:
+        """An attempt, begun again where it was lost."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            session = await self._attempt(prompt, number, generate)
+            if session.failure is not None:
+                raise session.failure
+            if not session.was_lost:
+                return session
+            logger.warning("a session of prompt %d was lost (%d of %d times)", prompt.prompt_id, attempt, _ATTEMPTS)
+        raise EnvironmentFailed(
+            f"environment.name: {self._config.environment.name}: a session of prompt {prompt.prompt_id} was lost {_ATTEMPTS} "
+            f"times, {self._loss}"
+        )
+
+    def samples(self, session: Session, rewarded: bool) -> list[Sample]:
+        """Those of an ended session. rewarded: whether the agents give this group's rewards."""
+        reward = session.reward or 0.0 if rewarded else None
+        ended = session.outcome == "done"
+        return session.tree.samples(self._transcript(session), ended=ended, reward=reward, session=session.number)
+
+    def _transcript(self, session: Session) -> str:
+        """Returns as text all that follows the first request of the session's last branch."""
+        path = session.last_leaf.path
+        tokens = session.tree.tokens(path[-1])[len(path[0].context) :]
+        return str(self._chat.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+
+class AgentEnvironment(SessionEnvironment):
+    """sessions: of its gateway; where nobody has given it one, it serves one of its own for as long as it is open."""
+
+    def __init__(self, context: EnvironmentContext) -> None:
+        context.refuse_options("agents")
+        super().__init__(context)
         self._room = asyncio.Semaphore(self._settings.concurrent)
         self._stack = AsyncExitStack()
         self._staying: list[asyncio.Task[None]] = []
@@ -72,49 +137,16 @@ class AgentEnvironment:
         await cancel(self._staying)
         await self._stack.aclose()
 
-    async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
-        written = await self.sessions_of(prompt, num_samples, generate)
-        rewarded = any(session.is_rewarded for session in written)
-        trained = [session for session in written if session.outcome not in self._settings.discards]
-        samples = [one for session in trained or written for one in self.samples(session, rewarded)]
-        generate.counted.update(tokens=sum(len(sample.tokens) for sample in samples), tokens_unique=num_unique(samples))
-        # where nothing may be trained, equal rewards give the group no advantages
-        return samples if trained else [replace(sample, reward=0.0) for sample in samples]
+    @property
+    def _said(self) -> str:
+        return self._programs.last_words if self._programs is not None else ""
 
-    async def sessions_of(self, prompt: Prompt, num_sessions: int, generate: Generate) -> list[Session]:
-        """Sessions that have ended and asked the policy for something. Raises EnvironmentFailed where there is none."""
-        sessions = await gather([self._session(prompt, number, generate) for number in range(num_sessions)])
-        generate.counted.update(f"sessions_{session.outcome}" for session in sessions)
-        written = [session for session in sessions if len(session.tree.nodes) > 1]
-        if not written:
-            said = self._programs.last_words if self._programs is not None else ""
-            raise EnvironmentFailed(
-                f"environment.name: agents: no session of prompt {prompt.prompt_id} asked the policy for anything, "
-                f"the last ended as {sessions[-1].outcome} ({said or 'its program said nothing'}); correct the agent"
-            )
-        return written
-
-    def samples(self, session: Session, rewarded: bool) -> list[Sample]:
-        """Those of an ended session. rewarded: whether the agents give this group's rewards."""
-        reward = session.reward or 0.0 if rewarded else None
-        return session.tree.samples(self._transcript(session), ended=session.outcome == "done", reward=reward)
-
-    async def _session(self, prompt: Prompt, number: int, generate: Generate) -> Session:
-        """An attempt, begun again where it was lost."""
+    async def _attempt(self, prompt: Prompt, number: int, generate: Generate) -> Session:
         assert self.sessions is not None
-        for attempt in range(1, _ATTEMPTS + 1):
-            async with self._room:
-                session = Session(self.sessions.new_id(), number, _task(prompt), generate, self._chat, self._limits)
-                await self._run(session)
-            if session.failure is not None:
-                raise session.failure
-            if not session.was_lost:
-                return session
-            logger.warning("a session of prompt %d was lost (%d of %d times)", prompt.prompt_id, attempt, _ATTEMPTS)
-        raise EnvironmentFailed(
-            f"environment.name: agents: a session of prompt {prompt.prompt_id} was lost {_ATTEMPTS} times, its program killed by a "
-            f"signal; look for what kills it, such as a lack of memory"
-        )
+        async with self._room:
+            session = Session(self.sessions.new_id(), number, task_of(prompt), generate, self._chat, self._limits)
+            await self._run(session)
+            return session
 
     async def _run(self, session: Session) -> None:
         assert self.sessions is not None
@@ -146,19 +178,13 @@ class AgentEnvironment:
         except asyncio.TimeoutError:
             session.end("time")
 
-    def _transcript(self, session: Session) -> str:
-        """Returns as text all that follows the first request of the session's last branch."""
-        path = session.last_leaf.path
-        tokens = session.tree.tokens(path[-1])[len(path[0].context) :]
-        return str(self._chat.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
-
-class EvaluatedAgents:
+class EvaluatedSessions:
     """The same for evaluations: one sample of every session, its last branch, whatever its outcome."""
 
-    waits_are_bounded = True  # by agent.timeout_s
+    waits_are_bounded = True
 
-    def __init__(self, agents: AgentEnvironment) -> None:
+    def __init__(self, agents: SessionEnvironment) -> None:
         self._agents = agents
 
     async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
@@ -173,9 +199,9 @@ class EvaluatedAgents:
 
 def evaluated(environment: Environment) -> Environment:
     """The environment as evaluations use it."""
-    return EvaluatedAgents(environment) if isinstance(environment, AgentEnvironment) else environment
+    return EvaluatedSessions(environment) if isinstance(environment, SessionEnvironment) else environment
 
 
-def _task(prompt: Prompt) -> dict[str, object]:
+def task_of(prompt: Prompt) -> dict[str, object]:
     """Returns the task that an agent is given."""
     return {"prompt_id": prompt.prompt_id, "prompt": prompt.text, "answer": prompt.answer, "row": prompt.row}

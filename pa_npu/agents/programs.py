@@ -6,7 +6,8 @@
     GATEWAY_URL, SESSION_URL           of the gateway, and of the session (reward, end)
 
 `python` in the command is the run's interpreter. It runs in a directory of its own, which goes with it, under a keeper that kills
-whatever it leaves behind. What it writes is kept up to agent.output_kib, and the last of it is in the log where the program fails.
+whatever it leaves behind; with agent.container in a container, with the image's `python` and files. What it writes is kept up to
+agent.output_kib, and the last of it is in the log where the program fails.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pa_npu.agents.container import Containers
 from pa_npu.agents.session import Session
 from pa_npu.agents.sessions import Sessions
 from pa_npu.config.sections import AgentConfig
@@ -31,7 +33,7 @@ from pa_npu.telemetry.secrets import is_secret
 
 logger = logging.getLogger(__name__)
 
-_KILL_S = 5.0
+_KILL_S = 15.0  # until a keeper has ended; it may have a container to remove
 _GRACE_S = 5.0  # of a program whose session has reached a limit, to end by itself
 _LAST_WORDS = 300  # characters
 _RESTARTS = 3  # of a program that stays, without a session done in between
@@ -43,12 +45,14 @@ class Programs:
 
     def __init__(self, settings: AgentConfig, sessions: Sessions, hidden: Sequence[str] = ()) -> None:
         assert settings.command is not None
+        self._containers = Containers(settings) if settings.container is not None else None
         try:
-            self._command = [_found(part) for part in shlex.split(settings.command)]
+            parts = shlex.split(settings.command)
         except ValueError as error:
             raise ConfigError(
                 f"agent.command: {settings.command!r:.80} cannot be read ({error}); correct its quotes"
             ) from None
+        self._command = parts if self._containers is not None else [_found(part) for part in parts]
         self._most_bytes = settings.output_kib * 1024
         self._sessions = sessions
         self._hidden = {_STORE, *hidden}
@@ -88,9 +92,13 @@ class Programs:
         """The exit code, negative for a signal; None where the session ended before the program."""
         with tempfile.TemporaryDirectory(prefix="pa_npu-agent-", ignore_cleanup_errors=True) as directory:
             theirs, lifeline = os.pipe()
-            kept = [sys.executable, "-I", "-S", keeper.__file__, str(theirs), "0", "", "--", *self._command]
+            command, own = self._command, {"GATEWAY_URL": self._sessions.url, **variables}
             path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), os.getcwd())))
-            env = {**self._inherited(), "PYTHONPATH": path, "GATEWAY_URL": self._sessions.url, **variables}
+            env = {**self._inherited(), "PYTHONPATH": path, **own}
+            if self._containers is not None:
+                command, removal = self._containers.commands(command, own)
+                env[keeper.LAST] = shlex.join(removal)
+            kept = [sys.executable, "-I", "-S", keeper.__file__, str(theirs), "0", "", "--", *command]
             waiting: list[asyncio.Task[object]] = []
             process: asyncio.subprocess.Process | None = None
             try:
@@ -114,7 +122,8 @@ class Programs:
                 if not reading.done():  # it may still write what it has learned
                     await asyncio.wait([reading], timeout=_GRACE_S)
                 if reading.done() and reading.result():
-                    return await asyncio.wait_for(process.wait(), _KILL_S)
+                    code = await asyncio.wait_for(process.wait(), _KILL_S)
+                    return code if self._containers is None else self._containers.exit_code(code)
                 return None
             finally:
                 for descriptor in (theirs, lifeline):

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from pa_npu.engines.protocol import Generation
 from pa_npu.environments.protocol import versions_of
-from pa_npu.samples.types import Sample, SampleBuilder
+from pa_npu.samples.types import Sample, SampleBuilder, SampleTurn, num_common
 
 
 @dataclass(eq=False)
@@ -133,40 +132,37 @@ class SessionTree:
         """The leaf whose last request showed the policy most tokens, the first of several."""
         return max(self.leaves(), key=lambda leaf: len(self.tokens(leaf.parent or self.root)) + len(leaf.context))
 
-    def samples(self, text: str, *, ended: bool, reward: float | None) -> list[Sample]:
+    def samples(self, text: str, *, ended: bool, reward: float | None, session: int = 0) -> list[Sample]:
         """One sample per leaf. text: the session's, which reward functions read. ended: by itself, not at a limit.
+        session: its number in the group.
 
         reward: the session's; a leaf has that and those of the turns on its path. None leaves it to the reward functions.
         """
         samples = []
         trained: set[int] = set()
+        places: dict[int, int] = {}  # of nodes in the order of leaves
         for leaf in self.leaves():
             path = leaf.path
-            sample = SampleBuilder(path[0].context)
+            sample, turns = SampleBuilder(path[0].context), []
             for node in path:
                 assert node.written is not None
+                written, is_new = node.written, node.number not in trained
                 if node is not path[0]:
                     sample.show(node.context)
-                if node.number in trained:
-                    sample.show(node.written.tokens, node.written.columns)
-                else:
-                    written = node.written
+                if is_new:
                     sample.write(written.tokens, written.logprobs, versions_of(written), written.columns)
+                else:
+                    sample.show(written.tokens, written.columns)
+                place = places.setdefault(node.number, len(places))
+                turns.append(SampleTurn(session, place, node.context_text, len(written.tokens), is_new, node.reward))
             trained.update(node.number for node in path)
             own = None if reward is None else reward + sum(node.reward or 0.0 for node in path)
             last = path[-1].written
-            samples.append(sample.finish(ended and last is not None and last.finished, text, own))
+            samples.append(sample.finish(ended and last is not None and last.finished, text, own, turns))
         return samples
 
 
 def num_unique(samples: Sequence[Sample]) -> int:
     """Tokens of all samples where those of a common beginning count once."""
-    ordered = sorted((sample.tokens for sample in samples), key=lambda tokens: tokens.tobytes())
-    shared = (_num_common(one, two) for one, two in pairwise(ordered))  # neighbours have most in common
-    return sum(map(len, ordered)) - sum(shared)
-
-
-def _num_common(one: npt.NDArray[np.int32], two: npt.NDArray[np.int32]) -> int:
-    shorter = min(len(one), len(two))
-    differ = np.flatnonzero(one[:shorter] != two[:shorter])
-    return int(differ[0]) if len(differ) else shorter
+    ordered = sorted(samples, key=lambda sample: sample.tokens.tobytes())  # neighbours have most in common
+    return sum(len(sample.tokens) for sample in ordered) - sum(map(num_common, ordered, ordered[1:]))

@@ -55,7 +55,7 @@ CHANGES: dict[str, Change] = {
             "window max_num_batched_tokens max_num_seqs memory_fraction shared_memory_fraction kv_cache_gib graph_mode "
             "prefix_caching batch_invariant too_long extra_args env",
             "environment": "timeout_s",
-            "agent": "concurrent programs timeout_s output_kib",
+            "agent": "container_options concurrent programs timeout_s output_kib",
             "reward": "timeout_s max_failing_share judge.url judge.on_failure code.memory_mib "
             "code.timeout_s code.require",
             "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel expert_dispatch sequence_parallel "
@@ -73,7 +73,7 @@ CHANGES: dict[str, Change] = {
             "max_prompt_tokens overlong_prompt shuffle skip",
             "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
             "environment": "name max_turns options",
-            "agent": "command discards tool_parser",
+            "agent": "command container discards tool_parser",
             "reward": "functions judge.model judge.api judge.system judge.template judge.score_pattern "
             "judge.lowest judge.highest judge.temperature judge.max_tokens code.tests code.score code.most_tests",
             "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in reference_refresh_every "

@@ -1,34 +1,53 @@
-"""One GET whose time and size are bounded, whatever the other side sends: at most so many seconds and bytes in all."""
+"""HTTP requests whose time and size are bounded, whatever the other side sends: at most so many seconds and bytes in all."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import aiohttp
 
 _MOST_BYTES = 1 << 20
 
 
-async def _get(url: str, headers: dict[str, str], deadline_s: float) -> tuple[int, bytes]:
+async def bounded_request(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    deadline_s: float,
+    body: bytes | None = None,
+) -> tuple[int, bytes]:
+    """Status and body of one answer. Raises OSError or ValueError when there is no such answer."""
     import aiohttp
 
     # a total time, because one for each read is none for an answer that drips
     timeout = aiohttp.ClientTimeout(total=deadline_s)
     try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout, auto_decompress=False, trust_env=False) as session,
-            session.get(url, headers=headers, allow_redirects=False) as reply,
-        ):
-            body = bytearray()
+        async with session.request(
+            method, url, headers=headers, data=body, timeout=timeout, allow_redirects=False
+        ) as reply:
+            found = bytearray()
             async for chunk in reply.content.iter_chunked(1 << 16):
-                body += chunk
-                if len(body) > _MOST_BYTES:
+                found += chunk
+                if len(found) > _MOST_BYTES:
                     raise ValueError(f"its answer is longer than {_MOST_BYTES} bytes")
-            return reply.status, bytes(body)
+            return reply.status, bytes(found)
     except asyncio.TimeoutError:
         raise OSError(f"no complete answer within {deadline_s:g} s") from None
     except aiohttp.ClientError as error:
         raise OSError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
-def bounded_get(url: str, headers: dict[str, str], deadline_s: float) -> tuple[int, bytes]:
-    """Status and body. Raises OSError or ValueError when there is no such answer. Not for use in an event loop."""
-    return asyncio.run(_get(url, headers, deadline_s))
+def bounded_get(url: str, headers: Mapping[str, str], deadline_s: float) -> tuple[int, bytes]:
+    """The same for one GET. Not for use in an event loop."""
+
+    async def get() -> tuple[int, bytes]:
+        import aiohttp
+
+        async with aiohttp.ClientSession(auto_decompress=False, trust_env=False) as session:
+            return await bounded_request(session, "GET", url, headers, deadline_s)
+
+    return asyncio.run(get())

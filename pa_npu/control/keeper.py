@@ -8,6 +8,7 @@
 - The launcher dies, however: the lifeline closes, and the keeper kills every descendant at once, even if it was stopped until then.
 - The keeper is killed: the kernel kills the command, and the launcher, the next reaper, kills the rest.
 - PA_NPU_SCRATCH=DIRECTORY in the environment: the keeper removes it in the end.
+- PA_NPU_LAST=COMMAND, quoted as for a shell: the keeper runs it in the end, to remove what others do for the command (a container).
 - PA_NPU_SESSION in the command's environment: its process id, which is its session's too.
 
 Usage: python keeper.py LIFELINE_FD GRACE_S CORES -- COMMAND [ARGUMENT ...]      (CORES: "0,3", or "" for no pinning)
@@ -28,8 +29,10 @@ import time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_KILL_S = 5.0
+_LONGEST_LAST_S = 10.0
 _COMMAND_NOT_STARTED = 127
 SCRATCH = "PA_NPU_SCRATCH"
+LAST = "PA_NPU_LAST"
 SESSION = "PA_NPU_SESSION"
 
 
@@ -97,14 +100,25 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, lambda number, frame: received.append(number))
     signal.set_wakeup_fd(wakeup_writer)
-    scratch = os.environ.pop(SCRATCH, None)
+    scratch, last = os.environ.pop(SCRATCH, None), os.environ.pop(LAST, None)
     pid = _start(command, cores)
     status = _watch(pid, lifeline, wakeup, received, grace_s)
     kill_descendants()
+    # what is imported here takes longer than all the rest, and most commands do without
     if scratch is not None:
-        import shutil  # takes longer than all the rest, and most commands do without
+        import shutil
 
         shutil.rmtree(scratch, ignore_errors=True)
+    if last is not None:
+        import shlex
+        import subprocess
+
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            quiet = subprocess.DEVNULL
+            subprocess.run(
+                shlex.split(last), stdin=quiet, stdout=quiet, stderr=quiet, timeout=_LONGEST_LAST_S, check=False
+            )
+        kill_descendants()
     return _end_like(status)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.episode import ScoredGroup, computed_lengths
 from pa_npu.coordinator.pacing import Pace
 from pa_npu.coordinator.variants import Points
 from pa_npu.data.prompts import Prompt
@@ -50,6 +50,9 @@ class Planner:
         self._work = work
         self._is_timed = is_timed
         self._lengths = ResponseLengths(config.rollout.max_response_tokens)
+        self._computed = self._written = (
+            1.0  # work of what trainers have had, and as if it were prompts and what was written
+        )
 
     def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
         """Choose the schedule of an iteration ahead of `pace`; none may begin or be learned from meanwhile."""
@@ -70,12 +73,15 @@ class Planner:
         """Expected work of training all groups of an iteration; None before any length was seen."""
         if not self._lengths.num_observed:
             return None
-        return sum(
+        expected = sum(
             self._work(len(prompt.tokens), [round(self._lengths.mean(prompt))] * self.num_samples) for prompt in prompts
         )
+        return expected * self._computed / self._written
 
     def observe(self, timing: GroupTiming, iteration: int) -> None:
         """Tells the controller the seconds that a group took."""
+        self._computed += timing.work(self._work)
+        self._written += self._work(timing.prompt_tokens, timing.lengths)
         if self._is_timed:
             self._controller.observe(timing, iteration)
 
@@ -160,6 +166,7 @@ class Admission:
             delivered_s=scored_s - end_s + put_s,
             trained=self._choice.trains(group),
             moved=lease.first is not lease,
+            computed=computed_lengths(group.prompt, group.samples),
         )
         self._planner.observe(timing, self._iteration)
 

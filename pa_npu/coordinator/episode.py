@@ -26,7 +26,7 @@ from pa_npu.errors import PaNpuError
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import turn_seed
-from pa_npu.samples.types import Sample
+from pa_npu.samples.types import Sample, group_lengths
 
 
 class Rewards(Protocol):
@@ -152,6 +152,13 @@ async def score(rewards: Rewards, prompt: Prompt, samples: list[Sample]) -> Scor
         )
     total = np.asarray(given, np.float32)
     return ScoredGroup(prompt, samples, RewardResult(total, {"environment": total}, total > 0, ()))
+
+
+def computed_lengths(prompt: Prompt, samples: Sequence[Sample]) -> tuple[int, tuple[int, ...]] | None:
+    """GroupTiming.computed: None where samples are the prompt and a response each."""
+    start, behind = group_lengths(samples)
+    written = [sample.num_trained for sample in samples]
+    return None if (start, behind) == (len(prompt.tokens), written) else (start, tuple(behind))
 
 
 def reward_input(prompt: Prompt, samples: Sequence[Sample]) -> RewardInput:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -210,6 +210,7 @@ def _kept(iteration: int, index: int, group: ScoredGroup, advantages: np.ndarray
             errors=tuple(result.errors),
             tokens=sample.tokens[sample.trained].tolist(),
             logprobs=sample.logprobs[sample.trained].tolist(),
+            turns=[asdict(turn) for turn in sample.turns],
         )
         for number, sample in enumerate(samples)
     ]

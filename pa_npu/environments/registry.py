@@ -25,10 +25,11 @@ ENVIRONMENTS: dict[str, Callable[[EnvironmentContext], Environment]] = {
     "single_turn": SingleTurn,
     "tools": ToolEnvironment,
 }
-
-
 # Of a room above this one, hence named and not imported.
-_ELSEWHERE = {"agents": "pa_npu.agents.environment:AgentEnvironment"}
+_ELSEWHERE = {
+    "agents": "pa_npu.agents.environment:AgentEnvironment",
+    "remote": "pa_npu.agents.remote:RemoteEnvironment",
+}
 
 
 def make_environment(config: Config, tokenizer: Any) -> Environment:

@@ -13,13 +13,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pa_npu.samples.columns import NO_VERSION, Column, GroupFormatError, Values
+
+
+@dataclass(frozen=True)
+class SampleTurn:
+    """A turn of the policy in a sample that is a branch of a session, for records.
+
+    session: the attempt's number in its group. number: of the turn in its session; where several samples share it, it is the same.
+    shown: the text before it. written: how many tokens it has. trained: in this sample. reward: its own, if it was given one.
+    """
+
+    session: int
+    number: int
+    shown: str
+    written: int
+    trained: bool
+    reward: float | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +46,7 @@ class Sample:
     distribution that a trained token was sampled from. versions: int32, the weight version that sampled it. Both mean
     nothing where trained is False. reward: what the environment gave; None leaves it to the reward functions.
     finished: ended by itself, not cut at a limit. text: what follows the prompt, for reward functions and records.
-    columns: the declared ones, each [T, *shape].
+    columns: the declared ones, each [T, *shape]. turns: of a branch of a session.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -41,6 +57,7 @@ class Sample:
     text: str = ""
     reward: float | None = None
     columns: Values = field(default_factory=dict)
+    turns: Sequence[SampleTurn] = ()
     _place: tuple[SampleRow, int] | None = field(init=False, default=None, repr=False)
 
     @cached_property
@@ -106,9 +123,20 @@ class SampleRow:
 
 
 def group_lengths(samples: Sequence[Sample]) -> tuple[int, list[int]]:
-    """The shortest prompt of these samples and what each has behind that, in tokens: what training them costs by (GroupWork)."""
+    """The shortest prompt of these samples and what each has behind that, in tokens: what training them costs by (GroupWork).
+
+    A branch of a session has there what it does not share with the sample before it, which is computed once for both.
+    """
     prompt = min(sample.prompt_length for sample in samples)
-    return prompt, [len(sample.tokens) - prompt for sample in samples]
+    shared = [max(prompt, num_common(one, two)) if two.turns else prompt for one, two in pairwise(samples)]
+    return prompt, [len(sample.tokens) - start for sample, start in zip(samples, [prompt, *shared], strict=True)]
+
+
+def num_common(one: Sample, two: Sample) -> int:
+    """How many tokens both begin with."""
+    shorter = min(len(one.tokens), len(two.tokens))
+    differ = np.flatnonzero(one.tokens[:shorter] != two.tokens[:shorter])
+    return int(differ[0]) if len(differ) else shorter
 
 
 class SampleBuilder:
@@ -155,7 +183,9 @@ class SampleBuilder:
         self._written.append((slice(start, self._length), logprobs, version))
         self.num_trained += len(tokens)
 
-    def finish(self, finished: bool, text: str, reward: float | None = None) -> Sample:
+    def finish(
+        self, finished: bool, text: str, reward: float | None = None, turns: Sequence[SampleTurn] = ()
+    ) -> Sample:
         """The sample. Raises GroupFormatError where a column has values for some of the policy's tokens and not for others."""
         trained = np.zeros(self._length, np.bool_)
         logprobs = np.zeros(self._length, np.float32)
@@ -167,7 +197,7 @@ class SampleBuilder:
             if len(sampled):
                 logprobs[span] = sampled
         columns = {column: self._column(column, trained) for column in self._columns}
-        return Sample(self.tokens, trained, logprobs, versions, finished, text, reward, columns)
+        return Sample(self.tokens, trained, logprobs, versions, finished, text, reward, columns, turns)
 
     def _column(self, column: Column, trained: npt.NDArray[np.bool_]) -> np.ndarray:
         values, given = column.blank(self._length), np.zeros(self._length, np.bool_)

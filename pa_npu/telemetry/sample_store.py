@@ -8,7 +8,7 @@ them. A file that cannot be written costs its rows, never the run.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ class KeptResponse:
     index: the group's dispatch index in the iteration; response: the response's number in it. tokens: ids; logprobs: of the
     distribution that the engine sampled from. rewards: of each function, unweighted; reward: their weighted sum. advantage: as
     trained. version: of the newest weights that wrote a token. errors: of reward functions, for the whole group.
+    turns: of a branch of a session, as samples.types.SampleTurn has them.
     """
 
     iteration: int
@@ -51,6 +52,7 @@ class KeptResponse:
     errors: tuple[str, ...]
     tokens: Sequence[int]
     logprobs: Sequence[float]
+    turns: Sequence[Mapping[str, Any]] = ()
 
 
 def kept_groups(setting: int | Literal["all"]) -> float:
@@ -173,6 +175,8 @@ def _files(directory: Path) -> Iterator[tuple[int, Path]]:
 def _schema(rewards: dict[str, float]) -> Any:
     import pyarrow as pa  # a third of a second, which only who writes or reads samples spends
 
+    turn = [(name, pa.int32()) for name in ("session", "number", "written")]
+    turn += [("shown", pa.string()), ("trained", pa.bool_()), ("reward", pa.float32())]
     return pa.schema(
         [
             *((name, pa.int32()) for name in ("iteration", "index", "response")),
@@ -191,6 +195,7 @@ def _schema(rewards: dict[str, float]) -> Any:
             ("tokens", pa.list_(pa.int32())),
             ("pieces", pa.list_(pa.string())),
             ("logprobs", pa.list_(pa.float32())),
+            ("turns", pa.list_(pa.struct(turn))),
         ]
     )
 

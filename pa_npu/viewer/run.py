@@ -216,17 +216,40 @@ def _by_index(records: Sequence[dict[str, Any]], key: str, merge: bool = True) -
 
 def _groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     shared = ("index", "prompt_id", "prompt", "prompt_tokens", "answer", "errors")
+    apart = {*shared, "iteration", "response", "tokens", "turns"}
     groups: dict[int, dict[str, Any]] = {}
     for row in rows:
-        group = groups.setdefault(row["index"], {**{name: row[name] for name in shared}, "responses": []})
-        response = {
-            name: value for name, value in row.items() if name not in (*shared, "iteration", "response", "tokens")
-        }
+        group = groups.setdefault(
+            row["index"], {**{name: row[name] for name in shared}, "responses": [], "sessions": []}
+        )
+        response = {name: value for name, value in row.items() if name not in apart}
         for name in ("logprobs", "trainer_logprobs"):
             if response[name] is not None:
                 response[name] = [round(value, 7) for value in response[name]]
+        _grow(group["sessions"], row.get("turns") or (), len(group["responses"]))
         group["responses"].append(response | {"length": len(row["tokens"])})
     return list(groups.values())
+
+
+def _grow(sessions: list[dict[str, Any]], turns: Sequence[Mapping[str, Any]], response: int) -> None:
+    """Adds a branch to the trees of a group's sessions, whose turns are in the order in which they are drawn.
+
+    A turn's tokens are those of the response that trains it, from `start` to `end`; responses: the branches that hold it.
+    """
+    parent, start = None, 0
+    for turn in turns:
+        number, reward = turn["number"], turn["reward"]
+        if not sessions or sessions[-1]["session"] != turn["session"]:
+            sessions.append({"session": turn["session"], "turns": []})
+        known = next((one for one in sessions[-1]["turns"] if one["number"] == number), None)
+        if known is None:
+            known = {"number": number, "parent": parent, "shown": turn["shown"], "reward": reward, "responses": []}
+            sessions[-1]["turns"].append(known)
+        if turn["trained"]:
+            known |= {"response": response, "start": start, "end": start + turn["written"]}
+            start += turn["written"]
+        known["responses"].append(response)
+        parent = number
 
 
 def _line_group(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,6 +261,7 @@ def _line_group(line: Mapping[str, Any]) -> dict[str, Any]:
         "prompt_tokens": None,
         "answer": str(line.get("answer", "")),
         "errors": line.get("errors") if isinstance(line.get("errors"), list) else [],
+        "sessions": [],
         "responses": [
             {
                 "text": str(response.get("text", "")),

@@ -167,8 +167,21 @@ def write_timeline(directory: Path, iterations: int) -> None:
     lines(directory / "timeline" / "launcher.jsonl", launcher + done)
 
 
+def session_turns(response: int) -> list[dict[str, Any]]:
+    """Makes the turns of group 2: responses 0 and 1 are branches of one session, which share its first turn."""
+
+    def turn(number: int, written: int, trained: bool = True, reward: float | None = None) -> dict[str, Any]:
+        shown = f"before {number} {HOSTILE}"
+        session = {"session": max(0, response - 1), "number": number, "shown": shown, "written": written}
+        return {**session, "trained": trained, "reward": reward}
+
+    if response > 1:
+        return [turn(0, 9 + response)]
+    return [turn(0, 4, response == 0, 0.5), turn(1, 5) if response == 0 else turn(2, 10)]
+
+
 def kept_responses(iteration: int) -> list[KeptResponse]:
-    """Group 0 is hostile, group 1 all equal, the others mixed."""
+    """Group 0 is hostile, group 1 all equal, group 2 of agents' sessions, the others mixed."""
     rng = np.random.default_rng(iteration)
     rows = []
     for index in range(GROUPS):
@@ -196,6 +209,7 @@ def kept_responses(iteration: int) -> list[KeptResponse]:
                     errors=("format: " + HOSTILE,) if index == 0 else (),
                     tokens=tokens,
                     logprobs=(-rng.exponential(0.4, len(tokens))).astype(np.float32).tolist(),
+                    turns=session_turns(response) if index == 2 else (),
                 )
             )
     return rows

@@ -1,4 +1,4 @@
-"""tools/bench_agents.py runs, sends the same requests both ways, and its figures are consistent with one another."""
+"""Benchmarks of agents run, compare equal work, and have figures that are consistent with one another."""
 
 from __future__ import annotations
 
@@ -29,3 +29,39 @@ def test_benchmark_of_the_gateway_measures_equal_loads_and_soaks(tmp_path: Path)
     assert [done for done, _ in figures["soak_rss_mib"]] == [0, 23] and all(
         mib > 0 for _, mib in figures["soak_rss_mib"]
     )
+
+
+def test_benchmark_of_trees_computes_unique_tokens_and_has_the_gradient_of_separate_sequences(tmp_path: Path) -> None:
+    options = [
+        "--trees",
+        "--prompt",
+        "96",
+        "--response",
+        "64",
+        "--responses",
+        "2",
+        "--groups",
+        "1",
+        "--repetitions",
+        "1",
+    ]
+    command = [sys.executable, str(ROOT / "tools" / "bench_trainer.py"), *options, "--json"]
+    said = subprocess.run(command, check=True, timeout=280, cwd=tmp_path, capture_output=True, text=True).stdout
+    rows = json.loads(said.splitlines()[-1])
+    assert {kind: row["samples"] for kind, row in rows.items()} == {
+        "no branches": 2,
+        "last turn tried three times": 6,
+        "last turn tried eight times": 16,
+        "two sub-agents": 6,
+        "context compacted": 4,
+    }
+    shown, written = 32, 64
+    turns = {"no branches": 4, "last turn tried three times": 5, "two sub-agents": 5, "context compacted": 6}
+    for kind, row in rows.items():
+        (loss, norm), (apart_loss, apart_norm) = row["first"]["trees"], row["first"]["separate"]
+        assert loss == pytest.approx(apart_loss, rel=1e-4, abs=1e-6) and norm == pytest.approx(apart_norm, rel=1e-4), (
+            kind
+        )
+        assert row["ideal"] > 1 and norm > 0
+        if kind in turns:  # the system prompt once for the group, every turn once
+            assert row["tokens"]["trees"] == 96 + 2 * turns[kind] * (shown + written), kind

@@ -206,13 +206,25 @@ def test_hostile_texts_are_texts(browser: Browser, url: str, tmp_path: Path) -> 
     run = make_run(tmp_path / "<b>run&")
     export([RunDirectory(run)], tmp_path / "page.html")
     for page in (url, (tmp_path / "page.html").as_uri()):
-        for view in ("samples?i=0&g=0", "samples?i=0&g=0&c=difference", "processes?p=coordinator", "overview"):
+        for view in (
+            "samples?i=0&g=0",
+            "samples?i=0&g=0&c=difference",
+            "samples?i=0&g=2",
+            "samples?i=0&g=2&c=difference",
+            "processes?p=coordinator",
+            "overview",
+        ):
             browser.open(f"{page}#{view}")
             assert browser.evaluate("window.hacked") is None
             assert browser.evaluate("document.querySelectorAll('#main img, #main script, #main b b').length") == 0
             text = browser.evaluate("document.querySelector('#main').textContent")
             assert "\x1b" not in text and "\u202e" not in text and "\x00" not in text
             assert browser.problems == []
+        browser.open(f"{page}#samples?i=0&g=0")
+        assert browser.evaluate("document.querySelectorAll('.turns [data-turn]').length") == 0
+        browser.open(f"{page}#samples?i=0&g=2")
+        assert browser.evaluate("document.querySelectorAll('.turns [data-turn]').length") == 5, "three of one session"
+        assert browser.evaluate("document.querySelectorAll('.turns .turns').length") == 2, "its two branches"
         browser.open(f"{page}#samples?i=0&g=0")
         assert "<script>window.hacked=2</script>" in browser.evaluate(
             "document.querySelector('.response .text').textContent"

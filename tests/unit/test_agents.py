@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import re
 import shlex
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -16,11 +19,14 @@ import aiohttp
 import numpy as np
 import openai
 import pytest
+from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from pa_npu.agents import gateway
 from pa_npu.agents.environment import AgentEnvironment, evaluated
+from pa_npu.agents.programs import Programs
 from pa_npu.agents.session import Session
 from pa_npu.agents.sessions import Sessions
 from pa_npu.agents.tool_calls import Parsed, hermes, make_parser
@@ -204,6 +210,10 @@ async def test_a_turn_that_several_branches_share_is_trained_once_in_an_order_th
     shared = [sample for sample in samples if "sub" not in str(TOKENIZER.decode(sample.tokens.tolist()))]
     assert [sample.num_trained for sample in shared] == [6, 3], "the turn to q in the first of its branches alone"
     assert shared[0].prompt_length < shared[1].prompt_length
+    turns = [[(turn.number, turn.trained, turn.written) for turn in sample.turns] for sample in samples]
+    whole, branch = (turns[samples.index(sample)] for sample in shared)
+    assert len(whole) == 2 and branch == [(whole[0][0], False, 3), (whole[1][0] + 1, True, 3)], "as the viewer draws it"
+    assert all(turn.shown.startswith("<|user|>") for sample in samples for turn in sample.turns)
 
 
 async def test_a_request_samples_the_same_whenever_it_comes_and_a_retry_samples_anew(agents: AgentEnvironment) -> None:
@@ -731,3 +741,295 @@ async def test_an_evaluation_has_one_sample_of_every_session_whatever_its_outcom
         samples = await evaluated(environment).rollout(PROMPT, 2, Policy(lambda shown: f"w{END_OF_TURN}"))
     assert len(samples) == 2
     assert all(str(TOKENIZER.decode(sample.tokens.tolist())).count("6*7") == 2 for sample in samples), "the last branch"
+
+
+class Counting:
+    """A server with reset and step: it asks for a count, one number after another, and gives a reward for each right one."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any], str | None]] = []
+        self.answers: dict[str, Any] = {}
+        self.wait_s = 0.0
+        self._at: dict[str, int] = {}
+
+    async def handle(self, request: web.Request) -> web.Response:
+        path, body = request.path[1:], await request.json()
+        self.asked.append((path, body, request.headers.get("Authorization")))
+        await asyncio.sleep(self.wait_s)
+        if path in self.answers:
+            answer = self.answers[path]
+            return answer() if callable(answer) else web.json_response(answer)
+        if path == "reset":
+            self._at[body["id"]] = 0
+            return web.json_response({"observation": f"count from {body['seed']}", "info": {}})
+        if body["id"] not in self._at:
+            return web.Response(status=404, text="no such episode")
+        self._at[body["id"]] += 1
+        at = self._at[body["id"]]
+        reward = 0.5 if body["action"] == f"#{at}" else 0.0
+        return web.json_response(
+            {"observation": f"next {at}", "reward": reward, "terminated": at == 3, "truncated": False, "info": {}}
+        )
+
+
+@pytest.fixture
+async def counting() -> AsyncIterator[tuple[Counting, str]]:
+    server = Counting()
+    app = web.Application()
+    app.router.add_post("/{path}", server.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield server, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+def remote(url: Any, **environment: Any) -> Config:
+    options = {"options": {"url": url} | environment.pop("options", {})}
+    return Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "t", "max_prompt_tokens": 128},
+            "rollout": {"max_response_tokens": 200},
+            "environment": {"name": "remote", "max_turns": 4, "timeout_s": 5.0, **options, **environment},
+        }
+    )
+
+
+def counts(shown: str) -> str:
+    return f"#{shown.count('<|user|>')}{END_OF_TURN}" if "from 4" in shown else f"lost{END_OF_TURN}"
+
+
+async def test_an_episode_of_a_remote_environment_is_one_sample_with_its_steps_rewards(
+    counting: tuple[Counting, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, url = counting
+    monkeypatch.setenv("COUNTING_KEY", "k")
+    samples, policy = await rollout(remote(url + "/", options={"api_key_variable": "COUNTING_KEY"}), 2, counts)
+    assert [sample.reward for sample in samples] == [1.5, 1.5] and all(sample.finished for sample in samples)
+    for sample in samples:
+        assert sample.tokens[sample.trained].tolist() == [t for n in (1, 2, 3) for t in ids(f"#{n}{END_OF_TURN}")]
+        assert "next 1" in str(TOKENIZER.decode(sample.tokens[~sample.trained].tolist()))
+    resets = [body for path, body, _ in server.asked if path == "reset"]
+    assert [body["seed"] for body in resets] == [4, 4] and resets[0]["options"]["row"] == PROMPT.row
+    assert {key for _, _, key in server.asked} == {"Bearer k"}
+    assert policy.counted["sessions_done"] == 2 and policy.counted["tokens_unique"] < policy.counted["tokens"]
+    # a limit of the run ends it, and the server is told
+    (short,), _ = await rollout(remote(url, max_turns=2), 1, counts)
+    assert not short.finished and short.reward == 1.0 and server.asked[-1][0] == "close"
+
+
+async def test_an_episode_whose_server_forgot_it_begins_again_and_one_that_is_gone_ends_the_run_in_one_line(
+    counting: tuple[Counting, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pa_npu.agents.remote._PAUSE_S", 0.01)
+    server, url = counting
+
+    def step() -> web.Response:
+        del server.answers["step"]
+        return web.Response(status=404, text="who?")
+
+    server.answers["step"] = step
+    (sample,), policy = await rollout(remote(url), 1, counts)
+    assert sample.reward == 1.5
+    first, again = policy.turns[:2]
+    assert (first.turn, first.sample, first.tokens.tolist()) == (again.turn, again.sample, again.tokens.tolist())
+    server.wait_s = 30.0
+    with pytest.raises(EnvironmentFailed, match=r"lost 4 times, .*reset gave no answer \(no complete answer") as failed:
+        await rollout(remote(url, timeout_s=0.05), 1, counts)
+    assert "\n" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "said"),
+    [
+        ("reset", {"observation": 5}, "neither a text nor a list"),
+        ("reset", {"observation": [{"role": "user"}, {"content": [{"type": "image_url"}]}]}, "cannot be shown"),
+        ("reset", [], r"gave 200 \[\]"),
+        ("reset", lambda: web.Response(status=422, text="no\nsuch task"), "gave 422 no such task"),
+        ("reset", lambda: web.Response(body=b"x" * 2**21), "longer than"),
+        ("step", {"observation": "", "reward": None, "terminated": True, "truncated": False}, "no finite number"),
+        ("step", {"observation": "", "reward": 1, "terminated": 1, "truncated": False}, "true or false"),
+        ("step", lambda: web.Response(body=b'{"reward": NaN, "terminated": true, "truncated": true}'), "no finite"),
+    ],
+)
+async def test_what_is_no_answer_of_an_environment_ends_the_run_in_one_line(
+    counting: tuple[Counting, str], path: str, answer: Any, said: str
+) -> None:
+    server, url = counting
+    server.answers[path] = answer
+    with pytest.raises(EnvironmentFailed, match=rf"environment\.options: url: {url}/.*{said}") as failed:
+        await rollout(remote(url), 1, counts)
+    assert "\n" not in str(failed.value)
+
+
+@pytest.mark.parametrize("url", [None, 5, "localhost:80", "ftp://x", "http://"])
+def test_a_remote_environment_needs_an_address_and_a_key_that_is_set(url: Any) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.options: url must be"):
+        make_environment(remote(url), TOKENIZER)
+    with pytest.raises(ConfigError, match=r"names 'NOT_SET', which is not set"):
+        make_environment(remote("http://x", options={"api_key_variable": "NOT_SET"}), TOKENIZER)
+    with pytest.raises(ConfigError, match=r"'port' is unknown to remote"):
+        make_environment(remote("http://x", options={"port": 1}), TOKENIZER)
+
+
+# Stands for docker: says how it was called, and runs the command that follows the image as a process.
+DOCKER = f"""#!{sys.executable}
+import json, os, subprocess, sys
+with open("RECORD", "a") as file:
+    file.write(json.dumps([sys.argv[1:], sorted(os.environ)]) + "\\n")
+if sys.argv[1] == "run":
+    names = [part.removeprefix("--env=") for part in sys.argv if part.startswith("--env=")]
+    kept = {{name: os.environ[name] for name in names}}
+    code = subprocess.run(sys.argv[sys.argv.index("images/agent:1") + 1 :], env=kept).returncode
+    sys.exit(code if code >= 0 else 128 - code)
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[list[str], list[str]]]]:
+    """Its calls so far: arguments, and names of variables."""
+    record = tmp_path / "record"
+    (tmp_path / "bin").mkdir()
+    file = tmp_path / "bin" / "docker"
+    file.write_text(DOCKER.replace("RECORD", str(record)))
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    return lambda: [json.loads(line) for line in record.read_text().splitlines()]
+
+
+async def test_a_container_has_the_gateways_variables_its_network_and_limits_and_is_removed(
+    tmp_path: Path, docker: Callable[[], list[tuple[list[str], list[str]]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLAIN", "x")
+    lines = 'ask(os.environ["SESSION_URL"] + "/reward", {"reward": float("PLAIN" in os.environ) + 0.5})'
+    chosen = config(command=program(tmp_path, lines), container="images/agent:1")
+    samples, _ = await rollout(chosen, 1, lambda shown: f"w{END_OF_TURN}")
+    assert [sample.reward for sample in samples] == [0.5], "none of the coordinator's variables"
+    (run, _), (removal, _) = docker()
+    image = run.index("images/agent:1")
+    assert run[0] == "run" and run[image + 1 :] == shlex.split(chosen.agent.command or "")
+    names = {"GATEWAY_URL", "OPENAI_API_KEY", "OPENAI_BASE_URL", "SESSION_URL", "TASK"}
+    assert {part.removeprefix("--env=") for part in run if part.startswith("--env=")} == names, (
+        "values are no arguments"
+    )
+    expected = {"--rm", "--init", "--network=host", "--cap-drop=ALL", "--memory=4g", "--pids-limit=512"}
+    assert expected <= set(run[:image])
+    assert ["--name=" + removal[2]] == [part for part in run if part.startswith("--name=")]
+    assert removal[:2] == ["rm", "--force"]
+
+
+async def test_a_container_that_is_killed_begins_again_and_one_at_a_limit_is_removed(
+    tmp_path: Path, docker: Callable[[], list[tuple[list[str], list[str]]]]
+) -> None:
+    flag = tmp_path / "was here"
+    lines = f"if not os.path.exists({str(flag)!r}): open({str(flag)!r}, 'w'); os.kill(os.getpid(), 9)"
+    options = ["--network=agents", "--memory=1g"]
+    chosen = config(command=program(tmp_path, lines), container="images/agent:1", container_options=options)
+    samples, policy = await rollout(chosen, 1, lambda shown: f"w{END_OF_TURN}")
+    assert len(samples) == 1 and samples[0].finished and len(policy.turns) == 2
+    run = docker()[0][0]
+    assert "--network=host" not in run and set(options) <= set(run)
+    slow = config(command=program(tmp_path, "import time; time.sleep(90)"), container="images/agent:1", timeout_s=4)
+    samples, _ = await rollout(slow, 1, lambda shown: f"w{END_OF_TURN}")
+    assert [sample.finished for sample in samples] == [False]
+    *_, (run, _), (removal, _) = docker()
+    assert run[0] == "run" and removal == ["rm", "--force", run[3].removeprefix("--name=")]
+
+
+def test_a_container_is_refused_in_one_line_where_nothing_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"agent\.container: x needs docker or podman, and neither is on PATH"):
+        Programs(config(command="agent", container="x").agent, Sessions("key"))
+    with pytest.raises(ValidationError, match=r"agent\.container"):
+        config(command="agent", container="--privileged")
+    with pytest.raises(ValidationError, match=r"set agent\.command"):
+        config(container="x")
+
+
+@pytest.mark.parametrize("text", ["right", "wrong", "leaves"])
+async def test_the_example_that_edits_files_is_rewarded_by_its_tests(text: str, tmp_path: Path) -> None:
+    """The reward follows from what the policy wrote into the file, run in a sandbox; whoever ends the program passes nothing."""
+    path = tmp_path / "edits.jsonl"
+    example = str(Path(__file__).parents[2] / "examples" / "edit_files_agent.py")
+    process = await asyncio.create_subprocess_exec(sys.executable, example, "--questions", str(path))
+    assert await asyncio.wait_for(process.wait(), 60.0) == 0
+    row = json.loads(path.read_text().splitlines()[0])
+    (name,) = row["files"]
+    written = {"right": row["answer"], "wrong": row["files"][name] + "# tried\n", "leaves": "raise SystemExit(0)"}[text]
+    edit = {"name": "write_file", "arguments": {"name": name, "text": written}}
+    calls = [edit, {"name": "run_tests", "arguments": {}}]
+
+    def script(shown: str) -> str:
+        turn = shown.count("<|assistant|>") - 1
+        return f"<tool_call>{json.dumps(calls[turn])}</tool_call>{END_OF_TURN}" if turn < 2 else f"done{END_OF_TURN}"
+
+    chosen = config(command=shlex.join(["python", example]))
+    chosen = chosen.model_copy(
+        update={
+            "data": chosen.data.model_copy(update={"max_prompt_tokens": 600}),
+            "rollout": chosen.rollout.model_copy(update={"max_response_tokens": 900}),
+        }
+    )
+    policy = Policy(script)
+    async with opened(make_environment(chosen, TOKENIZER), 30.0) as environment:
+        (sample,) = await environment.rollout(replace(PROMPT, row=row), 1, policy)
+    assert sample.reward == (1.0 if text == "right" else 0.0)
+    last = str(TOKENIZER.decode(policy.turns[-1].tokens.tolist()))
+    assert last.count("passes: ") == (3 if text == "right" else 0) and "written" in last
+
+
+class Endless(Policy):
+    """Writes so much that no socket's buffers hold its log-probs."""
+
+    async def _write(self, turn: Turn) -> list[Generation]:
+        tokens = np.full(turn.max_tokens or 1, 100, np.int32)
+        return [Generation(tokens, np.full(len(tokens), -0.123456, np.float32), "", "length", version=VERSION)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    made: list[gateway.Gateway] = []
+
+    class Kept(gateway.Gateway):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr("pa_npu.agents.environment.Gateway", Kept)
+    monkeypatch.setattr(gateway, "_IDLE_S", 0.4)
+    monkeypatch.setattr(gateway, "_READ_S", 0.3)
+    plain = config()
+    rollout_of = plain.rollout.model_copy(update={"max_response_tokens": 60_000})
+    async with opened(make_environment(plain.model_copy(update={"rollout": rollout_of}), TOKENIZER), 30.0) as agents:
+        assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
+        slow = await client_of(agents, Endless(asks_then_answers))
+        other = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
+        host, port = agents.sessions.url.removeprefix("http://").split(":")
+        body = json.dumps({"messages": [user("q")], "stream": stream, "logprobs": True})
+        head = f"POST /sessions/{slow.session.id}/v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+        head += f"Authorization: Bearer {slow.key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        loop, answer = asyncio.get_running_loop(), b""
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            await loop.sock_connect(connection, (host, int(port)))
+            await loop.sock_sendall(connection, (head + body).encode())
+            while len(slow.session.tree.nodes) < 2:
+                await asyncio.sleep(0.01)
+            assert (await other.chat([user("q")])).choices[0].message.content == "w"
+            while made[0]._busy or made[0]._seen:  # the client has read nothing until its connection is given up
+                await asyncio.sleep(0.01)
+            with contextlib.suppress(ConnectionError):
+                while part := await asyncio.wait_for(loop.sock_recv(connection, 2**20), 30.0):
+                    answer += part
+        begin, _, rest = answer.partition(b"\r\n\r\n")
+        size = re.search(rb"Content-Length: ([0-9]+)", begin)
+        assert b" 200 " in begin
+        assert b"[DONE]" not in rest if stream else size is not None and len(rest) < int(size[1])
+        assert (await other.chat([user("again")])).choices[0].message.content == "w"

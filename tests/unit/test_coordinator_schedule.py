@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from helpers.virtual_cluster import CPU_ENGINE
 
+from pa_npu.attention.trie import pack
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.episode import computed_lengths
 from pa_npu.coordinator.pacing import Pace
 from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt
@@ -25,10 +27,12 @@ from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, GroupTiming, VirtualGroup
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.engine import VirtualEngine
-from pa_npu.planning.iteration_model.messages import IterationOutlook, IterationTimes, Rules
+from pa_npu.planning.iteration_model.learned import Learned
+from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
 from pa_npu.planning.iteration_model.simulate import simulate
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.group import Group
+from pa_npu.samples.types import Sample, SampleBuilder, SampleTurn, group_lengths
 from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
 from tools.bench_balance import Inline, VirtualLoop
@@ -262,3 +266,55 @@ async def test_a_turn_that_waits_for_a_completion_is_woken_by_it_and_one_in_the_
     await asyncio.wait_for(waiting, 5)
     pace.admitted(lease)
     await asyncio.wait_for(pace.before_admit(), 1)
+
+
+def branch(turns: Sequence[tuple[int, int, bool]]) -> Sample:
+    """A sample of (number, tokens, trained) turns, each shown 10 tokens before."""
+    sample = SampleBuilder(np.zeros(10, np.int32))
+    for place, (number, length, trained) in enumerate(turns):
+        if place:
+            sample.show(np.full(10, number, np.int32))
+        written = np.full(length, number, np.int32)
+        if trained:
+            sample.write(written, np.zeros(length, np.float32), 0)
+        else:
+            sample.show(written)
+    told = [SampleTurn(0, number, "", length, trained, None) for number, length, trained in turns]
+    return sample.finish(True, "", 0.0, told)
+
+
+def test_trees_of_sessions_cost_their_unique_tokens() -> None:
+    """Two branches of a turn of 100 tokens, and a session of one turn."""
+    samples = [
+        branch([(1, 100, True), (2, 30, True)]),
+        branch([(1, 100, False), (3, 40, True)]),
+        branch([(4, 5, True)]),
+    ]
+    assert [len(sample.tokens) for sample in samples] == [150, 160, 15]
+    prompt, lengths = group_lengths(samples)
+    assert (prompt, lengths) == (10, [140, 50, 5])
+    assert prompt + sum(lengths) == pack([sample.tokens for sample in samples]).layout.total
+    told = computed_lengths(Prompt(0, np.zeros(10, np.int32), "", "", {}), samples)
+    assert told == (10, (140, 50, 5))
+    single = [branch([(1, 100, True)]), branch([(4, 5, True)])]
+    assert computed_lengths(Prompt(0, np.zeros(10, np.int32), "", "", {}), single) is None
+
+
+def test_what_training_takes_is_learned_and_expected_by_unique_tokens() -> None:
+    """The same seconds for as many computed tokens, whatever part of them was written."""
+
+    def tokens(prompt: int, lengths: Sequence[int]) -> float:
+        return prompt + sum(lengths)
+
+    rules = Rules("auto", "auto", 2, 8, 200, 1, "completion", 1)
+    outlook = IterationOutlook([GroupOutlook(10, 40.0, 40.0)], ["engine"])
+    found = []
+    for computed in (None, (10, (180, 80))):
+        learned = Learned(rules, tokens)
+        timing = GroupTiming(0, "engine", 0.0, 1.0, 10, (40, 40), computed=computed)
+        seconds = (270 if computed else 90) * 0.01
+        learned.observe(outlook, [timing], IterationTimes(5.0, 0.1, seconds + 0.5, 0.5))
+        (group,) = learned.expected(outlook)
+        assert group.train_s == pytest.approx(seconds) and group.lengths == (40.0, 40.0), "engines write as before"
+        found.append(learned.speeds)
+    assert found[0] is not None and found[1] is not None and found[0][1] == pytest.approx(found[1][1])

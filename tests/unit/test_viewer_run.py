@@ -114,6 +114,22 @@ def test_groups_have_their_responses_side_by_side(run_dir: Path) -> None:
     assert response["rewards"] == pytest.approx({"math": 1.0, "my_reward:brevity": 0.2})
 
 
+def test_a_session_is_a_tree_whose_turns_have_the_tokens_of_the_branch_that_trains_them(server: ViewServer) -> None:
+    groups = json.loads(ask(server, "/api/samples/1")[1])["groups"]
+    assert [len(group["sessions"]) for group in groups] == [0, 0, 3, *[0] * (GROUPS - 3)]
+    first, second, _ = groups[2]["sessions"]
+    turns = {turn["number"]: turn for turn in first["turns"]}
+    assert [(turn["number"], turn["parent"]) for turn in first["turns"]] == [(0, None), (1, 0), (2, 0)]
+    assert turns[0]["responses"] == [0, 1] and turns[0]["reward"] == 0.5 and HOSTILE in turns[0]["shown"]
+    assert [(turns[n]["response"], turns[n]["start"], turns[n]["end"]) for n in range(3)] == [
+        (0, 0, 4),
+        (0, 4, 9),
+        (1, 0, 10),
+    ]
+    assert second["turns"][0]["responses"] == [2]
+    assert len(groups[2]["responses"][1]["trainer_logprobs"]) == 10, "differences of all tokens that a turn names"
+
+
 def test_a_run_of_samples_jsonl_alone_is_shown_too(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     line = {"iteration": 3, "index": 0, "prompt": "p", "answer": "a", "responses": [{"text": "t", "reward": 1.0}]}
@@ -203,6 +219,7 @@ def test_a_copied_directory_is_exported_the_same_and_nothing_is_written_to_it(ru
     assert {path: path.stat().st_mtime_ns for path in [copy, *copy.rglob("*")]} == before
     text = (tmp_path / "page.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    assert HOSTILE in data["samples/2"]["groups"][2]["sessions"][0]["turns"][0]["shown"], "what an agent was shown"
     assert data["samples/2"]["groups"][0]["responses"][0]["text"] == HOSTILE and "timeline/11" in data
     assert "<img" not in text and text.count("<script") == 2 == text.count("</script"), "texts cannot become markup"
     assert SECRET not in text and "connect-src 'none'" in text

@@ -61,11 +61,15 @@ CONDITIONS: tuple[Condition, ...] = (
         "set environment.name to another than single_turn",
     ),
     Condition(
-        "agent.command agent.programs agent.concurrent agent.timeout_s agent.output_kib agent.discards agent.tool_parser",
+        "agent.command agent.programs agent.concurrent agent.timeout_s agent.output_kib agent.discards agent.tool_parser "
+        "agent.container agent.container_options",
         lambda c: c.environment.name == "agents",
         "set environment.name=agents",
     ),
-    Condition("agent.programs agent.output_kib", lambda c: c.agent.command is not None, "set agent.command"),
+    Condition(
+        "agent.programs agent.output_kib agent.container", lambda c: c.agent.command is not None, "set agent.command"
+    ),
+    Condition("agent.container_options", lambda c: c.agent.container is not None, "set agent.container"),
     Condition(
         "environment.timeout_s environment.options",
         lambda c: c.environment.name != "agents",

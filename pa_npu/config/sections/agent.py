@@ -25,6 +25,15 @@ class AgentConfig(Section):
         description="Programs that stay, and take one task after another from the gateway (GET /tasks), or several at once; none "
         " starts one for every session.",
     )
+    container: str | None = Field(
+        None,
+        pattern=r"^\w[\w.:/@-]*$",
+        description="Image in which agent.command runs, by docker or podman; none runs it as a process of this machine.",
+    )
+    container_options: tuple[str, ...] = Field(
+        ("--memory=4g", "--cpus=2", "--pids-limit=512"),
+        description="Options of `docker run` for agent.container: limits, mounts, or a network other than the machine's.",
+    )
     concurrent: int = Field(64, ge=1, le=4096, description="Sessions at once, open or offered to be taken.")
     timeout_s: float = Field(
         600.0,

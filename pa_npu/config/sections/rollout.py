@@ -174,7 +174,7 @@ class EnvironmentConfig(Section):
         "single_turn",
         min_length=1,
         description="How a prompt becomes samples: single_turn, tools (several turns with a tool), agents (programs that call the "
-        "run's gateway, docs/agents.md), or a class of your own, module:Class.",
+        "run's gateway, docs/agents.md), remote (a server with reset and step), or a class of your own, module:Class.",
     )
     max_turns: int = Field(4, ge=1, le=1000, description="Most turns of the policy in one sample.")
     timeout_s: float = Field(

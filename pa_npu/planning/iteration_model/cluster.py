@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,7 +66,7 @@ class VirtualGroup:
 class GroupTiming:
     """A group that was generated: where, from when to when on one clock, from what and how long. delivered_s: how long until
     trainers could take it. trained: not replaced by another (dynamic sampling). moved: between engines, so that its seconds say
-    nothing of one."""
+    nothing of one. computed: prompt and lengths as trainers have them, where that is not what was written (group_lengths)."""
 
     index: int
     engine: str
@@ -77,3 +77,8 @@ class GroupTiming:
     delivered_s: float = 0.0
     trained: bool = True
     moved: bool = False
+    computed: tuple[int, tuple[int, ...]] | None = None
+
+    def work(self, cost: Callable[[int, Sequence[int]], float]) -> float:
+        """What training it costs: a turn that branches of a session share is computed once."""
+        return cost(*(self.computed or (self.prompt_tokens, self.lengths)))

@@ -34,6 +34,7 @@ class Learned:
         self._work = work
         self._engines = EngineFit(rules.max_num_seqs)
         self._seconds_per_work: float | None = None
+        self._work_ratio = 1.0  # of what trainers compute to what was written (several turns, branches)
         self._step_s = self._delivery_s = 0.0
         self._informative = 1.0  # share of the groups that are trained (dynamic sampling)
         self._shapes: deque[tuple[float, ...]] = deque()  # lengths over the expected longest
@@ -78,11 +79,12 @@ class Learned:
         self._engines.expect(outlook.speeds)
         self._engines.observe([timing for timing in timings if not timing.moved])
         trained = [timing for timing in timings if timing.trained]
-        work = sum(self._work(timing.prompt_tokens, timing.lengths) for timing in trained)
+        work = sum(timing.work(self._work) for timing in trained)
         if work > 0 and times.train_s > times.step_s:
             seconds = (times.train_s - times.step_s) * self._rules.replicas / work
             new = 1.0 if self._seconds_per_work is None else _NEW
             self._seconds_per_work = _mix(self._seconds_per_work or 0.0, seconds, new)
+            self._work_ratio = work / sum(self._work(timing.prompt_tokens, timing.lengths) for timing in trained)
             self._step_s = _mix(self._step_s, times.step_s / self._rules.updates, new)
             self.border_s = _mix(self.border_s, times.border_s, new)
         if timings:
@@ -181,7 +183,7 @@ class Learned:
         lengths = tuple(min(max(1.0, length), float(self._rules.max_tokens)) for length in tokens)
         work = self._work(prompt.prompt_tokens, [round(length) for length in lengths])
         in_flight = len(lengths) * (prompt.prompt_tokens + prompt.mean)
-        seconds = (self._seconds_per_work or 0.0) * work
+        seconds = (self._seconds_per_work or 0.0) * self._work_ratio * work
         return VirtualGroup(index, prompt.prompt_tokens, lengths, seconds, in_flight, trained)
 
 

@@ -54,7 +54,32 @@ function groupPanel(group, look) {
       h("div", { class: "facts" }, h("span", {}, "group ", h("b", {}, group.index)), h("span", {}, "prompt ", h("b", {}, group.prompt_id ?? "–")), group.prompt_tokens !== null && h("span", {}, h("b", {}, group.prompt_tokens), " tokens"), h("span", {}, "reference answer ", h("b", { class: "mono" }, shown(group.answer, look.wanted)))),
       h("div", { class: "text prompt", tabindex: 0, "aria-label": "prompt" }, shown(group.prompt, look.wanted)), group.errors.map((error) => h("p", { class: "badge wrong" }, shown(error)))),
     look.colour && colourScale(look.colour, largest),
-    h("div", { class: "responses" }, group.responses.map((response, number) => responseCard(response, number, look, largest)))];
+    h("div", { class: "responses" }, group.responses.map((response, number) => responseCard(response, number, look, largest))),
+    (group.sessions || []).map((session) => h("section", { class: "panel", "data-session": session.session }, h("div", { class: "facts" }, h("b", {}, "session " + session.session)), branches(session, null, group, look, largest)))];
+}
+
+/* Turns one below the other for as long as one follows another, and a list for each branch where several do. */
+function branches(session, parent, group, look, largest) {
+  const after = (number) => session.turns.filter((turn) => turn.parent === number);
+  return after(parent).map((first) => {
+    const rows = [turnRow(first, group, look, largest)];
+    let last = first, next = after(first.number);
+    while (next.length === 1) {
+      [last] = next;
+      rows.push(turnRow(last, group, look, largest));
+      next = after(last.number);
+    }
+    return h("ol", { class: "turns" }, rows, branches(session, last.number, group, look, largest).map((branch) => h("li", {}, branch)));
+  });
+}
+
+function turnRow(turn, group, look, largest) {
+  const response = group.responses[turn.response];
+  const differences = (response.trainer_logprobs || []).slice(turn.start, turn.end).map((value, i) => Math.abs(value - response.logprobs[turn.start + i]));
+  return h("li", { "data-turn": turn.number },
+    h("div", { class: "text prompt", tabindex: 0, "aria-label": "shown before turn " + turn.number }, shown(turn.shown, look.wanted)),
+    h("div", { class: "facts" }, h("b", {}, "turn " + turn.number), h("span", {}, "in ", turn.responses.map((number) => "#" + number).join(" ")), turn.reward !== null && h("span", {}, "reward ", h("b", {}, format(turn.reward))), differences.length > 0 && h("span", {}, "largest log-prob difference ", h("b", {}, format(Math.max(...differences))))),
+    h("div", { class: "text", tabindex: 0, "aria-label": "turn " + turn.number }, look.colour ? tokenNodes(response, look, largest, turn.start, turn.end) : shown(response.pieces.slice(turn.start, turn.end).join(""), look.wanted)));
 }
 
 function responseCard(response, number, look, largest) {
@@ -76,9 +101,9 @@ function tokenColour(kind, response, index, largest) {
   return `rgba(${part > 0 ? "0, 114, 200" : "230, 120, 0"}, ${(0.08 + 0.67 * Math.abs(part)).toFixed(3)})`;
 }
 
-function tokenNodes(response, look, largest) {
-  return response.pieces.map((piece, index) => {
-    const trainer = response.trainer_logprobs ? response.trainer_logprobs[index] : null, engine = response.logprobs[index];
+function tokenNodes(response, look, largest, start = 0, end = Infinity) {
+  return response.pieces.slice(start, end).map((piece, place) => {
+    const index = start + place, trainer = response.trainer_logprobs ? response.trainer_logprobs[index] : null, engine = response.logprobs[index];
     const node = h("span", { class: "token" }, shown(piece));
     const colour = tokenColour(look.colour, response, index, largest);
     if (colour) node.style.backgroundColor = colour;

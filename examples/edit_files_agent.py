@@ -1,0 +1,148 @@
+"""An agent on the openai package that repairs files: it reads and writes them by tool calls, and its tests are the reward.
+
+    python examples/edit_files_agent.py --questions .cache/edits.jsonl
+    pa-npu run ... environment.name=agents agent.command="python examples/edit_files_agent.py" data.train=.cache/edits.jsonl
+
+The run starts this program once per session, with the task in its environment. Files live in this process; whatever the policy
+writes is run in a sandbox alone (no network, no files but the task's, limits of time and memory). The reward is the share of the
+task's tests that pass in the end. A test passes when the sandbox says a word that it was given; a file that goes looking for the
+word in its own process could say it too, so read what a policy writes before you trust a high reward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI, OpenAIError
+
+from pa_npu.rewards.sandbox import Limits, run
+
+TURNS = 8
+LIMITS = Limits(wall_s=10.0, cpu_s=5, memory_bytes=1 << 28)
+# What one test is: the word comes on standard input, before anything of the policy's is imported.
+RUNNER = """
+import sys, pathlib
+word = sys.stdin.readline()
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+exec(sys.argv[1], {})
+print(word)
+"""
+
+
+def tool(name: str, description: str, *parameters: str) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": {one: {"type": "string"} for one in parameters},
+        "required": [*parameters],
+    }
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+TOOLS: Any = [
+    tool("read_file", "The text of a file.", "name"),
+    tool("write_file", "Replaces the text of a file.", "name", "text"),
+    tool("run_tests", "Which tests pass."),
+]
+
+
+def work(task: Mapping[str, Any]) -> float:
+    """One session: up to TURNS answers of the policy. Returns the share of tests that pass."""
+    files, tests = dict(task["row"]["files"]), task["row"]["tests"]
+    listing = "\n".join(["Files:", *files, "Tests:", *tests])
+    messages: list[Any] = [{"role": "user", "content": f"{task['row']['question']}\n{listing}"}]
+    client = OpenAI(max_retries=0)
+    try:
+        for _ in range(TURNS):
+            message = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0].message
+            if not message.tool_calls:
+                break
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls:
+                answer = called(call.function.name, call.function.arguments, files, tests)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
+    except OpenAIError as error:  # a limit of the run: the files as they are by now are judged
+        print(error)
+    passed = asyncio.run(passing(files, tests))
+    return sum(passed) / len(passed)
+
+
+def called(name: str, arguments: str, files: dict[str, str], tests: list[str]) -> str:
+    """The answer to a tool call; what is wrong with the call is an answer as well."""
+    try:
+        given = json.loads(arguments)
+        if name == "run_tests":
+            passed = asyncio.run(passing(files, tests))
+            return "\n".join(
+                f"{'passes' if right else 'fails'}: {test}" for right, test in zip(passed, tests, strict=True)
+            )
+        if given["name"] not in files:
+            return "error: there is no such file"
+        if name == "write_file":
+            files[given["name"]] = str(given["text"])
+            return "written"
+        return files[given["name"]] if name == "read_file" else "error: there is no such tool"
+    except (ValueError, KeyError, TypeError) as error:
+        return f"error: {type(error).__name__}: {error}"
+
+
+async def passing(files: Mapping[str, str], tests: list[str]) -> list[bool]:
+    """Whether each test passes, in a sandbox of its own."""
+
+    async def passes(test: str) -> bool:
+        word = secrets.token_hex(8)
+        given = {**files, "run_one_test.py": RUNNER}
+        outcome = await run(["{files}/run_one_test.py", test], word.encode() + b"\n", LIMITS, given)
+        return outcome.code == 0 and outcome.stdout.decode("utf-8", "replace").split()[-1:] == [word]
+
+    return [await passes(test) for test in tests]
+
+
+def questions() -> list[dict[str, Any]]:
+    """Functions of one line with a wrong sign, each with three tests."""
+    rows = []
+    for right, wrong in (("+", "-"), ("-", "+"), ("*", "+")):
+        for name in ("total", "change", "reach", "score", "level", "price", "count", "speed"):
+            text = f"def {name}(a, b):\n    return a {{}} b\n"
+            pairs = ((7, 3), (12, 5), (20, 9))
+            tests = [
+                f"from {name}s import {name}; assert {name}{pair} == {eval(f'{pair[0]}{right}{pair[1]}')}"
+                for pair in pairs
+            ]
+            question = "The file has a mistake. Correct it, so that the tests pass."
+            rows.append(
+                {
+                    "question": question,
+                    "answer": text.format(right),
+                    "files": {f"{name}s.py": text.format(wrong)},
+                    "tests": tests,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--questions", type=Path, help="write tasks there, for data.train, and end")
+    if (path := parser.parse_args().questions) is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in questions()))
+        return
+    reward = work(json.loads(os.environ["TASK"]))
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    body = json.dumps({"reward": reward}).encode()
+    with urllib.request.urlopen(
+        urllib.request.Request(os.environ["SESSION_URL"] + "/reward", body, headers), timeout=30
+    ):
+        pass
+
+
+if __name__ == "__main__":
+    main()
