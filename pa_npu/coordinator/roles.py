@@ -1,11 +1,12 @@
 """Roles that follow the work (placement.colocate with schedule.stream): every device decodes, then trains, inside one iteration.
 
-    all units decode ──a group ends, and the rest fits on fewer──> a unit hands its sequences on, and trains finished groups
+    all units decode ──a group ends, and the rest fits on fewer──> a unit hands its sequences on, sleeps, trains finished groups
                                                                    the last units train when the last response is there
 
 A unit is a replica with the engines on its devices, or several where devices, shards or experts join them: nobody of a unit trains
 while an engine of it decodes. Trainers need not be told: a replica trains what is in the buffer for it, and gets nothing there
-before its engines are empty. dispatch/roles.py decides, by what earlier iterations have taught; the first one is in turns.
+before its engines are empty, and asleep where they can be. dispatch/roles.py decides, by what earlier iterations have taught; the
+first one is in turns.
 
 With order=prompt a group goes to its replica as ever, so that weights do not depend on when roles changed. With order=completion it
 goes to the replica that will be free first, and replicas get unequal numbers where the trainers can take these.
@@ -210,6 +211,7 @@ class Roles(Variant):
         self._pool.rest(frozenset(resting))
         seats = {seat for unit in units for seat in unit.engines}
         await self._pool.hand_on(seats, self._config.rollout.probe_timeout_s)
+        await self._pool.sleep(seats)
         for unit in units:
             self._trains(unit)
         self._known.change_s = 0.5 * (self._known.change_s + time.perf_counter() - begin_s)
@@ -225,7 +227,8 @@ class Roles(Variant):
     def _show(self, unit: Unit, role: str, start_s: float, end_s: float) -> None:
         if unit.engines:
             lanes = ", ".join(f"engine {seat}" for seat in unit.engines)
-            self._timeline.complete(role, start_s, end_s, f"role of {lanes}")
+            ranks = [rank for replica in unit.replicas for rank in self._config.mesh.replica(replica)]
+            self._timeline.complete(role, start_s, end_s, f"role of {lanes}", ranks=ranks)
 
     def _raise_failure(self) -> None:
         if self.changing is not None and self.changing.done():
@@ -296,7 +299,8 @@ class RolesDelivery(Delivery):
 
     @property
     def numbers(self) -> dict[str, Any]:
-        return {"role_changes": self._roles.num_changes}
+        unequal = {"replica_groups": self._assignment.groups} if self._config.unequal_groups else {}
+        return {"role_changes": self._roles.num_changes, **unequal}
 
     async def finish(self, num_groups: int) -> float:
         await self._roles.end()

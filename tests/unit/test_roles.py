@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -69,7 +69,7 @@ class Engine:
     """Writes a token of every response whenever the loop comes round; lengths and tokens follow from the seed."""
 
     def __init__(self, name: str, fails: bool = False) -> None:
-        self.name, self.decoding, self.handed_on, self.gone = name, 0, 0, False
+        self.name, self.decoding, self.handed_on, self.gone, self.asleep = name, 0, 0, False, False
         self._fails = fails
 
     async def generate(
@@ -83,6 +83,7 @@ class Engine:
         written: np.ndarray | None = None,
     ) -> list[Generation]:
         begun = self.handed_on
+        assert not self.asleep, f"engine {self.name} is asked while it sleeps"
         self.decoding += 1
         try:
             lengths = [int(np.random.default_rng(seed + i).integers(1, LONGEST)) for i in range(n)]
@@ -125,6 +126,7 @@ class Shelf:
 
     def put(self, group: Group, replica: int, slot: int) -> None:
         assert not self.engines[replica].decoding, f"replica {replica} trains while engine {replica} decodes"
+        assert self.engines[replica].asleep, f"replica {replica} trains while engine {replica} has memory"
         self.beside += any(engine.decoding for engine in self.engines)
         self.groups[replica, slot] = group
 
@@ -162,7 +164,13 @@ async def produce(
         lost.append(engine.name)
         pool.suspend(engine)
 
+    async def sleep(seats: Collection[int]) -> None:
+        for seat in seats:
+            assert not engines[seat].decoding, f"engine {seat} is put to sleep while it decodes"
+            engines[seat].asleep = True
+
     pool.on_lost(on_lost)
+    pool.on_sleep(sleep)
     for seat, engine in enumerate(engines):
         pool.add(engine, seat=seat, shared=True)  # type: ignore[arg-type]
         pool.serve(engine, 5)  # type: ignore[arg-type]
@@ -205,12 +213,22 @@ async def test_responses_that_move_are_those_that_do_not_and_nobody_trains_where
     for seat in range(3):
         decodes, trains = [event for event in shelf.events if event["lane"] == f"role of engine {seat}"]
         assert (decodes["name"], trains["name"]) == ("decodes", "trains") and decodes["end"] == trains["start"]
+        assert decodes["args"] == trains["args"] == {"ranks": [seat]}
     assert len(shelf.timings) == GROUPS, "trainers' seconds are of all groups, moved or not"
     if order == "prompt":
         assert all(group.index == slot * 3 + replica for (replica, slot), group in shelf.groups.items())
-        assert shelf.groups.keys() == held.groups.keys()
+        assert shelf.groups.keys() == held.groups.keys() and "replica_groups" not in moved.numbers
     else:
+        given = [sum(replica == one for one, _ in shelf.groups) for replica in range(3)]
+        assert moved.numbers["replica_groups"] == given and sum(given) == GROUPS
         assert {replica for replica, _ in shelf.groups} == {0, 1, 2}, "every replica trains something"
+
+
+async def test_in_turns_engines_sleep_before_the_batch_is_trained(
+    store_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, shelf, _ = await produce(config(schedule={"stream": False}), store_thread, monkeypatch, keep=3)
+    assert len(shelf.groups) == GROUPS and all(engine.asleep for engine in shelf.engines)
 
 
 @pytest.mark.parametrize("engine", [0, 1, 2])
