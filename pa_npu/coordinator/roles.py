@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _SHARE_OF_CORE = 0.01
 # A replica is given its next group this many groups before it will have trained what it has: earlier, a replica that is free sooner
 # could not have it; later, it would wait.
-_AHEAD = 1.5
+_AHEAD = 0.5
 _LEAST_WAIT_S = 0.001
 # Iterations whose lengths are expected of what is in flight.
 _ITERATIONS_SEEN = 4
@@ -105,7 +105,7 @@ class Roles(Variant):
         found = self._speeds()
         if found is not None:
             self._known.speeds, self._known.seconds_per_work = found
-        delivery.seconds_per_work = self._known.seconds_per_work
+        delivery.seconds_per_work = self._known.seconds_per_work or 1.0
         self._pool.rest(frozenset())
         for unit in self.units:
             if not unit.engines:
@@ -152,6 +152,11 @@ class Roles(Variant):
         """The last iteration's devices train no more."""
         for unit, since_s in self._training.items():
             self._show(unit, "trains", since_s, now())
+
+    @property
+    def all_written(self) -> bool:
+        """Whether nothing is in flight any more, so that whoever still decodes is about to train."""
+        return self._dispatched and not self._flights
 
     def training(self, replica: int) -> bool:
         """Whether the replica's devices are its own."""
@@ -266,7 +271,7 @@ class RolesDelivery(Delivery):
         self._changed = asyncio.Event()
         self._ended = False
         self.seconds_per_work = 0.0
-        """A replica's speed; 0 before it was learned."""
+        """A replica's speed; before it was learned, what makes shares of work equal."""
         roles.begin(self)
 
     @property
@@ -344,7 +349,8 @@ class RolesDelivery(Delivery):
         starved = [replica for replica in free if replica in untouched]
         replica = min(starved or free, key=self._given_s.__getitem__)
         works = [self._work(scored) for _, scored in self._held]
-        in_s = self._given_s[replica] - time.perf_counter() - _AHEAD * self._mean_s()
+        ahead_s = 0.0 if self._roles.all_written else _AHEAD * self._mean_s()
+        in_s = self._given_s[replica] - time.perf_counter() - ahead_s
         return max(range(len(works)), key=works.__getitem__), replica, in_s
 
     async def _give(self, place: int, replica: int) -> None:

@@ -118,6 +118,15 @@ class Fleet:
         while late := [member.name for member in self._members.values() if member.state not in ("ready", "serving")]:
             await self._wait_change(deadline, f"engines {', '.join(late)} to become ready")
 
+    def check_sleep(self) -> None:
+        """Raises ConfigError where an engine that is ready cannot sleep, though there is no room for it beside its trainer."""
+        for member in self._members.values():
+            if member.capabilities is not None and not member.sleeps:
+                raise ConfigError(
+                    f"rollout.sleep: engine {member.name} says that it cannot sleep; start it with --enable-sleep-mode, or set "
+                    f"rollout.sleep=false"
+                )
+
     def run_on(self) -> tuple[EngineRunsOn, ...]:
         """List what the engines that are ready say they are, in the order of the roster."""
         ready = [(member, member.capabilities) for _, member in sorted(self._members.items())]
@@ -178,7 +187,7 @@ class Fleet:
         One that is being started is waited for, and one that is gone starts when there is room for it. Nothing where engines cannot
         sleep. Raises DeadlineExceeded.
         """
-        if not any(member.sleeps for member in self._members.values()):
+        if self._config.sleep is False or not any(member.sleeps for member in self._members.values()):
             return
         for place in set(places) - self._train:
             self._roster.lend_device(place, to_trainer=True)
@@ -193,6 +202,11 @@ class Fleet:
             if not awake:
                 return
             await self._wait_change(deadline, f"engines {', '.join(one.name for one in awake)} to sleep")
+
+    @property
+    def lends(self) -> bool:
+        """Whether devices train on which engines sleep, or would."""
+        return bool(self._train)
 
     def take_devices(self) -> None:
         """No device trains any more: engines may start there."""

@@ -142,6 +142,9 @@ class CoordinatorPublish:
         reason = ""
         try:
             async with self._fleet.border():
+                if self._fleet.lends:  # trainers that are ready have given back what memory they could
+                    await ready
+                    self._fleet.take_devices()
                 for attempt in range(int(self._failed_ahead == version), _ATTEMPTS):
                     place = {"version": version, "attempt": attempt}
                     members = await self._fleet.members()
@@ -319,9 +322,8 @@ class CoordinatorPublish:
         self._epoch += joins
         self._connected = list(members)
         MEMBERS.put(self._channel, self._groups.receivers(members, self._epoch), **place)
-        if joins or any(member.sleeps for member in members):  # ready trainers have given back what memory they could
+        if joins:
             await ready
-            self._fleet.take_devices()
         begins_within_s = None if ready.done() else trainers_within_s + _GRACE_S
 
         groups = self._groups.of_members(members, self._epoch)

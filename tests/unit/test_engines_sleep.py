@@ -17,7 +17,7 @@ from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.engines.vllm.client import VllmEngine
-from pa_npu.errors import DeadlineExceeded
+from pa_npu.errors import ConfigError, DeadlineExceeded
 from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engine_groups import Connection
 from pa_npu.publish.messages import READY, VERDICT, StageManifest, TrainersReady
@@ -146,6 +146,8 @@ async def test_engines_that_cannot_sleep_are_asked_nothing(engines: list[Served]
         await job.publish.publish(0, None, 20.0)
         await job.pool.sleep(EVERYWHERE)
         assert not job.calls("sleep", "wake_up") and len(job.pool.engines) == 2 and not job.roster.is_lent(0)
+        with pytest.raises(ConfigError, match="says that it cannot sleep; start it with --enable-sleep-mode"):
+            job.fleet.check_sleep()
 
 
 async def test_who_dies_asleep_is_found_at_the_border_and_may_start_then(engines: list[Served]) -> None:
@@ -190,6 +192,32 @@ async def test_who_does_not_go_to_sleep_is_replaced_when_there_is_room(engines: 
         await job.pool.sleep(EVERYWHERE)
         assert job.roster.replacement_wanted(0, 0) == "it does not" and job.roster.is_lent(0)
         assert engines[1].engine.is_asleep
+
+
+async def test_when_none_is_left_that_sleeps_the_first_to_start_at_the_border_serves(engines: list[Served]) -> None:
+    async with Job(engines) as job:
+        await job.version(0)
+
+        async def fails(*, deadline_s: float) -> None:
+            raise EngineError("it does not")
+
+        for member in job.fleet._members.values():
+            member.engine.sleep = fails  # type: ignore[method-assign]
+        await job.pool.sleep(EVERYWHERE)
+        assert not job.pool.engines and job.roster.is_lent(0)
+        publishing = asyncio.create_task(job.publish.publish(1, None, 20.0))
+        READY.put(job.channel, TrainersReady(1), version=1)
+        await job.until(lambda: not job.roster.is_lent(0), "it may start")
+        job.roster.renew(0, 1, engines[0].url)
+        await asyncio.wait_for(publishing, 20)
+        assert [engine.name for engine in job.pool.engines] == [engines[0].url]
+
+
+async def test_engines_are_left_awake_where_the_configuration_says_so(engines: list[Served]) -> None:
+    async with Job(engines, sleep=False) as job:
+        await job.version(0)
+        await job.pool.sleep(EVERYWHERE)
+        assert not job.calls("sleep") and not job.fleet.lends
 
 
 async def test_the_next_coordinator_wakes_those_that_the_one_before_had_put_to_sleep(engines: list[Served]) -> None:

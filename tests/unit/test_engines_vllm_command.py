@@ -145,8 +145,11 @@ def test_engines_that_share_devices_can_sleep_where_these_have_memory(
     monkeypatch, run, rollout, colocate, experts, sleeps
 ):
     monkeypatch.setattr(engine.platform, "get", lambda kind: Device())
-    chosen = config(rollout).model_copy(update={"placement": PlacementConfig(colocate=colocate)})
-    chosen = chosen.model_copy(update={"run": chosen.run.model_copy(update={"device": run})})
+    chosen = config().model_copy(update={"placement": PlacementConfig(colocate=colocate)})
+    sections = {"run": {"device": run}, "rollout": rollout}
+    chosen = chosen.model_copy(
+        update={name: getattr(chosen, name).model_copy(update=values) for name, values in sections.items()}
+    )
     spec = dataclasses.replace(SPEC, experts=Experts(4, 2, 64, True, (0, 1))) if experts else SPEC
     assert ("--enable-sleep-mode" in server_command(chosen, spec, 0, 1).argv) is sleeps
 
