@@ -158,10 +158,6 @@ class Roles(Variant):
         """Whether nothing is in flight any more, so that whoever still decodes is about to train."""
         return self._dispatched and not self._flights
 
-    def training(self, replica: int) -> bool:
-        """Whether the replica's devices are its own."""
-        return any(replica in unit.replicas for unit in self._training)
-
     # deciding
 
     def _wanted(self, decoding: Sequence[Unit]) -> int:
