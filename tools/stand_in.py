@@ -86,7 +86,7 @@ class StandInEngine:
     """The server's state. variants: number of distinct responses; a small number lets every body be built once.
 
     lengths: of responses that may end by themselves; None is uniform up to the limit.
-    api_key: wanted on every path but /health, as real engines do; None wants none.
+    api_key: wanted on every path but /health, as real engines do; None wants none. sleeps: it can give its memory back.
     """
 
     def __init__(
@@ -97,8 +97,11 @@ class StandInEngine:
         variants: int = 2**31,
         api_key: str | None = None,
         lengths: HeavyTail | None = None,
+        sleeps: bool = False,
     ) -> None:
         self.speed = speed
+        self._sleeps = sleeps
+        self.is_asleep = False
         self._lengths = lengths
         self._api_key = api_key
         self.requests: list[dict[str, Any]] = []
@@ -122,6 +125,8 @@ class StandInEngine:
         app.router.add_post("/collective_rpc", self._collective_rpc)
         app.router.add_post("/pause", self._pause)
         app.router.add_post("/resume", self._resume)
+        app.router.add_post("/sleep", self._sleep)
+        app.router.add_post("/wake_up", self._wake_up)
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
         app.router.add_get("/v1/models", self._models)
@@ -155,6 +160,8 @@ class StandInEngine:
 
     async def _complete(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read())
+        if self.is_asleep:
+            return web.json_response({"error": "it sleeps"}, status=500)
         known = {key: value for key, value in body.items() if key != "prompt"}
         known |= {"version": self.identity.version, "begin_s": time.monotonic()}
         self.requests.append(known)
@@ -199,11 +206,25 @@ class StandInEngine:
     async def _resume(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "resumed"})
 
+    async def _sleep(self, request: web.Request) -> web.Response:
+        self.calls.append(("sleep", [request.query.get("level")]))
+        if self.num_in_flight or not self._sleeps:
+            return web.json_response({"error": "requests are in flight, or there is no sleep mode"}, status=500)
+        self.is_asleep, self.identity.version = True, None
+        return web.json_response({"status": "sleeping"})
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        self.calls.append(("wake_up", []))
+        self.is_asleep = False
+        return web.json_response({"status": "awake"})
+
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         body = await request.json()
         method, args = body["method"], body.get("args", [])
         self.calls.append((method, args))
         result: dict[str, Any] = {}
+        if self.is_asleep and method in ("pa_receive", "pa_swap"):
+            return web.json_response({"error": "it sleeps, and has no memory for weights"}, status=500)
         if method == "pa_receive":
             self.identity.version = None
             await asyncio.sleep(self.receive_s)
@@ -218,7 +239,7 @@ class StandInEngine:
             result = {"version": args[0]}
         elif method == "pa_version":
             await self._between_steps.wait()  # as workers do: one that hangs in a step answers nothing
-            result = {"version": self.identity.version, "continues": True}
+            result = {"version": self.identity.version, "continues": True, "sleeps": self._sleeps}
         elif method not in ("pa_connect", "pa_close", "pa_prepare"):
             return web.json_response({"error": f"no method {method!r}"}, status=500)
         return web.json_response({"results": [result]})

@@ -52,7 +52,7 @@ CHANGES: dict[str, Change] = {
             "model": "path head_chunk_tokens trust_remote_code",
             "data": "test max_test_rows",
             "rollout": "backend engines max_engines attach engine_settings tensor_parallel python "
-            "window max_num_batched_tokens max_num_seqs memory_fraction shared_memory_fraction kv_cache_gib graph_mode "
+            "window max_num_batched_tokens max_num_seqs memory_fraction shared_memory_fraction sleep kv_cache_gib graph_mode "
             "prefix_caching batch_invariant too_long extra_args env",
             "environment": "timeout_s",
             "agent": "container_options concurrent programs timeout_s output_kib",
@@ -61,6 +61,7 @@ CHANGES: dict[str, Change] = {
             "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel expert_dispatch sequence_parallel "
             "recompute frozen_pass gradient_bucket_mib",
             "microbatch": "responses max_tokens",
+            "optimizer": "offload",
             "attention": "shared_prompt implementation",
             "evaluate": "sets greedy samples temperature top_p max_response_tokens overlap metric stop_at patience",
             "schedule": "iterations stream compare_iterations dispatch dynamic_sampling_limit evaluate_every",

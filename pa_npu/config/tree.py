@@ -355,6 +355,13 @@ class ConfigTree(Section):
         return self.placement.colocate and self.schedule.stream
 
     @property
+    def engines_sleep(self) -> bool:
+        """Whether engines on the trainers' devices give their memory back while these train (rollout.sleep)."""
+        rollout, on_device = self.rollout, self.run.device in ("npu", "cuda")
+        can = rollout.backend == "vllm" and not rollout.attach if rollout.sleep is None else rollout.sleep
+        return self.placement.colocate and on_device and can
+
+    @property
     def unequal_groups(self) -> bool:
         """Whether replicas may train different numbers of an iteration's groups."""
         together = self.mesh.pipeline > 1 or self.mesh.shards > 1 or self.schedule.updates_per_iteration > 1

@@ -2,7 +2,7 @@
 
     launcher             publish_config(), announce(url), renew()          replacement_wanted() -> kill and start again
     engine that joins    wait_config(), announce(url, restarts=False), ask_leave()        has_left() -> may end
-    coordinator          entries() when changed(), ask_replacement(), confirm_left()
+    coordinator          entries() when changed(), ask_replacement(), confirm_left(), lend_device()    is_lent() -> starts later
 
 The roster outlives the coordinator and the trainers, as the engines do: its keys belong to no attempt of the run. The store asks
 nobody for a password, so every entry is signed with the run's API key (HMAC-SHA256 over key and value): an engine that a stranger
@@ -66,11 +66,19 @@ class HasLeft:
     """Nothing of the run is on the engine any more."""
 
 
+@dataclass(frozen=True)
+class DeviceLent:
+    """Whether a trainer has the engine's device alone."""
+
+    to_trainer: bool
+
+
 CONFIG = Topic("config", RunConfig, "the launcher to publish its configuration")
 START = Topic("{index}", EngineStart, "engine {index} to be announced")
 REPLACE = Topic("{index}/replace/{generation}", ReplacementWanted, "the coordinator to ask for another engine {index}")
 LEAVE = Topic("{index}/leave", LeaveAsked, "engine {index} to leave")
 LEFT = Topic("{index}/left", HasLeft, "the coordinator to let engine {index} go")
+LENT = Topic("{index}/lent", DeviceLent, "the coordinator to say who has the device of engine {index}")
 COUNT = Counter("count")
 CHANGES = Counter("changes")
 
@@ -194,6 +202,14 @@ class Roster:
 
     def has_left(self, index: int) -> bool:
         return self._read(LEFT, index=index) is not None
+
+    def lend_device(self, index: int, *, to_trainer: bool) -> None:
+        """A trainer needs the memory of the engine's device, in which none can start meanwhile; or no more."""
+        LENT.put(self._channel, DeviceLent(to_trainer), index=index)
+
+    def is_lent(self, index: int) -> bool:
+        found = self._read(LENT, index=index)
+        return found is not None and found.to_trainer
 
     def _read(self, topic: Topic[T], **place: Any) -> T | None:
         """Reads a message if it is there and signed."""

@@ -1,11 +1,12 @@
 """Roles that follow the work (placement.colocate with schedule.stream): every device decodes, then trains, inside one iteration.
 
-    all units decode ──a group ends, and the rest fits on fewer──> a unit hands its sequences on, and trains finished groups
+    all units decode ──a group ends, and the rest fits on fewer──> a unit hands its sequences on, sleeps, trains finished groups
                                                                    the last units train when the last response is there
 
 A unit is a replica with the engines on its devices, or several where devices, shards or experts join them: nobody of a unit trains
 while an engine of it decodes. Trainers need not be told: a replica trains what is in the buffer for it, and gets nothing there
-before its engines are empty. dispatch/roles.py decides, by what earlier iterations have taught; the first one is in turns.
+before its engines are empty, and asleep where they can be. dispatch/roles.py decides, by what earlier iterations have taught; the
+first one is in turns.
 
 With order=prompt a group goes to its replica as ever, so that weights do not depend on when roles changed. With order=completion it
 goes to the replica that will be free first, and replicas get unequal numbers where the trainers can take these.
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 _SHARE_OF_CORE = 0.01
 # A replica is given its next group this many groups before it will have trained what it has: earlier, a replica that is free sooner
 # could not have it; later, it would wait.
-_AHEAD = 1.5
+_AHEAD = 0.5
 _LEAST_WAIT_S = 0.001
 # Iterations whose lengths are expected of what is in flight.
 _ITERATIONS_SEEN = 4
@@ -104,7 +105,7 @@ class Roles(Variant):
         found = self._speeds()
         if found is not None:
             self._known.speeds, self._known.seconds_per_work = found
-        delivery.seconds_per_work = self._known.seconds_per_work
+        delivery.seconds_per_work = self._known.seconds_per_work or 1.0
         self._pool.rest(frozenset())
         for unit in self.units:
             if not unit.engines:
@@ -152,9 +153,10 @@ class Roles(Variant):
         for unit, since_s in self._training.items():
             self._show(unit, "trains", since_s, now())
 
-    def training(self, replica: int) -> bool:
-        """Whether the replica's devices are its own."""
-        return any(replica in unit.replicas for unit in self._training)
+    @property
+    def all_written(self) -> bool:
+        """Whether nothing is in flight any more, so that whoever still decodes is about to train."""
+        return self._dispatched and not self._flights
 
     # deciding
 
@@ -210,6 +212,7 @@ class Roles(Variant):
         self._pool.rest(frozenset(resting))
         seats = {seat for unit in units for seat in unit.engines}
         await self._pool.hand_on(seats, self._config.rollout.probe_timeout_s)
+        await self._pool.sleep(seats)
         for unit in units:
             self._trains(unit)
         self._known.change_s = 0.5 * (self._known.change_s + time.perf_counter() - begin_s)
@@ -225,7 +228,8 @@ class Roles(Variant):
     def _show(self, unit: Unit, role: str, start_s: float, end_s: float) -> None:
         if unit.engines:
             lanes = ", ".join(f"engine {seat}" for seat in unit.engines)
-            self._timeline.complete(role, start_s, end_s, f"role of {lanes}")
+            ranks = [rank for replica in unit.replicas for rank in self._config.mesh.replica(replica)]
+            self._timeline.complete(role, start_s, end_s, f"role of {lanes}", ranks=ranks)
 
     def _raise_failure(self) -> None:
         if self.changing is not None and self.changing.done():
@@ -263,7 +267,7 @@ class RolesDelivery(Delivery):
         self._changed = asyncio.Event()
         self._ended = False
         self.seconds_per_work = 0.0
-        """A replica's speed; 0 before it was learned."""
+        """A replica's speed; before it was learned, what makes shares of work equal."""
         roles.begin(self)
 
     @property
@@ -296,7 +300,8 @@ class RolesDelivery(Delivery):
 
     @property
     def numbers(self) -> dict[str, Any]:
-        return {"role_changes": self._roles.num_changes}
+        unequal = {"replica_groups": self._assignment.groups} if self._config.unequal_groups else {}
+        return {"role_changes": self._roles.num_changes, **unequal}
 
     async def finish(self, num_groups: int) -> float:
         await self._roles.end()
@@ -340,7 +345,8 @@ class RolesDelivery(Delivery):
         starved = [replica for replica in free if replica in untouched]
         replica = min(starved or free, key=self._given_s.__getitem__)
         works = [self._work(scored) for _, scored in self._held]
-        in_s = self._given_s[replica] - time.perf_counter() - _AHEAD * self._mean_s()
+        ahead_s = 0.0 if self._roles.all_written else _AHEAD * self._mean_s()
+        in_s = self._given_s[replica] - time.perf_counter() - ahead_s
         return max(range(len(works)), key=works.__getitem__), replica, in_s
 
     async def _give(self, place: int, replica: int) -> None:

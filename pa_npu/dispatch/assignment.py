@@ -70,6 +70,11 @@ class Assignment:
         return self._filled[replica] < self._per_share * len(self._work)
 
     @property
+    def groups(self) -> list[int]:
+        """How many each replica has."""
+        return list(self._filled)
+
+    @property
     def untouched(self) -> list[int]:
         """Replicas without a group."""
         return [replica for replica, filled in enumerate(self._filled) if not filled]

@@ -1,8 +1,8 @@
 """The fleet: which engines belong to the run, which of them serve, and how an engine comes to serve or stops serving.
 
     starting ──answers──> ready ──next publish, or late delivery──> serving ──wants to leave──> leaving ──nothing in flight──> left
-        ^                                                              │
-        └───started again──────── gone <──request or probe fails───────┘
+        ^                   └─ asleep until that publish <──its device trains──┤
+        └───started again──────── gone <──request or probe fails───────────────┘
 
 Engines appear in the roster, which the launcher and engines that join write. The fleet makes a client for each start of each
 engine, and lets the pool give it requests once it holds the iteration's weights (I1). While it serves, it is probed by
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,7 +41,7 @@ class Member:
     """One start of one engine, with its own client, so that a late answer of an earlier start is not mistaken for its answer.
 
     index: in the roster. generation: counts its starts. restarts: whether the launcher starts it again when it is gone.
-    shared: it is on a trainer's device.
+    shared: it is on a trainer's device. sleep: that puts it to sleep; None while it is awake.
     """
 
     index: int
@@ -53,10 +53,16 @@ class Member:
     capabilities: EngineCapabilities | None = None  # once it is ready
     probed_s: float = field(default_factory=time.monotonic)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    sleep: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
         return self.engine.name
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it can."""
+        return self.capabilities is not None and self.capabilities.sleeps
 
 
 DeliverLate = Callable[[Member, int], Awaitable[bool]]
@@ -84,9 +90,14 @@ class Fleet:
         self._failure: PaNpuError | None = None
         self._watcher: asyncio.Task[None] | None = None
         self.deliver_late: DeliverLate | None = None
+        self._train: set[int] = set()  # places of engines whose devices train
 
     async def __aenter__(self) -> Fleet:
         self._pool.on_lost(self.lost)
+        self._pool.on_sleep(self.sleep)
+        for entry in self._roster.entries():
+            if entry.shared:
+                self._roster.lend_device(entry.index, to_trainer=False)
         self._update()
         self._watcher = asyncio.create_task(self._or_fail(self._watch), name="fleet")
         return self
@@ -106,6 +117,15 @@ class Fleet:
         deadline = time.monotonic() + self._config.startup_timeout_s
         while late := [member.name for member in self._members.values() if member.state not in ("ready", "serving")]:
             await self._wait_change(deadline, f"engines {', '.join(late)} to become ready")
+
+    def check_sleep(self) -> None:
+        """Raises ConfigError where an engine that is ready cannot sleep, though there is no room for it beside its trainer."""
+        for member in self._members.values():
+            if member.capabilities is not None and not member.sleeps:
+                raise ConfigError(
+                    f"rollout.sleep: engine {member.name} says that it cannot sleep; start it with --enable-sleep-mode, or set "
+                    f"rollout.sleep=false"
+                )
 
     def run_on(self) -> tuple[EngineRunsOn, ...]:
         """List what the engines that are ready say they are, in the order of the roster."""
@@ -160,6 +180,62 @@ class Fleet:
             if member.state in ("ready", "serving"):
                 self._serves(member, version)
         self._version = version
+
+    async def sleep(self, places: Collection[int]) -> None:
+        """The devices of these engines, which have nothing in flight, train until `wake`: engines give their memory back.
+
+        One that is being started is waited for, and one that is gone starts when there is room for it. Nothing where engines cannot
+        sleep. Raises DeadlineExceeded.
+        """
+        if self._config.sleep is False or not any(member.sleeps for member in self._members.values()):
+            return
+        for place in set(places) - self._train:
+            self._roster.lend_device(place, to_trainer=True)
+        self._train |= set(places)
+        deadline = time.monotonic() + self._config.startup_timeout_s
+        while True:
+            members = [member for place, member in sorted(self._members.items()) if place in places]
+            for member in members:
+                if member.state in ("ready", "serving") and member.sleep is None:
+                    member.sleep = self._start(member, partial(self._put_to_sleep, member), "sleep")
+            awake = [one for one in members if one.state == "starting" or not (one.sleep is None or one.sleep.done())]
+            if not awake:
+                return
+            await self._wait_change(deadline, f"engines {', '.join(one.name for one in awake)} to sleep")
+
+    @property
+    def lends(self) -> bool:
+        """Whether devices train on which engines sleep, or would."""
+        return bool(self._train)
+
+    def take_devices(self) -> None:
+        """No device trains any more: engines may start there."""
+        for place in self._train:
+            self._roster.lend_device(place, to_trainer=False)
+        self._train.clear()
+
+    async def wake(self, member: Member) -> None:
+        """It takes its memory again where it gave it back, asked by an earlier coordinator perhaps.
+
+        Raises EngineError, DeadlineExceeded.
+        """
+        if member.sleeps:
+            await member.engine.wake(deadline_s=self._config.probe_timeout_s)
+            member.sleep = None
+
+    async def _put_to_sleep(self, member: Member) -> None:
+        try:
+            if others := member.tasks - {asyncio.current_task()}:  # a probe, a late delivery; each has a deadline
+                await asyncio.wait(others)
+            self._pool.suspend(member.engine)
+            if member.state == "serving":
+                member.state = "ready"
+            if member.sleeps:
+                await member.engine.sleep(deadline_s=self._config.probe_timeout_s)
+        except (EngineError, DeadlineExceeded) as error:
+            await self.lost(member.engine, str(error))
+        finally:
+            asyncio.get_running_loop().call_soon(self._changed.set)
 
     def serving(self) -> list[Member]:
         """The members that generate now, in the order of the roster."""
@@ -276,7 +352,8 @@ class Fleet:
             # one that joins inside an iteration serves from the next publish on; that is too late where engines have been asked to
             # load it already, which can be long before the trainers are through
             missed = self._border.locked()
-            if not (is_replacement or missed) or self.deliver_late is None:
+            wanted = (is_replacement or missed) and member.index not in self._train
+            if not wanted or self.deliver_late is None:
                 return
             await self._deliver(member)
         except (EngineError, DeadlineExceeded) as error:
@@ -332,10 +409,11 @@ class Fleet:
         except (EngineError, DeadlineExceeded) as error:
             await self.lost(member.engine, f"it did not generate a token when probed: {error}")
 
-    def _start(self, member: Member, work: Callable[[], Awaitable[None]], name: str) -> None:
+    def _start(self, member: Member, work: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(self._or_fail(work), name=f"{name} {member.name}")
         member.tasks.add(task)
         task.add_done_callback(member.tasks.discard)
+        return task
 
     async def _or_fail(self, work: Callable[[], Awaitable[None]]) -> None:
         """Run `work`, for which nobody waits: what it does not expect, the loss of the store for example, ends the run."""

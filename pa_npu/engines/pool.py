@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 OnLost = Callable[[RolloutEngine, str], Awaitable[None]]
+Sleep = Callable[[Collection[int]], Awaitable[None]]
 
 CHANGING = -1
 """The version of an engine that exchanges its weights."""
@@ -153,6 +154,7 @@ class EnginePool:
         self._open: Counter[int | None] = Counter()  # sessions, by the version that writes for them
         self._failure: PaNpuError | None = None
         self._on_lost: OnLost | None = None
+        self._sleep: Sleep | None = None
 
     async def __aenter__(self) -> EnginePool:
         return self
@@ -400,6 +402,15 @@ class EnginePool:
 
         engines = [engine for engine in self._engines.values() if self._uses[engine.name].seat in seats]
         await gather([empty(engine) for engine in engines])
+
+    def on_sleep(self, sleep: Sleep) -> None:
+        """Name what puts engines to sleep."""
+        self._sleep = sleep
+
+    async def sleep(self, seats: Collection[int]) -> None:
+        """Engines with these indices, which have nothing in flight, give their memory back until a publish, where they can."""
+        if self._sleep is not None:
+            await self._sleep(seats)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Until this is so; asked again when a group ends on an engine, and when one serves, is lost or changes version."""

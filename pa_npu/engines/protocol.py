@@ -111,7 +111,7 @@ class EngineCapabilities:
 
     kind: the value of rollout.backend. version: of its software. instance: which start of the engine this is.
     max_num_seqs: responses that it generates at the same time; further ones wait in it. continues: it goes on with a response that
-    another engine has begun, and hands on its own.
+    another engine has begun, and hands on its own. sleeps: it can give its device's memory back for a time.
     """
 
     kind: str
@@ -121,6 +121,7 @@ class EngineCapabilities:
     max_num_seqs: int | None = None
     loads_weights: bool = True
     continues: bool = False
+    sleeps: bool = False
 
 
 class RolloutEngine(Protocol):
@@ -151,6 +152,13 @@ class RolloutEngine(Protocol):
 
     async def hand_on(self, *, deadline_s: float) -> None:
         """End every response in flight as it stands; their requests are answered with what is written so far."""
+
+    async def sleep(self, *, deadline_s: float) -> None:
+        """Give the memory of weights and caches back, with what is in it. Nothing may be in flight; it generates nothing before it
+        has been woken and has loaded weights. Asked of engines that can."""
+
+    async def wake(self, *, deadline_s: float) -> None:
+        """Take the memory again; weights are loaded next. An engine that does not sleep does nothing."""
 
     async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
         """Every worker leaves the groups it is in and joins these. Returns once the trainers have joined as well."""

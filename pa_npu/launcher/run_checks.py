@@ -48,7 +48,7 @@ from pa_npu.launcher.trainer_versions import trainer_problems
 from pa_npu.planning.adapters import without_adapters
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.model_rules import check_model
-from pa_npu.planning.places import with_places
+from pa_npu.planning.places import with_places, with_share
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.base import Platform
 from pa_npu.platform.busy import busy_devices
@@ -206,13 +206,19 @@ def _check_data(config: Config, findings: Findings, tokenizer: Any, local: Calla
 
 
 def settle_places(config: Config, findings: Findings) -> Config:
-    """The configuration as the training backend needs it for this model, and rollout.max_num_seqs, where it was not given, by what
-    the KV cache holds; what it became is among the counts."""
+    """The configuration as the training backend needs it for this model, and sizes of engines that were not given; what they became
+    is among the counts."""
     if findings.spec is None:
         return config
     config, found = backend_module(config.trainer.backend).fit(config, findings.spec)
     findings.counts += [*found, *without_adapters(config, findings.spec)]
-    settled = with_places(config, findings.spec, findings.device_bytes, findings.own_memory)
+    known = (findings.spec, findings.device_bytes, findings.own_memory)
+    settled = with_share(config, *known)
+    if settled is not config:
+        findings.counts.append(
+            f"rollout.shared_memory_fraction: {settled.rollout.shared_memory_fraction:g}, which trainers leave while devices decode"
+        )
+    config, settled = settled, with_places(settled, *known)
     if settled is not config:
         findings.counts.append(
             f"rollout.max_num_seqs: {settled.rollout.max_num_seqs}, since the KV cache holds so many sequences at their longest"

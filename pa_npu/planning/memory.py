@@ -9,12 +9,15 @@ keeps a tenth of a device for these. The groups over which a replica's reader pa
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.adapters import adapter_parameters, adapter_parts
 from pa_npu.planning.amounts import Work, work
+from pa_npu.planning.model_rules import engines_sleep
 from pa_npu.planning.sharded import gathered_bytes, sharded_parts
 from pa_npu.planning.shared_way import device_way
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
@@ -24,18 +27,33 @@ GIB = 2**30
 _BYTES = {"fp32": 4, "bf16": 2}
 _FP32 = 4
 _STATE = ("weights", "gradients", "optimizer", "frozen models", "published weights")
+_BACKWARD = ("activations", "gathered layers")
+USABLE = 0.9
+"""Of a device; the figures leave out the rest."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device of a role, by purpose."""
+    """Bytes on one device of a role, by purpose. offloaded: the optimizer's part is in host memory but for the step."""
 
     role: str
     parts: tuple[tuple[str, int], ...]
+    offloaded: bool = False
 
     @property
     def total(self) -> int:
-        return sum(size for _, size in self.parts)
+        everything = sum(size for _, size in self.parts)
+        return everything - min(self.on_host, sum(size for name, size in self.parts if name in _BACKWARD))
+
+    @property
+    def at_rest(self) -> int:
+        """While the device decodes: nothing of a backward pass, and of the working set as much as a probe takes at most."""
+        return sum(size for name, size in self.parts if name not in _BACKWARD) - self.on_host
+
+    @property
+    def on_host(self) -> int:
+        """Bytes that wait in host memory for the step."""
+        return dict(self.parts)["optimizer"] if self.offloaded else 0
 
     @property
     def state(self) -> int:
@@ -43,8 +61,17 @@ class Memory:
         return sum(size for name, size in self.parts if name in _STATE)
 
     def line(self) -> str:
-        parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in self.parts if size)
-        return f"{format_bytes(self.total)} = {parts}"
+        parts = [(name, size) for name, size in self.parts if size]
+        if not self.offloaded:
+            return f"{format_bytes(self.total)} = {_sum(parts)}"
+        either = [part for part in parts if part[0] in _BACKWARD]
+        always = [part for part in parts if part not in either and part[0] != "optimizer"]
+        step = f"optimizer {format_bytes(self.on_host)} in a step"
+        return f"{format_bytes(self.total)} = {_sum(always)} + the larger of {step}, {_sum(either)} before it"
+
+
+def _sum(parts: Sequence[tuple[str, int]]) -> str:
+    return " + ".join(f"{name} {format_bytes(size)}" for name, size in parts)
 
 
 def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
@@ -58,7 +85,19 @@ def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
     if config.has_adapters:
         held = adapter_parts(config, spec, element)
     parts = [(name, held.get(name, size)) for name, size in fullest.parts]
-    return Memory(fullest.role, (*parts, ("gathered layers", gathered_bytes(config, spec, element))))
+    gathered = ("gathered layers", gathered_bytes(config, spec, element))
+    return Memory(fullest.role, (*parts, gathered), fullest.offloaded)
+
+
+def beside_engine(config: Config, spec: ModelSpec) -> int:
+    """Bytes of the fullest rank while the engine on its device has its memory: where that sleeps, those that are kept at rest."""
+    memory = trainer_memory(config, spec)
+    return memory.at_rest if engines_sleep(config, spec) else memory.total
+
+
+def left_share(config: Config, spec: ModelSpec, device_bytes: int) -> float:
+    """The share of a device, in steps of a twentieth, that a trainer leaves to the engine beside it; not above 0: none."""
+    return math.floor(20 * (USABLE - beside_engine(config, spec) / device_bytes)) / 20
 
 
 def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
@@ -81,6 +120,7 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
             ("handed buckets", handed_bytes(config, weights * element)),
             ("reader's groups", _reader_bytes(config, stage)),
         ),
+        config.optimizer.offload and config.run.device != "cpu",
     )
 
 

@@ -1,4 +1,6 @@
-"""rollout.max_num_seqs where it is not given: as many as an engine's KV cache holds at their longest, if an iteration has them.
+"""Sizes of engines that were not given: rollout.max_num_seqs, and rollout.shared_memory_fraction of engines that sleep.
+
+max_num_seqs is as many as an engine's KV cache holds at their longest, if an iteration has them.
 
 A group keeps its places until its longest response ends, so with lengths that vary an engine whose places all are taken decodes far
 fewer sequences than it could; twice the places were worth up to a third of the iteration in simulations of such lengths.
@@ -9,7 +11,8 @@ from __future__ import annotations
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
-from pa_npu.planning.memory import engine_memory, kv_bytes_per_token
+from pa_npu.planning.memory import engine_memory, kv_bytes_per_token, left_share
+from pa_npu.planning.model_rules import engines_sleep
 
 # Beyond it a decode step is arithmetic alone, and more sequences in it decode no faster.
 _MOST = 1024
@@ -34,6 +37,16 @@ def with_places(config: Config, spec: ModelSpec, device_bytes: int | None, own_m
             break
         config, rollout = grown, other
     return config
+
+
+def with_share(config: Config, spec: ModelSpec, device_bytes: int | None, own_memory: bool) -> Config:
+    """The configuration in which an engine that sleeps has what its trainer leaves as the device decodes; arguments as above."""
+    if "shared_memory_fraction" in config.rollout.model_fields_set or not engines_sleep(config, spec):
+        return config
+    if device_bytes is None or not own_memory or (share := left_share(config, spec, device_bytes)) <= 0:
+        return config
+    rollout = config.rollout.model_copy(update={"shared_memory_fraction": share})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _holds(config: Config, spec: ModelSpec, device_bytes: int | None) -> bool:

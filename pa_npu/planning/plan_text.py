@@ -9,6 +9,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import Work, work
 from pa_npu.planning.memory import (
     Memory,
+    beside_engine,
     engine_memory,
     format_bytes,
     kv_bytes_per_token,
@@ -16,6 +17,7 @@ from pa_npu.planning.memory import (
     wanted_sequences,
     wanted_tokens,
 )
+from pa_npu.planning.model_rules import engines_sleep
 from pa_npu.planning.prediction.rehearsal import advice, can_rehearse, rehearse
 from pa_npu.planning.shared_way import WAY_IN_WORDS, way_to_shared
 from pa_npu.platform.typical import typical_speed
@@ -62,8 +64,17 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         )
     if colocated and own_memory and device_bytes is not None:
         shared = engine_memory(config, spec, device_bytes, shared=True)
-        both = (trainers.total + shared.total) / device_bytes
-        lines.append(f"shared engine memory  {shared.line()}; with its trainer {both:.0%} of the device, both resident")
+        both = (beside_engine(config, spec) + shared.total) / device_bytes
+        how = "both resident"
+        if engines_sleep(config, spec):
+            kept = f"{format_bytes(trainers.at_rest)} that its trainer keeps as the device decodes"
+            how = f"of which {kept}; it sleeps while that trains"
+        lines.append(f"shared engine memory  {shared.line()}; with its trainer {both:.0%} of the device, {how}")
+    if trainers.on_host:
+        per_node = format_bytes(trainers.on_host * min(config.trainer.devices, config.devices_per_node))
+        lines.append(
+            f"host memory           {format_bytes(trainers.on_host)} of optimizer a rank but for the step, {per_node} a node"
+        )
     if colocated:
         lines.append(_shared_weights(config, trainers, one_group=not own_memory))
     lines += predicted_lines(config, spec)

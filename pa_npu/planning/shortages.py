@@ -26,7 +26,9 @@ from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.memory import (
     GIB,
+    USABLE,
     Memory,
+    beside_engine,
     engine_memory,
     format_bytes,
     kv_bytes_per_token,
@@ -36,7 +38,6 @@ from pa_npu.planning.memory import (
 )
 from pa_npu.planning.model_rules import check_model
 
-USABLE = 0.9
 _LARGEST_TENSOR_PARALLEL = 8  # devices that one node links directly
 _MOST_CHANGES = 4
 _LARGEST_MEMORY_FRACTION = 0.92
@@ -148,7 +149,7 @@ def _buffer_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
 
 
 def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Iterator[Shortage]:
-    """Engines on the trainers' devices: both stay where they are, so that both must fit."""
+    """Engines on the trainers' devices: both must fit, or where engines sleep what trainers keep as their devices decode."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
     def capacity(changed: Config) -> int:
@@ -160,14 +161,14 @@ def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
             engine_memory(changed, spec, device_bytes, shared=True).total,
             changed.rollout.shared_memory_fraction * device_bytes,
         )
-        return trainer_memory(changed, spec).total + engine
+        return beside_engine(changed, spec) + engine
 
     def fits(changed: Config) -> bool:
         return together(changed) <= USABLE * device_bytes and capacity(changed) >= longest
 
     if fits(config):
         return
-    share, trainer = config.rollout.shared_memory_fraction, trainer_memory(config, spec).total
+    share, trainer = config.rollout.shared_memory_fraction, beside_engine(config, spec)
     if too_small := capacity(config) < longest:
         what = (
             f"{share:.0%} of {format_bytes(device_bytes)} (rollout.shared_memory_fraction) hold the weights and a KV cache of "

@@ -51,6 +51,12 @@ class AcceleratorPlatform:
         cached = self._module.memory_reserved() - self._module.memory_allocated()  # the allocator's own, unused
         return int(free + cached)
 
+    def host_memory(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like, device="cpu", pin_memory=True)
+
+    def release_memory(self) -> None:
+        self._module.empty_cache()
+
     @property
     def handle_kind(self) -> str:
         return self.name

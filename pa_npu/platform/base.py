@@ -87,6 +87,12 @@ class Platform(Protocol):
     def free_memory_bytes(self) -> int:
         """Memory that this process can still get on the current device."""
 
+    def host_memory(self, like: torch.Tensor) -> torch.Tensor:
+        """Pinned memory of the host of the tensor's shape and type; the tensor itself where the host's is the device's."""
+
+    def release_memory(self) -> None:
+        """Give the device back what the allocator keeps for this process and nothing uses."""
+
     @property
     def handle_kind(self) -> str:
         """How memory of this kind is made known to another process (pa_npu.weight_transfer.memory_handles)."""

@@ -58,6 +58,12 @@ class CpuPlatform:
         except (OSError, KeyError):  # no Linux: what is free without giving up caches
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
+    def host_memory(self, like: torch.Tensor) -> torch.Tensor:
+        return like
+
+    def release_memory(self) -> None:
+        """The host's allocator keeps little."""
+
     def exportable_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8).share_memory_()
 

@@ -30,8 +30,9 @@ class TypicalSpeed:
     reading its keys and values. group_s: what a group costs a trainer beside arithmetic. layers: in a model with so many half of
     decode_step_s and group_s goes by their number (operations that are dispatched one by one); None: nothing does.
 
-    node_bytes, wire_bytes: per second, to a device of the same node and of another one. memory_gib: of the device, None where it
-    has none of its own. prefix_block: tokens of which engines share whole ones. source: of the peaks.
+    node_bytes, wire_bytes, host_bytes: per second, to a device of the same node, of another one, and to host memory (an assumption:
+    PCIe 4.0). memory_gib: of the device, None where it has none of its own. prefix_block: tokens of which engines share whole ones.
+    source: of the peaks.
     """
 
     name: str
@@ -44,6 +45,7 @@ class TypicalSpeed:
     layers: int | None = None
     node_bytes: float = 196e9
     wire_bytes: float = 25e9
+    host_bytes: float = 20e9
     memory_gib: int | None = None
     prefix_block: int = 128
     source: str = ""

@@ -1,7 +1,8 @@
 """The coordinator's end of the protocol: engines join the trainers' groups, load a version, and answer a probe where one is due.
 
 Engines are asked to load as soon as nothing is in flight, while the trainers still train and step: what they do before the first
-byte comes is over then. Only where groups have to be formed anew are the trainers waited for, as forming them has a deadline.
+byte comes is over then. The trainers are waited for only where groups have to be formed anew, as forming them has a deadline, and
+where engines sleep, whose memory the trainers use until then.
 
 The trainers' end is pa_npu.publish.trainer_side (and, between two publishes, pa_npu.publish.late_engines); what runs inside the
 engines is pa_npu.weight_transfer.receiver. When an engine dies meanwhile, the attempt is given up on both sides and made again with
@@ -141,6 +142,9 @@ class CoordinatorPublish:
         reason = ""
         try:
             async with self._fleet.border():
+                if self._fleet.lends:  # trainers that are ready have given back what memory they could
+                    await ready
+                    self._fleet.take_devices()
                 for attempt in range(int(self._failed_ahead == version), _ATTEMPTS):
                     place = {"version": version, "attempt": attempt}
                     members = await self._fleet.members()
@@ -324,14 +328,15 @@ class CoordinatorPublish:
 
         groups = self._groups.of_members(members, self._epoch)
 
-        async def load(engine: RolloutEngine, groups: WeightGroups) -> LoadedWeights:
+        async def load(member: Member, groups: WeightGroups) -> LoadedWeights:
+            await self._fleet.wake(member)
             if joins:
-                await engine.join_weight_groups(groups, deadline_s=self._deadline_s + _GRACE_S)
-            return await self._load_on(engine, version, begins_within_s)
+                await member.engine.join_weight_groups(groups, deadline_s=self._deadline_s + _GRACE_S)
+            return await self._load_on(member.engine, version, begins_within_s)
 
         begin = ready if begins_within_s is not None else None
         loads = [
-            self._while_healthy(member.engine, load(member.engine, joined), begin)
+            self._while_healthy(member.engine, load(member, joined), begin)
             for member, joined in zip(members, groups, strict=True)
         ]
         loaded = await self._unless_broken(BROKEN, place, gather(loads), begins_within_s or 0.0, ready)

@@ -121,6 +121,8 @@ class Learner:
             if late_source(self._config) == "policy":
                 self.gate.close()
             step = self.backend.step()
+            if self._config.engines_sleep:  # on all ranks, before any says that it is ready to publish
+                self._platform.release_memory()
         if not math.isfinite(step.grad_norm):
             raise InvariantViolation(
                 f"gradient norm is {step.grad_norm}: the update would destroy the weights; lower optimizer.learning_rate, or look "

@@ -33,13 +33,15 @@ AROUND = frozenset({"produce", "iteration", "run"})
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time of a process. kind: generate, train, reward, wait, publish, evaluate, step, checkpoint."""
+    """A stretch of time of a process. kind: generate, train, reward, wait, publish, evaluate, step, checkpoint. ranks: of the
+    trainers whose devices have a role."""
 
     lane: str
     kind: str
     name: str
     start_s: float
     end_s: float
+    ranks: tuple[int, ...] = ()
 
 
 class RunTimeline:
@@ -113,7 +115,9 @@ def _spans(events: Iterable[Mapping[str, Any]]) -> list[Span]:
             kind = "reward"
         else:
             kind = KINDS.get(name, "other")
-        spans.append(Span(lane, kind, name, start_s, end_s))
+        args = event.get("args")
+        ranks = args.get("ranks", ()) if isinstance(args, dict) and lane.startswith(ROLES) else ()
+        spans.append(Span(lane, kind, name, start_s, end_s, tuple(ranks) if isinstance(ranks, list) else ()))
     return spans
 
 
@@ -190,6 +194,13 @@ def _waits(processes: Mapping[str, Sequence[Span]], start_s: float, end_s: float
         }
         busy_s = seconds(spans)
         found.append({"name": process, "role": "trainer", "parts": parts, "idle": max(0.0, total_s - busy_s)})
+        # a trainer that waits while its device decodes is not idle
+        decodes = [span for span in coordinator if span.name == "decodes" and _natural(process)[1] in span.ranks]
+        if decodes:
+            works = [span for span in spans if span.kind != "wait"]
+            parts = {"decodes": seconds(decodes), "trains": parts["train"]}
+            idle_s = max(0.0, total_s - seconds([*decodes, *works]))
+            found.append({"name": f"device of {process}", "role": "device", "parts": parts, "idle": idle_s})
     return found[: 2 * MOST_PROCESSES]
 
 

@@ -27,6 +27,7 @@ from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
 from pa_npu.families.spec import ModelSpec
+from pa_npu.platform.cpu import CpuPlatform
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.telemetry.timeline import Timeline
@@ -129,6 +130,8 @@ class BackendConformance:
     """Subclass it as a test class with fixtures `make` and `model`, an HF directory, and the backend's name in the registry."""
 
     name: str
+    offloads = True
+    """Whether it reads optimizer.offload."""
 
     def train(self, learner: Learner) -> None:
         learner.publish(0)
@@ -249,6 +252,61 @@ class BackendConformance:
         expected = self.exported(again, tmp_path / "own")
         assert exported.keys() == expected.keys()
         assert all(torch.equal(exported[name], expected[name]) for name in expected)
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    def test_a_state_that_waits_on_the_host_steps_and_is_saved_to_the_same_bits(
+        self, make: Make, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+    ) -> None:
+        """Memory that this test gives stands for the host's; the state is in it during passes, and nowhere else in a step."""
+        if not self.offloads:
+            pytest.skip("it does not read the key")
+        hosts: list[torch.Tensor] = []
+
+        def host_memory(platform: CpuPlatform, like: torch.Tensor) -> torch.Tensor:
+            hosts.append(torch.empty_like(like))
+            return hosts[-1]
+
+        monkeypatch.setattr(CpuPlatform, "host_memory", host_memory)
+        keys: dict[str, Any] = {"checkpoint": {"asynchronous": False}, "model": {"dtype": dtype}}
+        keys["trainer"] = {"backend": self.name}
+
+        def trained(offload: bool, checkpoint: Path | None) -> tuple[Learner, list[str]]:
+            learner = make(config_of(model, **keys, optimizer={"offload": offload}))
+            backend, digests, seen = learner.backend, [], {"pass": set(), "step": set()}  # type: ignore[var-annotated]
+            optimizer, offloaded = backend._optimizer, backend._offloaded  # type: ignore[attr-defined]
+            step = optimizer.step
+            assert bool(offloaded._parked) <= offload
+
+            def note(when: str) -> None:
+                on_host = {host.data_ptr() for host in hosts}
+                seen[when] |= {tensor.data_ptr() in on_host for tensor in offloaded._tensors()}
+
+            def noted(*arguments: Any) -> Any:
+                note("step")
+                return step(*arguments)
+
+            monkeypatch.setattr(optimizer, "step", noted)
+            if checkpoint is not None:
+                backend.load(checkpoint)
+            learner.publish(0)
+            for share in shares():
+                note("pass")
+                learner.accumulate(Source(microbatches(share)))
+                note("pass")
+                learner.step()
+                digests.append(backend.digest())
+            note("pass")
+            assert seen == ({"pass": {True}, "step": {False}} if offload else {"pass": set(), "step": set()})
+            return learner, digests
+
+        learners, digests = zip(*(trained(offload, None) for offload in (False, True)), strict=True)
+        assert digests[0] == digests[1] and not len(hosts) > 3 * len(learners[1].backend._offloaded._parked)
+        after = []
+        for learner, offload in zip(learners, (True, False), strict=True):  # each goes on as the other began
+            run = tmp_path / f"from_{not offload}"
+            save(learner, run, 1)
+            after.append(trained(offload, run / "checkpoints" / directory_name(1))[1])
+        assert after[0] == after[1] and after[0][-1] != digests[0][-1]
 
     def test_rounding_is_that_of_training_or_there_is_no_wider_type(self, make: Make, model: Path) -> None:
         learner = make(config_of(model))

@@ -241,6 +241,21 @@ class Conformance:
             assert (await client.check_health(deadline_s=DEADLINE_S)).version == version
             assert {(g.version, g.instance) for g in await ask(client)} == {(version, instance)}
 
+    async def test_an_engine_that_has_slept_generates_nothing_before_it_has_loaded_weights(self, subject, client):
+        if not (await client.wait_ready(deadline_s=DEADLINE_S)).sleeps:
+            pytest.skip("it says that it cannot")
+        await self.publish(subject, client, 3)
+        before = bits(await ask(client))
+        await client.sleep(deadline_s=DEADLINE_S)
+        assert (await client.check_health(deadline_s=DEADLINE_S)).version is None
+        assert (await client.wait_ready(deadline_s=DEADLINE_S)).sleeps, "a coordinator that comes now can wake it"
+        await client.wake(deadline_s=DEADLINE_S)
+        await client.wake(deadline_s=DEADLINE_S)
+        with pytest.raises(InvariantViolation, match="I1 version"):
+            await ask(client)
+        await self.publish(subject, client, 4)
+        assert bits(await ask(client)) == before
+
     async def test_another_run_that_publishes_to_it_is_noticed(self, subject, client):
         await self.publish(subject, client, 3)
         async with subject.client() as other:

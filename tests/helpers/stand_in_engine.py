@@ -16,8 +16,9 @@ API_KEY = "key-of-the-stand-ins"
 class Served:
     """One running stand-in. `stop` closes its port and drops its connections, as a dying engine does."""
 
-    def __init__(self, speed: Speed, port: int = 0) -> None:
+    def __init__(self, speed: Speed, port: int = 0, sleeps: bool = False) -> None:
         self.url = ""
+        self._sleeps = sleeps
         self._port = port
         self.engine: StandInEngine
         self._speed = speed
@@ -47,7 +48,7 @@ class Served:
 
     def start_again(self, speed: Speed) -> Served:
         """Its successor at the same address, once it has stopped."""
-        return Served(speed, int(self.url.rpartition(":")[2]))
+        return Served(speed, int(self.url.rpartition(":")[2]), self._sleeps)
 
     def stop(self) -> None:
         if self._thread.is_alive():
@@ -61,7 +62,7 @@ class Served:
         self._loop.close()
 
     async def _serve(self) -> None:
-        self.engine = StandInEngine(self._speed, vocab_size=100, api_key=API_KEY)
+        self.engine = StandInEngine(self._speed, vocab_size=100, api_key=API_KEY, sleeps=self._sleeps)
         async with serving(self.engine, port=self._port) as self.url:
             self._started.set()
             await self._end.wait()

@@ -158,7 +158,11 @@ def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
         if name == "MINDSPEED":  # a branch that has grown since
             head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
             pinned = head.stdout.strip()
-            for words in (("tag", "-d", VERSIONS[name]), ("commit", "-qm", "b", "--allow-empty"), ("branch", VERSIONS[name])):
+            for words in (
+                ("tag", "-d", VERSIONS[name]),
+                ("commit", "-qm", "b", "--allow-empty"),
+                ("branch", VERSIONS[name]),
+            ):
                 subprocess.run([*git, *words], check=True)
         url = re.search(rf"^{name}_URL=(\S+)$", SCRIPT.read_text(), re.MULTILINE)
         redirected[f"GIT_CONFIG_KEY_{number}"] = f"url.file://{repository}.insteadOf"

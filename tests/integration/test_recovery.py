@@ -27,6 +27,7 @@ from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.messages import DISPATCHED
 from pa_npu.launcher.placement import free_ports
 from pa_npu.publish.messages import LATE_DECISION, MANIFEST, READY, VERDICT
+from pa_npu.telemetry.timeline import read_events
 from tests.helpers.launched import ENGINE_SERVERS, Launched, settings
 
 pytestmark = [
@@ -41,6 +42,12 @@ FEW_KILLS = 4
 TIMEOUT_S = 300.0
 # An engine that is killed in training is back with the next publish: in this order a kind takes two iterations.
 MOMENTS = ("publish", "generation", "training")
+# Where devices decode and train in one iteration: an engine is about to hand on what it has; its device trains, and others decode.
+# Each shows as one more of these texts in a file of the run's.
+CHANGES = {
+    "hand-over": ("logs/coordinator.log", "units decode from here on"),
+    "beside": ("timeline/coordinator.jsonl", '"name":"decodes"'),
+}
 VLLM = (ENGINE_SERVERS["vllm"], "VLLM::EngineCore")  # HTTP server; scheduler and model
 TRANSFORMERS = ENGINE_SERVERS["transformers"]
 WORKERS = ("trainer-0", "trainer-1", "coordinator", "keeper of trainer-0")
@@ -100,6 +107,23 @@ class Watched:
             state = "publish" if not published else "training" if produced else "generation"
             found[:] = [version]
             return state == moment and at_least <= version < ITERATIONS
+
+        self._until(reached, moment)
+        return found[0]
+
+    def wait_for_change(self, moment: str, directory: Path, at_least: int = 0) -> int:
+        """As wait_for, for a moment of CHANGES. directory: the run's."""
+        name, text = CHANGES[moment]
+        found: list[int] = []
+
+        def reached() -> bool:
+            version = self.wait_for("generation", at_least)
+            file = directory / name
+            before = file.read_text().count(text)
+            produced = functools.partial(DISPATCHED.exists, self._channel, iteration=version)
+            self._until(lambda: file.read_text().count(text) > before or produced(), moment)
+            found[:] = [version]
+            return not produced()
 
         self._until(reached, moment)
         return found[0]
@@ -239,7 +263,8 @@ def watched_when_ready(run: Launched, ahead: int = 0, engine_port: int | None = 
     return watched
 
 
-def kill_all(watched: Watched, kills: Kills, number: int = signal.SIGKILL) -> None:
+def kill_all(watched: Watched, kills: Kills, number: int = signal.SIGKILL, directory: Path | None = None) -> None:
+    """directory: the run's, for moments of CHANGES."""
     kinds: list[str] = []
     kills = list(kills)
     first = (
@@ -248,7 +273,12 @@ def kill_all(watched: Watched, kills: Kills, number: int = signal.SIGKILL) -> No
     for kind, moment in kills:
         if kind not in kinds:
             kinds.append(kind)
-        version = watched.wait_for(moment, first + kinds.index(kind))
+        at_least = first + kinds.index(kind)
+        if moment in CHANGES:
+            assert directory is not None
+            version = watched.wait_for_change(moment, directory, at_least)
+        else:
+            version = watched.wait_for(moment, at_least)
         attempt, progress = watched.attempt, watched.progress()
         watched.kill(kind, number)
         print(f"killed {kind} in {moment} of version {version}")
@@ -357,26 +387,53 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
 
 
 @pytest.mark.parametrize(
-    ("through", "kills"),
+    ("through", "kills", "number"),
     [
         pytest.param(
             "handles",
-            (("engine-1", "publish"), ("trainer-0", "generation")),
+            (("engine-1", "publish"), ("engine-0", "hand-over"), ("trainer-0", "generation")),
+            signal.SIGKILL,
             id="some",
         ),
-        pytest.param("auto", tuple(each(["engine-1", "engine-0", *WORKERS])), id="all", marks=pytest.mark.nightly),
-        pytest.param("handles", tuple(each(["engine-1", *WORKERS])), id="handles", marks=pytest.mark.nightly),
+        pytest.param(
+            "auto",
+            tuple(each(["engine-1", "engine-0", *WORKERS])),
+            signal.SIGKILL,
+            id="all",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "handles", tuple(each(["engine-1", *WORKERS])), signal.SIGKILL, id="handles", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            "auto",
+            tuple(itertools.product(["engine-1", "engine-0", "trainer-0", "trainer-1", "coordinator"], CHANGES)),
+            signal.SIGKILL,
+            id="changes",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "auto",
+            tuple(itertools.product(["engine-1", "engine-0"], [*CHANGES, "training"])),
+            signal.SIGSTOP,
+            id="stopped",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that_was_not_disturbed(
     through: str,
     kills: Kills,
+    number: int,
     launch: Callable[..., Launched],
     tiny: Path,
     tmp_path: Path,
     undisturbed: Callable[[str], Result],
 ) -> None:
-    """engine-k is beside trainer-k, roles change at every chance; by handles engines map the memory of trainers for weights."""
+    """engine-k is beside trainer-k, roles change at every chance; by handles engines map the memory of trainers for weights.
+
+    No group ends on an engine whose device trains.
+    """
     directory = tmp_path / "run"
     (port,) = free_ports("127.0.0.1", 1)
     shared = {
@@ -385,13 +442,26 @@ def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that
         "environment.name": "tests.helpers.scripted_schedules:ChangesRoles",
         "placement.engine_port": port,
         "publish.shared_through": through,
+        "rollout.probe_timeout_s": 15.0,
+        "publish.timeout_s": 60.0,
     }
     watched = Watched(launch(*keys(tiny, directory, "transformers", **shared)), engine_port=port)
     watched.run.wait_for(lambda: "engine-1 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
-    kill_all(watched, kills)
+    kill_all(watched, kills, number, directory)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0, watched.run.output
     Result.of(directory).assert_equal(undisturbed("transformers"))
+    events = read_events(directory / "timeline" / "coordinator.jsonl")
+    for engine in range(2):
+        trains = [
+            event for event in events if event.get("lane") == f"role of engine {engine}" and event["name"] == "trains"
+        ]
+        lane = f"engine http://127.0.0.1:{port + engine}"
+        ends = [event["end"] for event in events if event.get("lane") == lane and event["name"].startswith("group ")]
+        assert trains and ends, "there is something to compare"
+        assert not [end for end in ends for role in trains if role["start"] < end < role["end"]], (
+            "it decodes and trains"
+        )
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert all(record["devices"] == 2 for record in records), "each counts once"
     assert any(record["role_changes"] for record in records), "negative control: sequences were handed on"

@@ -89,6 +89,7 @@ class TestFsdpWithAdapters(BackendConformance):
 
 
 class TestToy(BackendConformance):
+    offloads = False
     name = "tests.helpers.toy_backend:BACKEND"
 
     @pytest.fixture

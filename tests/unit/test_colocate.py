@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pa_npu.config import Config
+from pa_npu.config import Config, load_config
 from pa_npu.launcher.placement import place, place_nodes
 from pa_npu.planning.known_models import known_spec
+from pa_npu.planning.memory import engine_memory, trainer_memory
+from pa_npu.planning.places import with_share
 from pa_npu.planning.plan_text import derived_lines, predicted_lines
+from pa_npu.planning.prediction.costs import typical_trainer
 from pa_npu.planning.prediction.rehearsal import rehearse
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.typical import typical_speed
 
 GIB = 2**30
+RECIPE = Path(__file__).resolve().parents[2] / "configs" / "grpo_qwen2.5_7b.yaml"
 SPEC = known_spec("models/Qwen2.5-7B")
 
 
@@ -103,3 +108,64 @@ def test_what_is_predicted_is_one_after_the_other() -> None:
     assert line.startswith("predicted"), "nothing to change: neither side can be given the other's devices"
     apart = rehearse(colocated(**keys, placement={"colocate": False}), SPEC, typical)
     assert apart.iteration_s < apart.generate_s + apart.train_s, "negative control"
+
+
+# 7B on 8 devices of 64 GiB, by the recipe's numbers
+
+
+def recipe(*keys: str) -> Config:
+    given = ["run.device=npu", "placement.colocate=true", "rollout.engines=8", "trainer.devices=8"]
+    assert SPEC is not None
+    return with_share(load_config([str(RECIPE)], [*given, *keys]), SPEC, 64 * GIB, True)
+
+
+def kv_cache(config: Config) -> int:
+    assert SPEC is not None
+    return dict(engine_memory(config, SPEC, 64 * GIB, shared=True).parts)["KV cache"]
+
+
+def test_a_7b_model_fits_with_roles_on_8_devices_of_64_gib() -> None:
+    """All is there at once only where engines do not sleep; the optimizer is there only in a step where it is offloaded."""
+    assert SPEC is not None
+    asleep, offloaded, resident = recipe(), recipe("optimizer.offload=true"), recipe("rollout.sleep=false")
+    for config in (asleep, offloaded, resident):
+        assert config.follows_work and not shortages(config, SPEC, 64 * GIB, True)
+    shares = [config.rollout.shared_memory_fraction for config in (asleep, offloaded, resident)]
+    assert shares == [0.45, 0.6, 0.3], "what trainers leave as devices decode, and the default"
+    assert kv_cache(resident) < 3 * GIB and kv_cache(asleep) > 4 * kv_cache(resident)
+    assert kv_cache(offloaded) > kv_cache(asleep) + 9 * GIB
+    text = "\n".join(derived_lines(offloaded, SPEC, 64 * GIB, True))
+    assert "it sleeps while that trains" in text and "10.6 GiB of optimizer a rank" in text
+    assert "both resident" in "\n".join(derived_lines(resident, SPEC, 64 * GIB, True))
+    refused = shortages(recipe("rollout.sleep=false", "rollout.shared_memory_fraction=0.45"), SPEC, 64 * GIB, True)
+    assert [shortage.role for shortage in refused] == ["shared engine"], "negative control: both are there"
+
+
+def test_an_offloaded_optimizer_is_beside_no_activations_and_its_way_takes_time() -> None:
+    assert SPEC is not None
+    plain, offloaded = (trainer_memory(recipe(*keys), SPEC) for keys in ((), ("optimizer.offload=true",)))
+    parts = dict(plain.parts)
+    assert plain.total == sum(parts.values()) and not plain.on_host and offloaded.on_host == parts["optimizer"]
+    assert offloaded.total == plain.total - min(parts["optimizer"], parts["activations"])
+    assert offloaded.at_rest == plain.at_rest - parts["optimizer"] and offloaded.state == plain.state
+    typical = typical_speed("npu")
+    seconds = [typical_trainer(recipe(*keys), SPEC, typical).step_s for keys in ((), ("optimizer.offload=true",))]
+    assert seconds[1] - seconds[0] == pytest.approx(2 * parts["optimizer"] / typical.host_bytes)
+    on_cores = recipe("run.device=cpu", "optimizer.offload=true")
+    assert not trainer_memory(on_cores, SPEC).on_host, "nothing changes there"
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"run": {"device": "cpu"}, "rollout": {"sleep": True}}, "no memory of a device to give back; remove the key"),
+        ({"run": {"device": "npu"}, "rollout": {"expandable_segments": True}}, "or set rollout.sleep=false"),
+        (
+            {"rollout": {"sleep": True}, "placement": {"colocate": False}},
+            "rollout.sleep: true would be read by nothing",
+        ),
+    ],
+)
+def test_sleep_that_cannot_be_is_refused(sections: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        colocated(**sections)

@@ -16,9 +16,9 @@ from tools.stand_in import Speed
 SPEED = Speed(step_s=0.0005)
 
 
-@pytest.fixture(scope="module")
-def subject() -> Iterator[Subject]:
-    served = Served(SPEED)
+@pytest.fixture(scope="module", params=[False, True], ids=["awake", "sleeps"])
+def subject(request) -> Iterator[Subject]:
+    served = Served(SPEED, sleeps=request.param)
 
     async def restart() -> None:
         nonlocal served

@@ -45,6 +45,19 @@ async def test_smaller_vocabulary_than_the_engine_has_is_noticed():
             await client.generate(PROMPT, 8, 0, SAMPLING, deadline_s=5)
 
 
+async def test_it_sleeps_without_its_weights_and_is_woken_by_vllms_own_paths():
+    asked: list[str] = []
+
+    async def note(request: web.Request) -> web.Response:
+        asked.append(request.path_qs)
+        return web.json_response({})
+
+    async with server({"/sleep": note, "/wake_up": note}) as url, VllmEngine(url, 10) as client:
+        await client.sleep(deadline_s=5)
+        await client.wake(deadline_s=5)
+    assert asked == ["/sleep?level=2", "/wake_up"]
+
+
 async def test_worker_calls_reach_the_engine_and_never_carry_a_timeout():
     bodies = []
 

@@ -17,6 +17,7 @@ from pa_npu.engines.vllm.command import EngineCommand
 from pa_npu.engines.vllm.versions import VERSIONS, EngineVersion
 from pa_npu.errors import ConfigError
 from pa_npu.families.rope import Rope
+from pa_npu.families.shape import Experts
 from pa_npu.families.spec import ModelSpec
 
 SPEC = ModelSpec(
@@ -126,6 +127,31 @@ def test_device_memory_engine_gets_its_share_of_it(monkeypatch):
     assert command.env["FROM_PLATFORM"] == "engine"
     assert "--kv-cache-memory-bytes" not in command.argv and "--enforce-eager" not in command.argv
     assert "--block-size" not in command.argv
+
+
+@pytest.mark.parametrize(
+    ("run", "rollout", "colocate", "experts", "sleeps"),
+    [
+        ("npu", {}, True, False, True),
+        ("cuda", {}, True, True, True),
+        ("npu", {}, True, True, False),
+        ("npu", {"sleep": True}, True, True, True),
+        ("npu", {"sleep": False}, True, False, False),
+        ("npu", {}, False, False, False),
+        ("cpu", {}, True, False, False),
+    ],
+)
+def test_engines_that_share_devices_can_sleep_where_these_have_memory(
+    monkeypatch, run, rollout, colocate, experts, sleeps
+):
+    monkeypatch.setattr(engine.platform, "get", lambda kind: Device())
+    chosen = config().model_copy(update={"placement": PlacementConfig(colocate=colocate)})
+    sections = {"run": {"device": run}, "rollout": rollout}
+    chosen = chosen.model_copy(
+        update={name: getattr(chosen, name).model_copy(update=values) for name, values in sections.items()}
+    )
+    spec = dataclasses.replace(SPEC, experts=Experts(4, 2, 64, True, (0, 1))) if experts else SPEC
+    assert ("--enable-sleep-mode" in server_command(chosen, spec, 0, 1).argv) is sleeps
 
 
 def test_users_arguments_and_environment_come_last():

@@ -84,6 +84,20 @@ async def test_anything_but_exactly_the_key_is_refused(monkeypatch, headers):
     assert (await answer({"headers": headers}, monkeypatch))[0]["status"] == 401
 
 
+async def test_an_engine_that_is_put_to_sleep_has_no_version_any_more(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+
+    async def ignore(*_: Any) -> None:
+        pass
+
+    guard = EngineGuard(ignore)
+    bearer = [(b"authorization", b"Bearer " + KEY.encode())]
+    for path, headers, expected in (("/sleep", [], 3), ("/x", bearer, 3), ("/sleep", bearer, None)):
+        guard._identity.version = 3
+        await guard({"type": "http", "method": "POST", "path": path, "headers": headers}, ignore, ignore)
+        assert guard._identity.version == expected, "only who has the key puts it to sleep"
+
+
 async def test_websockets_are_closed_and_events_of_the_server_pass(monkeypatch):
     assert await answer({"type": "websocket", "path": "/health"}, monkeypatch) == [
         {"type": "websocket.close", "code": 1008}

@@ -73,6 +73,7 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         worker: Any = extension.WorkerExtension()
         worker.model = FakeModel(set(tensors.manifest.shapes) | extra)
         worker.rank, worker.device, worker.model_runner = 0, "cpu", SimpleNamespace()
+        worker.model_config = SimpleNamespace()
         worker._pa_receiver = FakeReceiver(tensors, fail)
         return worker
 
@@ -85,7 +86,9 @@ def test_version_is_stamped_after_a_complete_receive(make_worker: Callable[..., 
     result = worker.pa_receive(4)
     assert result["digests"] == list(worker._pa_receiver.digests) and len(result["digests"][0].split()) > 3
     assert result["version"] == 4
-    assert worker.pa_version() == {"version": 4, "continues": False}
+    assert worker.pa_version() == {"version": 4, "continues": False, "sleeps": False}
+    worker.model_config.enable_sleep_mode = True
+    assert worker.pa_version()["sleeps"]
 
 
 def test_failed_receive_unsets_the_version(make_worker: Callable[..., Any]) -> None:

@@ -144,6 +144,24 @@ def test_an_engine_that_ends_too_often_ends_the_run(tmp_path: Path) -> None:
     assert "engine-0 ended 2 times within 3600 s (rollout.restarts), at last: exit code 7" in run.said
 
 
+def test_an_engine_that_ends_while_its_device_trains_is_started_again_when_there_is_room(tmp_path: Path) -> None:
+    done = tmp_path / "engine"
+    done.write_text("")
+    worker = f"import time, pathlib\nwhile pathlib.Path({str(done)!r}).read_text() != 'xx': time.sleep(0.02)"
+    starts: list[str] = []
+
+    def is_lent(self: Roster, index: int) -> bool:
+        starts.append(done.read_text())
+        return len(starts) <= 3
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Roster, "is_lent", is_lent)
+        run = Supervised(tmp_path, counted(done, "raise SystemExit(1)", SERVES), worker)
+    assert run.code == 0, run.said
+    assert starts[:4] == ["x"] * 4, "not while a trainer has the device"
+    assert run.generation == 1 and "exit code 1; started again (1 of rollout.restarts = 2)" in run.said
+
+
 def test_a_hung_engine_is_killed_and_replaced_when_the_coordinator_asks(tmp_path: Path) -> None:
     """The fake engine ignores SIGTERM, as a stopped process does."""
     done = tmp_path / "engine"

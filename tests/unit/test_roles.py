@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -69,7 +69,7 @@ class Engine:
     """Writes a token of every response whenever the loop comes round; lengths and tokens follow from the seed."""
 
     def __init__(self, name: str, fails: bool = False) -> None:
-        self.name, self.decoding, self.handed_on, self.gone = name, 0, 0, False
+        self.name, self.decoding, self.handed_on, self.gone, self.asleep = name, 0, 0, False, False
         self._fails = fails
 
     async def generate(
@@ -83,6 +83,7 @@ class Engine:
         written: np.ndarray | None = None,
     ) -> list[Generation]:
         begun = self.handed_on
+        assert not self.asleep, f"engine {self.name} is asked while it sleeps"
         self.decoding += 1
         try:
             lengths = [int(np.random.default_rng(seed + i).integers(1, LONGEST)) for i in range(n)]
@@ -125,6 +126,7 @@ class Shelf:
 
     def put(self, group: Group, replica: int, slot: int) -> None:
         assert not self.engines[replica].decoding, f"replica {replica} trains while engine {replica} decodes"
+        assert self.engines[replica].asleep, f"replica {replica} trains while engine {replica} has memory"
         self.beside += any(engine.decoding for engine in self.engines)
         self.groups[replica, slot] = group
 
@@ -147,8 +149,10 @@ async def produce(
     monkeypatch: pytest.MonkeyPatch,
     keep: int,
     fails: int | None = None,
+    learned: bool = True,
 ) -> tuple[Produced, Shelf, list[str]]:
-    """keep: units that go on decoding, however little is left. fails: the engine that dies as it is asked to hand on."""
+    """keep: units that go on decoding, however little is left. fails: the engine that dies as it is asked to hand on. learned:
+    whether there were iterations before."""
 
     def wanted(rest: Rest, speeds: Speeds) -> tuple[int, float, float]:
         return max(keep, rest.decoding - 1), 0.0, 0.0
@@ -162,14 +166,20 @@ async def produce(
         lost.append(engine.name)
         pool.suspend(engine)
 
+    async def sleep(seats: Collection[int]) -> None:
+        for seat in seats:
+            assert not engines[seat].decoding, f"engine {seat} is put to sleep while it decodes"
+            engines[seat].asleep = True
+
     pool.on_lost(on_lost)
+    pool.on_sleep(sleep)
     for seat, engine in enumerate(engines):
         pool.add(engine, seat=seat, shared=True)  # type: ignore[arg-type]
         pool.serve(engine, 5)  # type: ignore[arg-type]
     controller = ScheduleController(Rules.of(config), lambda prompt, responses: prompt + sum(responses))
     shelf, timeline = Shelf(engines), Timeline(None, "")
     monkeypatch.setattr(timeline, "_write", shelf.events.append)
-    roles = Roles(config, pool, timeline, lambda: (Speeds(0.0005, 0.0), 1e-6))
+    roles = Roles(config, pool, timeline, lambda: (Speeds(0.0005, 0.0), 1e-6) if learned else None)
     roles._known.lengths.append(np.arange(1.0, LONGEST))
     environment = SingleTurn(EnvironmentContext(None, LONGEST))
     producer = Producer(
@@ -205,12 +215,33 @@ async def test_responses_that_move_are_those_that_do_not_and_nobody_trains_where
     for seat in range(3):
         decodes, trains = [event for event in shelf.events if event["lane"] == f"role of engine {seat}"]
         assert (decodes["name"], trains["name"]) == ("decodes", "trains") and decodes["end"] == trains["start"]
+        assert decodes["args"] == trains["args"] == {"ranks": [seat]}
     assert len(shelf.timings) == GROUPS, "trainers' seconds are of all groups, moved or not"
     if order == "prompt":
         assert all(group.index == slot * 3 + replica for (replica, slot), group in shelf.groups.items())
-        assert shelf.groups.keys() == held.groups.keys()
+        assert shelf.groups.keys() == held.groups.keys() and "replica_groups" not in moved.numbers
     else:
+        given = [sum(replica == one for one, _ in shelf.groups) for replica in range(3)]
+        assert moved.numbers["replica_groups"] == given and sum(given) == GROUPS
         assert {replica for replica, _ in shelf.groups} == {0, 1, 2}, "every replica trains something"
+
+
+async def test_in_turns_engines_sleep_before_the_batch_is_trained(
+    store_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, shelf, _ = await produce(config(schedule={"stream": False}), store_thread, monkeypatch, keep=3)
+    assert len(shelf.groups) == GROUPS and all(engine.asleep for engine in shelf.engines)
+
+
+async def test_replicas_get_equal_work_before_anything_was_learned(
+    store_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = config(schedule={"order": "completion"})
+    assert chosen.unequal_groups
+    produced, shelf, _ = await produce(chosen, store_thread, monkeypatch, keep=1, learned=False)
+    assert produced.numbers["role_changes"] == 0, "in turns"
+    work = [sum(len(g.tokens) for (replica, _), g in shelf.groups.items() if replica == one) for one in range(3)]
+    assert max(work) < 1.1 * sum(work) / 3, work
 
 
 @pytest.mark.parametrize("engine", [0, 1, 2])
@@ -268,7 +299,7 @@ class Given(module.RolesDelivery):
         self.given: list[int] = []
         self.all_given = asyncio.Event()
         self._expected = groups
-        roles: Any = SimpleNamespace(begin=lambda delivery: None)
+        roles: Any = SimpleNamespace(begin=lambda delivery: None, all_written=False)
         assignment = Assignment("completion", replicas, groups // replicas)
         parts: Any = (config(), None, assignment, lambda prompt, responses: 1.0, None, None, ())
         super().__init__(roles, *parts)
@@ -304,3 +335,20 @@ async def test_a_replica_without_room_is_not_waited_for() -> None:
     delivery.free([0, 1])
     delivery._given_s[1] += 0.3  # it has work for longer than the other, which will be full
     assert await delivery.all_of(4) == [0, 1, 0, 1]
+
+
+def test_the_last_group_is_not_given_to_a_replica_that_is_busy_when_other_devices_are_about_to_be_free() -> None:
+    """The longest response is the last to end, and its group's training is what the iteration waits for."""
+    delivery = Given(2, 4)
+    delivery.seconds_per_work = 1.0
+    delivery.free([0])
+    delivery._given_s[0] += 0.3
+    delivery._worked = [(1.0, 1), (1.0, 1)]
+    delivery._held = [(number, SimpleNamespace(tokens=1)) for number in range(2)]  # type: ignore[misc]
+    _, replica, in_s = delivery._due(at_end=False) or (0, 0, 0.0)
+    assert replica == 0 and in_s <= 0.0, "control: while others are in flight it is given ahead of time"
+    delivery._roles.all_written = True  # type: ignore[misc]
+    _, replica, in_s = delivery._due(at_end=False) or (0, 0, 0.0)
+    assert replica == 0 and in_s > 0.1
+    delivery.free([1])
+    assert (delivery._due(at_end=True) or (0, 0, 0.0))[1] == 1

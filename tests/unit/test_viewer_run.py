@@ -104,6 +104,25 @@ def test_a_device_shows_its_roles_and_is_no_engine(tmp_path: Path) -> None:
     assert [bar[3:] for bar in role["bars"]] == [["generate", "decodes"], ["train", "trains"]]
 
 
+def test_a_device_that_decodes_is_not_idle_while_its_trainer_waits(tmp_path: Path) -> None:
+    with Timeline.for_run(tmp_path, "coordinator") as timeline:
+        for version, end_s in ((0, 1.0), (1, 11.0)):
+            timeline.complete("publish", end_s - 0.5, end_s, version=version)
+        timeline.complete("decodes", 1.0, 6.0, "role of engine 0", ranks=[0])
+        timeline.complete("decodes", 1.0, 9.0, "role of engine 1", ranks=[1])
+    for rank, (start_s, end_s) in enumerate([(6.5, 8.5), (9.0, 10.5)]):
+        with Timeline.for_run(tmp_path, f"trainer-{rank}") as timeline:
+            timeline.complete("wait for group", 1.0, start_s)
+            timeline.complete("group 0", start_s, end_s, "microbatches")
+    found = RunTimeline(tmp_path).iteration(0)
+    assert found is not None
+    devices = {entry["name"]: entry for entry in found["waits"] if entry["role"] == "device"}
+    assert {name: entry["idle"] for name, entry in devices.items()} == pytest.approx(
+        {"device of trainer-0": 0.5 + 2.5, "device of trainer-1": 0.5}
+    )
+    assert devices["device of trainer-0"]["parts"] == pytest.approx({"decodes": 5.0, "trains": 2.0})
+
+
 def test_groups_have_their_responses_side_by_side(run_dir: Path) -> None:
     found = RunDirectory(run_dir).samples(1)
     assert [group["index"] for group in found["groups"]] == list(range(GROUPS))

@@ -27,6 +27,7 @@ from pa_npu.backends.fsdp.optimizer import ShardedAdamW, local
 from pa_npu.backends.fsdp.reduction import counted
 from pa_npu.backends.fsdp.weights import ShardedWeights
 from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
+from pa_npu.backends.offloaded import OffloadedState
 from pa_npu.backends.protocol import MicrobatchSource, Step
 from pa_npu.backends.reductions import GroupReductions
 from pa_npu.backends.widened import widened
@@ -69,6 +70,7 @@ class FsdpBackend:
             [] if self._shard_group is None else count_reductions(self._module, mesh.size() // mesh.size(mesh.ndim - 1))
         )
         self._optimizer = ShardedAdamW(self._policy.parameters(), config, platform.widest_dtype)
+        self._offloaded = OffloadedState(self._optimizer.moments, config, platform, device)
 
     @property
     def place(self) -> Place:
@@ -144,7 +146,8 @@ class FsdpBackend:
         self._optimizer.scale_gradients(factor)
 
     def step(self) -> Step:
-        grad_norm, learning_rate = self._optimizer.step(self._shard_group)
+        with self._offloaded.on_device():
+            grad_norm, learning_rate = self._optimizer.step(self._shard_group)
         self._platform.synchronize()
         return Step(grad_norm if math.isfinite(grad_norm) else math.nan, learning_rate)
 
@@ -182,14 +185,15 @@ class FsdpBackend:
         reference = {"version": reference_version, "saved": saves_reference} if "reference" in self._models else None
         base = self._policy.base_digest(self._shard_group) if isinstance(self._policy, Adapted) else None
         description = {"base": base, "updates": self._optimizer.updates, "layout": self._layout, "reference": reference}
-        return PlannedShards(self._state(saves_reference), directory, description)
+        with self._offloaded.copied():
+            return PlannedShards(self._state(saves_reference), directory, description)
 
     def load(self, directory: Path) -> CheckpointMeta:
         meta = read_meta(directory)
         if isinstance(self._policy, Adapted):
             self._policy.check_base(meta.base, directory, self._shard_group)
         saved = "reference" in self._models and bool(meta.reference and meta.reference["saved"])
-        with torch.no_grad():
+        with torch.no_grad(), self._offloaded.on_device():
             load_state(self._state(saved), directory)
         self._optimizer.resume(meta.updates)
         return meta

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY
 from pa_npu.config.schema import Config
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class ShardedAdamW:
     """The optimizer of one rank. Weights of one dimension, norms and biases, are not decayed.
@@ -38,8 +40,13 @@ class ShardedAdamW:
         )
         # made now, so that every checkpoint holds it and every one can be loaded
         for parameter in self._parameters:
-            moments = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
+            moments = {name: torch.zeros_like(parameter.detach()) for name in _MOMENTS}
             self.adamw.state[parameter] = {"step": torch.zeros(()), **moments}
+
+    @torch.no_grad()
+    def moments(self) -> list[torch.Tensor]:
+        """This rank's shards of them."""
+        return [local(state[name]) for state in self.adamw.state.values() for name in _MOMENTS]
 
     def resume(self, updates: int) -> None:
         """Go on after so many updates; the moments are loaded elsewhere."""

@@ -25,12 +25,13 @@ from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
 from pa_npu.backends.megatron.checkpoint.state import CheckpointContents
 from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
 from pa_npu.backends.megatron.in_step import InStep, filler, most, or_nothing
-from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler
+from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler, state_tensors
 from pa_npu.backends.megatron.reduction import WatchedReduction, gradient_size
 from pa_npu.backends.megatron.routing import RoutingWatch
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.backends.megatron.weights.hf_directory import export_hf
+from pa_npu.backends.offloaded import OffloadedState
 from pa_npu.backends.protocol import MicrobatchSource, Step
 from pa_npu.backends.reductions import GroupReductions
 from pa_npu.checkpoints.directories import CheckpointMeta
@@ -79,6 +80,7 @@ class MegatronBackend:
         self._routing = RoutingWatch(stage.policy, self.place) if has_experts else None
         self._optimizer = build_optimizer(self._ddp, config)
         self._scheduler = build_scheduler(self._optimizer, config)
+        self._offloaded = OffloadedState(partial(state_tensors, self._optimizer), config, platform, device)
         stage.config.no_sync_func = self._ddp.no_sync
         stage.config.finalize_model_grads_func = self._finalize_gradients
         self._contents = CheckpointContents(stage, self._optimizer, self._scheduler, config, platform)
@@ -165,7 +167,8 @@ class MegatronBackend:
     def step(self) -> Step:
         self._scheduler.step(increment=1)
         learning_rate = self._optimizer.param_groups[0]["lr"]
-        succeeded, grad_norm, _ = self._optimizer.step()
+        with self._offloaded.on_device():
+            succeeded, grad_norm, _ = self._optimizer.step()
         self._platform.synchronize()
         routing = None if self._routing is None else self._routing.take(self.reductions, self._device)
         norm = math.nan if not succeeded or grad_norm is None else float(grad_norm)
@@ -205,10 +208,12 @@ class MegatronBackend:
         return digest_of(self._stage.model(name).parameters())
 
     def plan_save(self, directory: Path, reference_version: int) -> PlannedShards:
-        return self._contents.plan(directory, reference_version)
+        with self._offloaded.copied():
+            return self._contents.plan(directory, reference_version)
 
     def load(self, directory: Path) -> CheckpointMeta:
-        return self._contents.load(directory)
+        with self._offloaded.on_device():
+            return self._contents.load(directory)
 
     def export(self, directory: Path) -> None:
         export_hf(self._stage.policy, self._spec, directory, self.place, self._shard_group)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from pa_npu.config.schema import Config
 
@@ -53,3 +56,13 @@ def build_scheduler(optimizer: Any, config: Config) -> Any:
         wd_incr_steps=last,
         wd_incr_style="constant",
     )
+
+
+def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The tensors that nothing but a step reads: moments, and weights in fp32 where the model has another type."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
+            for group in getattr(part, name, ()):
+                yield from group
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value) and value.dim())

@@ -85,5 +85,12 @@ def _broken_colocation(c: ConfigTree) -> Iterator[str]:
             f"(rollout.tensor_parallel) are more "
             f"than the {counted(t.devices, 'trainer device')}; set engines to at most {t.devices // r.tensor_parallel}"
         )
+    if c.engines_sleep and r.expandable_segments:
+        yield (
+            "rollout.expandable_segments: true with engines that sleep, whose allocator has none; remove the key, or set "
+            "rollout.sleep=false"
+        )
+    if r.sleep and c.run.device == "cpu":
+        yield "rollout.sleep: true with run.device=cpu, whose engines have no memory of a device to give back; remove the key"
     if c.placement.engine_devices is not None:
         yield "placement.colocate: engines have the trainers' devices; remove placement.engine_devices"

@@ -135,6 +135,11 @@ class OptimizerConfig(Section):
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2.")
     epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
+    offload: bool = Field(
+        False,
+        description="Keep the optimizer's state in host memory but for the step, so that devices decode and train in its bytes "
+        "(npu, cuda; nothing changes on cpu).",
+    )
     clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 never clips.")
 
 

@@ -112,6 +112,11 @@ class RolloutConfig(Section):
         le=1.0,
         description="Share of device memory that an engine on a trainer's device may take beside it (npu, cuda).",
     )
+    sleep: bool | None = Field(
+        None,
+        description="Engines on trainers' devices give their memory back while these train, and get it and new weights at the next "
+        "border; none: where they can (vllm on npu and cuda).",
+    )
     kv_cache_gib: float = Field(1.0, gt=0.0, le=1e6, description="KV cache of an engine in GiB (cpu).")
     graph_mode: bool | None = Field(
         None,

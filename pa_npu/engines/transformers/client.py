@@ -108,6 +108,12 @@ class TransformersEngine(HttpEngine):
     async def hand_on(self, *, deadline_s: float) -> None:
         await self._request("POST", "/hand_on", None, deadline_s)
 
+    async def sleep(self, *, deadline_s: float) -> None:
+        """It keeps its memory."""
+
+    async def wake(self, *, deadline_s: float) -> None:
+        """It has kept its memory."""
+
     async def _capabilities(self, deadline_s: float) -> EngineCapabilities:
         data, _ = await self._request("GET", "/info", None, deadline_s)
         info = self._decode(data, InfoAnswer)

@@ -47,6 +47,13 @@ class VllmEngine(HttpEngine):
         await self._request("POST", "/pause?mode=abort&clear_cache=false", None, deadline_s)
         await self._request("POST", "/resume", None, deadline_s)
 
+    async def sleep(self, *, deadline_s: float) -> None:
+        # level 2 keeps no weights, of which the next load brings all anyway
+        await self._request("POST", "/sleep?level=2", None, deadline_s)
+
+    async def wake(self, *, deadline_s: float) -> None:
+        await self._request("POST", "/wake_up", None, deadline_s)
+
     def _answer(
         self, data: bytes, n: int, sampling: Sampling, version: int | None, instance: str | None
     ) -> list[Generation]:
@@ -123,8 +130,8 @@ class VllmEngine(HttpEngine):
         data, _ = await self._request("GET", "/version", None, deadline_s)
         version = decode_object(data, self.name).get("version")
         workers, _ = await self._on_workers("pa_version", [], deadline_s)
-        continues = all(worker.get("continues") is True for worker in workers)
-        return EngineCapabilities("vllm", str(version), self._instance, num_workers=len(workers), continues=continues)
+        able = {name: all(worker.get(name) is True for worker in workers) for name in ("continues", "sleeps")}
+        return EngineCapabilities("vllm", str(version), self._instance, num_workers=len(workers), **able)
 
 
 def _memory(results: Sequence[dict[str, Any]]) -> MemoryPeak | None:

@@ -14,7 +14,7 @@ from pa_npu.engines.vllm.codec import SERVED_MODEL
 from pa_npu.engines.vllm.versions import EngineVersion, engine_version, environment, graph_arguments
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.model_rules import check_engine
+from pa_npu.planning.model_rules import check_engine, engines_sleep
 from pa_npu.platform.typical import HOST_PREFIX_BLOCK
 
 WORKER_EXTENSION = "pa_npu.engines.vllm.worker.WorkerExtension"
@@ -87,6 +87,7 @@ def server_command(
     else:
         share = rollout.shared_memory_fraction if config.is_shared(index) else rollout.memory_fraction
         argv += ["--gpu-memory-utilization", str(share)]
+        argv += ["--enable-sleep-mode"] if engines_sleep(config, spec) else []
     if path := import_path(config, python):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
     env |= rollout.env

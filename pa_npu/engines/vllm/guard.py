@@ -4,7 +4,7 @@ It runs inside vLLM's API server, in the engine's own interpreter. vLLM's own ke
 OPTIONS pass; /collective_rpc, which calls any method of the workers, is not among them.
 
 A load of weights (pa_receive, pa_swap) resets the prefix cache before it is answered: no request of its own, and no way to
-forget it.
+forget it. An engine that is put to sleep has no version any more: its weights' memory is gone.
 
 The weight version is what the workers answered to the last load. vLLM's own (set_weight_version) is not used: releases before
 0.32 do not have it, and it is in the answers of /inference/v1/generate only.
@@ -31,6 +31,7 @@ _POLICY_VIOLATION = 1008
 _WORKERS_PATH = "/collective_rpc"
 _LOADS = ("pa_receive", "pa_swap")
 _RESET_PATH = "/reset_prefix_cache"
+_SLEEP_PATH = "/sleep"
 # The engine holds blocks of requests that have just ended for a step; what is in use for longer is a request in flight.
 _RESET_WITHIN_S, _RESET_PAUSE_S = 10.0, 0.005
 
@@ -76,6 +77,8 @@ class EngineGuard:
                 message = {**message, "headers": [*message.get("headers", ()), *signature]}
             await send(message)
 
+        if scope["type"] == "http" and scope["path"] == _SLEEP_PATH:
+            self._identity.version = None
         if scope["type"] == "http" and scope["path"] == _WORKERS_PATH:
             await self._call_workers(scope, receive, send)
         else:

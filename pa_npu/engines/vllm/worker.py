@@ -124,8 +124,11 @@ class WorkerExtension:
         }
 
     def pa_version(self) -> dict[str, Any]:
-        """{"version": None} also means: do not generate. continues: requests begin at any place of their random streams."""
-        return {"version": self.__dict__.get("_pa_version"), "continues": follow_streams(self)}
+        """{"version": None} also means: do not generate. continues: requests begin at any place of their random streams. sleeps: it
+        was started with --enable-sleep-mode."""
+        worker: Any = self
+        sleeps = bool(getattr(worker.model_config, "enable_sleep_mode", False))
+        return {"version": self.__dict__.get("_pa_version"), "continues": follow_streams(self), "sleeps": sleeps}
 
     def pa_close(self) -> dict[str, Any]:
         """Leave the groups, if any."""

@@ -176,6 +176,10 @@ class Recovery:
 
     def _restart(self, engine: _Engine, reason: str) -> None:
         assert engine.process is not None and engine.index is not None
+        if self._roster.is_lent(engine.index):  # its trainer needs the memory until the border
+            if engine.process.exit_code is None:
+                self._tree.kill_one(engine.process)
+            return
         name, window_s = engine.command.name, engine.budget.window_s
         if not self._tree.can_launch(engine.command):
             if self._others_serve(engine):

@@ -36,7 +36,9 @@ def collectives(bench: Bench) -> list[Finding]:
     if platform.device_count() < 2 and not rules(platform.comm_backend).shares_device:
         print("one device: weights go through its memory, without a group")
         return []
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_DEADLINE_S))
+    server = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_DEADLINE_S)
+    )
     with _engine_end(bench, platform.visible_devices_env, server.port) as far:
         try:
             return _trainer_end(server, platform)
@@ -59,7 +61,12 @@ def _trainer_end(server: dist.TCPStore, platform: Any) -> list[Finding]:
 
     start_s = time.monotonic()
     try:  # the other end does not take part
-        wait(broadcast(group, buckets[0]), Deadline(_GIVEN_UP_AFTER_S), "a broadcast that nobody receives", "none is needed")
+        wait(
+            broadcast(group, buckets[0]),
+            Deadline(_GIVEN_UP_AFTER_S),
+            "a broadcast that nobody receives",
+            "none is needed",
+        )
         raise UserError("a broadcast that nobody receives was done; look whether collectives wait for their members")
     except DeadlineExceeded:
         drop_group(group, device, "the self-test gives it up")

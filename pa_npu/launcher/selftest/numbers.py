@@ -61,7 +61,9 @@ def attention(bench: Bench) -> list[Finding]:
     tokens = sum(prompt + response for response in responses)
     return [
         *findings,
-        Finding("forward and backward, a prompt of 512 shared by 8", tokens / _seconds(shared, device), unit="tokens/s"),
+        Finding(
+            "forward and backward, a prompt of 512 shared by 8", tokens / _seconds(shared, device), unit="tokens/s"
+        ),
         Finding("the same, prompts repeated", tokens / _seconds(repeated, device), unit="tokens/s"),
     ]
 

@@ -15,7 +15,7 @@ from pa_npu.config.schema import Config
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.cluster import EngineSpeed
-from pa_npu.planning.memory import kv_bytes_per_token
+from pa_npu.planning.memory import kv_bytes_per_token, trainer_memory
 from pa_npu.planning.publish_time import Link, publish_seconds, weight_bytes
 from pa_npu.planning.sharded import gather_seconds
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, TypicalSpeed
@@ -122,6 +122,7 @@ def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> T
         step_s += _STEP_BYTES * parameters / shards / typical.memory_bytes
         if not sharded:  # which reduces with each microbatch, not with the step
             step_s += 2.0 * (copies - 1) / copies * _FP32 * parameters / typical.wire_bytes
+    step_s += 2.0 * trainer_memory(config, spec).on_host / typical.host_bytes  # to the device and back
     link = Link(typical.wire_bytes, typical.node_bytes)
     between = typical.node_bytes if mesh.shards <= config.devices_per_node else typical.wire_bytes
     publish_s = publish_seconds(weight_bytes(spec, element), LARGEST_BUCKET_BYTES, trainer.tensor_parallel, link)

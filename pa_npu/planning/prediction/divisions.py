@@ -19,7 +19,7 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning import amounts
-from pa_npu.planning.memory import GIB, engine_memory, kv_bytes_per_token, trainer_memory
+from pa_npu.planning.memory import GIB, USABLE, engine_memory, kv_bytes_per_token, left_share, trainer_memory
 from pa_npu.planning.prediction.calibration import Calibration
 from pa_npu.planning.prediction.changed import changed
 from pa_npu.planning.prediction.costs import GroupSeconds, computed_prompt_tokens
@@ -28,7 +28,6 @@ from pa_npu.planning.prediction.virtual_run import Predicted, predict
 from pa_npu.planning.prediction.workload import Workload
 from pa_npu.platform.typical import TypicalSpeed
 
-_USABLE = 0.9
 _SIZES = (1, 2, 4, 8)
 _STAGES = (1, 2, 4, 8)
 # An engine that holds fewer sequences of mean length than this decodes far below what the device can.
@@ -129,11 +128,10 @@ def _fitting(
             continue
         if bytes_of_device is None:
             return config
-        left = _USABLE - trainer_memory(config, basis.spec).total / bytes_of_device
-        if left < 0:
+        if trainer_memory(config, basis.spec).total > USABLE * bytes_of_device:
             return None
         if colocated:
-            share = math.floor(20 * left) / 20
+            share = left_share(config, basis.spec, bytes_of_device)
             config = changed(config, {"rollout": {"shared_memory_fraction": share}}) if share > 0 else None
             if config is None:
                 return None

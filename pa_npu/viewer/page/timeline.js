@@ -1,7 +1,7 @@
 /* One iteration as rows of bars on one clock, and who waited for whom. */
 
 const KINDS = [["generate", "generate"], ["train", "train"], ["step", "optimizer step"], ["reward", "reward"], ["publish", "publish weights"], ["evaluate", "evaluate"], ["checkpoint", "checkpoint"], ["wait", "wait"], ["other", "other"]];
-const PART_KIND = { train: "train", generate: "generate", evaluate: "evaluate", publish: "publish", checkpoint: "checkpoint", "wait for groups": "wait", "wait for engines": "wait" };
+const PART_KIND = { train: "train", trains: "train", generate: "generate", decodes: "generate", evaluate: "evaluate", publish: "publish", checkpoint: "checkpoint", "wait for groups": "wait", "wait for engines": "wait" };
 
 function hatch() {
   return h("defs", {}, h("pattern", { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
