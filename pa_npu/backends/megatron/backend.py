@@ -27,6 +27,7 @@ from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
 from pa_npu.backends.megatron.in_step import InStep, filler, most, or_nothing
 from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler
 from pa_npu.backends.megatron.reduction import WatchedReduction, gradient_size
+from pa_npu.backends.megatron.replay import replay_of
 from pa_npu.backends.megatron.routing import RoutingWatch
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.backends.megatron.weights.buckets import StageTensors
@@ -254,6 +255,7 @@ class MegatronBackend:
             chunk=self._config.model.head_chunk_tokens,
             entropy_grad=entropy_gradient,
             balance=balance,
+            replay=replay_of(microbatch),
         )
 
     def _outputs(self, output: ModelOutput) -> Outputs:
@@ -281,7 +283,9 @@ class MegatronBackend:
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
 
         def forward(microbatch: Microbatch) -> torch.Tensor:
-            return self._stage.pass_alone(name, *_inputs(microbatch), temperature, chunk, dtype)
+            return self._stage.pass_alone(
+                name, *_inputs(microbatch), temperature, chunk, dtype, replay_of(microbatch)
+            )
 
         with self._timeline.span(f"{name} pass"):
             self._run(microbatches, num_microbatches, forward, keep)

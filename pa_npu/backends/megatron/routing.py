@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from pa_npu.algorithm.update_sums import Reductions
 from pa_npu.backends.megatron.experts import MixtureMLP
 from pa_npu.backends.protocol import Routing
 from pa_npu.config.mesh import Place
+from pa_npu.errors import InvariantViolation
 
 logger = logging.getLogger(__name__)
 # After so many updates each rank of a stage that publishes says which experts no token has taken.
 _FIRST_UPDATES = 3
+# Of the tokens that a target follows from. Engines lose none; what an environment makes up behind a response's last turn is no loss.
+_MOST_MISSING = 0.05
 
 
 class RoutingWatch:
@@ -30,21 +34,37 @@ class RoutingWatch:
 
     def take(self, reductions: Reductions, device: torch.device) -> Routing:
         """Returns the figures of the update that has ended, of all layers and tokens, and forgets them. Collective."""
-        figures = torch.zeros(4, device=device)
+        figures = torch.zeros(8, device=device)
         largest = torch.zeros(1, device=device)
         if self._routers:
             noted = reductions.gradients(torch.stack([router.take_noted() for router in self._routers.values()]))
-            counts, entropy, tokens = noted[:, :-2], noted[:, -2], noted[:, -1].clamp_min(1)
+            counts, entropy, tokens = noted[:, :-6], noted[:, -6], noted[:, -5].clamp_min(1)
             self._seen = self._seen + counts
             imbalance = counts.amax(1) / counts.mean(1).clamp_min(1e-9)
             sums = torch.stack([imbalance, entropy / tokens, (self._seen == 0).sum(1)])
-            figures, largest = torch.cat([sums.sum(1), figures.new_full((1,), len(noted))]), imbalance.amax()[None]
+            of_layers = [sums.sum(1), noted[:, -4:].sum(0), figures.new_full((1,), len(noted))]
+            figures, largest = torch.cat(of_layers), imbalance.amax()[None]
             self._updates += 1
             if self._updates == _FIRST_UPDATES and self._place.publishes:
                 self._say_untouched(self._seen == 0)
-        *means, layers = reductions.stages(figures).tolist()
+        imbalances, entropies, untouched, changed, replayed, missing, needed, layers = reductions.stages(
+            figures
+        ).tolist()
         worst = float(reductions.stages(largest, largest=True))
-        return Routing(means[0] / layers, worst, means[1] / layers, round(means[2]))
+        found = Routing(imbalances / layers, worst, entropies / layers, round(untouched))
+        if not needed:
+            return found
+        if missing > _MOST_MISSING * needed:
+            raise InvariantViolation(
+                f"algorithm.router_replay: {missing / needed:.1%} of the update's tokens came without routes, more than "
+                f"{_MOST_MISSING:.0%}: the gradient would be that of other experts than the engines' log-probs; look at the engines' "
+                f"logs, or set router_replay to none"
+            )
+        return replace(
+            found,
+            replay_changed=changed / max(1.0, replayed),
+            routes_missing=round(missing / layers),
+        )
 
     def _say_untouched(self, untouched: torch.Tensor) -> None:
         found = {layer: own.nonzero().flatten().tolist() for layer, own in zip(self._routers, untouched, strict=True)}
