@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pa_npu.config.schema import Config
+from pa_npu.families.shape import Experts
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.columns import Column
 
@@ -20,10 +21,11 @@ _MOST_IN_A_BYTE = 255
 @dataclass(frozen=True)
 class Routes:
     """column: [tokens, layers with experts, experts per token], expert ids as the checkpoint numbers them; `elsewhere`, which is none,
-    stands in all places of a token that nobody recorded. num_experts: of a layer."""
+    stands in all places of a token that nobody recorded. num_experts: of a layer. layers: those of the model that have experts."""
 
     column: Column
     num_experts: int
+    layers: tuple[int, ...]
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -41,19 +43,19 @@ def routes_of(config: Config, spec: ModelSpec | None = None) -> Routes | None:
     if config.algorithm.router_replay == "none":
         return None
     experts = (spec or ModelSpec.read(config.model.path)).experts
-    return None if experts is None else routes(len(experts.layers), experts.per_token, experts.count)
+    return None if experts is None else routes(experts)
 
 
-def routes(layers: int, per_token: int, num_experts: int) -> Routes:
-    dtype = "uint8" if num_experts <= _MOST_IN_A_BYTE else "uint16"
+def routes(experts: Experts) -> Routes:
+    dtype = "uint8" if experts.count <= _MOST_IN_A_BYTE else "uint16"
     column = Column(
         ROUTES,
         dtype,
-        (layers, per_token),
+        (len(experts.layers), experts.per_token),
         filled_by="engine",
         read_by="algorithm.router_replay",
         tokens="context",
         elsewhere=int(np.iinfo(dtype).max),
         every_stage=True,
     )
-    return Routes(column, num_experts)
+    return Routes(column, experts.count, experts.layers)

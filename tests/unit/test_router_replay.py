@@ -20,6 +20,7 @@ from pa_npu.engines.protocol import EngineError, Generation, Sampling
 from pa_npu.engines.registry import check_engine_keys, engine_kind
 from pa_npu.environments.single_turn import samples_of
 from pa_npu.errors import ConfigError, InvariantViolation
+from pa_npu.families.shape import Experts
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.model_rules import check_division
 from pa_npu.samples.columns import NONE, RunColumns
@@ -41,7 +42,7 @@ from tests.helpers.trainer_rank import make_groups
 from pa_npu.backends.megatron.replay import replay_of  # isort: skip
 
 EXPERTS, TAKEN, SPARSE = 8, 2, 2  # of the three layers the middle one is dense
-ROUTES = routes(SPARSE, TAKEN, EXPERTS)
+ROUTES = routes(Experts(EXPERTS, TAKEN, 32, True, (0, 2)))
 RUN = RunColumns.of_features([ROUTES])
 REPLAY = {"router_replay": "rollout"}
 
@@ -240,7 +241,7 @@ def test_a_shared_prompts_routes_travel_once_per_group() -> None:
 
 
 def test_many_experts_have_two_bytes() -> None:
-    small, large = routes(4, 8, 255), routes(4, 8, 256)
+    small, large = (routes(Experts(count, 8, 32, True, (0, 1, 2, 3))) for count in (255, 256))
     assert small.column.type.itemsize == 1 and large.column.type.itemsize == 2
     recorded = np.array([[[0] * 8] * 4, [[255] * 8] * 4, [[NO_ROUTE] * 8] * 4], np.uint16)
     found = with_routes(written(2, {}), recorded, 2, large, "e").columns[large.column]

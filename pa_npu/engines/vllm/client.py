@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.engines.answers import decode_object
+from pa_npu.engines.answers import decode_object, with_routes
 from pa_npu.engines.http_client import HttpEngine
 from pa_npu.engines.protocol import (
     EngineCapabilities,
@@ -21,9 +22,10 @@ from pa_npu.engines.protocol import (
     Sampling,
     WeightGroups,
 )
-from pa_npu.engines.vllm.codec import decode_response, encode_request
+from pa_npu.engines.vllm.codec import decode_response, encode_request, recorded_routes
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.platform.memory_peaks import MemoryPeak
+from pa_npu.samples.routes import Routes
 
 # Between looks whether a version has been received.
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 0.5
@@ -51,6 +53,29 @@ class VllmEngine(HttpEngine):
         self, data: bytes, n: int, sampling: Sampling, version: int | None, instance: str | None
     ) -> list[Generation]:
         return decode_response(data, n, sampling, self._vocab_size, self.name, version, instance)
+
+    async def _with_routes(
+        self, generations: list[Generation], data: bytes, given: int, routes: Routes, deadline_s: float
+    ) -> list[Generation]:
+        try:
+            request, recorded = recorded_routes(data, routes.layers)
+            if recorded is None:
+                asked = [request, len(generations), given]
+                (first, *_), _ = await self._on_workers("pa_routes", asked, deadline_s)
+                recorded = [
+                    np.frombuffer(base64.b64decode(first["given"]) + base64.b64decode(own), "<u2") for own in first["own"]
+                ]
+        except (KeyError, ValueError, TypeError) as error:
+            raise EngineError(
+                f"engine {self.name}: its answer has no routes ({type(error).__name__}: {error}); does it record them?"
+            ) from None
+        size = int(np.prod(routes.column.shape))
+        # it may have computed more than it answers, behind a text that ends a response
+        most = [(given + len(one.tokens)) * size for one in generations]
+        return [
+            with_routes(one, found.reshape(-1)[:end], given, routes, self.name)
+            for one, found, end in zip(generations, recorded, most, strict=True)
+        ]
 
     async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
         args = [
@@ -123,8 +148,15 @@ class VllmEngine(HttpEngine):
         data, _ = await self._request("GET", "/version", None, deadline_s)
         version = decode_object(data, self.name).get("version")
         workers, _ = await self._on_workers("pa_version", [], deadline_s)
-        continues = all(worker.get("continues") is True for worker in workers)
-        return EngineCapabilities("vllm", str(version), self._instance, num_workers=len(workers), continues=continues)
+        continues, records = (all(one.get(able) is True for one in workers) for able in ("continues", "routes"))
+        return EngineCapabilities(
+            "vllm",
+            str(version),
+            self._instance,
+            num_workers=len(workers),
+            continues=continues,
+            records_routes=records,
+        )
 
 
 def _memory(results: Sequence[dict[str, Any]]) -> MemoryPeak | None:
