@@ -315,8 +315,8 @@ class Fleet:
         self._pool.continues &= found.continues
         if self._needs_routes and not found.records_routes:
             raise ConfigError(
-                f"engine {member.name} ({found.version}) does not say which experts a token took, which algorithm.router_replay needs; "
-                f"set that to none, or use another release of the engine"
+                f"engine {member.name} ({found.version}) does not say which experts a token took, as algorithm.router_replay "
+                f"wants; set that to none, or use another release of the engine"
             )
         if not found.loads_weights:
             raise ConfigError(

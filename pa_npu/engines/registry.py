@@ -87,8 +87,8 @@ def check_engine_keys(config: Config, spec: ModelSpec | None) -> None:
         )
     if config.algorithm.router_replay != "none" and not kind.records_routes:
         raise ConfigError(
-            f"algorithm.router_replay: {config.algorithm.router_replay} with rollout.backend={config.rollout.backend}, whose engines "
-            f"do not say which experts a token took; set it to none, or rollout.backend=vllm"
+            f"algorithm.router_replay: {config.algorithm.router_replay} with rollout.backend={config.rollout.backend}, whose "
+            f"engines do not say which experts a token took; set it to none, or rollout.backend=vllm"
         )
     kind.check_keys(config, spec)
 

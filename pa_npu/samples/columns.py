@@ -85,7 +85,7 @@ class Column:
         return blank
 
     def continued(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """The column of a sequence that goes on. after: of what follows, or of context, of all of it: it fills what `before` lacks."""
+        """The column of a sequence that goes on. after: of what follows; of context, of all of it, it fills what `before` lacks."""
         if self.tokens != "context":
             return np.concatenate([before, after])
         kept = ~self.is_blank(before)
@@ -121,9 +121,7 @@ Values = Mapping[Column, np.ndarray]
 
 def continued(before: Values, after: Values) -> dict[Column, np.ndarray]:
     """The columns of a sequence that goes on, see Column.continued; `before` has none where nothing came before."""
-    return {
-        column: column.continued(before[column], values) if before else values for column, values in after.items()
-    }
+    return {column: column.continued(before[column], values) if before else values for column, values in after.items()}
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def open_buffer(
 
 
 def run_columns(config: Config) -> RunColumns:
-    """The columns that the run's loss and advantage declare, and routes. Raises ConfigError for a declaration that no run can have."""
+    """The run's routes, and the columns that loss and advantage declare. Raises ConfigError for those that no run can have."""
     features: list[Any] = [find_policy_loss(config.algorithm.loss)]
     if config.algorithm.advantage != "batch-std":  # which is of no group
         features.append(find_group_advantage(config.algorithm.advantage))

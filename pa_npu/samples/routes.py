@@ -20,8 +20,8 @@ _MOST_IN_A_BYTE = 255
 
 @dataclass(frozen=True)
 class Routes:
-    """column: [tokens, layers with experts, experts per token], expert ids as the checkpoint numbers them; `elsewhere`, which is none,
-    stands in all places of a token that nobody recorded. num_experts: of a layer. layers: those of the model that have experts."""
+    """column: [tokens, layers with experts, experts per token], experts by their numbers in the checkpoint; `elsewhere`, which is
+    none, stands in all places of a token that nobody recorded. num_experts: of a layer. layers: those that have experts."""
 
     column: Column
     num_experts: int

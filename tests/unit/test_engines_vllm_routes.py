@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pa_npu.engines.vllm.routes import records_routes, recorder_of
+from pa_npu.engines.vllm.routes import recorder_of, records_routes
 
 BLOCK, LAYERS, TAKEN = 4, 2, 2
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pa_npu.algorithm.objective import Objective
 from pa_npu.engines.answers import with_routes
 from pa_npu.engines.handing_on import joined
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
@@ -27,13 +26,14 @@ from pa_npu.samples.columns import NONE, RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.open_buffer import run_columns, trained_columns
-from pa_npu.samples.routes import NO_ROUTE, Routes, routes, routes_of
+from pa_npu.samples.routes import NO_ROUTE, routes, routes_of
 from pa_npu.samples.types import SampleBuilder
 from pa_npu.samples.wire import from_bytes, from_parts, split, to_bytes
 from pa_npu.trainer.loop import consume
 from tests.helpers.backend import make_learner
 from tests.helpers.engine_conformance import make_engine_model
 from tests.helpers.engine_process import EngineProcess
+from tests.helpers.groups import with_random_routes
 from tests.helpers.megatron import TriModel, loaded_stage, model_config, relative_gradient_errors, single_process
 from tests.helpers.models import make_model
 from tests.helpers.shelf import shelf_iterator
@@ -52,17 +52,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = make_model(tmp_path_factory.mktemp("model"), "qwen3_moe", layers=3, mlp_only_layers=[1])
     with single_process(model_config(path)):
         yield path
-
-
-def with_random_routes(group: Group, seed: int, missing: float = 0.0) -> Group:
-    """Any experts for any token, the same for the prompt of all samples; a share of the tokens has none."""
-    rng = np.random.default_rng(seed)
-    values = np.argsort(rng.random((len(group.tokens), SPARSE, EXPERTS)), axis=-1)[..., :TAKEN].astype(np.uint8)
-    values[rng.random(len(values)) < missing] = ROUTES.column.elsewhere
-    prompt, starts = group.prompt_lengths()[0], group.offsets()[:-1].tolist()
-    for start in starts:
-        values[start : start + prompt] = values[:prompt]
-    return replace(group, columns={ROUTES.column: values})
 
 
 def force(hf_model: Any, taken: torch.Tensor, scale: float = 1.0) -> list[torch.Tensor]:
@@ -118,7 +107,7 @@ def test_gradients_are_those_of_transformers_forced_to_the_same_experts(
 ) -> None:
     """The routers' too, through the gate weights. Tokens without routes are routed by the trainer."""
     stage = loaded_stage(model, trainer={"recompute": recompute}).train()
-    group = with_random_routes(make_groups(0, 1, 4, seed=3)[0], 1, missing)
+    group = with_random_routes(make_groups(0, 1, 4, seed=3)[0], ROUTES, 1, missing)
     (microbatch,) = build_microbatches(group, 4, shared, 16)
     weights = torch.randn(len(microbatch.targets), generator=torch.Generator().manual_seed(2))
     hf_model, spec = reference_gradients(model, group, weights), ModelSpec.read(str(model))
@@ -141,7 +130,7 @@ def chosen_by(stage: TriModel) -> dict[int, list[torch.Tensor]]:
 
 
 def recorded_from(path: Path, group: Group) -> Group:
-    """The group with the routes that transformers' model takes, all but those of each sample's last token, as an engine has them."""
+    """The group with the routes that transformers' model takes, but for each sample's last token, as an engine has them."""
     hf_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     rows = []
     for tokens in group.sequences():
@@ -199,7 +188,7 @@ def test_with_noise_on_the_routers_unreplayed_choices_change_and_replayed_ones_d
 
 def test_old_policy_and_reference_take_the_same_routes(model: Path) -> None:
     """So that ratios and the KL term compare weights, not experts: of equal weights they are exactly 1 and 0."""
-    groups = [with_random_routes(group, 4) for group in make_groups(0, 2, 4, seed=1)]
+    groups = [with_random_routes(group, ROUTES, 4) for group in make_groups(0, 2, 4, seed=1)]
     for frozen_pass in ("together", "separate"):
         report, _ = trained(
             model,
@@ -212,7 +201,7 @@ def test_old_policy_and_reference_take_the_same_routes(model: Path) -> None:
 
 
 def test_missing_routes_are_counted_and_above_a_share_the_run_stops(model: Path) -> None:
-    groups = [with_random_routes(group, 4) for group in make_groups(0, 8, 4, seed=1)]
+    groups = [with_random_routes(group, ROUTES, 4) for group in make_groups(0, 8, 4, seed=1)]
     values = groups[0].columns[ROUTES.column].copy()
     prompt = groups[0].prompt_lengths()[0]
     for start in groups[0].offsets()[:-1]:
@@ -222,13 +211,13 @@ def test_missing_routes_are_counted_and_above_a_share_the_run_stops(model: Path)
     report, found = trained(model, [replace(groups[0], columns={ROUTES.column: values}), *groups[1:]])
     assert report.routes_missing == 1 and end and prompt
     assert all((chosen < EXPERTS).all() for layers in found.values() for chosen in layers)
-    lost = [with_random_routes(group, 4, missing=0.5) for group in make_groups(0, 2, 4, seed=1)]
+    lost = [with_random_routes(group, ROUTES, 4, missing=0.5) for group in make_groups(0, 2, 4, seed=1)]
     with pytest.raises(InvariantViolation, match=r"router_replay: .*% of the update's tokens came without routes"):
         trained(model, lost)
 
 
 def test_a_shared_prompts_routes_travel_once_per_group() -> None:
-    group = with_random_routes(make_groups(0, 1, 4, seed=3)[0], 1, 0.2)
+    group = with_random_routes(make_groups(0, 1, 4, seed=3)[0], ROUTES, 1, 0.2)
     data = to_bytes(group, RUN)
     parsed = from_bytes(data, RUN)
     assert parsed.columns.keys() == group.columns.keys()
@@ -353,7 +342,15 @@ async def test_the_transformers_engines_routes_are_what_the_trainer_would_choose
         assert torch.equal(recorded[:-1].sort(-1).values, wanted.sort(-1).values)
         assert (recorded[-1] == column.elsewhere).all()
     ones = np.ones(3, np.float32)
-    group = Group.of_samples(samples_of(prompt, [replace(one, version=0) for one in found]), ones, ones, run_seed=0, iteration=0, index=0, prompt_id=0)
+    group = Group.of_samples(
+        samples_of(prompt, [replace(one, version=0) for one in found]),
+        ones,
+        ones,
+        run_seed=0,
+        iteration=0,
+        index=0,
+        prompt_id=0,
+    )
     packed = build_microbatches(from_bytes(to_bytes(group, RUN), RUN), 3, True, 1)[0].packed["routes"].long()
     report, chosen = trained(directory, [group], 0.3)
     known = (packed < EXPERTS).all(-1).all(-1)

@@ -77,7 +77,7 @@ class MegatronBackend:
         reduces = mesh.data > 1 or (has_experts and mesh.expert_data > 1)
         self._watched = WatchedReduction(self._ddp, self.place) if reduces else None
         self._gradient_group = parallel.stage_group() if has_experts and mesh.tensor > 1 else None
-        self._routing = RoutingWatch(stage.policy, self.place) if has_experts else None
+        self._routing = None if spec.experts is None else RoutingWatch(stage.policy, self.place, spec.experts)
         self._optimizer = build_optimizer(self._ddp, config)
         self._scheduler = build_scheduler(self._optimizer, config)
         stage.config.no_sync_func = self._ddp.no_sync
@@ -283,9 +283,7 @@ class MegatronBackend:
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
 
         def forward(microbatch: Microbatch) -> torch.Tensor:
-            return self._stage.pass_alone(
-                name, *_inputs(microbatch), temperature, chunk, dtype, replay_of(microbatch)
-            )
+            return self._stage.pass_alone(name, *_inputs(microbatch), temperature, chunk, dtype, replay_of(microbatch))
 
         with self._timeline.span(f"{name} pass"):
             self._run(microbatches, num_microbatches, forward, keep)

@@ -11,8 +11,8 @@ Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Response i follows from seed + i. written: the beginning of a lone response, of which the rest is asked for. routes: say which
-    experts each token took."""
+    """Response i follows from seed + i. written: the beginning of a lone response, of which the rest is asked for. routes: say
+    which experts each token took."""
 
     prompt: Annotated[list[int], msgspec.Meta(min_length=1)]
     n: Count

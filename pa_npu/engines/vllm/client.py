@@ -63,7 +63,8 @@ class VllmEngine(HttpEngine):
                 asked = [request, len(generations), given]
                 (first, *_), _ = await self._on_workers("pa_routes", asked, deadline_s)
                 recorded = [
-                    np.frombuffer(base64.b64decode(first["given"]) + base64.b64decode(own), "<u2") for own in first["own"]
+                    np.frombuffer(base64.b64decode(first["given"]) + base64.b64decode(own), "<u2")
+                    for own in first["own"]
                 ]
         except (KeyError, ValueError, TypeError) as error:
             raise EngineError(

@@ -125,4 +125,6 @@ def recorded_routes(data: bytes, layers: Sequence[int]) -> tuple[str, list[npt.N
     if None in texts:
         return answer.id, None
     arrays = [np.load(io.BytesIO(base64.b64decode(text or ""))) for text in texts]
-    return answer.id, [one[:, layers if one.shape[1] > len(layers) else slice(None)].astype(np.uint16) for one in arrays]
+    return answer.id, [
+        one[:, layers if one.shape[1] > len(layers) else slice(None)].astype(np.uint16) for one in arrays
+    ]

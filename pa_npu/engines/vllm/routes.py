@@ -1,8 +1,8 @@
 """The experts that a mixture's routers choose inside a vLLM worker, kept by the slots of the KV cache. Imports torch only.
 
-A token's routes lie where its key and value lie, so that they are those of the pass that computed them: a cached prefix has the routes
-of the request that it was computed for, a request that was preempted those of its second computation. What a request had is copied
-when it ends, before a step can overwrite its slots; of one that a step leaves out, which may have been preempted, at once.
+A token's routes lie where its key and value lie, so that they are those of the pass that computed them: a cached prefix has the
+routes of the request that it was computed for, a request that was preempted those of its second computation. What a request had is
+copied when it ends, before a step can overwrite its slots; of one that a step leaves out, which may have been preempted, at once.
 
 Releases with Model Runner V2 record routes themselves (--enable-return-routed-experts), and answer with them.
 """
