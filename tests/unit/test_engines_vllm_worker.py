@@ -85,7 +85,7 @@ def test_version_is_stamped_after_a_complete_receive(make_worker: Callable[..., 
     result = worker.pa_receive(4)
     assert result["digests"] == list(worker._pa_receiver.digests) and len(result["digests"][0].split()) > 3
     assert result["version"] == 4
-    assert worker.pa_version() == {"version": 4, "continues": False}
+    assert worker.pa_version() == {"version": 4, "continues": False, "routes": False}
 
 
 def test_failed_receive_unsets_the_version(make_worker: Callable[..., Any]) -> None:

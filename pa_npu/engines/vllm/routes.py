@@ -33,7 +33,8 @@ def recorder_of(worker: Any) -> RouteRecorder | None:
     """The worker's, made at the first call; None where routers cannot be watched: in captured graphs, and in other runners."""
     runner = worker.model_runner
     if not hasattr(runner, "_pa_routes"):
-        routers = {id(one): one for one in _routers(runner.model)}
+        model = getattr(runner, "model", None)
+        routers = {} if model is None else {id(one): one for one in _routers(model)}
         groups = getattr(getattr(runner, "kv_cache_config", None), "kv_cache_groups", ())
         watched = routers and len(groups) == 1 and worker.model_config.enforce_eager
         watched = watched and all(hasattr(runner, name) for name in ("requests", "input_batch"))
