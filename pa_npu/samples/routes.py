@@ -29,7 +29,7 @@ class Routes:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """What RunColumns.of_features looks for."""
+        """The declaration that RunColumns.of_features looks for."""
         return (self.column,)
 
     @property

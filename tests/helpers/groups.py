@@ -32,7 +32,7 @@ def prompt_tokens(group: Group) -> np.ndarray:
 
 
 def with_random_routes(group: Group, routes: Routes, seed: int, missing: float = 0.0) -> Group:
-    """Any experts for any token, the same for the prompt of all samples; a share of the tokens has none."""
+    """Gives any experts to any token, the same for the prompt of all samples; a share of the tokens has none."""
     rng, (layers, taken) = np.random.default_rng(seed), routes.column.shape
     order = np.argsort(rng.random((len(group.tokens), layers, routes.num_experts)), axis=-1)
     values = order[..., :taken].astype(routes.column.type)

@@ -29,7 +29,7 @@ class Layer(torch.nn.Module):
 
 
 class Runner:
-    """What of vLLM's first model runner is read; a token's experts are told by its id and the step's number."""
+    """The part of vLLM's first model runner that is read; experts tell the token and the step's number."""
 
     def __init__(self) -> None:
         self.model = torch.nn.ModuleList([Layer() for _ in range(LAYERS)])

@@ -200,6 +200,7 @@ FEATURE_KEYS = {
     **dict.fromkeys(("engine_settings", "too_long"), "rollout"),
     **dict.fromkeys(("mode", "swap", "when", "divergence"), "publish"),
     "colocate": "placement",
+    "router_replay": "algorithm",
     **dict.fromkeys(("command", "programs", "port", "discards", "tool_parser", "concurrent", "output_kib"), "agent"),
     **dict.fromkeys(("rank", "alpha", "rank_stabilized", "targets", "dropout", "export_merged"), "lora"),
     **dict.fromkeys(("expert_parallel", "expert_dispatch", "shards", "frozen_pass"), "trainer"),

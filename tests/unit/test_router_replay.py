@@ -121,7 +121,7 @@ def test_gradients_are_those_of_transformers_forced_to_the_same_experts(
 
 
 def chosen_by(stage: TriModel) -> dict[int, list[torch.Tensor]]:
-    """What the routers choose from here on, by the layer's number among those with experts, a tensor for each pass."""
+    """Collects what the routers choose from here on, by the layer's number among those with experts, a tensor for each pass."""
     found: dict[int, list[torch.Tensor]] = {}
     for layer in (one for one in stage.policy.decoder.layers if hasattr(one.mlp, "router")):
         router = layer.mlp.router
