@@ -34,7 +34,7 @@ class Routes:
 
     @property
     def most_bytes(self) -> int:
-        """Of a token in an engine's answer, where ids have two bytes and a text is a third longer."""
+        """Bytes of a token in an answer: ids have two bytes there, and a text is a third longer."""
         return 3 * int(np.prod(self.column.shape))
 
 
