@@ -49,10 +49,9 @@ def free_port() -> int:
 
 
 class Engine:
-    """A vLLM server on `model`, of so many workers."""
+    """A vLLM server on `model`."""
 
-    def __init__(self, model: Path, log: Path, workers: int = 1) -> None:
-        self.workers = workers
+    def __init__(self, model: Path, log: Path) -> None:
         config = model_config(
             model,
             run={"device": "cpu"},
@@ -62,7 +61,6 @@ class Engine:
                 "max_num_batched_tokens": 1024,
                 "max_num_seqs": 8,
                 "kv_cache_gib": 0.25,
-                "tensor_parallel": workers,
             },
         )
         port = free_port()
@@ -195,32 +193,17 @@ def test_engine_follows_the_trainers_weights(family: str, tied: bool, tmp_path: 
         engine.stop()
 
 
-@pytest.mark.nightly
-def test_an_engine_of_two_workers_follows_a_mixtures_weights(tmp_path: Path) -> None:
-    """Trainers share the experts over two tensor-parallel ranks; each worker has a part of every expert."""
-    sizes = {"hidden": 128, "moe_intermediate_size": 128}
-    models = [make_model(tmp_path / f"model{seed}", "qwen3_moe", seed=seed, **sizes) for seed in range(3)]
-    add_tokenizer(models[0])
-    trainer = {"devices": 2, "tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
-    engine = Engine(models[0], tmp_path / "engine.log", workers=2)
-    try:
-        engine.wait_ready()
-        follow(engine, trainer, models[1:], models[0], None, tmp_path)
-    finally:
-        engine.stop()
-
-
 def follow(
     engine: Engine, trainer: dict[str, Any], models: list[Path], former: Path, held: int | None, directory: Path
 ) -> None:
     """Publish `models` as versions 0, 1, ... to an engine that has the weights of `former`, stamped with version `held`."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stages, world = trainer.get("pipeline_parallel", 1), 1 + engine.workers
+    stages = trainer.get("pipeline_parallel", 1)
     job = {
         "trainer": trainer,
         "models": [str(model) for model in models],
         "store": ["127.0.0.1", store.port],
-        "workers": engine.workers,
+        "workers": 1,
         "bucket_mib": 0.05,
     }
     with trainers(job, 2, directory), ThreadPoolExecutor(1) as pool:
@@ -234,8 +217,8 @@ def follow(
         wrong = json.loads(json.dumps(announced))
         wrong[0]["manifest"]["model"]["hidden_size"] = 96
         with pytest.raises(AssertionError, match="hidden_size=96, the engine's model 128"):
-            engine.rpc("pa_connect", "127.0.0.1", store.port, 1, world, wrong, "gloo", 60.0)
-        assert engine.rpc("pa_connect", "127.0.0.1", store.port, 1, world, announced, "gloo", 60.0)["rank"] == 1
+            engine.rpc("pa_connect", "127.0.0.1", store.port, 1, 2, wrong, "gloo", 60.0)
+        assert engine.rpc("pa_connect", "127.0.0.1", store.port, 1, 2, announced, "gloo", 60.0)["rank"] == 1
         assert engine.rpc("pa_version")["version"] == held
 
         digests_before: list[list[str]] = []
