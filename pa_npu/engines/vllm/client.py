@@ -29,6 +29,8 @@ from pa_npu.samples.routes import Routes
 
 # Between looks whether a version has been received.
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 0.5
+# Of an answer with routes, beside them.
+_FRAME_BYTES = 2**16
 
 
 class VllmEngine(HttpEngine):
@@ -61,7 +63,8 @@ class VllmEngine(HttpEngine):
             request, recorded = recorded_routes(data, routes.layers)
             if recorded is None:
                 asked = [request, len(generations), given]
-                (first, *_), _ = await self._on_workers("pa_routes", asked, deadline_s)
+                most = _FRAME_BYTES + sum(given + len(one.tokens) for one in generations) * routes.most_bytes
+                (first, *_), _ = await self._on_workers("pa_routes", asked, deadline_s, most_bytes=most)
                 recorded = [
                     np.frombuffer(base64.b64decode(first["given"]) + base64.b64decode(own), "<u2")
                     for own in first["own"]
@@ -72,10 +75,10 @@ class VllmEngine(HttpEngine):
             ) from None
         size = int(np.prod(routes.column.shape))
         # it may have computed more than it answers, behind a text that ends a response
-        most = [(given + len(one.tokens)) * size for one in generations]
+        ends = [(given + len(one.tokens)) * size for one in generations]
         return [
             with_routes(one, found.reshape(-1)[:end], given, routes, self.name)
-            for one, found, end in zip(generations, recorded, most, strict=True)
+            for one, found, end in zip(generations, recorded, ends, strict=True)
         ]
 
     async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
@@ -130,7 +133,7 @@ class VllmEngine(HttpEngine):
         return LoadedWeights(versions, digests if any(digests) else (), _memory(results))
 
     async def _on_workers(
-        self, method: str, args: Sequence[Any], deadline_s: float
+        self, method: str, args: Sequence[Any], deadline_s: float, **limits: int
     ) -> tuple[list[dict[str, Any]], Mapping[str, str]]:
         """The results of a method of the worker extension, in rank order, and the answer's headers.
 
@@ -139,7 +142,7 @@ class VllmEngine(HttpEngine):
         """
         body = json.dumps({"method": method, "args": list(args)}).encode()
         what = f"{method} on its workers"
-        data, headers = await self._request("POST", "/collective_rpc", body, deadline_s, what=what)
+        data, headers = await self._request("POST", "/collective_rpc", body, deadline_s, what=what, **limits)
         results = decode_object(data, self.name).get("results")
         if not isinstance(results, list) or not all(isinstance(result, dict) for result in results):
             raise EngineError(f"engine {self.name}: {method} on its workers returned no results")
