@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +20,13 @@ from pa_npu.engines.answers import with_routes
 from pa_npu.engines.handing_on import joined
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
 from pa_npu.engines.registry import check_engine_keys, engine_kind
+from pa_npu.engines.vllm.codec import encode_request, recorded_routes
 from pa_npu.environments.single_turn import samples_of
 from pa_npu.errors import ConfigError, InvariantViolation
 from pa_npu.families.shape import Experts
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.model_rules import check_division
+from pa_npu.planning.plan_text import derived_lines
 from pa_npu.samples.columns import NONE, RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
@@ -359,3 +364,30 @@ async def test_the_transformers_engines_routes_are_what_the_trainer_would_choose
     for layer in range(SPARSE):
         assert torch.equal(chosen[layer][0][: len(known)][known], packed[known][:, layer])
     assert report.replay_changed > 0.01 and report.routes_missing == 0
+
+
+def test_the_plan_says_what_routes_take(model: Path) -> None:
+    spec = ModelSpec.read(str(model))
+    for algorithm, expected in ((REPLAY, 1), ({}, 0)):
+        config = model_config(model, algorithm=algorithm, run={"device": "cpu"})
+        lines = derived_lines(config, spec, 2**34, False)
+        assert sum(line.startswith("routes                4 bytes per token, a shared") for line in lines) == expected
+
+
+def test_vllms_own_answer_with_routes_has_a_row_for_every_layer_and_the_workers_has_none() -> None:
+    arrays = [np.arange(12 + number, 24 + number, dtype=np.uint8).reshape(2, 3, TAKEN) for number in range(2)]
+    texts = []
+    for array in arrays:
+        np.save(file := io.BytesIO(), array)
+        texts.append(base64.b64encode(file.getvalue()).decode())
+    choices = [{"index": 1 - i, "text": "", "token_ids": [1], "routed_experts": text} for i, text in enumerate(texts)]
+    answer, found = recorded_routes(json.dumps({"id": "cmpl-7", "choices": choices}).encode(), ROUTES.layers)
+    assert answer == "cmpl-7" and found is not None
+    for one, array in zip(found, reversed(arrays), strict=True):
+        np.testing.assert_array_equal(one, array[:, [0, 2]])
+    silent = [{**choice, "routed_experts": None} for choice in choices]
+    data = json.dumps({"id": "cmpl-7", "choices": silent}).encode()
+    assert recorded_routes(data, ROUTES.layers) == ("cmpl-7", None)
+    asked = json.loads(encode_request(np.ones(3, np.int32), 1, 0, Sampling(4, 1.0, routes=ROUTES)))
+    assert asked["vllm_xargs"] == {"routes": 1}
+    assert "vllm_xargs" not in json.loads(encode_request(np.ones(3, np.int32), 1, 0, Sampling(4, 1.0)))
