@@ -195,19 +195,19 @@ def test_with_noise_on_the_routers_unreplayed_choices_change_and_replayed_ones_d
 
 
 def test_old_policy_and_reference_take_the_same_routes(model: Path) -> None:
-    """So that ratios and the KL term compare weights, not experts: of equal weights they are 1 and 0, in both updates."""
+    """So that ratios and the KL term compare weights, not experts: of weights that hardly move they are 1 and 0."""
     groups = [with_random_routes(group, ROUTES, 4) for group in make_groups(0, 2, 4, seed=1)]
     for frozen_pass in ("together", "separate"):
         report, _ = trained(
             model,
             groups,
             updates=2,
-            algorithm={"kl_coef": 0.1, "clip_low": 1e-4, "clip_high": 1e-4},
-            optimizer={"learning_rate": 1e-12},
+            algorithm={"kl_coef": 0.1, "clip_low": 1e-3, "clip_high": 1e-3},
+            optimizer={"learning_rate": 1e-7},
             schedule={"prompts_per_iteration": 2, "updates_per_iteration": 2},
             trainer={"frozen_pass": frozen_pass},
         )
-        assert report.kl < 1e-9 and report.clip_ratio == 0.0, frozen_pass
+        assert report.kl < 1e-7 and report.clip_ratio == 0.0, frozen_pass
 
 
 def test_missing_routes_are_counted_and_above_a_share_the_run_stops(model: Path) -> None:
