@@ -57,12 +57,12 @@ async def test_vllms_routes_are_transformers_choices_whatever_was_cached_preempt
         async with engine.client() as client:
             assert (await client.wait_ready(deadline_s=60.0)).records_routes
             several = [
-                client.generate(prompt, 4, 100 * i, sampling, deadline_s=200.0) for i, prompt in enumerate(prompts)
+                client.generate(prompt, 4, 100 * i, sampling, deadline_s=400.0) for i, prompt in enumerate(prompts)
             ]
             groups = await gather(several)
             first = groups[1][0]
             left, begun = replace(sampling, max_tokens=MAX_RESPONSE - 20), first.tokens[:20]
-            (moved,) = await client.generate(prompts[1], 1, 100, left, deadline_s=200.0, written=begun)
+            (moved,) = await client.generate(prompts[1], 1, 100, left, deadline_s=400.0, written=begun)
             said, _ = await client._request("GET", "/metrics", None, 60.0, most_bytes=2**24)
     finally:
         engine.kill()
