@@ -274,12 +274,12 @@ def test_what_several_parts_and_turns_recorded_becomes_one_column_and_the_first_
     assert whole.columns[column][:, 0, 0].tolist() == expected and len(whole.tokens) == 5
     (sample,) = samples_of(np.arange(3, dtype=np.int32), [whole])
     assert sample.columns[column][:, 1, 1].tolist() == expected
-    sample = SampleBuilder(np.arange(3, dtype=np.int32))
-    sample.write(whole.tokens, whole.logprobs, 0, whole.columns)
-    sample.show(np.arange(2, dtype=np.int32))
+    builder = SampleBuilder(np.arange(3, dtype=np.int32))
+    builder.write(whole.tokens, whole.logprobs, 0, whole.columns)
+    builder.show(np.arange(2, dtype=np.int32))
     turn = np.concatenate([told(50, 61), none])
-    sample.write(np.arange(2, dtype=np.int32), np.zeros(2, np.float32), 0, {column: turn})
-    values = sample.finish(True, "").columns[column]
+    builder.write(np.arange(2, dtype=np.int32), np.zeros(2, np.float32), 0, {column: turn})
+    values = builder.finish(True, "").columns[column]
     assert values[:, 0, 0].tolist() == [*expected[:-1], 57, 58, 59, 60, 255]
 
 

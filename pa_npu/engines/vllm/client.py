@@ -133,9 +133,9 @@ class VllmEngine(HttpEngine):
         return LoadedWeights(versions, digests if any(digests) else (), _memory(results))
 
     async def _on_workers(
-        self, method: str, args: Sequence[Any], deadline_s: float, **limits: int
+        self, method: str, args: Sequence[Any], deadline_s: float, **limits: Any
     ) -> tuple[list[dict[str, Any]], Mapping[str, str]]:
-        """The results of a method of the worker extension, in rank order, and the answer's headers.
+        """The results of a method of the worker extension, in rank order, and the answer's headers. limits: as of `_request`.
 
         The deadline stays here: a `timeout` given to vLLM shifts every later reply by one when it fires. After
         DeadlineExceeded the engine is in an unknown state and must be killed.
