@@ -17,12 +17,15 @@ A row GxR has groups of G responses of R tokens each. Columns:
                             checked arrays, advantages and Group, its bytes, the put; `other` is the rest of the total: HTTP
                             (receiving and joining the body), the event loop, admission, bookkeeping
     rewards                 what handing the group to the real reward workers and back would add (not in the total)
+    routes, bytes           what the routes of a mixture add to decoding, building and encoding (not in the total), in microseconds
+                            per group and in bytes of the group per response token; Qwen3-30B-A3B: 48 layers, 8 experts
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import cProfile
 import gc
@@ -48,20 +51,24 @@ from pa_npu.coordinator.episode import reward_input
 from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.work import GroupWork
+from pa_npu.engines.answers import with_routes
 from pa_npu.engines.pool import EnginePool
-from pa_npu.engines.protocol import Sampling
+from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.engines.vllm import codec as wire
 from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.single_turn import samples_of as samples_of_turn
+from pa_npu.families.shape import Experts
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import Rules
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.samples.columns import RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.routes import routes
 from pa_npu.samples.types import Sample
 from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
@@ -69,6 +76,7 @@ from pa_npu.telemetry.timeline import Timeline
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
 VOCABULARY = 150_000
+EXPERTS = Experts(128, 8, 768, True, tuple(range(48)))  # Qwen3-30B-A3B
 # Qwen2.5-7B: what the groups would be trained on.
 SHAPE = ModelSpec.parse(
     "7B",
@@ -105,6 +113,8 @@ class Row:
     put_us: float
     total_us: float
     rewards_us: float
+    routes_us: float
+    routes_bytes: float
 
     @property
     def responses_per_s(self) -> float:
@@ -237,6 +247,7 @@ def measure(
         seconds=wall_s,
         cpu_s=cpu_s,
         **parts,
+        **time_routes(body, sampling, prompt, responses),
         total_us=cpu_s / groups * 1e6,
         rewards_us=rewards_us,
     )
@@ -325,6 +336,31 @@ async def time_parts(
     }
 
 
+def time_routes(body: bytes, sampling: Sampling, prompt: Prompt, responses: int) -> dict[str, float]:
+    """CPU microseconds and bytes that routes, as the worker extension answers with them, add to a group."""
+    asked = routes(EXPERTS)
+    generations = wire.decode_response(body, responses, sampling, VOCABULARY, "", version=0)
+    given, rng = len(prompt.tokens), np.random.default_rng(1)
+    shapes = [(len(one.tokens), *asked.column.shape) for one in generations]
+    own = [base64.b64encode(rng.integers(0, EXPERTS.count, shape, np.uint16).tobytes()) for shape in shapes]
+    shared = base64.b64encode(rng.integers(0, EXPERTS.count, (given, *asked.column.shape), np.uint16).tobytes())
+
+    def build(generations: Sequence[Generation], columns: RunColumns) -> bytes:
+        total = np.zeros(responses, np.float32)
+        samples = samples_of_turn(prompt.tokens, generations)
+        group = Group.of_samples(samples, total, total, run_seed=0, iteration=0, index=0, prompt_id=0)
+        return to_bytes(group, columns)
+
+    def with_them() -> bytes:
+        recorded = [np.frombuffer(base64.b64decode(shared) + base64.b64decode(one), "<u2") for one in own]
+        pairs = zip(generations, recorded, strict=True)
+        return build([with_routes(one, ids, given, asked, "") for one, ids in pairs], RunColumns((asked.column,)))
+
+    more = len(with_them()) - len(build(generations, RunColumns()))
+    added_us = cpu_us(with_them) - cpu_us(lambda: build(generations, RunColumns()))
+    return {"routes_us": added_us, "routes_bytes": more / sum(shape[0] for shape in shapes)}
+
+
 async def time_rewards(body: bytes, sampling: Sampling, prompt: Prompt, responses: int) -> float:
     """CPU microseconds of this process to have a group scored by a worker process (format reward)."""
     group = reward_input(prompt, samples_of(body, sampling, prompt, responses, ""))
@@ -383,6 +419,8 @@ HEADER = (
     "put",
     "other",
     "rewards",
+    "routes",
+    "bytes",
 )
 
 
@@ -394,6 +432,8 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.core:.0%}",
         f"{row.tokens_per_core_s:,.0f}",
         *(f"{us:,.0f}" for us in (row.decode_us, row.group_us, row.bytes_us, row.put_us, row.other_us, row.rewards_us)),
+        f"{row.routes_us:,.0f}",
+        f"{row.routes_bytes:,.0f}",
     )
 
 
@@ -416,7 +456,8 @@ def markdown(rows: Sequence[Row], engines: int) -> str:
 
 "core" is the share of its core that the coordinator used by wall clock; "tokens/s of core" divides by its CPU time. The
 columns from "decode" on are microseconds of that CPU time per group: JSON to checked arrays, advantages and group,
-its bytes, the put, and everything else (HTTP, event loop, admission). "rewards" comes on top with real reward workers.
+its bytes, the put, and everything else (HTTP, event loop, admission). "rewards" comes on top with real reward workers,
+"routes" for a mixture with router replay (48 layers, 8 of 128 experts), whose groups are larger by "bytes" per response token.
 
 A core sustains up to {best.tokens_per_core_s / 1e6:.1f} million response tokens per second. What limits it is the
 engines' JSON: {best.body_bytes_per_token:.0f} bytes per token (token strings, offsets and top log-probs that vLLM always

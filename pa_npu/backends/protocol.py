@@ -29,14 +29,22 @@ from pa_npu.telemetry.timeline import Timeline
 
 @dataclass(frozen=True)
 class Routing:
-    """How a mixture's routers spread an update's tokens. expert_imbalance: tokens of a layer's busiest expert over the mean of its
-    experts, mean over layers; expert_imbalance_max: of the worst layer. routing_entropy: of a token's gate probabilities, in nats,
-    mean over tokens and layers. experts_untouched: of all layers' experts, how many no token has taken since the trainers began."""
+    """How a mixture's routers spread an update's tokens.
+
+    expert_imbalance: tokens of a layer's busiest expert over the mean of its experts, mean over layers; expert_imbalance_max: of
+    the worst layer; expert_imbalance_layers: of each, by its number. routing_entropy: of a token's gate probabilities, in nats,
+    mean over tokens and layers. experts_untouched: of all layers' experts, how many no token has taken since the trainers began.
+    With algorithm.router_replay, else None: replay_changed: share of the replayed choices that routers would not have made;
+    routes_missing: tokens without routes from which a target follows.
+    """
 
     expert_imbalance: float
     expert_imbalance_max: float
+    expert_imbalance_layers: dict[str, float]
     routing_entropy: float
     experts_untouched: int
+    replay_changed: float | None = None
+    routes_missing: int | None = None
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ CHANGES: dict[str, Change] = {
             "judge.lowest judge.highest judge.temperature judge.max_tokens code.tests code.score code.most_tests",
             "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in reference_refresh_every "
             "ratio importance_sampling importance_rule importance_cap importance_floor age_exponent "
-            "entropy_coef router_aux_coef delta dual_clip dpo_beta aggregation",
+            "entropy_coef router_aux_coef router_replay delta dual_clip dpo_beta aggregation",
             "optimizer": "learning_rate min_learning_rate warmup_iterations decay weight_decay beta1 beta2 epsilon clip_grad",
             "schedule": "max_staleness on_publish tokens_per_version tokens_per_update updates_per_iteration "
             "prompts_per_iteration order dynamic_sampling",

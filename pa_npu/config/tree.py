@@ -162,8 +162,12 @@ class ConfigTree(Section):
 
     @property
     def probe_rides(self) -> bool:
-        """Whether an iteration's first groups are its probe: they are of the version just published, and so is what trains them."""
-        return bool(self.publish.probe_tokens) and self.schedule.max_staleness == 0
+        """Whether an iteration's first groups are its probe: they are of the version just published, and so is what trains them.
+
+        With router replay they are not: wrong routers of an engine would choose the trainers' experts too.
+        """
+        replays = self.algorithm.router_replay != "none"
+        return bool(self.publish.probe_tokens) and self.schedule.max_staleness == 0 and not replays
 
     @property
     def frozen_models(self) -> tuple[str, ...]:

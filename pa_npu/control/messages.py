@@ -24,7 +24,8 @@ class UpdateReport:
     sampling policy where there are none, as a share; None without either. age_mean, age_max: by how many versions tokens are older
     than what they train; None with max_staleness=0. With older tokens logprob_* have the updates since in them.
     learning_rate: of the step. preference_*: of loss=dpo, else None: groups whose responses are not all equal, and over these the
-    mean margin, and the share with a positive one. expert_*, routing_entropy: of a mixture, see backends.protocol.Routing.
+    mean margin, and the share with a positive one. expert_*, routing_entropy, replay_changed, routes_missing: of a mixture, see
+    backends.protocol.Routing.
     tokens_computed: tokens through the model, padding left out. rollout_*: reads of groups from the buffer and their bytes, bytes
     that came from the store on the head for it, and bytes that ranks got from their replica's reader over collectives.
     memory_trainer_host_bytes, memory_trainer_device_bytes: MemoryPeak of the fullest rank since the update before. wait_s: waiting
@@ -51,8 +52,11 @@ class UpdateReport:
     preference_accuracy: float | None
     expert_imbalance: float | None
     expert_imbalance_max: float | None
+    expert_imbalance_layers: dict[str, float] | None
     routing_entropy: float | None
     experts_untouched: int | None
+    replay_changed: float | None
+    routes_missing: int | None
     tokens_response: int
     tokens_computed: int
     microbatches: int
@@ -73,6 +77,7 @@ _ADDED = frozenset(
         "tokens_computed",
         "microbatches",
         "preference_pairs",
+        "routes_missing",
         "rollout_reads",
         "rollout_buffer_bytes",
         "rollout_head_bytes",
@@ -107,7 +112,12 @@ def merge_updates(reports: Sequence[UpdateReport]) -> UpdateReport:
             return sum
         if name in _MEANS_OF_UPDATES:
             return lambda values: sum(values) / len(values)
-        return lambda values: sum(v * n for v, n in zip(values, tokens, strict=True)) / max(1, sum(tokens))
+        return mean
+
+    def mean(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {key: mean([value[key] for value in values]) for key in values[0]}
+        return sum(v * n for v, n in zip(values, tokens, strict=True)) / max(1, sum(tokens))
 
     columns = {name: [getattr(report, name) for report in reports] for name in asdict(reports[0])}
     merged: dict[str, Any] = {

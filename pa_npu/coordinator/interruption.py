@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from pa_npu.engines.handing_on import Decode
 from pa_npu.engines.pool import Lease
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import Generate, Turn
-from pa_npu.samples.columns import Values
+from pa_npu.samples.columns import Values, continued
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import turn_seed
 from pa_npu.samples.types import Sample, SampleBuilder
@@ -42,20 +42,17 @@ class Written:
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
     finished: bool = False
-    columns: Values | None = None  # None before the first part
+    columns: Values = field(default_factory=dict)
 
     def then(self, part: Generation) -> Written:
         """part: with the version that the engine says it wrote by."""
         assert part.version is not None, "sessions refuse responses without a version"
-        before = (
-            {column: values[:0] for column, values in part.columns.items()} if self.columns is None else self.columns
-        )
         return Written(
             np.concatenate([self.tokens, part.tokens]),
             np.concatenate([self.logprobs, part.logprobs]),
             np.concatenate([self.versions, np.full(len(part.tokens), part.version, np.int32)]),
             part.finished,
-            {column: np.concatenate([before[column], values]) for column, values in part.columns.items()},
+            continued(self.columns, part.columns),
         )
 
 
@@ -195,7 +192,7 @@ class Interruptions(Variant):
             "stop" if response.finished else "length",
             version=int(response.versions[-1]),
             versions=response.versions,
-            columns=response.columns or {},
+            columns=response.columns,
         )
 
 
@@ -229,7 +226,7 @@ def _open(responses: Sequence[Written], max_tokens: int) -> list[int]:
 
 def _written(sample: Sample) -> Written:
     own = sample.trained
-    columns = {column: values[own] for column, values in sample.columns.items()}
+    columns = {one: values if one.tokens == "context" else values[own] for one, values in sample.columns.items()}
     return Written(sample.tokens[own], sample.logprobs[own], sample.versions[own], sample.finished, columns)
 
 

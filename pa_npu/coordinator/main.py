@@ -72,6 +72,7 @@ from pa_npu.publish.engine_groups import Connection
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, StageManifest
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.open_buffer import open_buffer
+from pa_npu.samples.routes import routes_of
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
 
@@ -97,6 +98,7 @@ async def run(config: Config) -> None:
     key = os.environ.pop(KEY_VARIABLE, None)  # reward functions are users' code, and inherit the environment
     first = first_version(config)
     kind = engine_kind(config.rollout.backend)
+    sampling = training_sampling(config, spec)
     async with AsyncExitStack() as stack:
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
         train, held_out = load_prompt_sets(config, tokenizer)
@@ -108,7 +110,13 @@ async def run(config: Config) -> None:
             EnginePool((), config.rollout.probe_timeout_s, config.rollout.too_long == "cut", decoder(tokenizer))
         )
         fleet = await stack.enter_async_context(
-            Fleet(config.rollout, pool, roster, lambda url: kind.client(url, spec.vocab_size, key))
+            Fleet(
+                config.rollout,
+                pool,
+                roster,
+                lambda url: kind.client(url, spec.vocab_size, key),
+                needs_routes=sampling.routes is not None,
+            )
         )
         rewards = await stack.enter_async_context(RewardPool(config.reward, config.run.dir))
         timeline = stack.enter_context(
@@ -116,7 +124,6 @@ async def run(config: Config) -> None:
         )
         records = stack.enter_context(RunRecords(config, first, lambda token: str(tokenizer.decode([token]))))
         store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
-        sampling = training_sampling(config, spec)
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
         freshness = Freshness.of(config)
@@ -186,6 +193,7 @@ def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
         temperature=config.rollout.temperature,
         stop_token_ids=spec.eos_token_ids,
         ignore_eos=config.rollout.ignore_eos,
+        routes=routes_of(config, spec),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple, cast
 
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
+from pa_npu.samples.routes import NO_ROUTE, Routes
 
 # A log-prob may exceed 0 by rounding of the log-softmax; bf16 engines compute it in fp32.
 _LOGPROB_ROUNDING = 1e-4
@@ -102,6 +104,31 @@ def _checked_logprobs(values: Sequence[Sequence[float]], bounds: list[int], engi
             f"most 0; are the engine's weights finite?"
         )
     return logprobs
+
+
+def with_routes(
+    generation: Generation, recorded: npt.NDArray[np.uint16], given: int, routes: Routes, engine: str
+) -> Generation:
+    """The generation with the routes that an engine recorded of it, from its prompt's first token on; tokens beyond have none.
+
+    recorded: uint16 of any shape, NO_ROUTE for a token without. given: tokens of prompt and beginning.
+    Raises EngineError where these are no routes.
+    """
+    column, length = routes.column, given + len(generation.tokens)
+    if recorded.size % int(np.prod(column.shape)) or len(rows := recorded.reshape(-1, *column.shape)) > length:
+        raise EngineError(
+            f"engine {engine}: {recorded.size} expert ids for {length} tokens of {list(column.shape)}; does it serve another model?"
+        )
+    of_tokens = rows.reshape(len(rows), -1)
+    wrong = (of_tokens >= routes.num_experts).any(axis=1) & (of_tokens != NO_ROUTE).any(axis=1)
+    if wrong.any():
+        raise EngineError(
+            f"engine {engine}: token {int(wrong.argmax())} has expert ids {rows[wrong.argmax()].tolist()!r:.200}, but a layer has "
+            f"{routes.num_experts} experts; does it serve another model?"
+        )
+    values = column.blank(length)
+    values[: len(rows)] = rows.astype(column.type)  # NO_ROUTE becomes what the column has for none
+    return replace(generation, columns={**generation.columns, column: values})
 
 
 def _response_at(position: int, bounds: list[int]) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.engines.protocol import Generation, Sampling
+from pa_npu.samples.columns import continued
 
 Decode = Callable[[Sequence[int]], str]
 """Tokens to text, special tokens left out."""
@@ -45,5 +46,5 @@ def joined(first: Generation, rest: Generation, decode: Decode | None) -> Genera
         tokens=tokens,
         logprobs=np.concatenate([first.logprobs, rest.logprobs]),
         text=text,
-        columns={name: np.concatenate([first.columns[name], values]) for name, values in rest.columns.items()},
+        columns=continued(first.columns, rest.columns),
     )

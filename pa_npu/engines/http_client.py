@@ -34,6 +34,7 @@ from pa_npu.engines.protocol import (
     WeightGroups,
 )
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
+from pa_npu.samples.routes import Routes
 
 # Servers close idle connections after 5 s (uvicorn); closing them earlier ourselves avoids writing into one that is being closed.
 _KEEP_ALIVE_S = 2.0
@@ -98,12 +99,17 @@ class HttpEngine(ABC):
         path, body = self._ask(prompt_tokens, n, seed, sampling, written)
         given = len(prompt_tokens) + len(written)
         most = _ANSWER_BYTES + n * (_TOKEN_BYTES * sampling.max_tokens + _PROMPT_TOKEN_BYTES * given)
+        if sampling.routes is not None:
+            most += n * (sampling.max_tokens + given) * sampling.routes.most_bytes
         self._generating += 1
         try:
             data, headers = await self._request("POST", path, body, deadline_s, most_bytes=most, keep_connection=True)
         finally:
             self._generating -= 1
-        return self._answer(data, n, sampling, self._check_version(headers), self._instance)
+        generations = self._answer(data, n, sampling, self._check_version(headers), self._instance)
+        if sampling.routes is None:
+            return generations
+        return await self._with_routes(generations, data, given, sampling.routes, deadline_s)
 
     @abstractmethod
     def _ask(
@@ -121,6 +127,12 @@ class HttpEngine(ABC):
         self, data: bytes, n: int, sampling: Sampling, version: int | None, instance: str | None
     ) -> list[Generation]:
         """The responses in an answer, in order of their seeds. Raises EngineError where it is none."""
+
+    async def _with_routes(
+        self, generations: list[Generation], data: bytes, given: int, routes: Routes, deadline_s: float
+    ) -> list[Generation]:
+        """The generations with the routes of what they were given, so many tokens, and of their own. data: the answer."""
+        raise EngineError(f"engine {self.name}: it does not say which experts a token took")
 
     @abstractmethod
     async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:

@@ -72,16 +72,22 @@ DeliverLate = Callable[[Member, int], Awaitable[bool]]
 class Fleet:
     """Owns the membership of `pool`. Use it with `async with`, inside the event loop.
 
-    make_engine: the client of the engine at a URL.
+    make_engine: the client of the engine at a URL. needs_routes: whether engines must record them.
     """
 
     def __init__(
-        self, config: RolloutConfig, pool: EnginePool, roster: Roster, make_engine: Callable[[str], RolloutEngine]
+        self,
+        config: RolloutConfig,
+        pool: EnginePool,
+        roster: Roster,
+        make_engine: Callable[[str], RolloutEngine],
+        needs_routes: bool = False,
     ) -> None:
         self._config = config
         self._pool = pool
         self._roster = roster
         self._make_engine = make_engine
+        self._needs_routes = needs_routes
         self._members: dict[int, Member] = {}
         self._version: int | None = None  # of the iteration that runs
         self._border = asyncio.Lock()
@@ -384,6 +390,11 @@ class Fleet:
                 f"{self._config.tensor_parallel}; start it with the same, or change the key"
             )
         self._pool.continues &= found.continues
+        if self._needs_routes and not found.records_routes:
+            raise ConfigError(
+                f"engine {member.name} ({found.version}) does not say which experts a token took, as algorithm.router_replay "
+                f"wants; set that to none, or use another release of the engine"
+            )
         if not found.loads_weights:
             raise ConfigError(
                 f"engine {member.name} cannot load weights, so that it would never be on-policy; use another"

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from pa_npu.errors import PaNpuError
 from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.samples.columns import Values
+from pa_npu.samples.routes import Routes
 
 
 class EngineError(PaNpuError):
@@ -28,7 +29,8 @@ class Sampling:
 
     stop_token_ids end a response beside the model's own end token, unless ignore_eos asks for exactly max_tokens.
     logprobs: return the log-prob of every token under the distribution it was sampled from. stop: texts that end a response, which
-    keeps the tokens up to the one that completes a text (finish_reason stop).
+    keeps the tokens up to the one that completes a text (finish_reason stop). routes: return the experts of every token as this
+    column, of an engine that records them.
     """
 
     max_tokens: int
@@ -38,6 +40,7 @@ class Sampling:
     logprobs: bool = True
     stop: tuple[str, ...] = ()
     top_p: float = 1.0
+    routes: Routes | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +51,7 @@ class Generation:
     limit), or cut: handed on by `hand_on` as it stood, perhaps before its first token.
     version: of the weights that generated it. instance: which start of the engine did. Both are what the engine itself
     says; None where it does not say. versions: int32 [R] where several versions did, one after another (the last is `version`).
-    columns: declared columns that the engine fills, each [R, *shape].
+    columns: declared columns that the engine fills, each [R, *shape]; those of context of what it was given too.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -111,7 +114,8 @@ class EngineCapabilities:
 
     kind: the value of rollout.backend. version: of its software. instance: which start of the engine this is.
     max_num_seqs: responses that it generates at the same time; further ones wait in it. continues: it goes on with a response that
-    another engine has begun, and hands on its own. sleeps: it can give its device's memory back for a time.
+    another engine has begun, and hands on its own. sleeps: it can give its device's memory back for a time. records_routes: it says
+    which experts of a mixture each token took.
     """
 
     kind: str
@@ -122,6 +126,7 @@ class EngineCapabilities:
     loads_weights: bool = True
     continues: bool = False
     sleeps: bool = False
+    records_routes: bool = False
 
 
 class RolloutEngine(Protocol):

@@ -48,6 +48,7 @@ class EngineKind:
     tool_parser: from the name of one and a tokenizer to what finds tool calls in a text, or raises ConfigError; None where the kind
         has none.
     merges_adapters: whether its engines load adapters that are sent alone (publish.lora=adapter): Receiver.whole.
+    records_routes: whether they can say which experts each token took (algorithm.router_replay): EngineCapabilities.
     """
 
     command: Callable[[Config, ModelSpec, int, int], EngineCommand]
@@ -58,6 +59,7 @@ class EngineKind:
     served_model: Callable[[str, str], str]
     tool_parser: Callable[[str, Any], Callable[..., Any]] | None = None
     merges_adapters: bool = False
+    records_routes: bool = False
 
 
 # Modules, because they are imported where they are used only.
@@ -82,6 +84,11 @@ def check_engine_keys(config: Config, spec: ModelSpec | None) -> None:
         raise ConfigError(
             f"publish.lora: adapter with rollout.backend={config.rollout.backend}, whose engines merge no adapters; set "
             f"publish.lora=merged"
+        )
+    if config.algorithm.router_replay != "none" and not kind.records_routes:
+        raise ConfigError(
+            f"algorithm.router_replay: {config.algorithm.router_replay} with rollout.backend={config.rollout.backend}, whose "
+            f"engines do not say which experts a token took; set it to none, or rollout.backend=vllm"
         )
     kind.check_keys(config, spec)
 

@@ -68,6 +68,7 @@ def _expert_rules(config: Config, spec: ModelSpec) -> list[str]:
         values = {
             "trainer.expert_parallel": trainer.expert_parallel > 1 and trainer.expert_parallel,
             "algorithm.router_aux_coef": config.algorithm.router_aux_coef,
+            "algorithm.router_replay": config.algorithm.router_replay != "none" and config.algorithm.router_replay,
         }
         named = [f"{key}: {value}" for key, value in values.items() if value]
         return [f"{key}, but {spec.path} is no mixture of experts; remove the key" for key in named]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import EngineSettings
 from pa_npu.config.words import counted
@@ -21,6 +23,7 @@ from pa_npu.planning.model_rules import engines_sleep
 from pa_npu.planning.prediction.rehearsal import advice, can_rehearse, rehearse
 from pa_npu.planning.shared_way import WAY_IN_WORDS, way_to_shared
 from pa_npu.platform.typical import typical_speed
+from pa_npu.samples.routes import routes_of
 
 
 def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | None, own_memory: bool) -> list[str]:
@@ -47,6 +50,13 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
     trainers = trainer_memory(config, spec)
     active = f", of which a token goes through {spec.num_active_parameters / 1e6:.1f} M" if spec.experts else ""
     lines.append(f"model                 {spec.family}, {spec.num_parameters / 1e6:.1f} M parameters{active}")
+    if (routes := routes_of(config, spec)) is not None:
+        of_token = routes.column.type.itemsize * math.prod(routes.column.shape)
+        tokens = amount.response_tokens + amount.prompt_tokens // rollout.responses_per_prompt
+        lines.append(
+            f"routes                {of_token} bytes per token, a shared prompt's once: at most {format_bytes(of_token * tokens)} "
+            f"per iteration to the trainers"
+        )
     lines.append(f"trainer memory        {trainers.line()}")
     if own_memory and device_bytes is None:
         engines = Memory("engine", engine_memory(config, spec, 0).parts[:1])

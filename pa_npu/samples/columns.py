@@ -48,6 +48,8 @@ class Column:
 
     dtype: numpy's name. filled_by: who gives the values. read_by: the feature that reads them, for messages.
     tokens: "trained" ones have a value and it travels for these alone; or "all" do, a prompt's and an environment's too.
+    So do those of "context", which an engine gives of all that it was given too, from the sequence's first token on: they follow
+    from the tokens, and a shared beginning has them once.
     elsewhere: the value of tokens that nobody gave one. every_stage: whether all pipeline stages read it, or the last one.
     make: computes the array from the whole group, in the process that `filled_by` names: coordinator or trainers.
     """
@@ -57,7 +59,7 @@ class Column:
     shape: tuple[int, ...] = ()
     filled_by: Filler = "environment"
     read_by: str = ""
-    tokens: Literal["trained", "all"] = "trained"
+    tokens: Literal["trained", "all", "context"] = "trained"
     elsewhere: float = 0
     every_stage: bool = False
     make: Callable[[Group], np.ndarray] | None = None
@@ -76,6 +78,20 @@ class Column:
 
     def blank(self, num_tokens: int) -> np.ndarray:
         return np.full((num_tokens, *self.shape), self.elsewhere, self.type)
+
+    def is_blank(self, values: np.ndarray) -> np.ndarray:
+        """bool [tokens]: which have no value."""
+        blank: np.ndarray = (values == self.elsewhere).reshape(len(values), -1).all(axis=1)
+        return blank
+
+    def continued(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """The column of a sequence that goes on. after: of what follows; of context, of all of it, it fills what `before` lacks."""
+        if self.tokens != "context":
+            return np.concatenate([before, after])
+        kept = ~self.is_blank(before)
+        values = after.copy()
+        values[: len(before)][kept] = before[kept]
+        return values
 
     def check_declaration(self, taken: Collection[str]) -> None:
         """Raises ConfigError where no run can have this column. taken: names of others."""
@@ -101,6 +117,11 @@ FIXED = (TOKENS, TRAINED, LOGPROBS, VERSIONS, ADVANTAGES)
 """The columns of every run. They are attributes of Sample and Group; what follows from runs of tokens travels once per run."""
 
 Values = Mapping[Column, np.ndarray]
+
+
+def continued(before: Values, after: Values) -> dict[Column, np.ndarray]:
+    """The columns of a sequence that goes on, see Column.continued; `before` has none where nothing came before."""
+    return {column: column.continued(before[column], values) if before else values for column, values in after.items()}
 
 
 @dataclass(frozen=True)

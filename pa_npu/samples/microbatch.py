@@ -123,7 +123,7 @@ def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Mic
         packed={
             column.name: _of_rows(column, pieces, packed, starts, layout.total)
             for column in pieces[0].columns
-            if column.tokens == "all"
+            if column.tokens != "trained"
         },
         ages=_joined(
             [piece.iteration - piece.versions[own] for piece, own in zip(pieces, trained, strict=True)], np.float32

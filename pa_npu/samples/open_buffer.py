@@ -10,6 +10,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.samples.columns import LOGPROBS, RunColumns
 from pa_npu.samples.rollout_buffer import Payloads, RolloutBuffer, StoreRolloutBuffer
+from pa_npu.samples.routes import routes_of
 from pa_npu.samples.shards import OwnShard, ShardPayloads
 
 # Its keys are those of one attempt of the run, which the channel's prefix is.
@@ -40,11 +41,11 @@ def open_buffer(
 
 
 def run_columns(config: Config) -> RunColumns:
-    """The columns that the run's loss and advantage declare. Raises ConfigError for a declaration that no run can have."""
+    """The run's routes, and the columns that loss and advantage declare. Raises ConfigError for those that no run can have."""
     features: list[Any] = [find_policy_loss(config.algorithm.loss)]
     if config.algorithm.advantage != "batch-std":  # which is of no group
         features.append(find_group_advantage(config.algorithm.advantage))
-    return RunColumns.of_features(features)
+    return RunColumns.of_features([*features, routes_of(config)])
 
 
 def trained_columns(config: Config) -> RunColumns:
@@ -52,7 +53,7 @@ def trained_columns(config: Config) -> RunColumns:
     columns = run_columns(config)
     if any(column.filled_by == "trainers" for column in columns.declared):
         return columns
-    loss = RunColumns.of_features([find_policy_loss(config.algorithm.loss)])
+    loss = RunColumns.of_features([find_policy_loss(config.algorithm.loss), routes_of(config)])
     return columns.reading([LOGPROBS.name, *(column.name for column in loss.declared)])
 
 

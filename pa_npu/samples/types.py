@@ -142,7 +142,8 @@ def num_common(one: Sample, two: Sample) -> int:
 class SampleBuilder:
     """Puts a sample together turn by turn: what the policy is shown, and what it writes.
 
-    columns, everywhere here: declared columns of the tokens that are given with them, [len(tokens), *shape].
+    columns, everywhere here: declared columns of the tokens that are given with them, [len(tokens), *shape]; those of context
+    of all tokens so far, of which each keeps the first value that it is given.
     """
 
     def __init__(self, prompt: npt.NDArray[np.int32], columns: Values | None = None) -> None:
@@ -163,8 +164,9 @@ class SampleBuilder:
         start, self._length = self._length, self._length + len(tokens)
         self._parts.append(np.asarray(tokens, np.int32))
         for column, values in (columns or {}).items():
-            span = slice(start, self._length), checked(column, values, len(tokens), "column")
-            self._columns.setdefault(column, []).append(span)
+            first = 0 if column.tokens == "context" else start
+            part = slice(first, self._length), checked(column, values, self._length - first, "column")
+            self._columns.setdefault(column, []).append(part)
 
     def write(
         self,
@@ -202,7 +204,8 @@ class SampleBuilder:
     def _column(self, column: Column, trained: npt.NDArray[np.bool_]) -> np.ndarray:
         values, given = column.blank(self._length), np.zeros(self._length, np.bool_)
         for span, part in self._columns[column]:
-            values[span], given[span] = part, True
+            free = column.is_blank(values[span])
+            values[span][free], given[span] = part[free], True
         if missing := int(np.count_nonzero(trained & ~given)):
             raise GroupFormatError(
                 f"column {column.name}: {missing} of {self.num_trained} tokens of the policy have no value; give one each with "

@@ -10,7 +10,8 @@ what stays the same along a run of trained tokens once per run. A run is one sam
     values     float32 [G + R]   each sample's reward, each run's advantage
     tokens     int32             of each sample, those that it does not share
     logprobs   float32           of the trained tokens
-    NAME       its dtype         every declared column: of the trained tokens, or of all (samples/columns.py)
+    NAME       its dtype         every declared column: of the trained tokens, of all, or of context, of those that a sample does
+                                 not share (samples/columns.py)
 
 Shared are leading tokens that are not trained. Between pipeline stages a group goes in two parts: numbers, spans, tokens and the
 columns that every stage computes with, and values and the columns that only the last one does. A reader that names the columns of
@@ -73,19 +74,26 @@ def tensors_of(group: Group, columns: RunColumns) -> Tensors:
     samples, runs = spans[: group.num_samples], spans[group.num_samples :]
     samples[:, 0], samples[:, 1], samples[:, 2] = group.lengths, _shared(group), group.finished
     runs[:, 0], runs[:, 1], runs[:, 2] = starts, ends - starts, group.versions[starts]
-    own = zip(pairwise(group.offsets().tolist()), samples[:, 1].tolist(), strict=True)
+    places = zip(pairwise(group.offsets().tolist()), samples[:, 1].tolist(), strict=True)
+    own = [slice(start + shared, end) for (start, end), shared in places]
     return {
         "numbers": np.array([*(getattr(group, name) for name in IDENTITY), group.num_samples], "<i8"),
         "spans": spans,
         "values": np.concatenate([group.rewards, group.advantages[starts]]),
-        "tokens": np.concatenate([group.tokens[start + shared : end] for (start, end), shared in own]),
+        "tokens": np.concatenate([group.tokens[span] for span in own]),
         "logprobs": group.logprobs[group.trained],
         **{
-            column.name: values[group.trained] if column.tokens == "trained" else np.ascontiguousarray(values)
+            column.name: _sent(column, values, group.trained, own)
             for column in columns.carried
             if (values := group.columns.get(column)) is not None
         },
     }
+
+
+def _sent(column: Column, values: np.ndarray, trained: np.ndarray, own: list[slice]) -> np.ndarray:
+    if column.tokens == "context":
+        return np.concatenate([values[span] for span in own])
+    return values[trained] if column.tokens == "trained" else np.ascontiguousarray(values)
 
 
 def from_tensors(tensors: Mapping[str, np.ndarray]) -> bytes:
@@ -228,7 +236,8 @@ def _group(
     lengths, finished = spans[:num_samples, 0].copy(), spans[:num_samples, 2]
     if ((finished != 0) & (finished != 1)).any():
         raise GroupFormatError(f"group bytes: finished must be 0 or 1, found {finished.tolist()[:8]}")
-    tokens = _all_tokens(lengths.tolist(), spans[:num_samples, 1].tolist(), arrays["tokens"])
+    shared = spans[:num_samples, 1].tolist()
+    tokens = _all_tokens("tokens", lengths.tolist(), shared, arrays["tokens"])
     rows, run_lengths = _trained_rows(spans[num_samples:], len(tokens))
     trained = np.zeros(len(tokens), np.bool_)
     trained[rows] = True
@@ -238,7 +247,12 @@ def _group(
         VERSIONS: np.repeat(spans[num_samples:, 2], run_lengths),
         ADVANTAGES: np.repeat(values[num_samples:], run_lengths),
     }
-    full = {column: _full(column, found, len(tokens), rows) for column, found in sampled.items()}
+    full = {
+        column: _all_tokens(column.name, lengths.tolist(), shared, found)
+        if column.tokens == "context"
+        else _full(column, found, len(tokens), rows)
+        for column, found in sampled.items()
+    }
     fixed: dict[str, Any] = {column.name: full.pop(column) for column in (LOGPROBS, VERSIONS, ADVANTAGES)}
     group = Group(
         **dict(zip(IDENTITY, identity, strict=True)),
@@ -268,8 +282,8 @@ def _full(column: Column, values: np.ndarray, num_tokens: int, rows: np.ndarray)
     return full
 
 
-def _all_tokens(lengths: list[int], shared: list[int], own: np.ndarray) -> np.ndarray:
-    """int32 [sum of lengths]: each sample's tokens, from those that only it has."""
+def _all_tokens(name: str, lengths: list[int], shared: list[int], own: np.ndarray) -> np.ndarray:
+    """[sum of lengths, ...]: each sample's tokens, or a column of them, from those that only it has."""
     before = 0
     for length, common in zip(lengths, shared, strict=True):
         if not 0 <= common <= min(before, length):
@@ -281,9 +295,9 @@ def _all_tokens(lengths: list[int], shared: list[int], own: np.ndarray) -> np.nd
     total = sum(lengths)
     if total > _MOST_TOKENS or total - sum(shared) != len(own):
         raise GroupFormatError(
-            f"group bytes: {len(own)} tokens, but samples of {total} tokens that share {sum(shared)} need {total - sum(shared)}"
+            f"group bytes: {len(own)} {name}, but samples of {total} tokens that share {sum(shared)} need {total - sum(shared)}"
         )
-    tokens = np.empty(total, np.int32)
+    tokens = np.empty((total, *own.shape[1:]), own.dtype)
     before = start = taken = 0
     for length, common in zip(lengths, shared, strict=True):
         middle, end = start + common, start + length

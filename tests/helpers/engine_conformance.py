@@ -40,9 +40,9 @@ DEADLINE_S = 120.0
 SAMPLING = Sampling(max_tokens=24, temperature=1.0, stop_token_ids=(EOS,))
 
 
-def make_engine_model(directory: Path, seed: int = 0) -> Path:
+def make_engine_model(directory: Path, seed: int = 0, family: str = "qwen2", **more: object) -> Path:
     """A random model with a tokenizer, of a size that every engine can serve."""
-    model = make_model(directory, hidden=128, tied=True, seed=seed)
+    model = make_model(directory, family, hidden=128, tied=True, seed=seed, **more)  # type: ignore[arg-type]
     vocabulary = {"<pad>": 0, "</s>": EOS} | {f"w{i}": i for i in range(2, VOCAB)}
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)), eos_token="</s>").save_pretrained(model)
     return model

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pa_npu.samples.group import Group
+from pa_npu.samples.routes import Routes
 
 
 def with_trained(group: Group, **values: np.ndarray) -> Group:
@@ -28,3 +29,15 @@ def sample_advantages(group: Group) -> np.ndarray:
 def prompt_tokens(group: Group) -> np.ndarray:
     """Returns the prompt of a group that has one."""
     return group.tokens[: group.prompt_lengths()[0]]
+
+
+def with_random_routes(group: Group, routes: Routes, seed: int, missing: float = 0.0) -> Group:
+    """Gives any experts to any token, the same for the prompt of all samples; a share of the tokens has none."""
+    rng, (layers, taken) = np.random.default_rng(seed), routes.column.shape
+    order = np.argsort(rng.random((len(group.tokens), layers, routes.num_experts)), axis=-1)
+    values = order[..., :taken].astype(routes.column.type)
+    values[rng.random(len(values)) < missing] = routes.column.elsewhere
+    prompt = group.prompt_lengths()[0]
+    for start in group.offsets()[:-1].tolist():
+        values[start : start + prompt] = values[:prompt]
+    return replace(group, columns={routes.column: values})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pa_npu.control.freshness import Freshness
-from pa_npu.samples.columns import NONE
+from pa_npu.samples.columns import NONE, RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.wire import to_bytes
@@ -12,10 +12,10 @@ from pa_npu.samples.wire import to_bytes
 class Shelf:
     """A rollout buffer that holds one iteration's groups."""
 
-    readers, head_bytes, columns = 1, 0, NONE
+    readers, head_bytes = 1, 0
 
-    def __init__(self, groups: list[Group]) -> None:
-        self._groups = groups
+    def __init__(self, groups: list[Group], columns: RunColumns = NONE) -> None:
+        self._groups, self.columns = groups, columns
 
     def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
         return 0.0
@@ -24,7 +24,7 @@ class Shelf:
         return True
 
     def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
-        return to_bytes(self._groups[slot])
+        return to_bytes(self._groups[slot], self.columns)
 
     def done(self, iteration: int, replica: int, slot: int) -> None:
         pass
@@ -38,10 +38,11 @@ def shelf_iterator(
     max_tokens: int | None = None,
     pad_multiple: int = 1,
     freshness: Freshness | None = None,
+    columns: RunColumns = NONE,
 ) -> MicrobatchIterator:
     """All groups as one replica's iteration, in microbatches of so many responses with shared prompts."""
     return MicrobatchIterator(
-        Shelf(groups),  # type: ignore[arg-type]
+        Shelf(groups, columns),  # type: ignore[arg-type]
         replica=0,
         num_replicas=1,
         iteration=iteration,

@@ -19,6 +19,9 @@ import torch.distributed as dist
 
 from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.samples.microbatch import pack
+from pa_npu.samples.open_buffer import run_columns
+from pa_npu.samples.routes import routes_of
+from tests.helpers.groups import with_random_routes
 from tests.helpers.reports import numbers
 from tests.helpers.shelf import shelf_iterator
 from tests.helpers.trainer_rank import make_groups, with_advantages
@@ -44,18 +47,24 @@ def main(job_file: str) -> None:
     spec, timeline = ModelSpec.read(config.model.path), Timeline(None, "")
     backend = backend_module(config.trainer.backend).create(config, spec, platform, store, rank, 0, timeline)
     learner = Learner(config, backend, platform, timeline)
-    reports = []
+    reports, routes = [], routes_of(config)
     for iteration in range(job["first"], job["last"]):
         groups = make_groups(
             iteration, config.schedule.prompts_per_iteration, config.rollout.responses_per_prompt, config.run.seed
         )
         kind = config.algorithm.advantage
         groups = [with_advantages(group, group_advantages(group.rewards, kind)) for group in groups]
+        if routes is not None:
+            groups = [with_random_routes(group, routes, 100 * iteration + group.index, 0.02) for group in groups]
         own = [replace(groups[index], index=slot) for slot, index in enumerate(job["shares"][backend.place.replica])]
         learner.publish(iteration)
         probed = learner.probe([pack([group], True, config.pad_multiple) for group in own])
         rollouts = shelf_iterator(
-            own, iteration, responses=config.microbatch_responses, pad_multiple=config.pad_multiple
+            own,
+            iteration,
+            responses=config.microbatch_responses,
+            pad_multiple=config.pad_multiple,
+            columns=run_columns(config),
         )
         report = consume(learner, rollouts, config.schedule.updates_per_iteration).report
         reports.append(numbers(report) | {"probe_max": probed.difference_max})

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from pa_npu.control.tasks import gather
+from pa_npu.engines.protocol import Sampling
+from pa_npu.samples.routes import routes_of
+from tests.helpers.engine_conformance import MAX_RESPONSE, VOCAB, make_engine_model
+from tests.helpers.engine_process import EngineProcess
 from tests.helpers.launched import random_tiny
+from tests.helpers.megatron import model_config
 from tests.helpers.models import make_model
 from tests.helpers.rank_processes import ROOT
 from tools import make_tiny_model
@@ -29,6 +40,45 @@ def test_vllm_computes_new_experts_after_a_reload_only_because_they_are_packed_a
     assert found["loaded"] < 1e-5 and found["with it"] < 1e-5, found
     assert "no weights for 2 parameter(s) of the engine, the first is 'model.layers.1.mlp.experts" in found["missing"]
     assert found["without the repair"] > 0.1, f"the reload has become right by itself: {found}"
+
+
+async def test_vllms_routes_are_transformers_choices_whatever_was_cached_preempted_or_handed_on(tmp_path: Path) -> None:
+    """Groups whose prompts begin alike, in a KV cache that holds a third of them; control: requests were preempted."""
+    model = make_engine_model(tmp_path / "model", family="qwen3_moe", layers=3, mlp_only_layers=[1])
+    routes = routes_of(model_config(model, algorithm={"router_replay": "rollout"}))
+    assert routes is not None
+    engine = EngineProcess("vllm", model, tmp_path, {"max_num_seqs": 16, "kv_cache_gib": 0.0012})
+    generator = torch.Generator().manual_seed(1)
+    common, *rest = torch.randint(2, VOCAB, (5, 32), generator=generator).numpy().astype(np.int32)
+    prompts = [np.concatenate([common, own[: 5 + 7 * number]]) for number, own in enumerate(rest)]
+    sampling = Sampling(max_tokens=MAX_RESPONSE, temperature=1.0, ignore_eos=True, routes=routes)
+    try:
+        await engine.wait_ready()
+        async with engine.client() as client:
+            assert (await client.wait_ready(deadline_s=60.0)).records_routes
+            several = [
+                client.generate(prompt, 4, 100 * i, sampling, deadline_s=400.0) for i, prompt in enumerate(prompts)
+            ]
+            groups = await gather(several)
+            first = groups[1][0]
+            left, begun = replace(sampling, max_tokens=MAX_RESPONSE - 20), first.tokens[:20]
+            (moved,) = await client.generate(prompts[1], 1, 100, left, deadline_s=400.0, written=begun)
+            said, _ = await client._request("GET", "/metrics", None, 60.0, most_bytes=2**24)
+    finally:
+        engine.kill()
+    preemptions = re.findall(r"^vllm:num_preemptions_total\S* ([0-9.e+]+)$", said.decode(), re.MULTILINE)
+    assert sum(map(float, preemptions)) > 0, "nothing was preempted: the test could not see its routes"
+    hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    checked = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
+    for prompt, one in [*checked, (np.concatenate([prompts[1], begun]), moved)]:
+        tokens = torch.from_numpy(np.concatenate([prompt, one.tokens]).astype(np.int64))[None]
+        with torch.no_grad():
+            logits = hf_model(tokens, output_router_logits=True).router_logits
+        wanted = torch.stack([layer.topk(2, -1).indices for layer in logits], 1).sort(-1).values
+        found = torch.from_numpy(one.columns[routes.column].astype(np.int64)).sort(-1).values
+        assert torch.equal(found[:-1], wanted[:-1]), f"{(found != wanted)[:-1].sum()} choices differ"
+        last = found[-1]
+        assert (last == routes.column.elsewhere).all() or torch.equal(last, wanted[-1])
 
 
 def quick_start(tiny: Path, directory: Path, *keys: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -56,6 +106,20 @@ def test_a_tiny_mixture_learns_the_quick_starts_sums(tmp_path: Path) -> None:
     for record in records:
         assert record["logprob_diff_mean"] < 2e-6 and record["logprob_diff_max"] < 1e-4, record
         assert record["experts_untouched"] == 0 and 1 <= record["expert_imbalance"] <= record["expert_imbalance_max"]
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.nightly)])
+@pytest.mark.timeout(1800)
+def test_a_run_with_router_replay_loses_no_route_and_changes_no_choice(engine: str, tmp_path: Path) -> None:
+    """In fp32 on a CPU both sides choose alike; the probe, which is not replayed, says so too."""
+    tiny = random_tiny(tmp_path, "--family", "qwen3_moe")
+    keys = ("algorithm.router_replay=rollout", "schedule.iterations=2", "schedule.prompts_per_iteration=4")
+    keys += ("data.test=null", f"rollout.backend={engine}", "rollout.max_response_tokens=12")
+    done = quick_start(tiny, tmp_path / "run", *keys)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for record in lines(tmp_path / "run/metrics.jsonl"):
+        assert record["routes_missing"] == 0 and record["replay_changed"] < 1e-3, record
+        assert record["logprob_diff_max"] < 1e-4 and record["probe_diff_max"] < 1e-4, record
 
 
 @pytest.mark.nightly

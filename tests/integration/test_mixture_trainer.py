@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    model: Path, directory: Path, trainer: dict[str, Any], shares: list[list[int]]
+    model: Path, directory: Path, trainer: dict[str, Any], shares: list[list[int]], replay: str
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Two iterations in which each replica has the groups of its share: reports and weights."""
     config = make_config(
@@ -44,7 +45,7 @@ def run(
         directory,
         trainer=trainer,
         optimizer={"warmup_iterations": 0, "epsilon": 1e-4},
-        algorithm={"router_aux_coef": 0.3},
+        algorithm={"router_aux_coef": 0.3, "router_replay": replay},
     )
     job = Job(config, directory, last=2, export=str(directory / "hf"), module="tests.helpers.unequal_rank")
     job.options["shares"] = shares
@@ -54,25 +55,40 @@ def run(
 
 @pytest.fixture(scope="module")
 def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run(model, tmp_path_factory.mktemp("single"), {"devices": 1}, [[0, 1, 2, 3]])
+    """By router_replay, each run once."""
+    return cache(lambda replay: run(model, tmp_path_factory.mktemp(replay), {"devices": 1}, [[0, 1, 2, 3]], replay))
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[] if name == "EP2" else [pytest.mark.nightly]) for name in LAYOUTS]
+    ("layout", "replay"),
+    [
+        pytest.param(name, replay, marks=[] if (name, replay) == ("EP2", "rollout") else [pytest.mark.nightly])
+        for name in LAYOUTS
+        for replay in ("none", "rollout")
+    ],
 )
 def test_ranks_that_share_experts_train_as_one_also_with_unequal_numbers_of_microbatches(
-    layout: str, model: Path, single: Any, tmp_path: Path
+    layout: str, replay: str, model: Path, single: Any, tmp_path: Path
 ) -> None:
     """Three groups and one, then one and three: updates, probes and weights are those of one rank, and fillers count nowhere.
 
-    Tensor-parallel ranks are one replica, which has all groups."""
-    expected, weights = single
+    Tensor-parallel ranks are one replica, which has all groups. With replay tokens go to random experts, and a few have no routes.
+    """
+    expected, weights = single(replay)
     for shares in [[[0, 1, 2, 3]]] if layout == "TP2 EP2" else [[[0, 1, 2], [3]], [[0], [1, 2, 3]]]:
-        reports, ours = run(model, tmp_path / str(len(shares[0])), LAYOUTS[layout], shares)
+        reports, ours = run(model, tmp_path / str(len(shares[0])), LAYOUTS[layout], shares, replay)
         for iteration, (report, wanted) in enumerate(zip(reports, expected, strict=True)):
-            for name in ("microbatches", "tokens_response"):
-                assert report[name] == wanted[name], f"{shares}, iteration {iteration}, {name}"
-            for name in ("loss", "grad_norm", "kl", "entropy", "probe_max", "logprob_diff_max"):
+            for name in ("microbatches", "tokens_response", "routes_missing"):
+                assert report.get(name) == wanted.get(name), f"{shares}, iteration {iteration}, {name}"
+            assert ("replay_changed" in report) == (replay == "rollout")
+            for name in ("replay_changed",) * (replay == "rollout") + (
+                "loss",
+                "grad_norm",
+                "kl",
+                "entropy",
+                "probe_max",
+                "logprob_diff_max",
+            ):
                 assert report[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-7), (
                     f"{shares}, iteration {iteration}, {name}"
                 )

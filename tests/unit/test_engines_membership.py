@@ -38,11 +38,11 @@ class SlowToStart:
 class Job:
     """A fleet over a roster in memory. engines: those it has made clients for, by URL."""
 
-    def __init__(self) -> None:
+    def __init__(self, needs_routes: bool = False) -> None:
         self.roster = Roster(StoreChannel(dist.HashStore()), "")
         self.pool = EnginePool()
         self.engines: dict[str, SlowToStart] = {}
-        self.fleet = Fleet(RolloutConfig(), self.pool, Roster(self.roster._channel, ""), self._make)
+        self.fleet = Fleet(RolloutConfig(), self.pool, Roster(self.roster._channel, ""), self._make, needs_routes)
 
     def _make(self, url: str) -> Any:
         return self.engines.setdefault(url, SlowToStart(url))
@@ -222,12 +222,13 @@ async def test_an_engine_that_answers_what_nobody_expects_ends_the_run_at_once()
     [
         (EngineCapabilities("vllm", num_workers=2), "has 2 workers, but rollout.tensor_parallel = 1"),
         (EngineCapabilities("vllm", loads_weights=False), "cannot load weights"),
+        (EngineCapabilities("vllm", "0.9"), r"\(0.9\) does not say which experts a token took"),
     ],
 )
 async def test_an_engine_that_is_not_what_the_run_needs_ends_it_before_a_publish_waits_for_its_workers(
     capabilities, problem
 ):
-    job = Job()
+    job = Job(needs_routes="experts" in problem)
     job.engines["a"] = SlowToStart("a")
     job.engines["a"].capabilities = capabilities
     job.engines["a"].answers.set()

@@ -86,7 +86,7 @@ def test_version_is_stamped_after_a_complete_receive(make_worker: Callable[..., 
     result = worker.pa_receive(4)
     assert result["digests"] == list(worker._pa_receiver.digests) and len(result["digests"][0].split()) > 3
     assert result["version"] == 4
-    assert worker.pa_version() == {"version": 4, "continues": False, "sleeps": False}
+    assert worker.pa_version() == {"version": 4, "continues": False, "sleeps": False, "routes": False}
     worker.model_config.enable_sleep_mode = True
     assert worker.pa_version()["sleeps"]
 

@@ -139,7 +139,7 @@ def test_no_room_reaches_itself_through_other_rooms() -> None:
 
 def test_what_runs_inside_engines_imports_torch_and_that_engine_alone() -> None:
     """Engines may have an interpreter of their own, in which nothing else of ours is installed."""
-    inside = tuple(f"pa_npu.engines.vllm.{part}" for part in ("worker", "streams", "experts"))
+    inside = tuple(f"pa_npu.engines.vllm.{part}" for part in ("worker", "streams", "experts", "routes"))
     inside += ("pa_npu.platform.memory_peaks",)
     own = ("pa_npu.errors", "pa_npu.weight_transfer", *inside)
     known = modules()
@@ -200,6 +200,7 @@ FEATURE_KEYS = {
     **dict.fromkeys(("engine_settings", "too_long"), "rollout"),
     **dict.fromkeys(("mode", "swap", "when", "divergence"), "publish"),
     "colocate": "placement",
+    "router_replay": "algorithm",
     **dict.fromkeys(("command", "programs", "port", "discards", "tool_parser", "concurrent", "output_kib"), "agent"),
     **dict.fromkeys(("rank", "alpha", "rank_stabilized", "targets", "export_merged"), "lora"),
     **dict.fromkeys(("expert_parallel", "expert_dispatch", "shards", "frozen_pass"), "trainer"),

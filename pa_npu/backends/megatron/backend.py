@@ -27,6 +27,7 @@ from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
 from pa_npu.backends.megatron.in_step import InStep, filler, most, or_nothing
 from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler, state_tensors
 from pa_npu.backends.megatron.reduction import WatchedReduction, gradient_size
+from pa_npu.backends.megatron.replay import replay_of
 from pa_npu.backends.megatron.routing import RoutingWatch
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.backends.megatron.weights.buckets import StageTensors
@@ -77,7 +78,7 @@ class MegatronBackend:
         reduces = mesh.data > 1 or (has_experts and mesh.expert_data > 1)
         self._watched = WatchedReduction(self._ddp, self.place) if reduces else None
         self._gradient_group = parallel.stage_group() if has_experts and mesh.tensor > 1 else None
-        self._routing = RoutingWatch(stage.policy, self.place) if has_experts else None
+        self._routing = None if spec.experts is None else RoutingWatch(stage.policy, self.place, spec.experts)
         self._optimizer = build_optimizer(self._ddp, config)
         self._scheduler = build_scheduler(self._optimizer, config)
         self._offloaded = OffloadedState(partial(state_tensors, self._optimizer), config, platform, device)
@@ -259,6 +260,7 @@ class MegatronBackend:
             chunk=self._config.model.head_chunk_tokens,
             entropy_grad=entropy_gradient,
             balance=balance,
+            replay=replay_of(microbatch),
         )
 
     def _outputs(self, output: ModelOutput) -> Outputs:
@@ -286,7 +288,7 @@ class MegatronBackend:
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
 
         def forward(microbatch: Microbatch) -> torch.Tensor:
-            return self._stage.pass_alone(name, *_inputs(microbatch), temperature, chunk, dtype)
+            return self._stage.pass_alone(name, *_inputs(microbatch), temperature, chunk, dtype, replay_of(microbatch))
 
         with self._timeline.span(f"{name} pass"):
             self._run(microbatches, num_microbatches, forward, keep)

@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.megatron import parallel
+from pa_npu.backends.megatron.replay import Replay
 from pa_npu.families.shape import Experts
 from pa_npu.platform.base import FusedOps
 
@@ -90,13 +91,19 @@ class Microbatch(Protocol):
     @property
     def balance(self) -> float | None: ...
 
+    @property
+    def replay(self) -> Replay | None: ...
+
 
 class Router(MegatronModule):
-    """Gives each token its experts, in fp32. The weight is [experts, hidden_size]."""
+    """Gives each token its experts, in fp32: its own choice, or where it replays the engine's, weighted by its own probabilities.
 
-    def __init__(self, config: TransformerConfig, experts: Experts) -> None:
+    The weight is [experts, hidden_size]. number: of its layer among those with experts.
+    """
+
+    def __init__(self, config: TransformerConfig, experts: Experts, number: int) -> None:
         super().__init__(config)
-        self.experts = experts
+        self.experts, self.number = experts, number
         shape = (experts.count, config.hidden_size)
         device = torch.cuda.current_device()  # redirected to the platform's device by prepare_megatron
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
@@ -110,33 +117,46 @@ class Router(MegatronModule):
         wide = torch.promote_types(rows.dtype, torch.float32)
         logits = torch.mm(rows.to(wide), self.weight.to(wide).t())
         probabilities = logits.softmax(-1)
-        chosen = probabilities.detach().topk(self.experts.per_token, dim=-1).indices
+        own = chosen = probabilities.detach().topk(self.experts.per_token, dim=-1).indices
+        first = len(own) * parallel.tensor_group().rank() if self.config.sequence_parallel else 0
+        replay = None if microbatch is None else microbatch.replay
+        if replay is not None:
+            taken, known = replay.of_rows(slice(first, first + len(own)), self.number, self.experts.count)
+            chosen = torch.where(known, taken, own)
         weights = probabilities.gather(-1, chosen)
         if self.experts.normalises:
             weights = weights / weights.sum(-1, keepdim=True)
         # a recomputed forward comes twice, of which one is without gradients
         if microbatch is None or microbatch.balance is None or not torch.is_grad_enabled():
             return weights, chosen
-        tokens, first = microbatch.layout.total - microbatch.layout.padding, 0
-        if self.config.sequence_parallel:
-            first = len(chosen) * parallel.tensor_group().rank()
-        own = min(max(tokens - first, 0), len(chosen))
-        counts = torch.bincount(chosen[:own].flatten(), minlength=self.experts.count).to(probabilities.dtype)
-        self._note(counts, probabilities[:own].detach())
+        tokens = microbatch.layout.total - microbatch.layout.padding
+        filled = min(max(tokens - first, 0), len(chosen))
+        counts = torch.bincount(chosen[:filled].flatten(), minlength=self.experts.count).to(probabilities.dtype)
+        self._note(counts, probabilities[:filled].detach())
+        if replay is not None:
+            changed = known & (taken[:, :, None] != own[:, None, :]).all(-1)
+            leads = replay.leads[first : first + len(own)]
+            self._note_replay(changed, known.expand_as(taken), leads & ~known[:, 0], leads)
         if microbatch.balance:
-            loss = self._imbalance(probabilities[:own], counts, tokens)
+            loss = self._imbalance(probabilities[:filled], counts, tokens)
             weights = _WithLoss.apply(weights, microbatch.balance * loss)
         return weights, chosen
 
     def take_noted(self) -> torch.Tensor:
-        """Returns the sums of the trained passes since the last call, and forgets them, [experts + 2]: this rank's tokens of each
-        expert, their entropy, and how many they are."""
+        """Returns the sums of the trained passes since the last call, and forgets them, [experts + 6]: this rank's tokens of each
+        expert, their entropy, how many they are; replayed choices that are not the router's own, replayed choices, tokens that
+        need a route and have none, tokens that need one."""
         noted, self._noted = self._noted, None
-        return self.weight.new_zeros(self.experts.count + 2, dtype=torch.float32) if noted is None else noted
+        return self.weight.new_zeros(self.experts.count + 6, dtype=torch.float32) if noted is None else noted
+
+    def _note_replay(self, *sums: torch.Tensor) -> None:
+        assert self._noted is not None, "the pass has been noted"
+        self._noted[-4:] += torch.stack([one.sum() for one in sums]).float()
 
     def _note(self, counts: torch.Tensor, probabilities: torch.Tensor) -> None:
         entropy = -(probabilities * probabilities.clamp_min(1e-30).log()).sum()
-        found = torch.cat([counts, entropy[None], counts.new_full((1,), len(probabilities))]).float()
+        nothing = counts.new_zeros(4)
+        found = torch.cat([counts, entropy[None], counts.new_full((1,), len(probabilities)), nothing]).float()
         self._noted = found if self._noted is None else self._noted + found
 
     def _imbalance(self, probabilities: torch.Tensor, counts: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -153,9 +173,10 @@ class Router(MegatronModule):
 class MixtureMLP(MegatronModule):
     """The module in the place of a layer's feed-forward part."""
 
-    def __init__(self, config: TransformerConfig, experts: Experts, dispatch: str, ops: FusedOps) -> None:
+    def __init__(self, config: TransformerConfig, experts: Experts, number: int, dispatch: str, ops: FusedOps) -> None:
+        """number: of its layer among those with experts."""
         super().__init__(config)
-        self.router = Router(config, experts)
+        self.router = Router(config, experts, number)
         self.experts = ExpertWeights(config, experts, ops)
         self._dispatch = _DISPATCH[dispatch if parallel.place().mesh.expert > 1 else "none"]
         self.microbatch: Microbatch | None = None

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
 from pa_npu.backends.megatron.experts import MixtureMLP
+from pa_npu.backends.megatron.replay import Replay
 from pa_npu.families.rope import Rope
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import FusedOps
@@ -37,12 +38,13 @@ from pa_npu.platform.base import FusedOps
 @dataclass(frozen=True)
 class AttentionContext:
     """A microbatch's part in one model's layers. cos, sin: [tokens, 1, head_dim] at the tokens' positions. balance: factor of the
-    routers' auxiliary loss; None where nothing is trained."""
+    routers' auxiliary loss; None where nothing is trained. replay: routes that routers take; None leaves the choice to them."""
 
     layout: PrefixLayout
     cos: torch.Tensor
     sin: torch.Tensor
     balance: float | None = None
+    replay: Replay | None = None
 
 
 class RMSNorm(torch.nn.Module):
@@ -171,12 +173,16 @@ def block_spec(
 
     linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     dense = layer(ModuleSpec(module=GatedMLP, params={"ops": ops}, submodules=linears))
-    mixture = ModuleSpec(module=MixtureMLP, params={"experts": spec.experts, "dispatch": dispatch, "ops": ops})
-    sparse = layer(mixture, SparseLayer)
+
+    def sparse(number: int) -> ModuleSpec:
+        assert spec.experts is not None, "only a mixture has sparse layers"
+        place = {"experts": spec.experts, "number": spec.experts.layers.index(number)}
+        return layer(ModuleSpec(module=MixtureMLP, params={**place, "dispatch": dispatch, "ops": ops}), SparseLayer)
+
     first = get_transformer_layer_offset(config)
     own = range(first, first + get_num_layers_to_build(config))
     return TransformerBlockSubmodules(
-        layer_specs=[sparse if spec.has_experts(number) else dense for number in own], layer_norm=norm
+        layer_specs=[sparse(number) if spec.has_experts(number) else dense for number in own], layer_norm=norm
     )
 
 

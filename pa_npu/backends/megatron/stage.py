@@ -39,6 +39,7 @@ from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.devices import device_of
 from pa_npu.backends.megatron.gpt import GPT
 from pa_npu.backends.megatron.layers import AttentionContext, RotaryTable
+from pa_npu.backends.megatron.replay import Replay
 from pa_npu.backends.megatron.transformer import transformer_config
 from pa_npu.backends.widened import widened
 from pa_npu.config.schema import Config
@@ -144,10 +145,11 @@ class TriModel(MegatronModule):
         chunk: int,
         entropy_grad: bool = False,
         balance: float | None = None,
+        replay: Replay | None = None,
     ) -> ModelOutput | torch.Tensor:
-        """One microbatch through this stage; see the module's docstring for shapes, AttentionContext for `balance`."""
+        """One microbatch through this stage; see the module's docstring for shapes, AttentionContext for `balance` and `replay`."""
         self._check(tokens, layout)
-        contexts = self._contexts(layout, tokens.device)
+        contexts = self._contexts(layout, tokens.device, replay)
         inputs = self._unpack()
 
         frozen_hidden: dict[str, torch.Tensor] = {}
@@ -183,6 +185,7 @@ class TriModel(MegatronModule):
         temperature: float,
         chunk: int,
         dtype: torch.dtype | None = None,
+        replay: Replay | None = None,
     ) -> torch.Tensor:
         """One microbatch through this stage of one model of gpts(): log-probs [N] on the last stage, before it what travels.
 
@@ -194,7 +197,8 @@ class TriModel(MegatronModule):
         dtype = dtype or own
         model.set_input_tensor(None if self.input_tensor is None else self.input_tensor.view(dtype))
         with nullcontext() if dtype == own else widened(model, dtype):
-            hidden = model(tokens, _context(layout, self._rotation(layout, tokens.device, dtype)))
+            rotation = self._rotation(layout, tokens.device, dtype)
+            hidden = model(tokens, AttentionContext(layout, *rotation, replay=replay))
         if not self.post_process:
             return hidden.view(self.config.params_dtype)
         logprobs, _ = model.logprobs(
@@ -210,11 +214,13 @@ class TriModel(MegatronModule):
         parts = unpack_hidden(self.input_tensor, self.config.hidden_size, frozen_dtypes)
         return dict(zip(("policy", *self._beside), parts, strict=True))
 
-    def _contexts(self, layout: PrefixLayout, device: torch.device) -> dict[str, AttentionContext]:
+    def _contexts(
+        self, layout: PrefixLayout, device: torch.device, replay: Replay | None
+    ) -> dict[str, AttentionContext]:
         """Each model's, with the rotation in the type that it computes in."""
         dtypes = {name: model.config.params_dtype for name, model in self.gpts().items()}
         rotations = {dtype: self._rotation(layout, device, dtype) for dtype in set(dtypes.values())}
-        return {name: _context(layout, rotations[dtype]) for name, dtype in dtypes.items()}
+        return {name: AttentionContext(layout, *rotations[dtype], replay=replay) for name, dtype in dtypes.items()}
 
     def _rotation(
         self, layout: PrefixLayout, device: torch.device, dtype: torch.dtype
@@ -273,10 +279,6 @@ def build_stage(
     published = build(megatron_config) if keeps_published else None
     together = config.trainer.frozen_pass == "together"
     return TriModel(megatron_config, policy, models, RotaryTable(spec), published, together)
-
-
-def _context(layout: PrefixLayout, rotation: tuple[torch.Tensor, torch.Tensor]) -> AttentionContext:
-    return AttentionContext(layout, *rotation)
 
 
 def pack_hidden(policy: torch.Tensor, frozen: list[torch.Tensor]) -> torch.Tensor:

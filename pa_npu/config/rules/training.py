@@ -39,6 +39,11 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
                 yield f"trainer.{name}: {value} with trainer.backend=fsdp, which has none; set it to {other}"
         if t.devices % (t.shards or 1):
             yield f"trainer.shards: {t.shards} does not divide trainer.devices = {t.devices}; set it to a divisor"
+    if c.algorithm.router_replay != "none" and t.backend != "megatron":
+        yield (
+            f"algorithm.router_replay: {c.algorithm.router_replay} with trainer.backend={t.backend}, whose routers choose by "
+            f"themselves; set it to none, or trainer.backend=megatron"
+        )
     if c.attention.implementation in ("sdpa", "eager"):
         own = f"attention.implementation: {c.attention.implementation} is transformers' own attention"
         if t.backend != "fsdp":

@@ -114,6 +114,11 @@ class AlgorithmConfig(Section):
         description="Coefficient of the auxiliary loss by which a mixture's routers spread tokens over experts, in every layer; 0: "
         "none.",
     )
+    router_replay: Literal["none", "rollout"] = Field(
+        "none",
+        description="rollout: for each token the trainers' routers take the experts that the engine's took, with gate weights of "
+        "their own; none: they choose.",
+    )
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"] = Field(
         "token-mean",
         description="Token weights and normaliser: 1 over tokens, 1/length over sequences, 1 over sequences, 1 over "

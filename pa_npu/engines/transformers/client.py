@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.engines.answers import Answered, checked_generations, excerpt
+from pa_npu.engines.answers import Answered, checked_generations, excerpt, with_routes
 from pa_npu.engines.http_client import HttpEngine
 from pa_npu.engines.protocol import (
     EngineCapabilities,
@@ -29,6 +29,7 @@ from pa_npu.engines.transformers.messages import (
     WeightsAnswer,
 )
 from pa_npu.platform.memory_peaks import MemoryPeak
+from pa_npu.samples.routes import Routes
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ class TransformersEngine(HttpEngine):
             list(sampling.stop),
             sampling.top_p,
             written.tolist(),
+            sampling.routes is not None,
         )
         return "/generate", msgspec.json.encode(request)
 
@@ -68,6 +70,16 @@ class TransformersEngine(HttpEngine):
             raise EngineError(f"engine {self.name}: {len(responses)} responses, but {n} were asked for")
         answered = [Answered(one.tokens, one.logprobs, one.text, one.finish_reason) for one in responses]
         return checked_generations(answered, sampling, self._vocab_size, self.name, version, instance)
+
+    async def _with_routes(
+        self, generations: list[Generation], data: bytes, given: int, routes: Routes, deadline_s: float
+    ) -> list[Generation]:
+        answer = self._decode(data, GenerateAnswer)
+        parts = [answer.routes + response.routes for response in answer.responses]
+        return [
+            with_routes(generation, np.frombuffer(part, "<u2"), given, routes, self.name)
+            for generation, part in zip(generations, parts, strict=True)
+        ]
 
     async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
         request = JoinRequest(
@@ -124,6 +136,7 @@ class TransformersEngine(HttpEngine):
             num_workers=1,
             max_num_seqs=info.max_num_seqs,
             continues=True,
+            records_routes=info.records_routes,
         )
 
     def _decode(self, data: bytes, kind: type[T]) -> T:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from pa_npu.engines.transformers.routes import RouteRecorder
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -32,20 +34,23 @@ class Wish:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt's keys and values, and the scores of the token after it, fp32 [vocabulary]."""
+    """A prompt's keys and values, the scores of the token after it, fp32 [vocabulary], and its routes (RouteRecorder)."""
 
     cache: Any
     scores: torch.Tensor
+    routes: bytes = b""
 
 
 @dataclass
 class Response:
-    """A response in the making; finish_reason is None until it ends."""
+    """A response in the making; finish_reason is None until it ends. routes: of the tokens behind the prompt that were computed."""
 
     wish: Wish
     generator: torch.Generator
     cache: Any
     scores: torch.Tensor
+    prompt_routes: bytes = b""
+    routes: bytearray = field(default_factory=bytearray)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -57,17 +62,19 @@ class Decoder:
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
+        self._recorder = RouteRecorder(model)
+        self.records_routes = self._recorder.num_routers > 0
 
     def prefill(self, prompt: Sequence[int]) -> Prefilled:
-        return Prefilled(*self._forward(prompt, None))
+        return Prefilled(*self._forward(prompt, None), self._recorder.take())
 
     def begin(self, prefilled: Prefilled, seed: int, wish: Wish) -> Response:
         generator = torch.Generator().manual_seed(seed)
-        response = Response(wish, generator, copy.deepcopy(prefilled.cache), prefilled.scores)
+        response = Response(wish, generator, copy.deepcopy(prefilled.cache), prefilled.scores, prefilled.routes)
         for token in wish.written:
             if wish.temperature:
                 torch.multinomial(torch.ones_like(response.scores), 1, generator=generator)
-            response.cache, response.scores = self._forward([token], response.cache)
+            self._go_on(response, token)
         return response
 
     def unbegun(self, wish: Wish) -> Response:
@@ -92,7 +99,11 @@ class Decoder:
         if response.finish_reason is not None:
             response.cache = None
             return
+        self._go_on(response, token)
+
+    def _go_on(self, response: Response, token: int) -> None:
         response.cache, response.scores = self._forward([token], response.cache)
+        response.routes += self._recorder.take()
 
     @torch.inference_mode()
     def _forward(self, tokens: Sequence[int], cache: Any) -> tuple[Any, torch.Tensor]:

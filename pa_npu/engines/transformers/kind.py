@@ -44,5 +44,12 @@ def served_model(url: str, key: str) -> str:
 
 
 TRANSFORMERS = EngineKind(
-    server_command, TransformersEngine, check_keys, check, describe, served_model, merges_adapters=True
+    server_command,
+    TransformersEngine,
+    check_keys,
+    check,
+    describe,
+    served_model,
+    merges_adapters=True,
+    records_routes=True,
 )

@@ -11,7 +11,8 @@ Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Response i follows from seed + i. written: the beginning of a lone response, of which the rest is asked for."""
+    """Response i follows from seed + i. written: the beginning of a lone response, of which the rest is asked for. routes: say
+    which experts each token took."""
 
     prompt: Annotated[list[int], msgspec.Meta(min_length=1)]
     n: Count
@@ -24,17 +25,24 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     stop: list[str] = []
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     written: list[int] = []
+    routes: bool = False
 
 
 class GeneratedResponse(msgspec.Struct):
+    """routes: of the tokens behind the prompt that were computed, which the last one is not where it ends the response."""
+
     tokens: list[int]
     logprobs: list[float]
     text: str
     finish_reason: str
+    routes: bytes = b""
 
 
 class GenerateAnswer(msgspec.Struct):
+    """routes: of the prompt, uint16 [tokens, layers with experts, experts per token]."""
+
     responses: list[GeneratedResponse]
+    routes: bytes = b""
 
 
 class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -77,3 +85,4 @@ class InfoAnswer(msgspec.Struct):
     model: str
     version: str
     max_num_seqs: int
+    records_routes: bool = False

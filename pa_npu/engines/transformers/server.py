@@ -78,7 +78,9 @@ class Server:
         self._device = device
         self._peak = ResidentPeak(own_processes)
         self._weights = WeightReceiver(model, device, path)
-        self._scheduler = Scheduler(Decoder(model, device), max_num_seqs)
+        decoder = Decoder(model, device)
+        self._records_routes = decoder.records_routes
+        self._scheduler = Scheduler(decoder, max_num_seqs)
 
     def app(self) -> web.Application:
         app = web.Application(
@@ -132,7 +134,7 @@ class Server:
 
     async def _info(self, request: web.Request) -> web.Response:
         version = importlib.metadata.version("transformers")
-        return _json(InfoAnswer(self._path, f"transformers {version}", self._max_num_seqs))
+        return _json(InfoAnswer(self._path, f"transformers {version}", self._max_num_seqs, self._records_routes))
 
     async def _generate(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=GenerateRequest)
@@ -148,7 +150,12 @@ class Server:
         wish = Wish(min(asked.max_tokens, room), asked.temperature, ends, stops, asked.top_p, asked.written)
         seeds = range(asked.seed, asked.seed + asked.n)
         responses = await asyncio.wrap_future(self._scheduler.generate(asked.prompt, seeds, wish))
-        return _json(GenerateAnswer([self._answer(response, asked.logprobs, ends) for response in responses]))
+        answer = GenerateAnswer([self._answer(response, asked.logprobs, ends) for response in responses])
+        if asked.routes:
+            answer.routes = responses[0].prompt_routes
+            for said, response in zip(answer.responses, responses, strict=True):
+                said.routes = bytes(response.routes)
+        return _json(answer)
 
     async def _hand_on(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self._scheduler.call(self._scheduler.hand_on))

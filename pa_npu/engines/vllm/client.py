@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.engines.answers import decode_object
+from pa_npu.engines.answers import decode_object, with_routes
 from pa_npu.engines.http_client import HttpEngine
 from pa_npu.engines.protocol import (
     EngineCapabilities,
@@ -21,12 +22,15 @@ from pa_npu.engines.protocol import (
     Sampling,
     WeightGroups,
 )
-from pa_npu.engines.vllm.codec import decode_response, encode_request
+from pa_npu.engines.vllm.codec import decode_response, encode_request, recorded_routes
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.platform.memory_peaks import MemoryPeak
+from pa_npu.samples.routes import Routes
 
 # Between looks whether a version has been received.
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 0.5
+# Of an answer with routes, beside them.
+_FRAME_BYTES = 2**16
 
 
 class VllmEngine(HttpEngine):
@@ -58,6 +62,31 @@ class VllmEngine(HttpEngine):
         self, data: bytes, n: int, sampling: Sampling, version: int | None, instance: str | None
     ) -> list[Generation]:
         return decode_response(data, n, sampling, self._vocab_size, self.name, version, instance)
+
+    async def _with_routes(
+        self, generations: list[Generation], data: bytes, given: int, routes: Routes, deadline_s: float
+    ) -> list[Generation]:
+        try:
+            request, recorded = recorded_routes(data, routes.layers)
+            if recorded is None:
+                asked = [request, len(generations), given]
+                most = _FRAME_BYTES + sum(given + len(one.tokens) for one in generations) * routes.most_bytes
+                (first, *_), _ = await self._on_workers("pa_routes", asked, deadline_s, most_bytes=most)
+                recorded = [
+                    np.frombuffer(base64.b64decode(first["given"]) + base64.b64decode(own), "<u2")
+                    for own in first["own"]
+                ]
+        except (KeyError, ValueError, TypeError) as error:
+            raise EngineError(
+                f"engine {self.name}: its answer has no routes ({type(error).__name__}: {error}); does it record them?"
+            ) from None
+        size = int(np.prod(routes.column.shape))
+        # it may have computed more than it answers, behind a text that ends a response
+        ends = [(given + len(one.tokens)) * size for one in generations]
+        return [
+            with_routes(one, found.reshape(-1)[:end], given, routes, self.name)
+            for one, found, end in zip(generations, recorded, ends, strict=True)
+        ]
 
     async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
         args = [
@@ -111,16 +140,16 @@ class VllmEngine(HttpEngine):
         return LoadedWeights(versions, digests if any(digests) else (), _memory(results))
 
     async def _on_workers(
-        self, method: str, args: Sequence[Any], deadline_s: float
+        self, method: str, args: Sequence[Any], deadline_s: float, **limits: Any
     ) -> tuple[list[dict[str, Any]], Mapping[str, str]]:
-        """The results of a method of the worker extension, in rank order, and the answer's headers.
+        """The results of a method of the worker extension, in rank order, and the answer's headers. limits: as of `_request`.
 
         The deadline stays here: a `timeout` given to vLLM shifts every later reply by one when it fires. After
         DeadlineExceeded the engine is in an unknown state and must be killed.
         """
         body = json.dumps({"method": method, "args": list(args)}).encode()
         what = f"{method} on its workers"
-        data, headers = await self._request("POST", "/collective_rpc", body, deadline_s, what=what)
+        data, headers = await self._request("POST", "/collective_rpc", body, deadline_s, what=what, **limits)
         results = decode_object(data, self.name).get("results")
         if not isinstance(results, list) or not all(isinstance(result, dict) for result in results):
             raise EngineError(f"engine {self.name}: {method} on its workers returned no results")
@@ -130,7 +159,10 @@ class VllmEngine(HttpEngine):
         data, _ = await self._request("GET", "/version", None, deadline_s)
         version = decode_object(data, self.name).get("version")
         workers, _ = await self._on_workers("pa_version", [], deadline_s)
-        able = {name: all(worker.get(name) is True for worker in workers) for name in ("continues", "sleeps")}
+        able = {
+            name: all(worker.get(said) is True for worker in workers)
+            for name, said in (("continues", "continues"), ("sleeps", "sleeps"), ("records_routes", "routes"))
+        }
         return EngineCapabilities("vllm", str(version), self._instance, num_workers=len(workers), **able)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import io
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -26,10 +29,12 @@ class _Choice(msgspec.Struct, gc=False):
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: _LogProbs | None = None
+    routed_experts: str | None = None
 
 
 class _Response(msgspec.Struct, gc=False):
     choices: list[_Choice]
+    id: str = ""
 
 
 _encoder = msgspec.json.Encoder()
@@ -70,8 +75,12 @@ def encode_request(
         body |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
     if sampling.logprobs:
         body["logprobs"] = 0
-    if len(written):
-        body["vllm_xargs"] = {"drawn": len(written)}  # vllm/streams.py, which runs in the engine
+    # vllm/streams.py and vllm/routes.py, which run in the engine
+    extra = {"drawn": len(written)} if len(written) else {}
+    if sampling.routes is not None:
+        extra["routes"] = 1
+    if extra:
+        body["vllm_xargs"] = extra
     return _encoder.encode(body)
 
 
@@ -104,3 +113,18 @@ def decode_response(
         for choice in choices
     ]
     return checked_generations(responses, sampling, vocab_size, engine, version, instance)
+
+
+def recorded_routes(data: bytes, layers: Sequence[int]) -> tuple[str, list[npt.NDArray[np.uint16]] | None]:
+    """(the answer's id, each response's routes uint16 [tokens, layers, experts per token], where the engine answers with them).
+
+    layers: those with experts; the engine may have rows for all. Raises ValueError where these are no arrays.
+    """
+    answer = _decoder.decode(data)
+    texts = [choice.routed_experts for choice in sorted(answer.choices, key=lambda choice: choice.index)]
+    if None in texts:
+        return answer.id, None
+    arrays = [np.load(io.BytesIO(base64.b64decode(text or ""))) for text in texts]
+    return answer.id, [
+        one[:, layers if one.shape[1] > len(layers) else slice(None)].astype(np.uint16) for one in arrays
+    ]

@@ -16,6 +16,7 @@ from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.model_rules import check_engine, engines_sleep
 from pa_npu.platform.typical import HOST_PREFIX_BLOCK
+from pa_npu.samples.routes import routes_of
 
 WORKER_EXTENSION = "pa_npu.engines.vllm.worker.WorkerExtension"
 MIDDLEWARE = "pa_npu.engines.vllm.guard.EngineGuard"
@@ -70,6 +71,7 @@ def server_command(
         "--disable-uvicorn-access-log",
         *(["--trust-remote-code"] if config.model.trust_remote_code else []),
         *graph_arguments(config, version),
+        *(version.routes_args if routes_of(config, spec) is not None else ()),
     ]
     device = platform.get(config.run.device)
     env = {

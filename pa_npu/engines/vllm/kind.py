@@ -52,5 +52,13 @@ def served_model(url: str, key: str) -> str:
 
 
 VLLM = EngineKind(
-    server_command, VllmEngine, check_keys, check, describe, served_model, tool_parser, merges_adapters=True
+    server_command,
+    VllmEngine,
+    check_keys,
+    check,
+    describe,
+    served_model,
+    tool_parser,
+    merges_adapters=True,
+    records_routes=True,
 )

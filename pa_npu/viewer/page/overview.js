@@ -8,6 +8,8 @@ const CHARTS = [
   { topic: "loss", title: "Loss", unit: "", keys: [["loss", "loss"]] },
   { topic: "grad_norm", title: "Gradient norm", unit: "before clipping", keys: [["grad_norm", "norm"]], limit: ["optimizer.clip_grad", "clipped at"] },
   { topic: "expert_imbalance", title: "Experts", unit: "tokens of the busiest over the mean", keys: [["expert_imbalance", "mean over layers"], ["expert_imbalance_max", "worst layer"]] },
+  { topic: "expert_imbalance_layers", title: "Experts by layer", unit: "tokens of the busiest over the mean", keys: [], prefix: "expert_imbalance_layers." },
+  { topic: "replay_changed", title: "Router replay", unit: "share of replayed choices", kind: "share", keys: [["replay_changed", "not the trainer's own"]] },
   { topic: "routing_entropy", title: "Routing entropy", unit: "nats per token and layer", keys: [["routing_entropy", "routers"]] },
   { topic: "response_length_mean", title: "Response length", unit: "tokens, mean", keys: [["response_length_mean", "length"]], limit: ["rollout.max_response_tokens", "limit"] },
   { topic: "truncated_ratio", title: "Lost signal", unit: "share", kind: "share", keys: [["truncated_ratio", "cut at the limit"], ["equal_reward_ratio", "groups with equal rewards"]] },

@@ -1,0 +1,152 @@
+"""The experts that a mixture's routers choose inside a vLLM worker, kept by the slots of the KV cache. Imports torch only.
+
+A token's routes lie where its key and value lie, so that they are those of the pass that computed them: a cached prefix has the
+routes of the request that it was computed for, a request that was preempted those of its second computation. What a request had is
+copied when it ends, before a step can overwrite its slots; of one that a step leaves out, which may have been preempted, at once.
+
+Releases with Model Runner V2 record routes themselves (--enable-return-routed-experts), and answer with them.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+ASKED = "routes"
+"""The name under which a request asks for its routes."""
+_NONE = -1  # 65535 of 16 bits
+
+
+def records_routes(worker: Any) -> bool:
+    """Whether this engine says which experts tokens took: it does so itself, or its routers can be, and then are, watched."""
+    settings = getattr(worker, "vllm_config", None)
+    own = getattr(settings, "aux_output_config", None) or getattr(settings, "model_config", None)
+    if getattr(own, "enable_return_routed_experts", False):
+        return True
+    return recorder_of(worker) is not None
+
+
+def recorder_of(worker: Any) -> RouteRecorder | None:
+    """The worker's, made at the first call; None where routers cannot be watched: in captured graphs, and in other runners."""
+    runner = worker.model_runner
+    if not hasattr(runner, "_pa_routes"):
+        model = getattr(runner, "model", None)
+        routers = {} if model is None else {id(one): one for one in _routers(model)}
+        groups = getattr(getattr(runner, "kv_cache_config", None), "kv_cache_groups", ())
+        watched = routers and len(groups) == 1 and worker.model_config.enforce_eager
+        watched = watched and all(hasattr(runner, name) for name in ("requests", "input_batch"))
+        runner._pa_routes = RouteRecorder(runner, list(routers.values())) if watched else None
+    found: RouteRecorder | None = runner._pa_routes
+    return found
+
+
+def _routers(model: torch.nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        router = getattr(module, "router", None)
+        if hasattr(router, "set_capture_fn"):
+            yield router
+
+
+class RouteRecorder:
+    """Watches the steps of `runner`, vLLM's first model runner. Its methods are called between steps."""
+
+    def __init__(self, runner: Any, routers: list[Any]) -> None:
+        cache = runner.kv_cache_config
+        self._runner = runner
+        self._num_layers = len(routers)
+        self._block_size = int(cache.kv_cache_groups[0].kv_cache_spec.block_size)
+        self._num_slots = int(cache.num_blocks) * self._block_size
+        self._slots: torch.Tensor | None = None  # int16 [slots, layers, experts per token]
+        self._rows: dict[int, torch.Tensor] = {}  # of the step, by layer
+        self._ends: dict[str, int] = {}  # tokens that each request in the runner has computed
+        self._aside: dict[str, torch.Tensor] = {}  # of requests that a step left out
+        self._ended: dict[str, torch.Tensor] = {}
+        for layer, router in enumerate(routers):
+            router.set_capture_fn(lambda ids, layer=layer: self._rows.__setitem__(layer, ids.clone()))
+        execute = runner.execute_model
+
+        def execute_and_note(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            self._before(scheduled)
+            result = execute(scheduled, *args, **kwargs)
+            self._after(scheduled)
+            return result
+
+        runner.execute_model = execute_and_note
+
+    def forget(self) -> None:
+        """Forget the requests that nobody has asked about: nothing is in flight."""
+        self._ended.clear()
+
+    def take(self, request: str, n: int, given: int) -> dict[str, Any]:
+        """The routes of the n responses of an API request that has ended, and once those of the tokens that it was given.
+
+        request: the answer's id. Each is base64 of 16-bit ids [tokens, layers, experts per token]; nothing of what is unknown.
+        """
+        responses = [self._take(f"{request}-0" if n == 1 else f"{number}_{request}-0") for number in range(n)]
+        prompt = max((rows[:given] for rows in responses), key=len)
+        return {"given": _text(prompt), "own": [_text(rows[given:]) for rows in responses]}
+
+    def _take(self, prefix: str) -> torch.Tensor:
+        """prefix: of the engine's own name for the request, which ends in random characters."""
+        name = next((one for one in (*self._ended, *self._ends) if one.startswith(prefix)), None)
+        if name is None:
+            return torch.empty(0, dtype=torch.int16)
+        return self._ended.pop(name) if name in self._ended else self._held(name)
+
+    def _before(self, scheduled: Any) -> None:
+        for name in scheduled.finished_req_ids:
+            state = self._runner.requests.get(name)
+            asked = getattr(getattr(state, "sampling_params", None), "extra_args", None)
+            if name in self._ends and asked and asked.get(ASKED):
+                self._ended[name] = self._held(name)
+            self._ends.pop(name, None)
+            self._aside.pop(name, None)
+        for name in self._ends.keys() - scheduled.num_scheduled_tokens.keys() - self._aside.keys():
+            self._aside[name] = self._held(name)
+        for source, target in getattr(scheduled, "kv_cache_block_copies", None) or ():
+            if self._slots is not None:
+                blocks = self._slots.view(-1, self._block_size, *self._slots.shape[1:])
+                blocks[target] = blocks[source]
+        self._rows.clear()
+
+    def _after(self, scheduled: Any) -> None:
+        slots: list[int] = []
+        for name in self._runner.input_batch.req_ids:  # in the order of the step's rows
+            count = scheduled.num_scheduled_tokens.get(name, 0)
+            if count:
+                first = int(self._runner.requests[name].num_computed_tokens)
+                slots += self._slots_of(name, first, first + count)
+                self._ends[name] = first + count
+                self._aside.pop(name, None)
+        if not slots:
+            return
+        if self._slots is None:
+            if not self._rows:
+                return
+            per_token = next(iter(self._rows.values())).shape[1]
+            self._slots = torch.full((self._num_slots, self._num_layers, per_token), _NONE, dtype=torch.int16)
+        complete = len(self._rows) == self._num_layers and all(len(rows) >= len(slots) for rows in self._rows.values())
+        if complete:
+            step = torch.stack([self._rows[layer][: len(slots)] for layer in range(self._num_layers)], 1)
+            self._slots[torch.tensor(slots)] = step.to("cpu", torch.int16)
+        else:  # never what an earlier step left there
+            self._slots[torch.tensor(slots)] = _NONE
+
+    def _held(self, name: str) -> torch.Tensor:
+        """The routes of all tokens that a request in the runner has computed."""
+        if name in self._aside:
+            return self._aside[name]
+        if self._slots is None:
+            return torch.empty(0, dtype=torch.int16)
+        return self._slots[torch.tensor(self._slots_of(name, 0, self._ends[name]))]
+
+    def _slots_of(self, name: str, first: int, last: int) -> list[int]:
+        blocks, size = self._runner.requests[name].block_ids[0], self._block_size
+        return [blocks[place // size] * size + place % size for place in range(first, last)]
+
+
+def _text(rows: torch.Tensor) -> str:
+    return base64.b64encode(rows.contiguous().numpy().tobytes()).decode()
