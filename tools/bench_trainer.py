@@ -255,7 +255,8 @@ def make_sessions(args: argparse.Namespace, vocab_size: int, parents: Sequence[i
 
     system, samples = tokens(args.prompt), []
     for session in range(args.responses):
-        tree, nodes = SessionTree(), []
+        tree = SessionTree()
+        nodes: list[Any] = []
         for parent in parents:
             shown = tokens(max(1, args.response // 2))
             context = np.concatenate([system, shown]) if parent is None else shown

@@ -159,7 +159,10 @@ def test_an_offloaded_optimizer_is_beside_no_activations_and_its_way_takes_time(
     ("sections", "expected"),
     [
         ({"run": {"device": "cpu"}, "rollout": {"sleep": True}}, "no memory of a device to give back; remove the key"),
-        ({"run": {"device": "npu"}, "rollout": {"expandable_segments": True}}, "or set rollout.sleep=false"),
+        (
+            {"run": {"device": "npu"}, "rollout": {"env": {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}}},
+            "or set rollout.sleep=false",
+        ),
         (
             {"rollout": {"sleep": True}, "placement": {"colocate": False}},
             "rollout.sleep: true would be read by nothing",

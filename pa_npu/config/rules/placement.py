@@ -85,9 +85,9 @@ def _broken_colocation(c: ConfigTree) -> Iterator[str]:
             f"(rollout.tensor_parallel) are more "
             f"than the {counted(t.devices, 'trainer device')}; set engines to at most {t.devices // r.tensor_parallel}"
         )
-    if c.engines_sleep and r.expandable_segments:
+    if c.engines_sleep and any("expandable_segments:true" in value.lower() for value in r.env.values()):
         yield (
-            "rollout.expandable_segments: true with engines that sleep, whose allocator has none; remove the key, or set "
+            "rollout.env: expandable segments with engines that sleep, whose allocator has none; remove the variable, or set "
             "rollout.sleep=false"
         )
     if r.sleep and c.run.device == "cpu":
