@@ -300,7 +300,7 @@ class RolesDelivery(Delivery):
 
     @property
     def numbers(self) -> dict[str, Any]:
-        unequal = {"replica_groups": self._assignment.groups} if self._config.unequal_groups else {}
+        unequal = {"replica_groups": self._assignment.groups} if self._assignment.unequal else {}
         return {"role_changes": self._roles.num_changes, **unequal}
 
     async def finish(self, num_groups: int) -> float:

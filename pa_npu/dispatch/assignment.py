@@ -38,7 +38,7 @@ class Assignment:
         unequal: bool = False,
     ) -> None:
         self._order = order
-        self._unequal = unequal
+        self.unequal = unequal
         self._groups_per_replica = groups_per_replica
         self._per_share = groups_per_replica * (num_replicas if unequal else 1) // shares
         self._expected_work = expected_work
@@ -94,7 +94,7 @@ class Assignment:
     def finish(self, num_groups: int | None = None) -> None:
         """Asserts that every slot is filled (I2). num_groups: of the iteration, where it turned out to be fewer than its slots."""
         each = self._groups_per_replica if num_groups is None else num_groups // len(self._filled)
-        if self._unequal and min(self._filled) and sum(self._filled) == each * len(self._filled):
+        if self.unequal and min(self._filled) and sum(self._filled) == each * len(self._filled):
             return
         if any(filled != each for filled in self._filled):
             raise InvariantViolation(f"I2 exactly once: replicas got {self._filled} groups, each must get {each}")

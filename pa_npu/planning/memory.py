@@ -29,7 +29,7 @@ _FP32 = 4
 _STATE = ("weights", "gradients", "optimizer", "frozen models", "published weights")
 _BACKWARD = ("activations", "gathered layers")
 USABLE = 0.9
-"""Of a device; the figures leave out the rest."""
+"""Share of a device that a plan fills; the figures leave out the rest."""
 
 
 @dataclass(frozen=True)

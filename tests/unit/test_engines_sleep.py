@@ -84,7 +84,7 @@ class Job:
         await publishing
 
     def calls(self, *names: str) -> list[str]:
-        """Of the engines in their order, those with these names; all since `forget` without names."""
+        """Calls of the engines in their order, those with these names; all since `forget` without names."""
         found = [call for served in self.engines for call, _ in served.engine.calls]
         return [call for call in found if call in names] if names else found
 

@@ -208,7 +208,7 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
     ).stdout.splitlines()
     assert lines[0] == "[]"
     rooms = (".engines", ".engines.vllm", ".weight_transfer")
-    rooms += tuple(f".engines.vllm.{part}" for part in ("worker", "experts", "streams"))
+    rooms += tuple(f".engines.vllm.{part}" for part in ("worker", "experts", "routes", "streams"))
     rooms += (".platform", ".platform.memory_peaks", ".platform.typical")
     parts = ("adapters", "collectives", "digest", "manifest", "progress", "receiver", "second_buffer", "transport")
     parts += ("handover", "memory_handles")

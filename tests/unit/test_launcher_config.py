@@ -150,6 +150,8 @@ OTHER_VALUES = {
     "algorithm.importance_floor": "0.1",
     "agent.discards": "[turns]",
     "agent.tool_parser": "hermes",
+    "agent.container_options": "[a]",
+    "rollout.sleep": "true",
     "lora.targets": "[q_proj]",
     "telemetry.project": "a",
     "telemetry.tags": "[a]",
