@@ -195,9 +195,10 @@ class Fleet:
         """
         if self._config.sleep is False or not any(member.sleeps for member in self._members.values()):
             return
-        for place in set(places) - self._train:
+        places = {place for place in places if place in self._members and self._members[place].shared}
+        for place in places - self._train:
             self._roster.lend_device(place, to_trainer=True)
-        self._train |= set(places)
+        self._train |= places
         deadline = time.monotonic() + self._config.startup_timeout_s
         while True:
             members = [member for place, member in sorted(self._members.items()) if place in places]

@@ -42,13 +42,13 @@ def config(**rollout: Any) -> Config:
 class Job:
     """The coordinator's side over stand-ins; the trainers are the test."""
 
-    def __init__(self, engines: list[Served], **rollout: Any) -> None:
+    def __init__(self, engines: list[Served], *, shared: bool = True, **rollout: Any) -> None:
         self.engines, self.config = engines, config(**rollout)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.channel = StoreChannel(self.store)
         self.roster = Roster(StoreChannel(dist.HashStore()), API_KEY)
         for engine in engines:
-            self.roster.announce(engine.url, shared=True)
+            self.roster.announce(engine.url, shared=shared)
         self.coordinate()
 
     def coordinate(self) -> None:
@@ -148,6 +148,13 @@ async def test_engines_that_cannot_sleep_are_asked_nothing(engines: list[Served]
         assert not job.calls("sleep", "wake_up") and len(job.pool.engines) == 2 and not job.roster.is_lent(0)
         with pytest.raises(ConfigError, match="says that it cannot sleep; start it with --enable-sleep-mode"):
             job.fleet.check_sleep()
+
+
+async def test_engines_that_can_sleep_but_have_devices_of_their_own_stay_awake(engines: list[Served]) -> None:
+    async with Job(engines, shared=False) as job:
+        await job.version(0)
+        await job.pool.sleep(EVERYWHERE)
+        assert not any(served.engine.is_asleep for served in engines) and not job.fleet.lends
 
 
 async def test_who_dies_asleep_is_found_at_the_border_and_may_start_then(engines: list[Served]) -> None:
