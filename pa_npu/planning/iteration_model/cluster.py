@@ -80,5 +80,5 @@ class GroupTiming:
     computed: tuple[int, tuple[int, ...]] | None = None
 
     def work(self, cost: Callable[[int, Sequence[int]], float]) -> float:
-        """Cost of training it: a turn that branches of a session share is computed once."""
+        """Returns what training it costs, where a turn that branches of a session share is computed once."""
         return cost(*(self.computed or (self.prompt_tokens, self.lengths)))
