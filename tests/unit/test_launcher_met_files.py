@@ -194,7 +194,7 @@ def test_view_and_report_of_a_run_with_files_and_folders_that_one_may_not_read(f
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("command", [["report"], ["view", "--export", "page.html"], ["plan", "--from"]])
+@pytest.mark.parametrize("command", [["report"], ["view", "--export", "page.html"]])
 def test_anything_else_in_place_of_a_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, command: list[str]
 ) -> None:
