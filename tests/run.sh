@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up the environment, then lint, check types and test: real runs beside all other tests, each half with a core of its own.
+# Set up the environment, then lint, check types and test: whole runs beside all other tests, each half with a core of its own.
 # nightly also installs what only its tests need: trackers and, as root on Debian, a browser and bubblewrap.
 # Usage: bash tests/run.sh [unit|integration|all|nightly] [pytest arguments ...]      (all is the default)
 set -euo pipefail
@@ -59,14 +59,20 @@ if [[ $what == unit || $what == integration ]]; then
   run_tests "${paths[@]}"
   exit
 fi
+# tests of trainer ranks alone stand beside the unit tests, so that both halves take as long
+ranks=(tests/integration/test_{backends,checkpoints,gradient,memory,samples,trainer,trimodel}_*.py tests/integration/test_mixture_trainer.py)
+others=()
+for folder in tests/*/; do
+  [[ $folder == tests/@(integration|helpers|__pycache__)/ ]] || others+=("$folder")
+done
 beside=$(mktemp)
 set -m # a process group of its own, which can be ended
-{ "$PYTHON" -m mypy && run_tests tests --ignore=tests/integration "${options[@]}" -p no:cacheprovider; } >"$beside" 2>&1 &
+{ "$PYTHON" -m mypy && run_tests "${others[@]}" "${ranks[@]}" "${options[@]}" -p no:cacheprovider; } >"$beside" 2>&1 &
 half=$!
 set +m
 trap 'kill -- -"$half" 2>/dev/null || true; rm -f "$beside"' EXIT
 code=0
-run_tests "${paths[@]}" "${options[@]}" || code=$?
+run_tests "${paths[@]}" "${ranks[@]/#/--ignore=}" "${options[@]}" || code=$?
 wait "$half" || code=$?
 cat "$beside"
-if [[ $code != 0 ]]; then fail "tests/run.sh: failed; above are types and all other tests, and before them tests/integration"; fi
+if [[ $code != 0 ]]; then fail "tests/run.sh: failed; above are types and all other tests, and before them whole runs"; fi
