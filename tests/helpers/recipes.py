@@ -103,8 +103,6 @@ def predicted_s(config: Config) -> float:
 def sizes(config: Config) -> dict[str, str]:
     """Returns what the planner decides, as it stands in a file."""
     keys = [*automatic.KEYS, "trainer.sequence_parallel", "rollout.max_num_seqs"]
-    if config.placement.colocate:
-        keys.append("rollout.shared_memory_fraction")
     values = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in keys}
     return {key: str(value).lower() for key, value in values.items()}
 

@@ -21,6 +21,7 @@ from pa_npu.errors import ConfigError
 from pa_npu.planning.known_models import KNOWN, known_spec
 from pa_npu.planning.memory import engine_memory, kv_bytes_per_token, trainer_memory, wanted_tokens
 from pa_npu.planning.model_rules import check_model
+from pa_npu.planning.places import with_share
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.planning.shortages import USABLE, shortages
 from tests.helpers.recipes import RECIPES, ROOT, SIZED, claims, dry_run, planned, predicted_s, quoted, shipped
@@ -92,10 +93,11 @@ def test_every_recipe_fits_with_every_overlay(recipe: Path, kind: str) -> None:
         files = [str(recipe)]
         files += [f"configs/clusters/{cluster}"] if cluster else []
         files += [f"configs/data/{data}"] if data else []
-        config = load_config(files)
+        config = load_config(files, [f"run.device={kind}"])
         spec = known_spec(config.model.path)
         assert spec is not None
         check_model(config, spec)
+        config = with_share(config, spec, memory[1], True)
         lines = [shortage.line() for shortage in shortages(config, spec, memory[1], own_memory=True)]
         assert not lines, f"{files} on {kind}: {lines}"
 
