@@ -1,6 +1,6 @@
-"""The arithmetic in the recipes' comments: what each says `--dry-run` prints, and what it prints.
+"""The recipes' sizes, which are the planner's, and the arithmetic in their comments: what each says `--dry-run` prints.
 
-    python -m tests.helpers.recipes     writes the figures into configs/grpo_*.yaml after a recipe or an estimate has changed
+    python -m tests.helpers.recipes     writes both into configs/ after a recipe or an estimate has changed, some minutes
 
 A recipe's comment has the line of MARK, then arguments, each followed by the lines that --dry-run prints with them.
 """
@@ -9,14 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from pa_npu.config.load import load_config
+from pa_npu.config.schema import Config
 from pa_npu.launcher.cli import main as launcher
+from pa_npu.planning import automatic
+from pa_npu.planning.known_models import known_spec
+from pa_npu.planning.prediction.rehearsal import rehearse
+from pa_npu.platform.typical import typical_speed
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path for path in (ROOT / "configs").glob("grpo_*.yaml") if "tiny" not in path.name)
 MARK = "# What --dry-run prints:"
+# Recipes and overlays, the last of which has the sizes, with nodes and devices of each.
+SIZED: dict[tuple[str, ...], tuple[int, int]] = {
+    ("grpo_qwen2.5_7b.yaml",): (1, 8),
+    ("grpo_qwen2.5_7b.yaml", "clusters/7b_16_devices.yaml"): (1, 16),
+    ("grpo_qwen2.5_7b.yaml", "clusters/7b_2_nodes.yaml"): (2, 8),
+    ("grpo_qwen2.5_7b.yaml", "clusters/7b_4_nodes.yaml"): (4, 8),
+    ("grpo_qwen2.5_32b.yaml",): (4, 8),
+    ("grpo_qwen3_8b.yaml",): (1, 8),
+    ("grpo_deepseek_r1_distill_qwen_7b.yaml",): (1, 8),
+    ("grpo_qwen3_30b_a3b.yaml",): (1, 16),
+}
 QUOTED = ("devices ", "trainer memory ", "engine memory ", "KV cache ", "predicted ")
 
 
@@ -62,6 +80,53 @@ def write(recipe: Path) -> None:
     recipe.write_text("\n".join([*lines[:start], *block, *lines[end:]]) + "\n")
 
 
+def shipped(files: tuple[str, ...]) -> Config:
+    return load_config([ROOT / "configs" / file for file in files], ["run.device=npu"])
+
+
+def planned(files: tuple[str, ...]) -> Config:
+    """Returns the same with the sizes that the planner finds for its devices."""
+    nodes, devices = SIZED[files]
+    places = [f"placement.nnodes={nodes}", f"placement.devices_per_node={devices}"]
+    asked = [f"{key}=auto" for key in automatic.KEYS]
+    return automatic.load(
+        [str(ROOT / "configs" / file) for file in files], ["run.device=npu", *places, *asked], lambda line: None
+    )
+
+
+def predicted_s(config: Config) -> float:
+    spec = known_spec(config.model.path)
+    assert spec is not None
+    return rehearse(config, spec, typical_speed("npu")).iteration_s
+
+
+def sizes(config: Config) -> dict[str, str]:
+    """Returns what the planner decides, as it stands in a file."""
+    keys = [*automatic.KEYS, "trainer.sequence_parallel", "rollout.max_num_seqs"]
+    values = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in keys}
+    return {key: str(value).lower() for key, value in values.items()}
+
+
+def write_sizes(file: Path, values: Mapping[str, str]) -> None:
+    """Set keys of a YAML file; comments stay."""
+    text = file.read_text()
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        text, found = re.subn(rf"(?ms)(^{section}:\n(?:^ .*?\n)*?^  {name}: )\S+", rf"\g<1>{value}", text, count=1)
+        if not found:
+            text, found = re.subn(rf"(?m)^{section}:\n", f"{section}:\n  {name}: {value}\n", text, count=1)
+        if not found:
+            text += f"{section}:\n  {name}: {value}\n"
+    file.write_text(text)
+
+
 if __name__ == "__main__":
+    for files in SIZED:
+        before, after = shipped(files), planned(files)
+        if predicted_s(before) > 1.02 * predicted_s(after):
+            write_sizes(ROOT / "configs" / files[-1], sizes(after))
+            print(
+                f"{' '.join(files)}: {predicted_s(before):.3g} s, now {predicted_s(shipped(files)):.3g} s", flush=True
+            )
     for path in RECIPES:
         write(path)

@@ -26,11 +26,14 @@ pytestmark = [
 CROSSING = """
 import sys
 from pathlib import Path
-import megatron.core
+import pytest
 import torch
+from pa_npu.errors import UserError
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.unit.test_checkpoints_trainer import Run, same
+import megatron.core
+from pa_npu.backends.megatron.checkpoint.state import load_policy_only
 
 step, directory, optimizer = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 assert megatron.core.__version__.startswith("0.12." if step == "save" else "0.16.")
@@ -46,15 +49,21 @@ with single_process(model_config(model)):
         run.checkpoints.finish(1)
         torch.save((run.weights(), run.moments()), directory / "expected.pt")
     else:
-        assert run.checkpoints.load() == 1
+        if optimizer == "distributed":
+            with pytest.raises(UserError, match="another release of megatron-core saved a distributed optimizer"):
+                run.checkpoints.load()
+            load_policy_only(run.stage, run.directory / "iteration_000001")  # what an export does
+        else:
+            assert run.checkpoints.load() == 1
         weights, moments = torch.load(directory / "expected.pt")
-        assert same(run.weights(), weights) and same(run.moments(), moments)
+        assert same(run.weights(), weights) and (optimizer == "distributed" or same(run.moments(), moments))
 """
 
 
 def run_python(arguments: list[str], *first: Path) -> None:
     """Run Python with `first` in front of its path."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*first, ROOT])), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(map(str, filter(None, [*first, ROOT, os.environ.get("PYTHONPATH")])))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S)
     assert done.returncode == 0, f"{arguments[:3]} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
@@ -65,7 +74,10 @@ def test_the_model_its_gradients_and_its_checkpoints() -> None:
     run_python(["-m", "pytest", "-q", "-p", "no:cacheprovider", *units], OLDER)
 
 
-@pytest.mark.parametrize("optimizer", ["distributed", "plain"])
-def test_the_newer_core_goes_on_from_its_checkpoints_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["plain", "distributed"])
+def test_the_newer_core_goes_on_from_its_checkpoints_bit_for_bit_or_says_why_not(
+    optimizer: str, tmp_path: Path
+) -> None:
+    """The distributed optimizer's state is flattened in core 0.12, which 0.16 cannot read."""
     run_python(["-c", CROSSING, "save", str(tmp_path), optimizer], OLDER)
     run_python(["-c", CROSSING, "load", str(tmp_path), optimizer])

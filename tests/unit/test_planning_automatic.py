@@ -7,6 +7,7 @@ import pytest
 from pa_npu import platform as platforms
 from pa_npu.config.load import load_config
 from pa_npu.errors import ConfigError
+from pa_npu.launcher.placement import place_nodes
 from pa_npu.planning import automatic
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.prediction.rehearsal import rehearse
@@ -17,6 +18,7 @@ from tests.helpers.recipes import ROOT
 RECIPE = str(ROOT / "configs" / "grpo_qwen2.5_7b.yaml")
 ALL = tuple(f"{key}=auto" for key in automatic.KEYS)
 EIGHT = ("run.device=npu", "placement.devices_per_node=8")
+SPLIT = ("placement.colocate=false", "rollout.max_num_seqs=256")
 pytestmark = pytest.mark.skipif(platforms.missing("npu") is None, reason="plans with the typical device, not this one")
 
 
@@ -47,9 +49,16 @@ def test_what_is_given_stays(given: tuple[str, ...], kept: object) -> None:
     asked = [
         word for word in ("rollout.engines=auto", "trainer.devices=auto") if word.split("=")[0] + "=4" not in given
     ]
-    found = automatic.load([RECIPE], [*EIGHT, *asked, *given], lambda line: None)
+    found = automatic.load([RECIPE], [*EIGHT, *SPLIT, *asked, *given], lambda line: None)
     assert callable(kept) and kept(found), found.rollout
     assert found.rollout.max_num_seqs <= 256 and found.schedule.prompts_per_iteration == 256
+
+
+def test_an_engine_on_the_trainers_devices_stays_on_a_node() -> None:
+    """8 devices beside a replica of TP=4 x PP=2 would be of two nodes; TP=8 trainers leave an engine of 4 within one."""
+    large = str(ROOT / "configs" / "grpo_qwen2.5_32b.yaml")
+    found = automatic.load([large], ["run.device=npu", "placement.devices_per_node=8", *ALL], lambda line: None)
+    assert found.placement.colocate and len(place_nodes(found)) == 4
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from pa_npu.platform.typical import typical_speed
 
 SPEED = typical_speed("npu")
 RECIPE = "configs/grpo_qwen2.5_7b.yaml"
+SPLIT = ("placement.colocate=false", "rollout.engines=4", "trainer.devices=4", "rollout.max_num_seqs=256")
 
 
 def rehearsed(*overrides: str) -> tuple[Config, Rehearsal]:
-    config = load_config([RECIPE], ["run.device=npu", *overrides])
+    config = load_config([RECIPE], ["run.device=npu", *SPLIT, *overrides])
     spec = known_spec(config.model.path)
     assert spec is not None
     return config, rehearse(config, spec, SPEED)
@@ -72,15 +73,17 @@ def test_too_few_groups_are_said_with_what_more_would_bring():
 
 
 def test_more_sequences_than_can_be_simulated_are_not():
-    config = load_config([RECIPE], ["schedule.prompts_per_iteration=100000"])
+    config = load_config([RECIPE], [*SPLIT, "schedule.prompts_per_iteration=100000"])
     spec = known_spec(config.model.path)
     assert spec is not None and not can_rehearse(config)
     assert "too many" in predicted_lines(config, spec)[0]
 
 
 @pytest.mark.parametrize("name", ["qwen2.5_7b", "qwen3_8b", "deepseek_r1_distill_qwen_7b", "qwen2.5_32b"])
-def test_every_recipe_reaches_eight_tenths_of_its_bound_though_lengths_are_not_known_before(name: str):
+def test_every_recipe_idles_little_though_lengths_are_not_known_before(name: str):
+    """Devices for both sides, by themselves; a split reaches eight tenths of its bound."""
     config = load_config([f"configs/grpo_{name}.yaml"], ["run.device=npu"])
     spec = known_spec(config.model.path)
     assert spec is not None
-    assert rehearse(config, spec, SPEED).of_bound >= 0.8
+    found = rehearse(config, spec, SPEED)
+    assert found.of_bound >= 0.8 if found.devices_idle is None else found.devices_idle < 0.2

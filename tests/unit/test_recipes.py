@@ -21,13 +21,14 @@ from pa_npu.errors import ConfigError
 from pa_npu.planning.known_models import KNOWN, known_spec
 from pa_npu.planning.memory import engine_memory, kv_bytes_per_token, trainer_memory, wanted_tokens
 from pa_npu.planning.model_rules import check_model
+from pa_npu.planning.places import with_share
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.planning.shortages import USABLE, shortages
-from tests.helpers.recipes import RECIPES, ROOT, claims, dry_run, quoted
+from tests.helpers.recipes import RECIPES, ROOT, SIZED, claims, dry_run, planned, predicted_s, quoted, shipped
 
 GIB = 2**30
 OVERLAYS = {
-    "7b": ["7b_16_devices.yaml", "7b_4_nodes.yaml"],
+    "7b": ["7b_16_devices.yaml", "7b_2_nodes.yaml", "7b_4_nodes.yaml"],
     "30b": [],
     "32b": ["32b_2_nodes_of_16.yaml", "32b_8_nodes.yaml"],
 }
@@ -44,7 +45,8 @@ def test_the_7b_recipe_fits_sharded_and_its_plan_says_how(kind: str) -> None:
     recipe = ROOT / "configs" / "grpo_qwen2.5_7b.yaml"
     memory, spec = platforms.typical_memory(kind), known_spec("Qwen2.5-7B")
     assert memory is not None and spec is not None
-    config = load_config([recipe, ROOT / "configs" / "backends" / "fsdp.yaml"], [f"run.device={kind}"])
+    split = [f"run.device={kind}", "placement.colocate=false", "rollout.engines=4", "trainer.devices=4"]
+    config = load_config([recipe, ROOT / "configs" / "backends" / "fsdp.yaml"], split)
     parts = dict(trainer_memory(config, spec).parts)
     assert parts["weights"] == parts["gradients"] == parts["optimizer"] // 2 == spec.num_parameters * 4 // 4
     assert parts["frozen models"] == spec.num_parameters * 2 // 4
@@ -53,9 +55,7 @@ def test_the_7b_recipe_fits_sharded_and_its_plan_says_how(kind: str) -> None:
     assert not shortages(config, spec, memory[1], own_memory=True)
     lines = derived_lines(config, spec, memory[1], True)
     assert "trainer ranks         4 shards of every weight, each rank a replica" in lines
-    copied = load_config(
-        [recipe, ROOT / "configs" / "backends" / "fsdp.yaml"], [f"run.device={kind}", "trainer.shards=2"]
-    )
+    copied = load_config([recipe, ROOT / "configs" / "backends" / "fsdp.yaml"], [*split, "trainer.shards=2"])
     assert dict(trainer_memory(copied, spec).parts)["optimizer"] == 2 * parts["optimizer"]
 
 
@@ -74,6 +74,15 @@ def test_the_arithmetic_in_a_recipe_is_what_dry_run_prints(recipe: Path) -> None
         assert len(claimed) == 5
 
 
+@pytest.mark.skipif(platforms.missing("npu") is None, reason="plans with the typical device, not this one")
+@pytest.mark.parametrize("files", SIZED, ids=lambda files: files[-1].removesuffix(".yaml").removeprefix("clusters/"))
+def test_a_recipes_sizes_are_within_two_percent_of_the_planners(files: tuple[str, ...]) -> None:
+    config, (nodes, devices) = shipped(files), SIZED[files]
+    assert config.num_devices == nodes * devices
+    found = planned(files)
+    assert predicted_s(config) <= 1.02 * predicted_s(found), f"{found.rollout}: run python -m tests.helpers.recipes"
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("kind", ["npu", "cuda"])
 def test_every_recipe_fits_with_every_overlay(recipe: Path, kind: str) -> None:
@@ -84,10 +93,11 @@ def test_every_recipe_fits_with_every_overlay(recipe: Path, kind: str) -> None:
         files = [str(recipe)]
         files += [f"configs/clusters/{cluster}"] if cluster else []
         files += [f"configs/data/{data}"] if data else []
-        config = load_config(files)
+        config = load_config(files, [f"run.device={kind}"])
         spec = known_spec(config.model.path)
         assert spec is not None
         check_model(config, spec)
+        config = with_share(config, spec, memory[1], True)
         lines = [shortage.line() for shortage in shortages(config, spec, memory[1], own_memory=True)]
         assert not lines, f"{files} on {kind}: {lines}"
 

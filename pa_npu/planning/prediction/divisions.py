@@ -124,7 +124,7 @@ def _fitting(
         if for_engines % shards or choices.engines not in (None, for_engines // shards):
             continue
         config = _config(basis, for_engines // shards, shards, for_trainers, tensor, stages, devices, choices)
-        if config is None:
+        if config is None or (colocated and not _within_nodes(config)):
             continue
         if bytes_of_device is None:
             return config
@@ -143,6 +143,14 @@ def _fitting(
                 most = min(most, basis.base.rollout.max_num_seqs)
             return changed(config, {"rollout": {"max_num_seqs": most}})
     return None
+
+
+def _within_nodes(config: Config) -> bool:
+    """Whether each engine on the trainers' devices has those of one node, which are given in the order of ranks."""
+    if config.placement.nnodes == 1:
+        return True
+    nodes = ({rank // config.devices_per_node for rank in config.ranks_beside(i)} for i in range(config.num_engines))
+    return all(len(each) == 1 for each in nodes)
 
 
 def _config(

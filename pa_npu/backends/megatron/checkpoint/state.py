@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
 from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
 from pa_npu.backends.megatron.patches.known_classes import known_classes_only
@@ -20,6 +21,7 @@ from pa_npu.backends.megatron.stage import TriModel
 from pa_npu.checkpoints.digests import damaged
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.schema import Config
+from pa_npu.errors import UserError
 from pa_npu.platform.base import Platform
 
 logger = logging.getLogger(__name__)
@@ -57,8 +59,8 @@ class CheckpointContents:
     def load(self, directory: Path) -> CheckpointMeta:
         """Restore everything from `directory`, whatever the parallel sizes it was written at.
 
-        RNG states are those of ranks, so they are restored only at the same sizes. Raises UserError when it is not complete,
-        DataError when its files are of different versions or name what no checkpoint contains.
+        RNG states are those of ranks, so they are restored only at the same sizes. Raises UserError when it is not complete or
+        holds other tensors, DataError when its files are of different versions or name what no checkpoint contains.
         """
         meta = read_meta(directory)
         same_layout = meta.layout == layout(self._config)
@@ -124,8 +126,16 @@ def _read(state: dict[str, Any], directory: Path, meta: CheckpointMeta) -> dict[
     """Reads `state` through Megatron, and checks that all ranks that wrote a part of it were at the same update. Collective."""
     writers = meta.layout["devices"] if meta.digests else 0  # both came with one release
     stamps = [_stamp(rank, writers) for rank in range(dist.get_rank(), writers, dist.get_world_size())]
-    with known_classes_only(str(directory)):
-        loaded: dict[str, Any] = dist_checkpointing.load({**state, _STAMP: stamps}, str(directory))
+    try:
+        with known_classes_only(str(directory)):
+            loaded: dict[str, Any] = dist_checkpointing.load({**state, _STAMP: stamps}, str(directory))
+    except CheckpointException as error:
+        if not any(isinstance(failure, KeyError) for failure, _ in error.failures.values()):
+            raise
+        raise UserError(
+            f"checkpoint {directory}: it holds other tensors than are asked for, as where another release of megatron-core saved a "
+            f"distributed optimizer; go on with the release that saved it, or take its weights with pa-npu export"
+        ) from None
     for updates in loaded.get(_STAMP, []):  # Megatron drops an empty list
         if updates != meta.updates:
             raise damaged(directory, f"a file is of a checkpoint after {updates} updates instead of {meta.updates}")
