@@ -136,7 +136,7 @@ class Producer:
                     if this.choice.is_dispatched:
                         for tell in this.points.all_dispatched:
                             tell()
-            await self._pool.sleep(range(self._config.num_engines))
+            await self._pool.sleep()
             imbalance = await this.delivery.finish(this.choice.size)
         finally:
             await this.delivery.close()

@@ -203,7 +203,13 @@ class Roles(Variant):
 
     def _emptiest(self, decoding: Sequence[Unit], count: int) -> list[Unit]:
         in_flight = {engine: use.in_flight_sequences for engine, use in self._pool.by_seat().items()}
-        return sorted(decoding, key=lambda unit: sum(in_flight.get(engine, 0) for engine in unit.engines))[:count]
+
+        def load(unit: Unit) -> tuple[bool, int]:
+            # where engines sleep, one that is being started has to come up before its device trains
+            starts = self._config.engines_sleep and not in_flight.keys() >= set(unit.engines)
+            return starts, sum(in_flight.get(engine, 0) for engine in unit.engines)
+
+        return sorted(decoding, key=load)[:count]
 
     async def _change(self, units: Sequence[Unit]) -> None:
         """These units hand on what they decode and train."""

@@ -407,10 +407,14 @@ class EnginePool:
         """Name what puts engines to sleep."""
         self._sleep = sleep
 
-    async def sleep(self, seats: Collection[int]) -> None:
-        """Engines with these indices, which have nothing in flight, give their memory back until a publish, where they can."""
+    async def sleep(self, seats: Collection[int] | None = None) -> None:
+        """Engines with these indices, which have nothing in flight, give their memory back until a publish, where they can.
+
+        None: all on trainers' devices.
+        """
         if self._sleep is not None:
-            await self._sleep(seats)
+            shared = {use.seat for use in self._uses.values() if use.shared and use.seat is not None}
+            await self._sleep(shared if seats is None else seats)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Until this is so; asked again when a group ends on an engine, and when one serves, is lost or changes version."""

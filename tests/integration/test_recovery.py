@@ -391,7 +391,7 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
     [
         pytest.param(
             "handles",
-            (("engine-1", "publish"), ("engine-0", "hand-over"), ("trainer-0", "generation")),
+            (("engine-1", "publish"), ("trainer-0", "generation")),
             signal.SIGKILL,
             id="some",
         ),
@@ -442,9 +442,9 @@ def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that
         "environment.name": "tests.helpers.scripted_schedules:ChangesRoles",
         "placement.engine_port": port,
         "publish.shared_through": through,
-        "rollout.probe_timeout_s": 15.0,
-        "publish.timeout_s": 60.0,
     }
+    if number == signal.SIGSTOP:  # which deadlines alone find
+        shared |= {"rollout.probe_timeout_s": 15.0, "publish.timeout_s": 60.0}
     watched = Watched(launch(*keys(tiny, directory, "transformers", **shared)), engine_port=port)
     watched.run.wait_for(lambda: "engine-1 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
     kill_all(watched, kills, number, directory)

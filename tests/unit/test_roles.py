@@ -255,6 +255,20 @@ async def test_an_engine_that_dies_as_it_hands_on_changes_nothing(
     assert set(lost) <= {f"e{engine}"}, "the last to decode is never asked"
 
 
+@pytest.mark.parametrize(("device", "first"), [("npu", 0), ("cpu", 1)])
+def test_where_engines_sleep_a_unit_whose_engine_is_being_started_changes_last(device: str, first: int) -> None:
+    """It would have to start before it can sleep, and all changes would wait for it; elsewhere it has nothing to hand on."""
+    chosen, pool = config(run={"device": device}), EnginePool()
+    engines: Any = [Engine(f"e{number}") for number in range(3)]
+    for seat, engine in enumerate(engines):
+        pool.add(engine, seat=seat, shared=True)
+        pool._uses[engine.name].in_flight_sequences = 0 if seat == 1 else 1 + seat
+    for engine in (engines[0], engines[2]):
+        pool.serve(engine, 5)
+    roles = Roles(chosen, pool, Timeline(None, ""), lambda: None)
+    assert roles._emptiest(roles.units, 1) == [roles.units[first]]
+
+
 # the decision
 
 FAMILY = [
