@@ -352,7 +352,8 @@ def time_routes(body: bytes, sampling: Sampling, prompt: Prompt, responses: int)
         return to_bytes(group, columns)
 
     def with_them() -> bytes:
-        recorded = [np.frombuffer(base64.b64decode(shared) + base64.b64decode(one), "<u2") for one in own]
+        prompts = base64.b64decode(shared)
+        recorded = [np.frombuffer(prompts + base64.b64decode(one), "<u2") for one in own]
         pairs = zip(generations, recorded, strict=True)
         return build([with_routes(one, ids, given, asked, "") for one, ids in pairs], RunColumns((asked.column,)))
 

@@ -119,13 +119,14 @@ def with_routes(
         raise EngineError(
             f"engine {engine}: {recorded.size} expert ids for {length} tokens of {list(column.shape)}; does it serve another model?"
         )
-    of_tokens = rows.reshape(len(rows), -1)
-    wrong = (of_tokens >= routes.num_experts).any(axis=1) & (of_tokens != NO_ROUTE).any(axis=1)
-    if wrong.any():
-        raise EngineError(
-            f"engine {engine}: token {int(wrong.argmax())} has expert ids {rows[wrong.argmax()].tolist()!r:.200}, but a layer has "
-            f"{routes.num_experts} experts; does it serve another model?"
-        )
+    if rows.size and rows.max() >= routes.num_experts:
+        of_tokens = rows.reshape(len(rows), -1)
+        wrong = (of_tokens >= routes.num_experts).any(axis=1) & (of_tokens != NO_ROUTE).any(axis=1)
+        if wrong.any():
+            raise EngineError(
+                f"engine {engine}: token {int(wrong.argmax())} has expert ids {rows[wrong.argmax()].tolist()!r:.200}, but a layer "
+                f"has {routes.num_experts} experts; does it serve another model?"
+            )
     values = column.blank(length)
     values[: len(rows)] = rows.astype(column.type)  # NO_ROUTE becomes what the column has for none
     return replace(generation, columns={**generation.columns, column: values})

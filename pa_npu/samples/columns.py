@@ -79,19 +79,17 @@ class Column:
     def blank(self, num_tokens: int) -> np.ndarray:
         return np.full((num_tokens, *self.shape), self.elsewhere, self.type)
 
-    def is_blank(self, values: np.ndarray) -> np.ndarray:
-        """bool [tokens]: which have no value."""
-        blank: np.ndarray = (values == self.elsewhere).reshape(len(values), -1).all(axis=1)
+    def where_blank(self, values: np.ndarray) -> np.ndarray:
+        """bool [tokens, 1, ...]: which have no value."""
+        blank: np.ndarray = (values == self.elsewhere).all(axis=tuple(range(1, values.ndim)), keepdims=True)
         return blank
 
     def continued(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """The column of a sequence that goes on. after: of what follows; of context, of all of it, it fills what `before` lacks."""
         if self.tokens != "context":
             return np.concatenate([before, after])
-        kept = ~self.is_blank(before)
-        values = after.copy()
-        values[: len(before)][kept] = before[kept]
-        return values
+        known = np.where(self.where_blank(before), after[: len(before)], before)
+        return np.concatenate([known, after[len(before) :]])
 
     def check_declaration(self, taken: Collection[str]) -> None:
         """Raises ConfigError where no run can have this column. taken: names of others."""
