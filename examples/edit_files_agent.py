@@ -94,7 +94,7 @@ def called(name: str, arguments: str, files: dict[str, str], tests: list[str]) -
 
 
 async def passing(files: Mapping[str, str], tests: list[str]) -> list[bool]:
-    """Whether each test passes, in a sandbox of its own."""
+    """Returns whether each test passes, in a sandbox of its own."""
 
     async def passes(test: str) -> bool:
         word = secrets.token_hex(8)

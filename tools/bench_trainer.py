@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
-from pa_npu.agents.tree import SessionTree
+from pa_npu.agents.tree import Node, SessionTree
 from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.engines.protocol import Generation
@@ -216,7 +216,10 @@ TREES: Mapping[str, Sequence[int | None]] = {
 
 
 def compare_trees(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Rows by kind of tree. The ideal is the ratio of floating-point operations of the two layouts."""
+    """Rows by kind of tree. Seconds are of the processor, of one thread.
+
+    The ideal is the ratio of floating-point operations of the two layouts.
+    """
     spec, config = ModelSpec.read(model), make_config(model, args)
     still = config.optimizer.model_copy(update={"learning_rate": 1e-12})  # so that both have the same weights
     config = config.model_copy(update={"optimizer": still})
@@ -233,9 +236,9 @@ def compare_trees(model: str, args: argparse.Namespace) -> dict[str, Any]:
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(args.repetitions):
             for name, way in ways.items():
-                start = time.perf_counter()
+                start = time.process_time()
                 step(learner, way)
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(time.process_time() - start)
         rows[kind] = {
             "samples": sum(group.num_samples for group in groups),
             "tokens": {name: sum(m.num_computed_tokens for m in way) for name, way in ways.items()},
@@ -256,7 +259,7 @@ def make_sessions(args: argparse.Namespace, vocab_size: int, parents: Sequence[i
     system, samples = tokens(args.prompt), []
     for session in range(args.responses):
         tree = SessionTree()
-        nodes: list[Any] = []
+        nodes: list[Node] = []
         for parent in parents:
             shown = tokens(max(1, args.response // 2))
             context = np.concatenate([system, shown]) if parent is None else shown
