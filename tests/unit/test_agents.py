@@ -1005,7 +1005,7 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_go_o
     monkeypatch.setattr(gateway, "_IDLE_S", 0.4)
     monkeypatch.setattr(gateway, "_READ_S", 0.3)
     plain = config()
-    rollout_of = plain.rollout.model_copy(update={"max_response_tokens": 60_000})
+    rollout_of = plain.rollout.model_copy(update={"max_response_tokens": 30_000})
     async with opened(make_environment(plain.model_copy(update={"rollout": rollout_of}), TOKENIZER), 30.0) as agents:
         assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
         slow = await client_of(agents, Endless(asks_then_answers))
