@@ -209,7 +209,7 @@ class Gateway:
 
     def _protocol(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
         assert runner.server is not None
-        if len(runner.server.connections) >= MOST_CONNECTIONS:
+        if len(_alive(runner)) >= MOST_CONNECTIONS:
             return _NotAccepted()
         return runner.server()
 
@@ -217,15 +217,18 @@ class Gateway:
         """aiohttp waits for the rest of a request's head, and for a client that does not read its answer, for ever."""
         while True:
             await asyncio.sleep(_IDLE_S / 4)
-            assert runner.server is not None
-            now_s = time.monotonic()
-            connections = runner.server.connections
+            now_s, connections = time.monotonic(), _alive(runner)
             self._seen = {one: self._seen.get(one, now_s) for one in connections}
             for connection in connections:
                 if connection in self._busy or now_s - self._seen[connection] < _IDLE_S:
                     continue
-                if connection.transport is not None:
-                    connection.transport.abort()
+                connection.transport.abort()
+
+
+def _alive(runner: web.AppRunner) -> list[Any]:
+    """Connections without those that aiohttp keeps though they have been lost, as one is whose client did not read."""
+    assert runner.server is not None
+    return [one for one in runner.server.connections if one.transport is not None]
 
 
 class _NotAccepted(asyncio.Protocol):

@@ -982,6 +982,13 @@ async def test_the_example_that_edits_files_is_rewarded_by_its_tests(text: str, 
     assert last.count("passes: ") == (3 if text == "right" else 0) and "written" in last
 
 
+async def within(limit_s: float, holds: Callable[[], object], what: str) -> None:
+    end_s = asyncio.get_running_loop().time() + limit_s
+    while not holds():
+        assert asyncio.get_running_loop().time() < end_s, f"{what} did not come within {limit_s:g} s"
+        await asyncio.sleep(0.01)
+
+
 class Endless(Policy):
     """Writes so much that no socket's buffers hold its log-probs."""
 
@@ -1020,11 +1027,10 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_go_o
             connection.setblocking(False)
             await loop.sock_connect(connection, (host, int(port)))
             await loop.sock_sendall(connection, (head + body).encode())
-            while len(slow.session.tree.nodes) < 2:
-                await asyncio.sleep(0.01)
+            await within(60.0, lambda: len(slow.session.tree.nodes) == 2, "the answer")
             assert (await other.chat([user("q")])).choices[0].message.content == "w"
-            while made[0]._busy or made[0]._seen:  # the client has read nothing until its connection is given up
-                await asyncio.sleep(0.01)
+            # the client has read nothing until its connection is given up
+            await within(60.0, lambda: not (made[0]._busy or made[0]._seen), "the end of all connections")
             with contextlib.suppress(ConnectionError):
                 while part := await asyncio.wait_for(loop.sock_recv(connection, 2**20), 30.0):
                     answer += part
