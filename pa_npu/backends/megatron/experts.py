@@ -60,7 +60,7 @@ class ExpertWeights(MegatronModule):
         return {
             prefix + name: ShardedTensor.from_rank_offsets(
                 prefix + name,
-                weight if metadata is None else weight.data,
+                weight,
                 *sharded_offsets,
                 part,
                 replica_id=(0, 0, place.coordinate("expert_data")),

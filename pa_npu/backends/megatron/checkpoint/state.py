@@ -173,7 +173,8 @@ def _sharding_arguments() -> dict[str, Any]:
     if forms is None:  # core 0.12
         return {"sharding_type": "fully_sharded_model_space"}
     name = "fully_reshardable" if "fully_reshardable" in forms else "fully_sharded_model_space"
-    return {"metadata": {"distrib_optim_sharding_type": name}}
+    # each replica's state is gathered on the host of its first rank alone
+    return {"metadata": {"distrib_optim_sharding_type": name, "distrib_optim_fully_reshardable_mem_efficient": True}}
 
 
 def _rng_state(platform: Platform) -> dict[str, Any]:
