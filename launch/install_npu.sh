@@ -23,7 +23,8 @@ TRITON_ASCEND=3.2.2
 ARCTIC_INFERENCE=0.1.1
 TRANSFORMERS=5.10.4
 MEGATRON=core_v0.16.1
-MINDSPEED=core_r0.16.0 # a branch, of which this is the commit of 10 July 2026
+MINDSPEED=core_r0.16.0
+# of that branch, of 10 July 2026
 MINDSPEED_COMMIT=${PA_NPU_MINDSPEED_COMMIT:-e4772499f7eb9fa9a68919dd1eaddef00e915b2d}
 MEGATRON_URL=https://github.com/NVIDIA/Megatron-LM.git
 MINDSPEED_URL=https://gitcode.com/Ascend/MindSpeed.git

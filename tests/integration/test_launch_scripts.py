@@ -53,7 +53,7 @@ def test_the_recipe_script_runs_two_iterations_on_cpu(backend: str, tiny: Path, 
 def test_the_recipe_script_plans_sharded_trainers(device: str) -> None:
     done = run("bash", str(SCRIPT), "--device", device, "--backend", "fsdp", "--dry-run")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 shards of every weight" in done.stdout and "gathered layers" in done.stdout
+    assert "8 shards of every weight" in done.stdout and "gathered layers" in done.stdout
 
 
 @pytest.mark.parametrize(

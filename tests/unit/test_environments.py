@@ -284,7 +284,7 @@ async def test_a_broken_environment_is_one_line_that_names_it(kind: str, message
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"name": "chess"}, "'chess' is none of single_turn, tools, agents and not module:Class"),
+        ({"name": "chess"}, "'chess' is none of single_turn, tools, agents, remote and not module:Class"),
         ({"name": "no_such_module:Class"}, "cannot be imported"),
         ({"name": "json:loads"}, "cannot be made"),
         ({"name": "builtins:id"}, "has no method rollout"),
