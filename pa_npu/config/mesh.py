@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,11 @@ Axis = Literal["tensor", "context", "data", "pipeline", "expert_tensor", "expert
 
 _DENSE: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
 _EXPERTS: tuple[Axis, ...] = ("expert_tensor", "expert", "expert_data", "pipeline")
+
+
+def nodes_of(ranks: Iterable[int], devices_per_node: int) -> set[int]:
+    """Nodes that have these ranks, of which each has one device after another."""
+    return {rank // devices_per_node for rank in ranks}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pa_npu.config.mesh import Mesh
+from pa_npu.config.mesh import Mesh, nodes_of
 from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
 from pa_npu.families.spec import ModelSpec
@@ -147,10 +147,8 @@ def _fitting(
 
 def _within_nodes(config: Config) -> bool:
     """Whether each engine on the trainers' devices has those of one node, which are given in the order of ranks."""
-    if config.placement.nnodes == 1:
-        return True
-    nodes = ({rank // config.devices_per_node for rank in config.ranks_beside(i)} for i in range(config.num_engines))
-    return all(len(each) == 1 for each in nodes)
+    beside = (config.ranks_beside(index) for index in range(config.num_engines))
+    return config.placement.nnodes == 1 or all(len(nodes_of(ranks, config.devices_per_node)) == 1 for ranks in beside)
 
 
 def _config(
