@@ -82,7 +82,9 @@ class Forked:
     def poll(self) -> bool:
         if self._ended:
             return True
-        readable, _, _ = select.select([self._read_end], [], [], 0)
+        end = select.poll()  # select.select takes no descriptor beyond 1,023, and a trainer may have as many
+        end.register(self._read_end, select.POLLIN)
+        readable = end.poll(0)
         if readable:
             word = os.read(self._read_end, _REASON_BYTES)
             status = self._reap()

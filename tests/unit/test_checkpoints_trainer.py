@@ -35,7 +35,7 @@ from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_config, make
 # these import megatron, which the helper above has prepared
 from pa_npu.checkpoints import saving as checkpointing  # isort: skip
 from pa_npu.backends.megatron.checkpoint.shards import PlannedShards  # isort: skip
-from pa_npu.checkpoints.writer import InPlace  # isort: skip
+from pa_npu.checkpoints.writer import Forked, InPlace  # isort: skip
 from pa_npu.checkpoints.saving import Checkpointing  # isort: skip
 from pa_npu.trainer.learner import Learner  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip
@@ -295,6 +295,24 @@ def test_a_write_in_place_that_hangs_is_given_up_and_the_run_goes_on(
     disk.set()
     assert "rank 0: the write has not finished within 0.2 s (checkpoint.timeout_s)" in caplog.text
     assert list(run.directory.iterdir()) == []
+
+
+def test_a_writer_is_heard_by_a_process_with_more_files_than_select_takes() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this user may have no more than 1,024 open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    try:
+        writer = Forked(lambda: None, 30.0)
+        end_s = time.monotonic() + 30.0
+        while not writer.poll():
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_retention_reads_the_evaluations_of_the_run(model: Path, tmp_path: Path) -> None:
