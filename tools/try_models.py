@@ -55,7 +55,7 @@ OTHERS: dict[str, dict[str, object]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "gemma2": {"query_pre_attn_scalar": 32, "sliding_window": 8},
+    "gemma2": {"query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_embeddings": True},
     "phi": {},
     "phi3": {},
     "glm4": {"head_dim": 32},
