@@ -104,20 +104,14 @@ async def run(config: Config) -> None:
         train, held_out = load_prompt_sets(config, tokenizer)
         limit_s = config.trainer.startup_timeout_s
         environment = make_environment(config, tokenizer)
-        channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
-        roster = Roster(StoreChannel(connect(*store, config.trainer.startup_timeout_s), ROSTER_PREFIX), key or "")
+        channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
+        roster = Roster(StoreChannel(connect(*store, limit_s), ROSTER_PREFIX), key or "")
         pool = await stack.enter_async_context(
             EnginePool((), config.rollout.probe_timeout_s, config.rollout.too_long == "cut", decoder(tokenizer))
         )
-        fleet = await stack.enter_async_context(
-            Fleet(
-                config.rollout,
-                pool,
-                roster,
-                lambda url: kind.client(url, spec.vocab_size, key),
-                needs_routes=sampling.routes is not None,
-            )
-        )
+        replays = sampling.routes is not None
+        fleet = Fleet(config.rollout, pool, roster, lambda url: kind.client(url, spec.vocab_size, key), replays)
+        await stack.enter_async_context(fleet)
         rewards = await stack.enter_async_context(RewardPool(config.reward, config.run.dir))
         timeline = stack.enter_context(
             Timeline.for_run(config.run.dir, "coordinator", enabled=config.telemetry.timeline)
@@ -125,7 +119,7 @@ async def run(config: Config) -> None:
         records = stack.enter_context(RunRecords(config, first, lambda token: str(tokenizer.decode([token]))))
         store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
         # groups go through a client of their own, so that a slow put delays no wait
-        buffer_channel = StoreChannel(connect(*store, config.trainer.startup_timeout_s), attempt_prefix())
+        buffer_channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
         freshness = Freshness.of(config)
         interruptions = make_interruptions(config, tokenizer)
         buffer = open_buffer(config, buffer_channel, ahead=iterations_beside(config, freshness))

@@ -10,6 +10,7 @@ from typing import Any
 
 from pa_npu.config.foreign_names import RELATED, SAME, Origin
 from pa_npu.config.sections import TRACKERS
+from pa_npu.telemetry.secrets import flat
 
 # Keys that say how the other framework works, or what this one always does: nothing is lost without them.
 _NOT_NEEDED: dict[Origin, re.Pattern[str]] = {
@@ -48,7 +49,7 @@ class _Import:
     """One file on its way: what of it is left, and what has become of the rest. References to other keys count as not given."""
 
     def __init__(self, origin: Origin, given: Mapping[str, Any]) -> None:
-        self.left = {name: value for name, value in _flat(given).items() if not _is_reference(name, value)}
+        self.left = {name: value for name, value in flat(given).items() if not _is_reference(name, value)}
         self.origin = origin
         self.done = Imported()
 
@@ -93,16 +94,6 @@ def import_config(origin: Origin, given: Mapping[str, Any], unread: Mapping[str,
         work.done.untranslated[name] = f"{why}; set {ours}" if ours else why
     _CONVERSIONS[origin](work)
     return work.finish()
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(_flat(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def _is_reference(name: str, value: Any) -> bool:
