@@ -37,7 +37,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.admission import Admission, Admitted, Planner
 from pa_npu.coordinator.delivery import Delivery, GroupCost, HeldDelivery
-from pa_npu.coordinator.episode import GroupGenerate, Rewards, ScoredGroup, run_episode, score
+from pa_npu.coordinator.episode import GroupGenerate, Rewards, ScoredGroup, computed_lengths, run_episode, score
 from pa_npu.coordinator.pacing import Pace
 from pa_npu.coordinator.production import Produced, Production
 from pa_npu.coordinator.roles import Roles, RolesDelivery
@@ -206,6 +206,8 @@ class Producer:
         lengths = [sample.num_trained for sample in samples]
         # what a planner fits speeds to
         shape = {"tokens": sum(lengths), "prompt": len(prompt.tokens), "lengths": lengths}
+        if (computed := computed_lengths(prompt, samples)) is not None:
+            shape["computed"] = computed
         lane = f"engine {session.lease.engine.name}"
         self._timeline.complete(f"group {index}", start_s, now(), lane, iteration=iteration, **shape)
         start_s = now()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,22 @@ def test_other_configurations_are_predicted_within_five_percent(recorded, name):
     drawn = [[(s.prompt, list(s.lengths)) for s in virtual_run._drawn(workload, config, n, groups)] for n in LEARNED]
     true_s = statistics.median(iteration_s(config, spec, shapes).end_s for shapes in drawn) + TRAINER.border_s
     assert predicted.iteration_s == pytest.approx(true_s, rel=0.05)
+
+
+def test_sessions_are_planned_by_the_tokens_that_trainers_compute(recorded, tmp_path):
+    """Trees whose branches share all but the first quarter of what was written, and one in which a leaf wrote nothing of its own."""
+    directory = write_run(tmp_path / "run")
+    path = directory / "timeline" / "coordinator.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for args in (event["args"] for event in events if "lengths" in event.get("args", {})):
+        args["computed"] = [args["prompt"], [length // 4 for length in args["lengths"]]]
+        args["lengths"] = [*args["lengths"], 0]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    run, spec, calibration, workload = recorded
+    sessions = seen_workload(read_run(directory))
+    assert sessions.origin == "measured" and len(sessions.shapes) == len(workload.shapes)
+    whole, shared = (predict(run.config, spec, calibration, of, CORE) for of in (workload, sessions))
+    assert shared.train_s < 0.7 * whole.train_s and shared.generate_s > 0.8 * whole.generate_s
 
 
 def test_without_a_timeline_what_the_controller_learned_is_used(tmp_path):

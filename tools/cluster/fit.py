@@ -274,7 +274,7 @@ def _fit_trainer(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> tuple[
 
 
 def _operations(seen: SeenIteration, work: GroupWork) -> dict[int, float]:
-    return {timing.index: work(timing.prompt_tokens, timing.lengths) for timing in seen.groups}
+    return {timing.index: timing.work(work) for timing in seen.groups}
 
 
 def _iteration_operations(run: SeenRun, seen: SeenIteration, known: dict[int, float] | None, work: GroupWork) -> float:

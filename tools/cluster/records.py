@@ -90,7 +90,7 @@ def read_run(directory: Path | str) -> SeenRun:
 def seen_workload(run: SeenRun) -> Workload:
     """Take the workload of a run; from its mean lengths where its timeline does not have those of the groups."""
     shapes = [
-        Shape(timing.prompt_tokens, timing.lengths)
+        Shape(timing.prompt_tokens, timing.lengths, timing.computed)
         for seen in run.complete
         for timing in sorted(seen.groups, key=lambda timing: timing.index)
     ]
@@ -124,13 +124,16 @@ def _generated(directory: Path) -> dict[int, list[GroupTiming]]:
         iteration, end_s = int(args["iteration"]), event["end"]
         delivered_s = max(0.0, rewarded.get((iteration, number), end_s) - end_s)
         engine = lane.removeprefix("engine ")
-        timing = GroupTiming(number, engine, event["start"], end_s, prompt, tuple(lengths), delivered_s)
+        computed = None if (seen := args.get("computed")) is None else (int(seen[0]), tuple(map(int, seen[1])))
+        timing = GroupTiming(
+            number, engine, event["start"], end_s, prompt, tuple(lengths), delivered_s, computed=computed
+        )
         found.setdefault(iteration, {})[number] = timing
     return {iteration: list(groups.values()) for iteration, groups in found.items()}
 
 
 def _lengths(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, int) and item > 0 for item in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(item, int) and item >= 0 for item in value) and any(value)
 
 
 def _number(event: Mapping[str, Any], what: str) -> int | None:

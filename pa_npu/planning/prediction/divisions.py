@@ -211,5 +211,5 @@ def sides_s(basis: Basis, config: Config) -> tuple[float, float]:
     speed = engine.speed(context)
     together = max(1.0, min(rollout.max_num_seqs, groups * rollout.responses_per_prompt / rollout.engines))
     group_s = tokens * (speed.step_s / together + speed.sequence_s) + computed * speed.prompt_token_s
-    train_s = statistics.mean(seconds(shape.prompt, shape.lengths) for shape in shapes)
+    train_s = statistics.mean(seconds(*shape.trained) for shape in shapes)
     return groups * group_s / rollout.engines, groups * train_s / config.data_parallel

@@ -218,7 +218,7 @@ def _virtual_groups(
     groups = []
     for index, (shape, outlook) in enumerate(zip(shapes, outlooks, strict=True)):
         computed = computed_prompt_tokens(shape.prompt, len(shape.lengths), engine.prefix_block)
-        train_s = train_scale * seconds(shape.prompt, shape.lengths)
+        train_s = train_scale * seconds(*shape.trained)
         expected = len(shape.lengths) * (shape.prompt + outlook.mean)
         groups.append(VirtualGroup(index, computed, tuple(map(float, shape.lengths)), train_s, expected))
     return groups

@@ -22,10 +22,16 @@ _DRAWS = 24
 
 @dataclass(frozen=True)
 class Shape:
-    """A group's prompt and the lengths of its responses, in tokens."""
+    """A group's prompt and the lengths of its responses, in tokens. computed: GroupTiming's."""
 
     prompt: int
     lengths: tuple[int, ...]
+    computed: tuple[int, tuple[int, ...]] | None = None
+
+    @property
+    def trained(self) -> tuple[int, tuple[int, ...]]:
+        """Prompt and lengths as trainers compute them."""
+        return self.computed or (self.prompt, self.lengths)
 
 
 @dataclass(frozen=True)
@@ -62,10 +68,13 @@ class Workload:
     def _of_size(self, shape: Shape, config: Config, rng: np.random.Generator) -> Shape:
         responses, limit = config.rollout.responses_per_prompt, config.rollout.max_response_tokens
         seen = list(shape.lengths)
-        if len(seen) != responses:
+        if shape.computed is None and len(seen) != responses:
             seen = [seen[int(n)] for n in rng.integers(len(seen), size=responses)]
         lengths = [min(limit, max(1, round(self.response_scale * length))) for length in seen]
-        return Shape(min(shape.prompt, config.data.max_prompt_tokens), tuple(lengths))
+        computed = shape.computed
+        if computed is not None:  # sessions, which have as many branches as they were seen to have
+            computed = computed[0], tuple(round(self.response_scale * behind) for behind in computed[1])
+        return Shape(min(shape.prompt, config.data.max_prompt_tokens), tuple(lengths), computed)
 
 
 def assumed_workload(config: Config) -> Workload:
