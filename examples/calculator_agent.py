@@ -14,6 +14,7 @@ import json
 import operator
 import os
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,10 +35,9 @@ TOOLS: Any = [
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
-def work(taken: dict[str, Any]) -> None:
-    """One session: up to TURNS answers of the policy, and the reward."""
-    client = OpenAI(base_url=taken["base_url"], api_key=taken["api_key"], max_retries=0)
-    messages: list[Any] = [{"role": "user", "content": taken["task"]["row"]["question"]}]
+def work(task: dict[str, Any], client: OpenAI) -> float:
+    """One session: up to TURNS answers of the policy. Returns the reward."""
+    messages: list[Any] = [{"role": "user", "content": task["row"]["question"]}]
     content = ""
     try:
         for _ in range(TURNS):
@@ -51,9 +51,7 @@ def work(taken: dict[str, Any]) -> None:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
     except OpenAIError as error:  # a limit of the run: what was written until then is judged
         content = f"{error}"
-    right = content.strip() == f"#### {taken['task']['answer']}"
-    post(taken["base_url"].removesuffix("/v1") + "/reward", taken["api_key"], {"reward": float(right)})
-    post(taken["base_url"].removesuffix("/v1") + "/end", taken["api_key"], {})
+    return float(content.strip() == f"#### {task['answer']}")
 
 
 def calculate(arguments: str) -> str:
@@ -86,18 +84,23 @@ def next_task() -> dict[str, Any]:
     return found
 
 
-def serve() -> None:
-    while True:
-        taken = next_task()
-        if taken["task"] is not None:
-            work(taken)
+def serve(work: Callable[[dict[str, Any], OpenAI], float], at_once: int = AT_ONCE) -> None:
+    """Works at as many tasks at once, for ever. work: has one session with a client, and returns its reward."""
 
+    def take_tasks() -> None:
+        while True:
+            taken = next_task()
+            if taken["task"] is None:
+                continue
+            url, key = taken["base_url"], taken["api_key"]
+            reward = work(taken["task"], OpenAI(base_url=url, api_key=key, max_retries=0))
+            post(url.removesuffix("/v1") + "/reward", key, {"reward": reward})
+            post(url.removesuffix("/v1") + "/end", key, {})
 
-def main() -> None:
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        for thread in [threads.submit(serve) for _ in range(AT_ONCE)]:
+    with ThreadPoolExecutor(at_once) as threads:
+        for thread in [threads.submit(take_tasks) for _ in range(at_once)]:
             thread.result()
 
 
 if __name__ == "__main__":
-    main()
+    serve(work)

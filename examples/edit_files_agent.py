@@ -1,26 +1,25 @@
 """An agent on the openai package that repairs files: it reads and writes them by tool calls, and its tests are the reward.
 
-    python examples/edit_files_agent.py --questions .cache/edits.jsonl
-    pa-npu run ... environment.name=agents agent.command="python examples/edit_files_agent.py" data.train=.cache/edits.jsonl
+    python tools/make_tiny_model.py --out .cache/edit --task edit
+    pa-npu run --config configs/grpo_tiny_edit.yaml
 
-The run starts this program once per session, with the task in its environment. Files live in this process; whatever the policy
-writes is run in a sandbox alone (no network, no files but the task's, limits of time and memory). The reward is the share of the
-task's tests that pass in the end. A test passes when the sandbox says a word that it was given; a file that goes looking for the
-word in its own process could say it too, so read what a policy writes before you trust a high reward.
+The run starts it as a program that stays (agent.programs), or, without that key, once per session with the task in its environment.
+Files live in this process; whatever the policy writes is run in a sandbox alone (no network, no files but the task's, limits of
+time and memory). The reward is the share of the task's tests that pass in the end. A test passes when the sandbox says a word that
+it was given; a file that goes looking for the word in its own process could say it too, so read what a policy writes before you
+trust a high reward.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import secrets
-import urllib.request
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from calculator_agent import post, serve
 from openai import OpenAI, OpenAIError
 
 from pa_npu.rewards.sandbox import Limits, run
@@ -53,12 +52,11 @@ TOOLS: Any = [
 ]
 
 
-def work(task: Mapping[str, Any]) -> float:
+def work(task: Mapping[str, Any], client: OpenAI) -> float:
     """One session: up to TURNS answers of the policy. Returns the share of tests that pass."""
     files, tests = dict(task["row"]["files"]), task["row"]["tests"]
     listing = "\n".join(["Files:", *files, "Tests:", *tests])
     messages: list[Any] = [{"role": "user", "content": f"{task['row']['question']}\n{listing}"}]
-    client = OpenAI(max_retries=0)
     try:
         for _ in range(TURNS):
             message = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0].message
@@ -105,43 +103,11 @@ async def passing(files: Mapping[str, str], tests: list[str]) -> list[bool]:
     return [await passes(test) for test in tests]
 
 
-def questions() -> list[dict[str, Any]]:
-    """Functions of one line with a wrong sign, each with three tests."""
-    rows = []
-    for right, wrong in (("+", "-"), ("-", "+"), ("*", "+")):
-        for name in ("total", "change", "reach", "score", "level", "price", "count", "speed"):
-            text = f"def {name}(a, b):\n    return a {{}} b\n"
-            pairs = ((7, 3), (12, 5), (20, 9))
-            tests = [
-                f"from {name}s import {name}; assert {name}{pair} == {eval(f'{pair[0]}{right}{pair[1]}')}"
-                for pair in pairs
-            ]
-            question = "The file has a mistake. Correct it, so that the tests pass."
-            rows.append(
-                {
-                    "question": question,
-                    "answer": text.format(right),
-                    "files": {f"{name}s.py": text.format(wrong)},
-                    "tests": tests,
-                }
-            )
-    return rows
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--questions", type=Path, help="write tasks there, for data.train, and end")
-    if (path := parser.parse_args().questions) is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in questions()))
-        return
-    reward = work(json.loads(os.environ["TASK"]))
-    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
-    body = json.dumps({"reward": reward}).encode()
-    with urllib.request.urlopen(
-        urllib.request.Request(os.environ["SESSION_URL"] + "/reward", body, headers), timeout=30
-    ):
-        pass
+    if (task := os.environ.get("TASK")) is None:
+        return serve(work)
+    reward = work(json.loads(task), OpenAI(max_retries=0))
+    post(os.environ["SESSION_URL"] + "/reward", os.environ["OPENAI_API_KEY"], {"reward": reward})
 
 
 if __name__ == "__main__":

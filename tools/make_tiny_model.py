@@ -21,6 +21,8 @@ finds the right one, and reinforcement learning has a habit to find that pays. W
 some of its answers ("<<47*83>>", and reads "=3901") and guesses in the others, so greedy decoding guesses, sampling
 sometimes asks, and reinforcement learning with environment.name=tools has a tool to find that pays. --task agent is the
 same in the form of chat: the call is a tool call, and its answer comes in a message of its own (environment.name=agents).
+--task edit makes files to repair by tool calls (tools/tiny_edits.py, examples/edit_files_agent.py): the teacher can write them,
+and mostly leaves the mistake in.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,10 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
+
+# run as a file, this folder's parent is not on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools import tiny_edits
 
 FORMAT_VERSION = 3  # raise it when the same arguments give another result, so that old caches are made anew
 END_OF_TEXT, END_OF_TURN, SYSTEM, USER, ASSISTANT = (
@@ -66,7 +72,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# Of --task agent: tool calls as Hermes and Qwen write them, and their answers as the user's.
+# Of --task agent and edit: tool calls as Hermes and Qwen write them, and their answers as the user's.
 AGENT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>' + message['content'] }}"
@@ -115,7 +121,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, questions and training order")
-    parser.add_argument("--task", choices=("add", "calculator", "agent"), default="add", help="what the questions ask")
+    parser.add_argument(
+        "--task", choices=("add", "calculator", "agent", "edit"), default="add", help="what the questions ask"
+    )
     parser.add_argument(
         "--family", choices=("qwen2", "qwen3", "qwen3_moe", "llama"), default="qwen2", help="architecture"
     )
@@ -129,7 +137,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--expert-ffn", type=int, default=None, help="an expert's size; default: ffn / experts per token"
     )
-    parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, help="vocabulary size, a multiple of 64")
+    parser.add_argument(
+        "--vocab",
+        type=int,
+        default=None,
+        help=f"vocabulary size, a multiple of 64; default: {VOCAB_SIZE}, of edit {tiny_edits.VOCAB_SIZE}",
+    )
     parser.add_argument("--max-positions", type=int, default=4096, help="longest sequence")
     parser.add_argument("--tied", action="store_true", help="tie input and output embeddings")
     parser.add_argument("--random", action="store_true", help="random weights, no supervised phase")
@@ -154,8 +167,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             f"--hidden {arguments.hidden} must be a multiple of --heads {arguments.heads}, "
             f"and that of --kv-heads {arguments.kv_heads}"
         )
-    if arguments.vocab % 64 or arguments.vocab < VOCAB_SIZE:
-        parser.error(f"--vocab {arguments.vocab} must be a multiple of 64 and at least {VOCAB_SIZE}")
+    smallest = tiny_edits.VOCAB_SIZE if arguments.task == "edit" else VOCAB_SIZE
+    if arguments.vocab is None:
+        arguments.vocab = smallest
+    if arguments.vocab % 64 or arguments.vocab < smallest:
+        parser.error(f"--vocab {arguments.vocab} must be a multiple of 64 and at least {smallest}")
     available = (LARGEST - SMALLEST + 1) ** 2 - NUM_VALIDATION
     if min(arguments.train_questions, arguments.test_questions) < 1 or (
         arguments.train_questions + arguments.test_questions > available
@@ -179,13 +195,13 @@ def make(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     write_questions(directory / "train.jsonl", rest[: arguments.train_questions], arguments.task)
     write_questions(directory / "test.jsonl", test, arguments.task)
 
-    tokenizer = make_tokenizer(arguments.vocab, CALL_PARTS if arguments.task == "agent" else ())
-    if arguments.task == "agent":
+    tokenizer = make_tokenizer(arguments.vocab, {"agent": CALL_PARTS, "edit": tiny_edits.PARTS}.get(arguments.task, ()))
+    if arguments.task in ("agent", "edit"):
         tokenizer.chat_template = AGENT_TEMPLATE
     model = make_model(arguments, tokenizer)
     report: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
     if not arguments.random and arguments.task != "add":
-        report |= supervise_calls(model, tokenizer, arguments, rest, validation, order)
+        report |= supervise_calls(model, tokenizer, arguments, lessons(arguments, rest, validation), order)
     elif not arguments.random:
         report |= supervise(model, tokenizer, arguments, rest, validation, order)
         report["greedy_accuracy"] = sum(answer == x + y for (x, y), answer in greedy(model, tokenizer, test)) / len(
@@ -223,7 +239,9 @@ def call_turns(x: int, y: int, task: str) -> list[tuple[str, bool]]:
 
 
 def write_questions(path: Path, pairs: list[tuple[int, int]], task: str) -> None:
-    if task != "add":
+    if task == "edit":
+        rows = tiny_edits.tasks(tiny_edits.HELD_OUT_NAMES if path.stem == "test" else tiny_edits.NAMES)
+    elif task != "add":
         rows = [{"question": product_question(x, y), "answer": f"#### {x * y}"} for x, y in pairs]
     else:
         rows = [{"question": question(x, y), "answer": solution(x, y)} for x, y in pairs]
@@ -386,29 +404,56 @@ def descend(
     return loss.item()
 
 
+Lesson = tuple[
+    str, list[tuple[str, bool]]
+]  # what is asked, and pieces of the answer with whether the model writes each
+
+
+def lessons(
+    arguments: argparse.Namespace, pairs: list[tuple[int, int]], validation: list[tuple[int, int]]
+) -> tuple[Callable[[random.Random], list[Lesson]], list[Lesson]]:
+    """Draws a batch of what the teacher does; and all that the model should know, but for what is to be chosen."""
+    if arguments.task == "edit":
+        tasks = tiny_edits.tasks((*tiny_edits.NAMES, *tiny_edits.HELD_OUT_NAMES))
+
+        def edited(task: dict[str, Any], sign: str, *, chosen: bool) -> Lesson:
+            turns = tiny_edits.edit_turns(task, sign, (USER, ASSISTANT), END_OF_TURN, chosen=chosen)
+            return tiny_edits.listed(task), turns
+
+        def edits(order: random.Random) -> list[Lesson]:
+            drawn = order.choices(tasks, k=arguments.batch)
+            return [edited(task, tiny_edits.teacher_sign(task, order), chosen=True) for task in drawn]
+
+        return edits, [edited(task, sign, chosen=False) for task in tasks for sign in tiny_edits.SIGNS]
+
+    def calls(order: random.Random) -> list[Lesson]:
+        """A call in some answers, a guess in the others."""
+        batch = []
+        for x, y in order.choices(pairs, k=arguments.batch):
+            guess = f"#### {order.randint(SMALLEST**2, LARGEST**2)}{END_OF_TURN}"
+            asks = order.random() < arguments.call_rate
+            batch.append((product_question(x, y), call_turns(x, y, arguments.task) if asks else [(guess, True)]))
+        return batch
+
+    return calls, [(product_question(x, y), call_turns(x, y, arguments.task)) for x, y in validation]
+
+
 def supervise_calls(
     model: Any,
     tokenizer: PreTrainedTokenizerFast,
     arguments: argparse.Namespace,
-    pairs: list[tuple[int, int]],
-    validation: list[tuple[int, int]],
+    taught: tuple[Callable[[random.Random], list[Lesson]], list[Lesson]],
     order: random.Random,
 ) -> dict[str, Any]:
-    """Teaches to ask the calculator properly, in some answers, and to guess in the others."""
+    """Teaches to call tools properly. taught: by lessons()."""
     started = time.process_time()
     optimizer = make_optimizer(model, arguments)
     known, step = 0.0, 0
     for step in range(1, arguments.steps + 1):
         rate = learning_rate_at(step, arguments)
-        batch = []
-        for x, y in order.choices(pairs, k=arguments.batch):
-            guess = f"#### {order.randint(SMALLEST**2, LARGEST**2)}{END_OF_TURN}"
-            batch.append(
-                (x, y, call_turns(x, y, arguments.task) if order.random() < arguments.call_rate else [(guess, True)])
-            )
-        loss = descend(model, optimizer, *call_batch(tokenizer, batch), rate)
+        loss = descend(model, optimizer, *call_batch(tokenizer, taught[0](order)), rate)
         if step % 25 == 0:
-            known = knows_calls(model, tokenizer, validation, arguments.task)
+            known = knows_calls(model, tokenizer, taught[1])
             print(f"calling  step {step:4d}  loss {loss:.4f}  right {known:.3f}", flush=True)
             if known >= 0.985:
                 break
@@ -416,13 +461,11 @@ def supervise_calls(
     return {"right_after_asking": known, "steps": step, "cpu_seconds": round(seconds, 1)}
 
 
-def call_batch(
-    tokenizer: PreTrainedTokenizerFast, batch: list[tuple[int, int, list[tuple[str, bool]]]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels [rows, width]; each piece is tokenised by itself, as the tool environment does."""
+def call_batch(tokenizer: PreTrainedTokenizerFast, batch: list[Lesson]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels [rows, width]; each piece is tokenised by itself, as the environments do."""
     rows = []
-    for x, y, turns in batch:
-        tokens = tokenizer(USER + product_question(x, y) + ASSISTANT).input_ids
+    for asked, turns in batch:
+        tokens = tokenizer(USER + asked + ASSISTANT).input_ids
         labels = [IGNORED] * len(tokens)
         for text, written in turns:
             piece = tokenizer(text).input_ids
@@ -436,9 +479,9 @@ def call_batch(
 
 
 @torch.no_grad()
-def knows_calls(model: Any, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[int, int]], task: str) -> float:
-    """Share of questions that greedy decoding answers rightly once it has begun a call."""
-    tokens, labels = call_batch(tokenizer, [(x, y, call_turns(x, y, task)) for x, y in pairs])
+def knows_calls(model: Any, tokenizer: PreTrainedTokenizerFast, known: list[Lesson]) -> float:
+    """Share of answers that greedy decoding writes once it has begun one."""
+    tokens, labels = call_batch(tokenizer, known)
     chosen = model(tokens, use_cache=False).logits[:, :-1].argmax(-1)
     labels = labels[:, 1:].clone()
     first = (labels != IGNORED).int().argmax(dim=1)  # whether to call at all

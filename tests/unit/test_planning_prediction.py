@@ -73,7 +73,7 @@ def test_other_configurations_are_predicted_within_five_percent(recorded, name):
 
 
 def test_sessions_are_planned_by_the_tokens_that_trainers_compute(recorded, tmp_path):
-    """Trees whose branches share all but the first quarter of what was written, and one in which a leaf wrote nothing of its own."""
+    """Trees whose branches share three quarters of what was written; a leaf wrote nothing of its own."""
     directory = write_run(tmp_path / "run")
     path = directory / "timeline" / "coordinator.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]

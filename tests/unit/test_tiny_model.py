@@ -15,6 +15,7 @@ from pa_npu.config.sections import DataConfig
 from pa_npu.data.prompts import load_prompts
 from pa_npu.rewards.answers import is_correct
 from tools import make_tiny_model as tiny
+from tools import tiny_edits
 
 SMALL = ["--hidden", "64", "--layers", "1", "--train-questions", "40", "--test-questions", "10"]
 
@@ -45,6 +46,28 @@ def test_transformers_loads_what_was_made(family: str, tied: bool, tmp_path: Pat
     expected = tiny.make_tokenizer()(text).input_ids
     assert tokenizer(text).input_ids == expected
     assert tokenizer.decode(expected) == text
+
+
+def test_the_teacher_of_edits_writes_calls_that_repair_files_or_do_not(tmp_path: Path) -> None:
+    report = make(tmp_path / "m", "--task", "edit", "--steps", "50", "--hidden", "128", "--layers", "2")
+    assert report["right_after_asking"] > 0.9, "it reads and writes files, also those of held-out tasks"
+    rows, held_out = (
+        [json.loads(line) for line in (tmp_path / "m" / f"{of}.jsonl").open()] for of in ("train", "test")
+    )
+    assert not {name for row in rows for name in row["files"]} & {name for row in held_out for name in row["files"]}
+    drawn = random.Random(1)
+    signs = [tiny_edits.teacher_sign(row, drawn) in row["answer"] for row in rows for _ in range(50)]
+    assert 0.1 < sum(signs) / len(signs) < 0.35, "there is something to learn"
+    for row in (*rows, *held_out):
+        ((name, text),) = row["files"].items()
+        assert text != row["answer"]
+        (_, _, before, _, behind, *_) = tiny_edits.edit_turns(row, "+", ("<|user|>", "<|assistant|>"), "", chosen=True)
+        call = json.loads(f"{before[0]}+{behind[0]}".removeprefix("<tool_call>").removesuffix("</tool_call>"))
+        assert call["arguments"]["name"] == name and " + " in call["arguments"]["text"]
+        functions: dict[str, Any] = {}
+        exec(row["answer"], functions)
+        for test in row["tests"]:
+            exec(test.partition("; ")[2], functions)
 
 
 def test_an_agents_call_is_few_tokens_which_its_files_keep(tmp_path: Path) -> None:

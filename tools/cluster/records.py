@@ -133,7 +133,12 @@ def _generated(directory: Path) -> dict[int, list[GroupTiming]]:
 
 
 def _lengths(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, int) and item >= 0 for item in value) and any(value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, int) and item >= 0 for item in value)
+        and any(value)
+    )
 
 
 def _number(event: Mapping[str, Any], what: str) -> int | None:
