@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import multiprocessing
 import os
 import statistics
@@ -27,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,13 @@ def ended(process: Any) -> Iterator[None]:
 # ---- Ray
 
 
+def ray_module() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise SystemExit("bench_transport: ray is not installed: pip install 'pa_npu[ray]'") from None
+
+
 class Keeper:
     """An actor: what the producer put, until the consumer asks for it."""
 
@@ -183,8 +192,7 @@ class Consumer:
     def take(self, keeper: Any, count: int, told: tuple[Any, ...]) -> None:
         from multiprocessing.connection import Client
 
-        import ray
-
+        ray = ray_module()
         with Client(told[0], authkey=told[1]) as connection:
             for index in range(count):
                 value = ray.get(keeper.take.remote(index), timeout=LIMIT_S)
@@ -197,8 +205,7 @@ class Consumer:
 def by_ray(shape: tuple[int, int], groups: int, ahead: int, *, references: bool) -> Measured:
     from multiprocessing.connection import Listener
 
-    import ray
-
+    ray = ray_module()
     keeper, consumer = (
         ray.remote(Keeper).options(num_cpus=0).remote(),
         ray.remote(Consumer).options(num_cpus=0).remote(),
@@ -233,7 +240,7 @@ def weights_by_collective(num_bytes: int) -> float:
     peer = context.Process(target=receive_weights, args=(store.port, num_bytes, theirs), daemon=True)
     peer.start()
     with ended(peer):
-        group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), 0, 2)
+        group: Any = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), 0, 2, timedelta(seconds=LIMIT_S))
         bucket = torch.ones(BUCKET_BYTES, dtype=torch.uint8)
         await_one(ours)
         group.broadcast(bucket[:1024], 0).wait()
@@ -247,7 +254,7 @@ def weights_by_collective(num_bytes: int) -> float:
 def receive_weights(port: int, num_bytes: int, told: Connection) -> None:
     torch.set_num_threads(1)
     store = connect(HOST, port, LIMIT_S)
-    group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), 1, 2)
+    group: Any = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), 1, 2, timedelta(seconds=LIMIT_S))
     weights = torch.zeros(num_bytes, dtype=torch.uint8)
     told.send("ready")
     group.broadcast(weights[:1024], 0).wait()
@@ -272,8 +279,7 @@ class Loader:
 
 
 def weights_by_objects(num_bytes: int) -> float:
-    import ray
-
+    ray = ray_module()
     loader = ray.remote(Loader).options(num_cpus=0).remote(num_bytes)
     bucket = np.ones(BUCKET_BYTES, np.uint8)
     ray.get(loader.load.remote(0, ray.put(bucket)), timeout=LIMIT_S)
@@ -299,14 +305,12 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
-    try:
-        import ray
-    except ImportError:
-        raise SystemExit("bench_transport: ray is not installed: pip install 'pa_npu[ray]'") from None
+    ray = ray_module()
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     rows = []
     for text in args.rows.split(","):
-        shape = tuple(map(int, text.split("x")))
+        responses, length = map(int, text.split("x"))
+        shape = responses, length
         found: dict[str, list[Measured]] = {way: [] for way in WAYS}
         for _ in range(args.repetitions):
             found["store"].append(by_store(shape, args.groups, args.ahead))

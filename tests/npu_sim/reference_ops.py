@@ -240,6 +240,10 @@ def gather_backward(given: dict[str, Any]) -> torch.Tensor:
     return grad.new_zeros(given["self_size"]).scatter_add(given["dim"], given["index"], grad)
 
 
+def dtype_cast(given: dict[str, Any]) -> torch.Tensor:
+    return torch.Tensor.to(given["input"], given["dtype"])
+
+
 def all_references(softmax_layout: SoftmaxLayout = "honoured") -> dict[str, Any]:
     """Every reference, by operator name."""
     return FusionAttention(softmax_layout).references() | {
@@ -251,6 +255,7 @@ def all_references(softmax_layout: SoftmaxLayout = "honoured") -> dict[str, Any]
         "npu::npu_swiglu_backward": swiglu_backward,
         "npu::npu_grouped_matmul": grouped_matmul,
         "npu::npu_gather_backward": gather_backward,
+        "npu::_npu_dtype_cast": dtype_cast,
         "aten::_fused_adamw_": fused_adamw,
         "aten::matmul_backward": matmul_backward,
     }

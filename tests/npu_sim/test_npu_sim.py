@@ -1,4 +1,7 @@
-"""Run the tests of inside/ in a process of their own, with torch_npu; some again with megatron-core 0.12.1 and with MindSpeed."""
+"""Run the tests of inside/ in a process of their own, with torch_npu; some again with megatron-core 0.12.1 and with MindSpeed.
+
+Nightly, those of engine/ with vllm-ascend's own classes.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import torch
 from packaging.requirements import Requirement
 
 from tests.npu_sim import cann_stub
+from tools import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 INSIDE = Path(__file__).with_name("inside")
@@ -26,6 +30,9 @@ INSTALL = f"python -m pip install --no-deps --target {DIRECTORY.name} '{WANTED}'
 CHECKOUTS = {"MINDSPEED_HOME": "mindspeed", "MEGATRON_LM_HOME": "megatron/training"}
 OLDER_CORE = ROOT / ".venv-core-0.12"
 TRAINING = [INSIDE / "test_model_stage.py", INSIDE / "test_trainer.py"]
+# Engines of Ascend's stack on the trainers' torch here: their own releases of torch have no CPU wheel for this processor.
+ENGINE = ROOT / ".venv-ascend-engine"
+ENGINE_TESTS = Path(__file__).with_name("engine")
 TIME_LIMIT_S = 3000  # two minutes on two quiet cores; ranks that hang end sooner
 
 
@@ -89,3 +96,25 @@ def test_model_and_trainer_with_mindspeed(tmp_path: Path) -> None:
             f"{variable}: {homes[-1]} has no {contents}; name a checkout's directory"
         )
     run_inside(tmp_path, TRAINING, homes, PA_NPU_SIM_MINDSPEED="1")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(TIME_LIMIT_S + 60)
+@pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
+@pytest.mark.skipif(
+    not (ENGINE / "vllm_ascend").is_dir(),
+    reason=f"no {ENGINE.name}; run: python -m pip install --no-deps --target {ENGINE.name} -r requirements/ascend-engine.txt",
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_the_classes_of_vllm_ascend(family: str, tmp_path: Path) -> None:
+    assert make_tiny_model.main(["--out", str(tmp_path / "m"), "--random", "--family", family]) == 0
+    run_inside(
+        tmp_path,
+        [ENGINE_TESTS],
+        [ENGINE_TESTS / "absent", ENGINE],
+        PA_NPU_SIM_ENGINE=family,
+        PA_NPU_SIM_MODEL=str(tmp_path / "m" / "model"),
+        LD_LIBRARY_PATH=str(tmp_path),  # of the process in which vLLM looks at a model's class
+        PYTORCH_NPU_ALLOC_CONF="expandable_segments:False",  # virtual memory, which the stubs have not
+        VLLM_LOGGING_LEVEL="ERROR",
+    )

@@ -8,6 +8,26 @@ from typing import Any
 import torch
 
 
+def undo_waking(worker: Any) -> None:
+    """Give parameters the layout in which this was first called: a reload takes them as they were then.
+
+    vllm-ascend transposes experts as a worker wakes (0.18 to 0.23), for weights that are loaded without a reload.
+    """
+    model = worker.model_runner.model
+    layouts = {name: _layout(parameter) for name, parameter in model.named_parameters()}
+    before = worker.__dict__.setdefault("_pa_layouts", layouts)
+    for name, layout in layouts.items():
+        place, _, own = name.rpartition(".")
+        parameter = model.get_parameter(name)
+        if layout != before[name] and parameter.dim() == 3 and _layout(parameter.transpose(1, 2)) == before[name]:
+            as_before = torch.nn.Parameter(parameter.data.transpose(1, 2), requires_grad=False)
+            setattr(model.get_submodule(place), own, as_before)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return tensor.shape, tensor.stride()
+
+
 def pack_again(model: torch.nn.Module) -> None:
     """Bring experts into the layout of their kernel.
 

@@ -51,6 +51,7 @@ class WorkerExtension:
         worker: Any = self
         take_logprobs_mode(worker)
         follow_streams(worker)
+        experts.undo_waking(worker)
         rank = int(rank_offset) + int(worker.rank)
         self._pa_receiver = Receiver.join(
             (host, int(port)),
@@ -202,6 +203,7 @@ def _reloading(worker: Any) -> Iterator[Any]:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+    experts.undo_waking(worker)
     model = worker.model_runner.model
     with set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
         initialize_layerwise_reload(model)

@@ -1,0 +1,1 @@
+"""Stands for CANN's pyACL, of which vllm-ascend imports one function."""
