@@ -6,6 +6,7 @@ Every run is the quick start's (configs/grpo_tiny.yaml) but for the keys below; 
   sampling     ratios against the policy that sampled (what max_staleness does unless told otherwise)
   decoupled    ratios against the proximal policy, truncated weights of tokens (AReaL with TIS)
   icepop       the same with tokens masked below 0.5 and above 5
+  aged         decoupled, and tokens weigh 1 / (1 + age)
   uncorrected  ratios against the proximal policy, no weights: as if every token were new
   dpo          online DPO on best and worst of each group, which has no ratio to correct; with k = 0 too
 
@@ -42,6 +43,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CORRECTIONS: dict[str, tuple[str, ...]] = {
     "sampling": (),
     "decoupled": ("algorithm.importance_sampling=token", "algorithm.importance_cap=2"),
+    "aged": (
+        "algorithm.importance_sampling=token",
+        "algorithm.importance_cap=2",
+        "algorithm.age_exponent=1",
+    ),
     "icepop": (
         "algorithm.importance_sampling=token",
         "algorithm.importance_rule=mask",
