@@ -15,7 +15,7 @@ QUESTION = "The file has a mistake. Correct it, so that the tests pass."
 # Held-out tasks have names of their own, in which the supervised phase teaches to write all the same.
 NAMES = ("total", "change", "reach", "score", "level", "price", "count", "speed")
 HELD_OUT_NAMES = ("width", "height", "depth", "weight", "share", "limit", "balance", "rate")
-MISTAKES = (("+", "-"), ("-", "+"), ("*", "+"))  # right, wrong
+MISTAKES = (("+", "-"), ("-", "*"), ("*", "+"))  # right, wrong
 SIGNS = "+-*"
 PAIRS = ((7, 3), (12, 5), (20, 9))
 # How often the teacher leaves the sign as it is.

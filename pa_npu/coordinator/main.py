@@ -66,7 +66,6 @@ from pa_npu.families.model_directory import load_tokenizer
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import Rules
-from pa_npu.planning.model_rules import engines_sleep
 from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engine_groups import Connection
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, StageManifest
@@ -139,7 +138,7 @@ async def run(config: Config) -> None:
             roles=roles,
         )
         await fleet.wait_all_ready()
-        if engines_sleep(config, spec):
+        if config.engines_sleep:
             fleet.check_sleep()
         device = platform.get(config.run.device)
         stages, late_stages = [await wait_manifests(config, channel, topic) for topic in (MANIFEST, LATE_MANIFEST)]

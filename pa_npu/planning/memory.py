@@ -17,7 +17,6 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.adapters import adapter_parameters, adapter_parts
 from pa_npu.planning.amounts import Work, work
-from pa_npu.planning.model_rules import engines_sleep
 from pa_npu.planning.sharded import gathered_bytes, sharded_parts
 from pa_npu.planning.shared_way import device_way
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
@@ -92,7 +91,7 @@ def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
 def beside_engine(config: Config, spec: ModelSpec) -> int:
     """Bytes of the fullest rank while the engine on its device has its memory: where that sleeps, those that are kept at rest."""
     memory = trainer_memory(config, spec)
-    return memory.at_rest if engines_sleep(config, spec) else memory.total
+    return memory.at_rest if config.engines_sleep else memory.total
 
 
 def left_share(config: Config, spec: ModelSpec, device_bytes: int) -> float:

@@ -4,7 +4,6 @@ check_model(config, spec)      all of them, before a run
 check_engine(config, spec)     those that starting an engine needs
 check_division(config, spec)   those that building the trainer's model needs
 check_tensor_division(spec, tensor_parallel)   those of them that cutting its weights over TP needs
-engines_sleep(config, spec)    whether engines give their memory back while their devices train
 padded_vocab(spec, tensor_parallel)
 """
 
@@ -42,15 +41,6 @@ def check_tensor_division(spec: ModelSpec, tensor_parallel: int) -> None:
     """Raises ConfigError where TP of the trainers does not divide the model's sizes."""
     for broken in _tensor_rules(tensor_parallel, spec):
         raise ConfigError(broken)
-
-
-def engines_sleep(config: Config, spec: ModelSpec) -> bool:
-    """Whether engines give their memory back while their devices train.
-
-    Not a mixture's on NPUs unless asked for: early releases of vllm-ascend transpose experts as they wake, for a loader of theirs.
-    """
-    transposes = spec.experts is not None and config.run.device == "npu" and config.rollout.sleep is None
-    return config.engines_sleep and not transposes
 
 
 def _division_rules(config: Config, spec: ModelSpec) -> list[str]:

@@ -12,7 +12,6 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
 from pa_npu.planning.memory import engine_memory, kv_bytes_per_token, left_share
-from pa_npu.planning.model_rules import engines_sleep
 
 # Beyond it a decode step is arithmetic alone, and more sequences in it decode no faster.
 _MOST = 1024
@@ -41,7 +40,7 @@ def with_places(config: Config, spec: ModelSpec, device_bytes: int | None, own_m
 
 def with_share(config: Config, spec: ModelSpec, device_bytes: int | None, own_memory: bool) -> Config:
     """The configuration in which an engine that sleeps has what its trainer leaves as the device decodes; arguments as above."""
-    if "shared_memory_fraction" in config.rollout.model_fields_set or not engines_sleep(config, spec):
+    if "shared_memory_fraction" in config.rollout.model_fields_set or not config.engines_sleep:
         return config
     if device_bytes is None or not own_memory or (share := left_share(config, spec, device_bytes)) <= 0:
         return config

@@ -19,7 +19,6 @@ from pa_npu.planning.memory import (
     wanted_sequences,
     wanted_tokens,
 )
-from pa_npu.planning.model_rules import engines_sleep
 from pa_npu.planning.prediction.rehearsal import advice, can_rehearse, rehearse
 from pa_npu.planning.shared_way import WAY_IN_WORDS, way_to_shared
 from pa_npu.platform.typical import typical_speed
@@ -76,7 +75,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         shared = engine_memory(config, spec, device_bytes, shared=True)
         both = (beside_engine(config, spec) + shared.total) / device_bytes
         how = "both resident"
-        if engines_sleep(config, spec):
+        if config.engines_sleep:
             kept = f"{format_bytes(trainers.at_rest)} that its trainer keeps as the device decodes"
             how = f"of which {kept}; it sleeps while that trains"
         lines.append(f"shared engine memory  {shared.line()}; with its trainer {both:.0%} of the device, {how}")

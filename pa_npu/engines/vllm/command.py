@@ -14,7 +14,7 @@ from pa_npu.engines.vllm.codec import SERVED_MODEL
 from pa_npu.engines.vllm.versions import EngineVersion, engine_version, environment, graph_arguments
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.model_rules import check_engine, engines_sleep
+from pa_npu.planning.model_rules import check_engine
 from pa_npu.platform.typical import HOST_PREFIX_BLOCK
 from pa_npu.samples.routes import routes_of
 
@@ -89,7 +89,7 @@ def server_command(
     else:
         share = rollout.shared_memory_fraction if config.is_shared(index) else rollout.memory_fraction
         argv += ["--gpu-memory-utilization", str(share)]
-        argv += ["--enable-sleep-mode"] if engines_sleep(config, spec) else []
+        argv += ["--enable-sleep-mode"] if config.engines_sleep else []
     if path := import_path(config, python):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
     env |= rollout.env
