@@ -39,7 +39,7 @@ from pa_npu.telemetry.report import memory_peaks
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.bench_schedule import RESPONSES, Bench, Case
+from tools.bench_schedule import RESPONSES, Bench, Case, default_args
 from tools.check_equivalence import EPSILON, compare
 from tools.hardware import processor
 
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--groups: {args.groups} cannot be divided into {UPDATES} updates")
     tables, found = [], {}
     with tempfile.TemporaryDirectory(prefix="bench_ablation_") as scratch:
-        bench = Bench(Path(scratch), argparse.Namespace(response=args.response))
+        bench = Bench(Path(scratch), default_args(response=args.response))
         with bench.engines(1):
             for stages in map(int, args.pipeline.split(",")):
                 rows = measure(bench, args, stages)

@@ -23,7 +23,7 @@ from pa_npu.telemetry.report import PEAKS, memory_peaks
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.bench_schedule import RESPONSES, Bench, Case
+from tools.bench_schedule import RESPONSES, Bench, Case, default_args
 from tools.hardware import processor
 
 WARMUP = 4
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     case = Case("memory", args.groups, prompt=args.prompt)
     rows: dict[str, Mapping[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="bench_memory_peaks_") as scratch:
-        bench = Bench(Path(scratch), argparse.Namespace(response=args.response))
+        bench = Bench(Path(scratch), default_args(response=args.response))
         with bench.engines(1):
             directory = bench.run(
                 case, args.prompt, args.iterations, [f"schedule.compare_iterations={args.iterations}"]

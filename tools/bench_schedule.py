@@ -181,7 +181,12 @@ def _pace(text: str) -> EngineSpeed:
     return EngineSpeed(step_s, sequence_s, prompt_token_s)
 
 
-def main() -> int:
+def default_args(**given: Any) -> argparse.Namespace:
+    """Returns what Bench takes, for other benchmarks: the defaults here, but for what is given."""
+    return argparse.Namespace(**vars(make_parser().parse_args([])) | given)
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=16, help=f"per run, {WARMUP} of warm-up included; even")
     parser.add_argument("--response", type=int, default=64, help="mean tokens of a response")
@@ -223,6 +228,11 @@ def main() -> int:
     parser.add_argument("--waves", default="1,2,4,16", help="of --staleness: an iteration's sequences over the window")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
+    return parser
+
+
+def main() -> int:
+    parser = make_parser()
     args = parser.parse_args()
     known = SHARED if args.devices else CASES
     args.rows = args.rows or ",".join(case.name for case in known if case.engines == 1 or not args.colocated)
@@ -393,7 +403,7 @@ class Bench:
         self._scratch = scratch
         self._args = args
         self._runs = 0
-        self._beside = int(getattr(args, "colocated", False))  # engines on the trainer's device, the last
+        self._beside = int(args.colocated)  # engines on the trainer's device, the last
         self._urls: list[str] = []
         self._dedicated = 0
         self._model = scratch / "tiny" / "model"

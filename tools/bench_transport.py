@@ -56,7 +56,7 @@ Put = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one repetition. latency_s: median of a group alone; cpu_s: of the producer, per group under way."""
+    """Figures of one repetition. latency_s: median of a group alone; cpu_s: of the producer, per group under way."""
 
     groups_per_s: float
     latency_s: float

@@ -412,19 +412,18 @@ Lesson = tuple[
 def lessons(
     arguments: argparse.Namespace, pairs: list[tuple[int, int]], validation: list[tuple[int, int]]
 ) -> tuple[Callable[[random.Random], list[Lesson]], list[Lesson]]:
-    """Draws a batch of what the teacher does; and all that the model should know, but for what is to be chosen."""
+    """Draws a batch of what the teacher does; and what greedy decoding should do in the end."""
     if arguments.task == "edit":
         tasks = tiny_edits.tasks((*tiny_edits.NAMES, *tiny_edits.HELD_OUT_NAMES))
 
-        def edited(task: dict[str, Any], sign: str, *, chosen: bool) -> Lesson:
-            turns = tiny_edits.edit_turns(task, sign, (USER, ASSISTANT), END_OF_TURN, chosen=chosen)
-            return tiny_edits.listed(task), turns
+        def edited(task: dict[str, Any], sign: str) -> Lesson:
+            return tiny_edits.listed(task), tiny_edits.edit_turns(task, sign, (USER, ASSISTANT), END_OF_TURN)
 
         def edits(order: random.Random) -> list[Lesson]:
             drawn = order.choices(tasks, k=arguments.batch)
-            return [edited(task, tiny_edits.teacher_sign(task, order), chosen=True) for task in drawn]
+            return [edited(task, tiny_edits.teacher_sign(task, order)) for task in drawn]
 
-        return edits, [edited(task, sign, chosen=False) for task in tasks for sign in tiny_edits.SIGNS]
+        return edits, [edited(task, tiny_edits.wrong_sign(task)) for task in tasks]
 
     def calls(order: random.Random) -> list[Lesson]:
         """A call in some answers, a guess in the others."""

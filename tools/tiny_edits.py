@@ -61,19 +61,18 @@ def _task(name: str, right: str, wrong: str) -> dict[str, Any]:
 
 
 def listed(task: Mapping[str, Any]) -> str:
-    """What the example's first message says."""
+    """Returns what the example's first message says."""
     return "\n".join([task["question"], "Files:", *task["files"], "Tests:", *task["tests"]])
 
 
 def teacher_sign(task: Mapping[str, Any], order: random.Random) -> str:
-    (text,) = task["files"].values()
-    wrong = _sign_of(text)
+    wrong = wrong_sign(task)
     return wrong if order.random() < LEFT_RATE else order.choice(SIGNS.replace(wrong, ""))
 
 
-def edit_turns(task: Mapping[str, Any], sign: str, shown: tuple[str, str], end: str, *, chosen: bool) -> list[Piece]:
+def edit_turns(task: Mapping[str, Any], sign: str, shown: tuple[str, str], end: str) -> list[Piece]:
     """Returns a session piece by piece, and whether the model writes each. shown: what stands before and behind a tool's answer;
-    end: of a turn; chosen: whether the sign counts as written."""
+    end: of a turn."""
     ((name, text),) = task["files"].items()
     read, write = (
         f"<tool_call>{json.dumps(call)}</tool_call>"
@@ -86,12 +85,16 @@ def edit_turns(task: Mapping[str, Any], sign: str, shown: tuple[str, str], end: 
     return [
         (read + end, True),
         (f"{shown[0]}{text}{shown[1]}", False),
-        (before, True),
-        (sign, chosen),
-        (behind + end, True),
+        (f"{before}{sign}{behind}{end}", True),
         (f"{shown[0]}written{shown[1]}", False),
         (f"done{end}", True),
     ]
+
+
+def wrong_sign(task: Mapping[str, Any]) -> str:
+    """Returns the sign that stands in the file."""
+    (text,) = task["files"].values()
+    return _sign_of(text)
 
 
 def _sign_of(text: str) -> str:

@@ -166,7 +166,7 @@ class Admission:
             delivered_s=scored_s - end_s + put_s,
             trained=self._choice.trains(group),
             moved=lease.first is not lease,
-            computed=computed_lengths(group.prompt, group.samples),
+            computed=computed_lengths(len(group.prompt.tokens), group.samples),
         )
         self._planner.observe(timing, self._iteration)
 

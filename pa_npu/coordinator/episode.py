@@ -154,11 +154,11 @@ async def score(rewards: Rewards, prompt: Prompt, samples: list[Sample]) -> Scor
     return ScoredGroup(prompt, samples, RewardResult(total, {"environment": total}, total > 0, ()))
 
 
-def computed_lengths(prompt: Prompt, samples: Sequence[Sample]) -> tuple[int, tuple[int, ...]] | None:
+def computed_lengths(prompt_tokens: int, samples: Sequence[Sample]) -> tuple[int, tuple[int, ...]] | None:
     """GroupTiming.computed: None where samples are the prompt and a response each."""
     start, behind = group_lengths(samples)
     written = [sample.num_trained for sample in samples]
-    return None if (start, behind) == (len(prompt.tokens), written) else (start, tuple(behind))
+    return None if (start, behind) == (prompt_tokens, written) else (start, tuple(behind))
 
 
 def reward_input(prompt: Prompt, samples: Sequence[Sample]) -> RewardInput:

@@ -206,7 +206,7 @@ class Producer:
         lengths = [sample.num_trained for sample in samples]
         # what a planner fits speeds to
         shape = {"tokens": sum(lengths), "prompt": len(prompt.tokens), "lengths": lengths}
-        if (computed := computed_lengths(prompt, samples)) is not None:
+        if (computed := computed_lengths(len(prompt.tokens), samples)) is not None:
             shape["computed"] = computed
         lane = f"engine {session.lease.engine.name}"
         self._timeline.complete(f"group {index}", start_s, now(), lane, iteration=iteration, **shape)

@@ -294,10 +294,10 @@ def test_trees_of_sessions_cost_their_unique_tokens() -> None:
     prompt, lengths = group_lengths(samples)
     assert (prompt, lengths) == (10, [140, 50, 5])
     assert prompt + sum(lengths) == pack([sample.tokens for sample in samples]).layout.total
-    told = computed_lengths(Prompt(0, np.zeros(10, np.int32), "", "", {}), samples)
+    told = computed_lengths(10, samples)
     assert told == (10, (140, 50, 5))
     single = [branch([(1, 100, True)]), branch([(4, 5, True)])]
-    assert computed_lengths(Prompt(0, np.zeros(10, np.int32), "", "", {}), single) is None
+    assert computed_lengths(10, single) is None
 
 
 def test_what_training_takes_is_learned_and_expected_by_unique_tokens() -> None:

@@ -49,8 +49,10 @@ def test_transformers_loads_what_was_made(family: str, tied: bool, tmp_path: Pat
 
 
 def test_the_teacher_of_edits_writes_calls_that_repair_files_or_do_not(tmp_path: Path) -> None:
-    report = make(tmp_path / "m", "--task", "edit", "--steps", "50", "--hidden", "128", "--layers", "2")
-    assert report["right_after_asking"] > 0.9, "it reads and writes files, also those of held-out tasks"
+    report = make(tmp_path / "m", "--task", "edit", "--steps", "300", "--hidden", "128", "--layers", "2")
+    assert report["right_after_asking"] > 0.9, (
+        "it reads and writes files, also those of held-out tasks, and leaves mistakes in"
+    )
     rows, held_out = (
         [json.loads(line) for line in (tmp_path / "m" / f"{of}.jsonl").open()] for of in ("train", "test")
     )
@@ -61,8 +63,8 @@ def test_the_teacher_of_edits_writes_calls_that_repair_files_or_do_not(tmp_path:
     for row in (*rows, *held_out):
         ((name, text),) = row["files"].items()
         assert text != row["answer"]
-        (_, _, before, _, behind, *_) = tiny_edits.edit_turns(row, "+", ("<|user|>", "<|assistant|>"), "", chosen=True)
-        call = json.loads(f"{before[0]}+{behind[0]}".removeprefix("<tool_call>").removesuffix("</tool_call>"))
+        (_, _, (written, _), *_) = tiny_edits.edit_turns(row, "+", ("<|user|>", "<|assistant|>"), "")
+        call = json.loads(written.removeprefix("<tool_call>").removesuffix("</tool_call>"))
         assert call["arguments"]["name"] == name and " + " in call["arguments"]["text"]
         functions: dict[str, Any] = {}
         exec(row["answer"], functions)

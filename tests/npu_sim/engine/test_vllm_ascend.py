@@ -83,7 +83,7 @@ def publish(executor: UniProcExecutor, worker: Any, weights: dict[str, torch.Ten
 
 
 def expected(weights: dict[str, torch.Tensor], layer: int = 0) -> dict[str, torch.Tensor]:
-    """What vllm-ascend holds of these: joined projections, and experts transposed for its grouped matrix product."""
+    """Returns what vllm-ascend holds of these: joined projections, and experts transposed for its grouped matrix product."""
     of_layer = f"model.layers.{layer}"
     joined = torch.cat([weights[f"{of_layer}.self_attn.{part}_proj.weight"] for part in "qkv"])
     found = {f"{of_layer}.self_attn.qkv_proj.weight": joined, "lm_head.weight": weights["lm_head.weight"]}
