@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from pa_npu.platform import base
@@ -48,15 +49,10 @@ class CpuPlatform:
         return MemoryPeak(self._resident_peak.take())
 
     def total_memory_bytes(self) -> int:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(psutil.virtual_memory().total)
 
     def free_memory_bytes(self) -> int:
-        try:
-            with open("/proc/meminfo", encoding="ascii") as file:
-                fields = dict(line.split(":", 1) for line in file)
-            return int(fields["MemAvailable"].split()[0]) * 1024
-        except (OSError, KeyError):  # no Linux: what is free without giving up caches
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        return int(psutil.virtual_memory().available)
 
     def host_memory(self, like: torch.Tensor) -> torch.Tensor:
         return like
