@@ -32,8 +32,7 @@ from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.store_server import host_store
 from pa_npu.errors import ConfigError, DataError
-from pa_npu.launcher.cluster.local import LocalCluster
-from pa_npu.launcher.cluster.protocol import Cluster
+from pa_npu.launcher.cluster.local import Cluster, LocalCluster
 from pa_npu.launcher.cluster.ray_cluster import ray_cluster
 from pa_npu.launcher.cluster.ray_connection import RayConnection, connected
 from pa_npu.launcher.engine_key import engine_key, key_file, run_key_file

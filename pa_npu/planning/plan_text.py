@@ -12,9 +12,9 @@ from pa_npu.planning.amounts import Work, work
 from pa_npu.planning.memory import (
     Memory,
     beside_engine,
+    cache_tokens,
     engine_memory,
     format_bytes,
-    kv_bytes_per_token,
     trainer_memory,
     wanted_sequences,
     wanted_tokens,
@@ -65,7 +65,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         )
     else:
         engines = engine_memory(config, spec, engine_bytes, shared=colocated)
-        capacity = dict(engines.parts)["KV cache"] // kv_bytes_per_token(config, spec)
+        capacity = cache_tokens(config, spec, engine_bytes, shared=colocated)
         lines.append(f"engine memory         {engines.line()}")
         lines.append(
             f"KV cache              {capacity} tokens, {counted(capacity // longest, 'longest sequence')}; wanted "

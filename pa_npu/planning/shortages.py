@@ -29,9 +29,9 @@ from pa_npu.planning.memory import (
     USABLE,
     Memory,
     beside_engine,
+    cache_tokens,
     engine_memory,
     format_bytes,
-    kv_bytes_per_token,
     trainer_memory,
     wanted_sequences,
     wanted_tokens,
@@ -113,7 +113,7 @@ def _trainer_after(memory: Memory, device_bytes: int) -> str:
 
 def _engine_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Iterator[Shortage]:
     def capacity(changed: Config) -> int:
-        return dict(engine_memory(changed, spec, device_bytes).parts)["KV cache"] // kv_bytes_per_token(changed, spec)
+        return cache_tokens(changed, spec, device_bytes)
 
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     tokens, wanted = capacity(config), wanted_tokens(config)
@@ -153,8 +153,7 @@ def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
     def capacity(changed: Config) -> int:
-        cache = dict(engine_memory(changed, spec, device_bytes, shared=True).parts)["KV cache"]
-        return cache // kv_bytes_per_token(changed, spec)
+        return cache_tokens(changed, spec, device_bytes, shared=True)
 
     def together(changed: Config) -> float:
         engine = max(

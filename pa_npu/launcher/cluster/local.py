@@ -1,22 +1,57 @@
-"""The cluster that is this machine alone: every process is a child of the launcher."""
+"""What the launcher asks of the machines that engines and trainer ranks run on, and the cluster that is this machine alone.
+
+A cluster turns the configuration into things to start, starts them, and knows the address of every engine. The coordinator is not
+its business: it always runs beside the launcher, as the run's store does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.placement import Placement, engine_ports
 from pa_npu.launcher.process.commands import Command, Startable, Store, engine_command, engine_url, trainer_command
 from pa_npu.launcher.process.process_tree import ProcessTree
+from pa_npu.launcher.process.processes import Processes
 from pa_npu.platform.base import Platform
+
+
+class Cluster(Protocol):
+    """Places for engines and trainer ranks."""
+
+    @property
+    def processes(self) -> Processes:
+        """All processes of the run, wherever they are; what this cluster names can be launched there."""
+
+    def engines(self) -> Sequence[Startable]:
+        """The engines that the run starts with, in order."""
+
+    def extra_engines(self) -> Sequence[Startable]:
+        """Engines that can be launched once there are free devices for them; until then `can_launch` says no."""
+
+    def trainers(self, attempt: int) -> Sequence[Startable]:
+        """The ranks of an attempt of the run, in order."""
+
+    def engine_url(self, engine: Startable) -> str:
+        """Returns the URL that the engine listens at; it changes when a lost node is replaced by another."""
+
+    def await_nodes(self) -> None:
+        """Before coordinator and trainers are started again: until there is a node for each of them.
+
+        Raises Failure when that takes longer than placement.join_timeout_s.
+        """
 
 
 @dataclass
 class LocalCluster:
-    """This machine. placement: which devices the processes have. store: the run's. key: of the engines."""
+    """This machine alone: every process is a child of the launcher.
+
+    placement: which devices the processes have. store: the run's. key: of the engines.
+    """
 
     config: Config
     spec: ModelSpec

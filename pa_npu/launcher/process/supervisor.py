@@ -50,10 +50,6 @@ class StopSignals:
         self.received.append(number)
 
 
-def signal_name(number: int) -> str:
-    return signal.Signals(number).name
-
-
 @contextmanager
 def stop_signals() -> Iterator[StopSignals]:
     signals = StopSignals()
@@ -104,7 +100,7 @@ class Supervisor:
             if not self._signals.received:
                 return self._fail(error if isinstance(error, Failure) else Failure(str(error)))
         number = self._signals.received[0]
-        self._stop(f"{signal_name(number)}: stopping (once more: at once)")
+        self._stop(f"{signal.Signals(number).name}: stopping (once more: at once)")
         return 128 + number
 
     def _start(self, command: Startable) -> Process:
