@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from pa_npu.platform import base
@@ -49,9 +48,11 @@ class CpuPlatform:
         return MemoryPeak(self._resident_peak.take())
 
     def total_memory_bytes(self) -> int:
-        return int(psutil.virtual_memory().total)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def free_memory_bytes(self) -> int:
+        import psutil  # for trainers, which alone ask; an engine's interpreter may not have it
+
         return int(psutil.virtual_memory().available)
 
     def host_memory(self, like: torch.Tensor) -> torch.Tensor:

@@ -160,7 +160,8 @@ class RunDirectory:
 
     def samples(self, iteration: int) -> dict[str, Any]:
         """The groups of an iteration with their responses, best form first: kept with tokens, or the lines of samples.jsonl."""
-        groups, problem = [], None
+        groups: list[dict[str, Any]] = []
+        problem: str | None = None
         if iteration in sample_iterations(self.directory):
             try:
                 groups = _groups(read_samples(self.directory, iteration))

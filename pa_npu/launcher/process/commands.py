@@ -152,7 +152,7 @@ def interface_of(address: str) -> str | None:
     try:
         family, _, _, _, found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
         interfaces = psutil.net_if_addrs().items()
-    except OSError:
+    except (ValueError, OSError):
         return None
     own = ((name, one) for name, addresses in interfaces for one in addresses if one.family == family)
     # a link-local address of IPv6 has its interface behind a percent sign

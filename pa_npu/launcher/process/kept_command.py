@@ -67,5 +67,5 @@ def _first_child(keeper_pid: int) -> psutil.Process | None:
 
 def _is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False

@@ -193,7 +193,7 @@ class ScheduleController:
         kept: list[Candidate] = sorted(first, key=lambda c: biased(c, first[c][0]))[:_KEPT]
         kept += [c for c in (usual, last) if c is not None and c in first and c not in kept]
         # the whole ends when the last of its parts does, and draws are parts
-        together = statistics.fmean if part.is_whole else max
+        together: Callable[[Sequence[float]], float] = statistics.fmean if part.is_whole else max
         simulated = {c: together([*first[c], *run(c, draws[1:])]) for c in kept}
         scores = {c: biased(c, end_s) for c, end_s in simulated.items()}
 
