@@ -185,8 +185,6 @@ class Supervisor:
             return False
         if self._recovery is not None and self._recovers:
             self._recovery.restart_engines()
-        if problem := self._tree.problem():
-            raise Failure(problem)
         if self._failed():
             self._tree.settle(_AFTERMATH_S)  # the first to end is not always the first to be seen
             culprit = self._failed()[0]
