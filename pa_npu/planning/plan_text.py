@@ -33,6 +33,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
     """
     rollout, amount = config.rollout, work(config)
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    mode = "periodic" if config.schedule.stream else "synchronous"
     lines = [
         f"devices               {_devices(config)}{_nodes(config)}",
         f"trainer ranks         {_ranks(config)}",
@@ -41,7 +42,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         f"microbatches          {_microbatches(config, amount)}",
         f"tokens per iteration  at most {amount.prompt_tokens + amount.response_tokens} = {amount.prompt_tokens} prompt + "
         f"{amount.response_tokens} response; computed at most {amount.computed_tokens}",
-        f"iterations            {config.schedule.iterations}, {_schedule(config)}, order {config.schedule.order}",
+        f"iterations            {config.schedule.iterations}, {mode}, order {config.schedule.order}",
     ]
     lines += [f"engines that differ   {_settings(entry)}" for entry in rollout.engine_settings]
     if spec is None:
@@ -153,10 +154,6 @@ def predicted_lines(config: Config, spec: ModelSpec) -> list[str]:
 def _nodes(config: Config) -> str:
     nodes = config.placement.nnodes
     return "" if nodes == 1 else f", on {counted(nodes, 'node')} of {config.devices_per_node}"
-
-
-def _schedule(config: Config) -> str:
-    return "periodic" if config.schedule.stream else "synchronous"
 
 
 def _microbatches(config: Config, amount: Work) -> str:

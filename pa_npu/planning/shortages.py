@@ -27,7 +27,6 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.memory import (
     GIB,
     USABLE,
-    Memory,
     beside_engine,
     cache_tokens,
     engine_memory,
@@ -103,12 +102,11 @@ def _trainer_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> It
         if changes is not None and _allowed(_changed(larger, changes), spec):
             proposal = further | changes
             break
-    after = "" if proposal is None else _trainer_after(trainer_memory(_changed(config, proposal), spec), device_bytes)
+    after = ""
+    if proposal is not None:
+        needed = trainer_memory(_changed(config, proposal), spec).total
+        after = f"needs {needed / GIB:.1f} of {device_bytes / GIB:.1f} GiB"
     yield Shortage("trainer", what, fatal, proposal, after)
-
-
-def _trainer_after(memory: Memory, device_bytes: int) -> str:
-    return f"needs {memory.total / GIB:.1f} of {device_bytes / GIB:.1f} GiB"
 
 
 def _engine_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Iterator[Shortage]:
